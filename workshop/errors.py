@@ -1,0 +1,88 @@
+"""Errors for people: one line that says what is wrong and what to do."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+
+
+class UserError(Exception):
+    """Something that the user can mend; shown as one line, not a traceback."""
+
+
+def check(condition, message):
+    """Raise a `UserError` with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def start(main):
+    """Call `main()`; exit with status 1 and one line where the user can help.
+
+    Ctrl-C exits with 130. Errors of the program itself keep their traceback.
+    """
+    try:
+        main()
+    except (UserError, MemoryError, OSError, RuntimeError) as error:
+        message = explain(error)
+        if message is None:
+            raise
+        say_once(message)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def explain(error):
+    """One line for an error that the user can mend, or None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    kind = type(error).__name__
+    if kind == "OutOfMemoryError":  # torch's, without importing torch
+        return ("the device's memory is full: "
+                "try a smaller --microbatch-size or --sequence-length")
+    if isinstance(error, MemoryError):
+        return "the memory is full: try a smaller --microbatch-size"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def say_once(message):
+    """Print an error once, though every rank has met it.
+
+    Rank 0 speaks at once. The others give the launcher time to end them, and
+    speak only if it does not: then theirs is an error that rank 0 has not.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3 + 0.5 * int(os.environ.get("LOCAL_RANK", rank)))
+    where = f"error (rank {rank})" if rank else "error"
+    print(f"{where}: {message}", file=sys.stderr, flush=True)
+
+
+def parse_flags(cls, **options):
+    """`tyro.cli(cls, **options)`, but a wrong flag is a `UserError`."""
+    import tyro
+
+    box = io.StringIO()  # tyro draws its errors on stderr, in a box
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(cls, **options)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    rows = re.findall(r"^│ (.*?) *│$", box.getvalue(), re.MULTILINE)
+    reason = []
+    for row in rows:
+        if row.startswith("──"):
+            break
+        reason.append(row.strip())
+    reason = " ".join(reason) or "wrong flags"
+    reason = reason[0].lower() + reason[1:].rstrip(".")
+    raise UserError(f"{reason}: see --help")
