@@ -1,0 +1,237 @@
+"""Build a small dataset in seconds, from text that is already here.
+
+    python fineweb/demo.py                    # Python's own documentation
+    python fineweb/demo.py book.txt notes/    # or your own text
+
+Writes `fineweb/demo/`: shards for training and validation, a vocabulary of
+its own, and a manifest. Where the dataset is there already it does nothing.
+"""
+
+import ast
+import importlib
+import random
+import re
+import shutil
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import manifest
+import tyro
+
+from workshop import vocabulary
+from workshop.errors import UserError, check, parse_flags, start
+
+HERE = Path(__file__).resolve().parent
+SEED = 1337
+DOCUMENT = 2000  # characters, or a little more
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+LEFT_OUT = {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
+            "pydoc_data", "site-packages", "test", "tests", "turtledemo"}
+# modules that have no source in Python, and are safe to import
+COMPILED = ("builtins", "sys", "array", "binascii", "cmath", "fcntl", "gc",
+            "itertools", "marshal", "math", "mmap", "posix", "select", "time",
+            "unicodedata", "zlib", "_collections", "_signal", "_socket",
+            "_thread")
+TEXT = {".md", ".rst", ".text", ".txt"}  # what is read in a folder
+
+
+@dataclass
+class Flags:
+    """Build a small dataset, by default of Python's documentation."""
+
+    sources: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Text files to use instead, and folders of .txt, .md and .rst files."""
+    out: Path = HERE / "demo"
+    """The folder to make."""
+    vocabulary_size: int = 4096
+    """Tokens in the vocabulary, `<|endoftext|>` among them."""
+
+
+def main():
+    flags = parse_flags(Flags)
+    check(257 <= flags.vocabulary_size <= 65536, "--vocabulary-size has to "
+          "be from 257 (each byte and <|endoftext|>) to 65536")
+    source = {"files": [str(path.resolve()) for path in flags.sources]
+              or "the standard library's documentation",
+              "vocabulary_size": flags.vocabulary_size, "seed": SEED}
+    if is_there(flags.out, source):
+        print(f"{flags.out}: the dataset is there already")
+        return
+    texts = read_files(flags.sources) if flags.sources else read_library()
+    # two alike would put what is held out among what is trained on
+    documents = list(dict.fromkeys(texts))
+    check(len(documents) >= 10, f"too little text: {len(documents)} documents "
+          f"of about {DOCUMENT} characters, and two splits need 10 at least")
+    random.Random(SEED).shuffle(documents)
+    n_val = len(documents) // 10
+    write(flags.out, source, documents[n_val:], documents[:n_val],
+          flags.vocabulary_size)
+
+
+def is_there(out, source):
+    """Whether `out` is this dataset; an error where it is something else."""
+    found = manifest.read(out)
+    if found is None:
+        check(not out.exists() or (out.is_dir() and not any(out.iterdir())),
+              f"{out} is there, and is not a dataset: name another --out")
+        return False
+    check(found["source"] == source, f"{out} holds a dataset of other text "
+          "or another vocabulary: name another --out, or delete it first")
+    return True
+
+
+def read_library():
+    """Documents of the standard library's documentation, as strings."""
+    yield from read_topics()
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(library.rglob("*.py"))
+             if LEFT_OUT.isdisjoint(path.relative_to(library).parts)]
+    seen = set()  # methods of one name often share their words
+    modules = chain(map(compiled_docstrings, COMPILED),
+                    map(docstrings, progress(paths, "reading modules")))
+    for found in modules:
+        yield from gather(text for text in found
+                          if not (text in seen or seen.add(text)))
+
+
+def read_topics():
+    """Documents of the topics that Python's `help()` knows."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some systems leave it out
+        return
+    # A section is part of several topics, underlined as its level there is.
+    heading = re.compile(r"^([^\n]+)\n([*=~-])\2{2,}\n", re.MULTILINE)
+    sections = dict.fromkeys(
+        section.strip() for _, topic in sorted(topics.items())
+        for section in heading.sub("\0\\1\n", topic).split("\0"))
+    for section in sections:
+        yield from gather(section.split("\n\n"))
+
+
+def docstrings(path):
+    """The docstrings of a module's source, without importing it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # a template, not a module
+        return
+    nodes = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        yield ast.get_docstring(node) or ""
+
+
+def compiled_docstrings(name):
+    """The docstrings of a module that has no source in Python."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:  # another system's
+        return
+    yield module.__doc__ or ""
+    for member in vars(module).values():
+        if getattr(member, "__module__", None) != name:
+            continue
+        for thing in member, *getattr(member, "__dict__", {}).values():
+            if isinstance(text := getattr(thing, "__doc__", None), str):
+                yield text
+
+
+def read_files(sources):
+    """Documents of the text files and folders that the caller names."""
+    paths = []
+    for source in sources:
+        check(source.exists(), f"{source}: there is no such file or folder")
+        found = [source] if source.is_file() else sorted(
+            path for path in source.rglob("*")
+            if path.suffix.lower() in TEXT and path.is_file())
+        check(found, f"{source} holds no text: no file named "
+              + " or ".join(f"*{suffix}" for suffix in sorted(TEXT)))
+        paths += found
+    for path in progress(paths, "reading files"):
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start:,} is not UTF-8: "
+                            "convert the file, or leave it out") from error
+        check("\0" not in text, f"{path} is not text: leave it out")
+        yield from gather(re.split(r"\n\s*\n", text))
+
+
+def gather(texts):
+    """Join short texts, in their order, to documents of sensible length."""
+    document = ""
+    for text in texts:
+        document = f"{document}\n\n{text}".strip()
+        if len(document) >= DOCUMENT:
+            yield document
+            document = ""
+    if document:
+        yield document
+
+
+def progress(paths, what):
+    from shards import Progress  # late: it costs a second run too much
+
+    return Progress(paths, desc=what, unit=" files")
+
+
+def train_vocabulary(documents, size):
+    """A byte-pair vocabulary of at most `size` tokens, for tiktoken."""
+    import rustbpe
+    import tiktoken
+
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(documents, vocab_size=size - 1)
+    ranks = {bytes(token): rank
+             for token, rank in trainer.get_mergeable_ranks()}
+    return tiktoken.Encoding(
+        "demo", pat_str=trainer.get_pattern(), mergeable_ranks=ranks,
+        special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
+
+
+def write(out, source, train, val, vocabulary_size):
+    """Make the folder `out` of the two splits, lists of documents."""
+    import numpy as np
+    import shards
+
+    encoding = train_vocabulary(train, vocabulary_size)
+    made = manifest.new("demo", encoding, source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # built beside its place and renamed, so that it is there whole or not
+    # at all, and of two that are built at once one wins
+    scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
+    beside = Path(scratch) / out.name
+    try:
+        beside.mkdir()
+        for split, first, documents in ("val", 0, val), ("train", 1, train):
+            lists = encoding.encode_ordinary_batch(documents)
+            tokens = np.array([token for ids in lists
+                               for token in (encoding.eot_token, *ids)],
+                              np.uint16)
+            for i in range(0, len(tokens), shards.SHARD_SIZE):
+                name = f"demo_{split}_{first + i // shards.SHARD_SIZE:06d}.npy"
+                made["shards"].append(shards.write(
+                    beside / name, tokens[i:i + shards.SHARD_SIZE], encoding))
+        vocabulary.save(encoding, beside)
+        made["complete"] = True
+        manifest.write(beside, made)
+        try:
+            beside.rename(out)
+        except OSError:
+            check(is_there(out, source), f"{out} cannot be made")
+            print(f"{out}: another process has made it meanwhile")
+            return
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    for split in "train", "val":
+        print(f"{split:5} {made[split]['documents']:7,} documents "
+              f"{made[split]['bytes']:10,} bytes "
+              f"{made[split]['tokens']:9,} tokens")
+    print(f"{out}: {encoding.n_vocab:,} tokens in the vocabulary")
+
+
+if __name__ == "__main__":
+    start(main)

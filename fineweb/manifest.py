@@ -1,0 +1,60 @@
+"""The manifest of a dataset folder: what it holds and where it came from.
+
+`manifest.json` has an entry for each shard that is complete, with its token,
+document and byte counts and its SHA-256, and their sums for the two splits.
+"""
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+from workshop import vocabulary
+from workshop.errors import UserError
+
+FILE = "manifest.json"
+
+
+def new(name, encoding, source):
+    """The manifest of a folder that has no shards yet, a dictionary.
+
+    `source` is what decides the tokens, as plain JSON: a folder that was
+    begun with another one is another dataset.
+    """
+    return {
+        "name": name,
+        "complete": False,
+        "source": source,
+        "vocabulary": {"name": encoding.name, "size": encoding.n_vocab},
+        "versions": {"python": platform.python_version(),
+                     "tiktoken": version("tiktoken")},
+        "train": {}, "val": {},
+        "shards": [],
+    }
+
+
+def write(folder, manifest):
+    """Write the manifest atomically, the sums of its splits renewed."""
+    for split in "train", "val":
+        own = [entry for entry in manifest["shards"]
+               if f"_{split}_" in entry["file"]]
+        manifest[split] = {
+            "shards": len(own),
+            **{what: sum(entry[what] for entry in own)
+               for what in ("tokens", "documents", "bytes")}}
+    text = json.dumps(manifest, indent=1) + "\n"
+    vocabulary.replace(Path(folder) / FILE, text.encode())
+
+
+def read(folder):
+    """The manifest of a folder, or None where there is none."""
+    path = Path(folder) / FILE
+    try:
+        manifest = json.loads(path.read_bytes())
+        manifest["source"], manifest["shards"]
+        return manifest
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}): delete the folder and "
+                        "make the dataset again") from error
