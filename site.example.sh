@@ -1,0 +1,39 @@
+# What is particular to a site. Copy this file to site.sh and edit the copy:
+# activate.sh reads it each time, in bash or zsh, before it does anything. Each
+# setting stands alone; none is needed on a laptop.
+# shellcheck shell=bash disable=SC2034 # activate.sh uses them
+
+# --- Modules: a Python from 3.10 on, and what the GPUs need -----------------
+# `|| return` stops activate.sh where one cannot be loaded.
+#
+# Baskerville (A100):
+#   module purge
+#   module load baskerville || return
+#   module load Python || return    # `module avail Python` lists the versions
+#
+# A plain cluster:
+#   module load python cuda || return
+
+# --- Package index: a mirror, or another build of PyTorch -------------------
+# Intel Max 1550: PyTorch's index of builds for XPU (pytorch.org names it).
+#
+#   export PIP_EXTRA_INDEX_URL=https://wheels.example.org/xpu
+#
+# Nodes that reach the internet through a mirror only:
+#   export PIP_INDEX_URL=https://mirror.example.org/simple
+
+# --- An environment for everyone --------------------------------------------
+# It belongs to whoever makes the folder (`mkdir /shared/workshop/venv`): when
+# they source activate.sh it is set up and kept up to date there. Everyone else
+# uses it as it is, with the `workshop` and the scripts of their own clone.
+#
+#   WORKSHOP_VENV=/shared/workshop/venv
+
+# --- The site's own PyTorch, from a module above, instead of a downloaded one
+#   WORKSHOP_SITE_PACKAGES=yes
+
+# --- Data: a folder of FineWeb shards, for the scripts that name no other ---
+#   export WORKSHOP_DATA=/shared/workshop/edu_fineweb10B
+#
+# GPT-2's vocabulary, where nodes have no internet: a folder that has it.
+#   export TIKTOKEN_CACHE_DIR=/shared/workshop/tiktoken

@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# The work of activate.sh: makes the virtual environment, the demo dataset and
+# the cache of GPT-2's vocabulary, where they are missing or out of date.
+#
+#     workshop/setup.sh VENV [yes, to build on the PyTorch of the site]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$1
+system=$([ "$2" != yes ] || echo --system-site-packages)
+
+# What the environment stands on, a file that is there only while it is whole,
+# and what is installed in it.
+base=$venv/workshop-base
+installed=$venv/workshop-requirements
+
+say() { echo "activate.sh: $*"; }
+
+fail() {
+    say "$*" >&2
+    exit 1
+}
+
+holds() {
+    [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
+}
+
+# Of another Python, or moved, an environment has to be made anew.
+current_base() {
+    "$venv/bin/python" -c 'import sys; print(*sys.version_info[:2])' \
+        2>/dev/null && echo "$venv $system"
+}
+
+requirements() {
+    cat requirements.txt constraints.txt tests/requirements.txt | cksum
+}
+
+up_to_date() {
+    holds "$base" "$(current_base)" && holds "$installed" "$(requirements)"
+}
+
+find_python() {
+    local name
+    for name in python3 python3.{13,12,11,10} python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+            2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "there is no Python 3.10 or newer here: install one, or load its" \
+        "module in site.sh (see site.example.sh)"
+}
+
+# Held until this process and what it started have ended, however they end.
+lock() {
+    exec 9>>.venv.lock
+    "$1" -c '
+import fcntl
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("activate.sh: waiting for another shell that does", flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
+        say "this file system has no locks: source it in one shell at a time"
+}
+
+make_environment() {
+    local python
+    python=$(find_python)
+    say "setting up $venv"
+    lock "$python"
+    if up_to_date; then # by the one that had the lock
+        return
+    fi
+    if ! holds "$base" "$(current_base)"; then
+        # shellcheck disable=SC2086 # no word when empty
+        "$python" -m venv --clear --prompt workshop $system "$venv" ||
+            fail "$(command -v "$python") cannot make a virtual environment" \
+                "(on Debian and Ubuntu: apt install python3-venv)"
+        current_base >"$base"
+    fi
+    install_requirements
+}
+
+install_requirements() {
+    local pins=constraints.txt log=$venv/install.log status=0
+    if [ -n "$system" ]; then
+        pins=$venv/site-torch.txt
+        "$venv/bin/python" -c 'if True:
+            from importlib.metadata import version
+            print("torch==" + version("torch"))' >"$pins" 2>/dev/null ||
+            fail "the site's Python has no PyTorch: load its module in site.sh"
+    fi
+    say "installing what requirements.txt names (minutes, the first time)"
+    rm -f "$base"
+    "$venv/bin/python" -u -m pip install --no-input -c "$pins" -e . \
+        -r requirements.txt -r tests/requirements.txt 2>&1 |
+        tee "$log" | sed -n '/^ *Downloading/p' || status=$?
+    current_base >"$base" # pip takes back what it could not finish
+    if ((status)); then
+        fail "pip failed ($(grep -m 1 ERROR "$log")): is there a network?" \
+            "A mirror is named in site.sh. All that pip said: $log"
+    fi
+    requirements >"$installed"
+}
+
+# Where there is no network nothing is said: few datasets need it.
+fetch_vocabulary() {
+    if [ -z "$(ls -A "$TIKTOKEN_CACHE_DIR" 2>/dev/null)" ]; then
+        "$venv/bin/python" -c 'if True:
+            import signal
+            signal.alarm(20)  # seconds; some firewalls never answer
+            from workshop.vocabulary import gpt2
+            gpt2(download=True)' || true
+    fi
+}
+
+new=
+if [ "$venv" = "$PWD/.venv" ] || [ -O "$venv" ]; then
+    if ! up_to_date; then
+        make_environment
+        new=yes
+    fi
+elif ! [ -f "$base" ] || ! "$venv/bin/python" -c ''; then
+    fail "the shared environment $venv is not complete: ask its owner to" \
+        "source activate.sh (who is to own a new one: mkdir $venv)"
+elif ! holds "$installed" "$(requirements)"; then
+    say "the shared environment $venv was made for other versions of the" \
+        "requirements: if something is missing, ask its owner to update it"
+fi
+if [ ! -e fineweb/demo/manifest.json ]; then
+    "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
+    new=yes
+fi
+# A shell that is set up does not wait for it.
+fetch_vocabulary >/dev/null 2>&1 &
+[ -z "$new" ] || wait
