@@ -47,6 +47,10 @@ def explain(error):
                 "try a smaller --microbatch-size or --sequence-length")
     if isinstance(error, MemoryError):
         return "the memory is full: try a smaller --microbatch-size"
+    if kind.startswith("Dist") or "gloo" in str(error):  # torch.distributed
+        reason = str(error).strip().splitlines()[0]
+        return ("lost the other processes: look for the first error above; "
+                f"--resume goes on from the last checkpoint ({reason})")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return None

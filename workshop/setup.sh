@@ -8,8 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1
 system=$([ "$2" != yes ] || echo --system-site-packages)
 
-# What the environment stands on, a file that is there only while it is whole,
-# and what is installed in it.
+# Two files in an environment that this script made: what it stands on (it is
+# "unfinished" while it is not whole), and what is installed in it.
 base=$venv/workshop-base
 installed=$venv/workshop-requirements
 
@@ -53,7 +53,7 @@ find_python() {
 
 # Held until this process and what it started have ended, however they end.
 lock() {
-    exec 9>>.venv.lock
+    exec 9>>"$venv.lock"
     "$1" -c '
 import fcntl
 try:
@@ -73,8 +73,11 @@ make_environment() {
         return
     fi
     if ! holds "$base" "$(current_base)"; then
+        mkdir -p "$venv"
+        echo unfinished >"$base"
+        find "$venv/" -mindepth 1 ! -name workshop-base -delete
         # shellcheck disable=SC2086 # no word when empty
-        "$python" -m venv --clear --prompt workshop $system "$venv" ||
+        "$python" -m venv --prompt workshop $system "$venv" ||
             fail "$(command -v "$python") cannot make a virtual environment" \
                 "(on Debian and Ubuntu: apt install python3-venv)"
         current_base >"$base"
@@ -92,11 +95,11 @@ install_requirements() {
             fail "the site's Python has no PyTorch: load its module in site.sh"
     fi
     say "installing what requirements.txt names (minutes, the first time)"
-    rm -f "$base"
+    echo unfinished >"$base"
     "$venv/bin/python" -u -m pip install --no-input -c "$pins" -e . \
         -r requirements.txt -r tests/requirements.txt 2>&1 |
         tee "$log" | sed -n '/^ *Downloading/p' || status=$?
-    current_base >"$base" # pip takes back what it could not finish
+    ((status > 1)) || current_base >"$base" # 1: pip has taken all of it back
     if ((status)); then
         fail "pip failed ($(grep -m 1 ERROR "$log")): is there a network?" \
             "A mirror is named in site.sh. All that pip said: $log"
@@ -115,18 +118,26 @@ fetch_vocabulary() {
     fi
 }
 
+# Whether the environment is this script's to change: the clone's own, or a
+# shared one that this user owns and that was empty or made like this before.
+ours() {
+    [ "$venv" = "$PWD/.venv" ] || {
+        [ -O "$venv" ] && { [ -f "$base" ] || [ -z "$(ls -A "$venv")" ]; }
+    }
+}
+
 new=
-if [ "$venv" = "$PWD/.venv" ] || [ -O "$venv" ]; then
+if ours; then
     if ! up_to_date; then
         make_environment
         new=yes
     fi
-elif ! [ -f "$base" ] || ! "$venv/bin/python" -c ''; then
-    fail "the shared environment $venv is not complete: ask its owner to" \
-        "source activate.sh (who is to own a new one: mkdir $venv)"
-elif ! holds "$installed" "$(requirements)"; then
-    say "the shared environment $venv was made for other versions of the" \
-        "requirements: if something is missing, ask its owner to update it"
+elif holds "$base" unfinished || ! "$venv/bin/python" -c '' 2>/dev/null; then
+    fail "the shared environment $venv is not complete: its owner has to" \
+        "source activate.sh, with an empty folder there to begin with"
+elif [ -f "$installed" ] && ! holds "$installed" "$(requirements)"; then
+    say "the shared environment $venv was made for other requirements than" \
+        "this clone's: if something is missing, ask its owner to update it"
 fi
 if [ ! -e fineweb/demo/manifest.json ]; then
     "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
