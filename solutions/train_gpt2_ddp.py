@@ -108,17 +108,18 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
             x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
+        # x is fp32 under autocast too: so is the softmax then
+        logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, generator, top_k=50):
         """Continue idx, int64 (B, T): returns (B, T + max_new_tokens)."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:])[:, -1]
-            logits = logits[:, : self.config.vocab_size].float()
+            logits = logits[:, : self.config.vocab_size]
             values, tokens = logits.topk(min(top_k, logits.shape[1]))
             choice = torch.multinomial(
                 values.softmax(dim=1), 1, generator=generator)
