@@ -1,0 +1,140 @@
+"""Let a trained model write: continuations of a prompt.
+
+    python code/generate.py --run runs/20261121-120000-std --prompt "Return"
+
+Reads the checkpoints of every stage. With the key-value cache (the default)
+each step computes the keys and values of the newest token only, and keeps
+those of the tokens before it; without, it computes all of them again.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from workshop import ROOT, vocabulary
+from workshop.errors import check, parse_flags, start
+from workshop.run import get_device, load_checkpoint
+
+sys.path.insert(0, str(ROOT / "solutions"))  # the desk's model may be in work
+from train_gpt2_std import GPT, GPTConfig  # noqa: E402
+
+
+@dataclass
+class Flags:
+    """Write continuations of a prompt."""
+
+    run: str = ""  # folder of a run, or a checkpoint (default: newest run)
+    prompt: str = "Hello, I'm a language model,"  # what is continued
+    num_sequences: int = 4  # how many continuations
+    max_new_tokens: int = 64  # tokens in each
+    temperature: float = 1.0  # 0: always the likeliest token
+    top_k: int = 50  # choose among so many tokens (0: among all)
+    seed: int = 1337  # of the choice
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
+    cache: bool = True  # keep keys and values from step to step
+
+
+def find_checkpoint(run):
+    """The newest checkpoint of a run's folder; of the newest run for ""."""
+    if Path(run).is_file():
+        return Path(run)
+    folder = Path(run) if run else ROOT / "runs"
+    check(folder.is_dir(), f"{folder}: no such folder: check --run")
+    files = folder.glob("**/checkpoints/step_*.pt")
+    newest = max(files, default=None,
+                 key=lambda file: (file.stat().st_mtime_ns, file.name))
+    check(newest, f"{folder}: no checkpoint is there: train first")
+    return newest
+
+
+def forward(model, idx, cache):
+    """Logits after the last of idx, int64 (B, T): float (B, vocab_size).
+
+    cache: a list with keys and values of every block, each (B, n_head, time,
+    head size), for the tokens before idx; those of idx are added to it.
+    """
+    past = cache[0][0].shape[2] if cache else 0
+    positions = torch.arange(past, past + idx.shape[1], device=idx.device)
+    parts = model.transformer
+    x = parts.wte(idx) + parts.wpe(positions)
+    for i, block in enumerate(parts.h):
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, block.attn.n_head, -1).transpose(1, 2)
+            for part in block.attn.c_attn(block.ln_1(x)).split(C, dim=2)
+        )
+        if past:
+            k = torch.cat((cache[i][0], k), dim=2)
+            v = torch.cat((cache[i][1], v), dim=2)
+            cache[i] = k, v
+        else:
+            cache.append((k, v))
+        # one new token may look at all that came before it
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=not past)
+        x = x + block.attn.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        x = x + block.mlp(block.ln_2(x))
+    return model.lm_head(parts.ln_f(x[:, -1]))[:, :model.config.vocab_size]
+
+
+def choose(logits, temperature, top_k, generator):
+    """A token for each row of logits (B, vocab_size): int64 (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=1, keepdim=True)
+    values, tokens = logits.topk(min(top_k or logits.shape[1],
+                                     logits.shape[1]))
+    choice = torch.multinomial((values / temperature).softmax(dim=1), 1,
+                               generator=generator)
+    return tokens.gather(1, choice)
+
+
+@torch.no_grad()
+def generate(model, idx, flags, generator):
+    """Continue idx, int64 (B, T): (B, T + max_new_tokens)."""
+    block_size, cache, new = model.config.block_size, [], idx
+    for _ in range(flags.max_new_tokens):
+        # Past the block size the window moves on: every token then has
+        # another position, and what was cached is of no use.
+        if not flags.cache or idx.shape[1] > block_size:
+            cache, new = [], idx[:, -block_size:]
+        logits = forward(model, new, cache)
+        new = choose(logits, flags.temperature, flags.top_k, generator)
+        idx = torch.cat((idx, new), dim=1)
+    return idx
+
+
+def main():
+    flags = parse_flags(Flags)
+    check(flags.num_sequences > 0, "--num-sequences must be 1 or more")
+    check(flags.max_new_tokens > 0, "--max-new-tokens must be 1 or more")
+    check(flags.temperature >= 0, "--temperature must not be negative")
+    check(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
+    file = find_checkpoint(flags.run)
+    state = load_checkpoint(file)
+    device = get_device(flags.device)
+    model = GPT(GPTConfig(**state["config"])).to(device)
+    model.load_state_dict(state["model"])
+    encoding = vocabulary.load(state["hyperparameters"]["data"])
+    check(encoding.n_vocab == model.config.vocab_size,
+          f"{state['hyperparameters']['data']} has another vocabulary now")
+    print(f"{file} ({state['stage']}, {state['step']} steps)")
+
+    prompt = encoding.encode(flags.prompt, allowed_special="all")
+    prompt = prompt or [encoding.eot_token]
+    idx = torch.tensor([prompt] * flags.num_sequences, device=device)
+    generator = torch.Generator(device).manual_seed(flags.seed)
+    start_time = time.perf_counter()
+    idx = generate(model, idx, flags, generator).tolist()
+    seconds = time.perf_counter() - start_time
+    for row in idx:
+        print(">", encoding.decode(row))
+    tokens = flags.num_sequences * flags.max_new_tokens
+    print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tok/s "
+          f"({'with' if flags.cache else 'without'} key-value cache)")
+
+
+if __name__ == "__main__":
+    start(main)
