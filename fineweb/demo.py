@@ -11,9 +11,7 @@ import ast
 import importlib
 import random
 import re
-import shutil
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -79,8 +77,9 @@ def is_there(out, source):
         check(not out.exists() or (out.is_dir() and not any(out.iterdir())),
               f"{out} is there, and is not a dataset: name another --out")
         return False
-    check(found["source"] == source, f"{out} holds a dataset of other text "
-          "or another vocabulary: name another --out, or delete it first")
+    other = manifest.difference(found, "demo", source)
+    check(not other, f"{out} holds another dataset ({other}): name another "
+          "--out, or delete it first")
     return True
 
 
@@ -192,6 +191,15 @@ def train_vocabulary(documents, size):
         special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
 
 
+def encode(documents, encoding):
+    """The tokens of all documents, `<|endoftext|>` before each: (n,) uint16."""
+    import numpy as np
+
+    lists = encoding.encode_ordinary_batch(documents)
+    return np.array([token for tokens in lists
+                     for token in (encoding.eot_token, *tokens)], np.uint16)
+
+
 def write(out, source, train, val, vocabulary_size):
     """Make the folder `out` of the two splits, lists of documents."""
     import numpy as np
@@ -199,38 +207,26 @@ def write(out, source, train, val, vocabulary_size):
 
     encoding = train_vocabulary(train, vocabulary_size)
     made = manifest.new("demo", encoding, source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # built beside its place and renamed, so that it is there whole or not
-    # at all, and of two that are built at once one wins
-    scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
-    beside = Path(scratch) / out.name
     try:
-        beside.mkdir()
-        for split, first, documents in ("val", 0, val), ("train", 1, train):
-            lists = encoding.encode_ordinary_batch(documents)
-            tokens = np.array([token for ids in lists
-                               for token in (encoding.eot_token, *ids)],
-                              np.uint16)
-            for i in range(0, len(tokens), shards.SHARD_SIZE):
-                name = f"demo_{split}_{first + i // shards.SHARD_SIZE:06d}.npy"
-                made["shards"].append(shards.write(
-                    beside / name, tokens[i:i + shards.SHARD_SIZE], encoding))
-        vocabulary.save(encoding, beside)
-        made["complete"] = True
-        manifest.write(beside, made)
-        try:
-            beside.rename(out)
-        except OSError:
-            check(is_there(out, source), f"{out} cannot be made")
-            print(f"{out}: another process has made it meanwhile")
-            return
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    for split in "train", "val":
-        print(f"{split:5} {made[split]['documents']:7,} documents "
-              f"{made[split]['bytes']:10,} bytes "
-              f"{made[split]['tokens']:9,} tokens")
-    print(f"{out}: {encoding.n_vocab:,} tokens in the vocabulary")
+        with shards.new_folder(out) as folder:
+            for split, documents in ("val", val), ("train", train):
+                tokens = encode(documents, encoding)
+                cuts = range(shards.SIZE, len(tokens), shards.SIZE)
+                for i, shard in enumerate(np.split(tokens, cuts),
+                                          start=split == "train"):
+                    path = folder / shards.file_name("demo", split, i)
+                    shards.write(path, shard)
+                    made["shards"].append(
+                        shards.describe(path, shard, encoding))
+            vocabulary.save(encoding, folder)
+            made["complete"] = True
+            manifest.write(folder, made)
+    except OSError:
+        # perhaps another process has made the folder meanwhile
+        if not is_there(out, source):
+            raise
+    print(f"{out}: {encoding.n_vocab:,} tokens in the vocabulary\n"
+          + manifest.table(made))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from workshop.errors import UserError
 FILE = "manifest.json"
 
 
-def new(name, encoding, source):
+def new(name, encoding, source, **more):
     """The manifest of a folder that has no shards yet, a dictionary.
 
     `source` is what decides the tokens, as plain JSON: a folder that was
@@ -25,6 +25,7 @@ def new(name, encoding, source):
         "name": name,
         "complete": False,
         "source": source,
+        **more,
         "vocabulary": {"name": encoding.name, "size": encoding.n_vocab},
         "versions": {"python": platform.python_version(),
                      "tiktoken": version("tiktoken")},
@@ -58,3 +59,20 @@ def read(folder):
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error}): delete the folder and "
                         "make the dataset again") from error
+
+
+def difference(manifest, name, source):
+    """How the manifest differs from a dataset that is wanted, or ""."""
+    there = {"name": manifest["name"], **manifest["source"]}
+    here = {"name": name, **source}
+    return ", ".join(f"{key} {there.get(key)} instead of {here.get(key)}"
+                     for key in here | there
+                     if there.get(key) != here.get(key))
+
+
+def table(manifest):
+    """The sums of the two splits, as lines for people."""
+    return "\n".join(
+        f"{split:5} {sums['shards']:4,} shards {sums['documents']:12,} "
+        f"documents {sums['bytes']:15,} bytes {sums['tokens']:14,} tokens"
+        for split in ("train", "val") for sums in [manifest[split]])

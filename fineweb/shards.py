@@ -6,22 +6,52 @@ uint16 token ids, in which `<|endoftext|>` precedes each document.
 
 import hashlib
 import os
+import shutil
+import tempfile
+from contextlib import contextmanager
 from itertools import chain, repeat
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from workshop.errors import UserError
+from workshop.errors import UserError, check
 
-SHARD_SIZE = 100_000_000  # tokens: 200 MB
+SIZE = 100_000_000  # tokens: 200 MB
 
 
-def write(path, tokens, encoding):
-    """Write `tokens`, uint16 of shape (n,), to `path`, whole or not at all.
+def file_name(name, split, index):
+    """The file name of a shard; `split` is "train" or "val"."""
+    return f"{name}_{split}_{index:06d}.npy"
 
-    Returns the shard's entry in the manifest: its file name and SHA-256, its
-    tokens, the documents that begin in it, and the bytes of text it holds.
+
+@contextmanager
+def new_folder(out):
+    """Give a folder to fill, which appears as `out` when it is full.
+
+    An error, `OSError` where `out` has come to hold files, leaves no trace.
     """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
+    try:
+        folder = Path(scratch) / out.name
+        folder.mkdir()
+        yield folder
+        folder.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def find(folder):
+    """The paths of a folder's shards, in the order they were made."""
+    paths = [path for split in ("val", "train")
+             for path in sorted(folder.glob(f"*_{split}_*.npy"))]
+    check(paths, f"{folder} has no shards *_val_*.npy and *_train_*.npy")
+    return paths
+
+
+def write(path, tokens):
+    """Write `tokens`, uint16 of shape (n,), to `path`, whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     header = np.lib.format.header_data_from_array_1_0(tokens)
     try:
@@ -31,25 +61,46 @@ def write(path, tokens, encoding):
             file.write(tokens.data)
             file.flush()
             os.fsync(file.fileno())
-        entry = {"file": path.name, **count(tokens, encoding),
-                 "sha256": checksum(part)}
         os.replace(part, path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(f"{path}: {error.strerror}: what is whole stays, "
+                        "and the same command goes on from there") from error
     finally:
         part.unlink(missing_ok=True)
-    return entry
 
 
-def count(tokens, encoding):
-    """How many tokens, documents and bytes of text there are in `tokens`."""
-    length = np.zeros(encoding.n_vocab, np.int64)  # bytes of each token
+def read(path):
+    """The tokens of a shard, uint16 of shape (n,), memory-mapped."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} is not a shard, or damaged ({error})"
+                        ) from error
+    check(tokens.ndim == 1 and tokens.dtype == np.uint16, f"{path} is not a "
+          f"shard: it holds {tokens.dtype} of shape {tokens.shape}")
+    return tokens
+
+
+def describe(path, tokens, encoding):
+    """A shard's entry in the manifest.
+
+    Its documents are those that begin in it; its bytes are the text's.
+    """
+    size = np.zeros(encoding.n_vocab, np.int64)  # bytes of each token
     for token, rank in encoding._mergeable_ranks.items():
-        length[rank] = len(token)
-    times = np.bincount(tokens, minlength=encoding.n_vocab)
-    return {"tokens": len(tokens),
+        size[rank] = len(token)
+    times = histogram(tokens)[:encoding.n_vocab]
+    return {"file": path.name, "tokens": len(tokens),
             "documents": int(times[encoding.eot_token]),
-            "bytes": int(times @ length)}
+            "bytes": int(times @ size), "sha256": checksum(path)}
+
+
+def histogram(tokens):
+    """How often each id occurs in a shard: (65536,) int64."""
+    times = np.zeros(65536, np.int64)
+    for start in range(0, len(tokens), 1 << 20):  # bincount copies to int64
+        times += np.bincount(tokens[start:start + (1 << 20)], minlength=65536)
+    return times
 
 
 def checksum(path):

@@ -1,0 +1,90 @@
+"""Count the tokens of a dataset folder, and verify it.
+
+    python fineweb/countfineweb.py fineweb/edu_fineweb10B --verify
+
+Without a manifest, as in a folder that another course prepared, it counts and
+verifies what can be known from the shards. Exit status 1 if something is
+wrong.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import manifest
+import shards
+import tyro
+
+from workshop import vocabulary
+from workshop.errors import UserError, check, parse_flags, start
+
+
+@dataclass
+class Flags:
+    """Count the tokens of a dataset folder, and verify it."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The dataset folder."""
+    verify: bool = False
+    """Read the shards: checksums, ids and the beginnings of documents."""
+
+
+def main():
+    flags = parse_flags(Flags)
+    folder = flags.folder
+    paths = shards.find(folder)
+    made = manifest.read(folder)
+    listed = {entry["file"]: entry for entry in made["shards"]} if made else {}
+    n_vocab, begin = tokens_of(folder)
+
+    wrong = [f"{name} is missing" for name in listed
+             if not (folder / name).exists()]
+    sums = {"val": [0, 0], "train": [0, 0]}  # shards, tokens
+    for path in shards.Progress(paths, unit=" shards"):
+        try:
+            tokens = shards.read(path)
+        except UserError as error:
+            wrong.append(str(error))
+            continue
+        split = sums["val" if "_val_" in path.name else "train"]
+        split[0] += 1
+        split[1] += len(tokens)
+        found = {"tokens": len(tokens)}
+        if flags.verify:
+            times = shards.histogram(tokens)
+            found |= {"documents": int(times[begin]),
+                      "sha256": shards.checksum(path)}
+            if times[n_vocab:].any():
+                wrong.append(f"{path.name} holds ids beyond the vocabulary's "
+                             f"{n_vocab:,} tokens")
+            first = path == paths[0] and "_val_" in path.name
+            if first and not (tokens[:1] == begin).all():
+                wrong.append(f"{path.name} does not begin with a document")
+        if made:
+            there = listed.get(path.name, {})
+            wrong += [f"{path.name}: {what} {value} instead of the manifest's "
+                      f"{there.get(what)}" for what, value in found.items()
+                      if there.get(what) != value]
+
+    for split, (count, tokens) in sums.items():
+        print(f"{split:5} {count:4,} shards {tokens:14,} tokens")
+    if made is None:
+        print("no manifest: there is nothing to compare with")
+    elif not made["complete"]:
+        wrong.append("the dataset is not complete: run fineweb.py again")
+    for line in wrong:
+        print(line)
+    check(not wrong, f"{folder}: {len(wrong)} problems, listed above")
+    print("verified" if flags.verify else "the shards are not read: --verify")
+
+
+def tokens_of(folder):
+    """The size of a folder's vocabulary, and its id of `<|endoftext|>`."""
+    if not (folder / vocabulary.SETTINGS).exists():
+        return vocabulary.GPT2_SIZE, vocabulary.GPT2_SIZE - 1
+    encoding = vocabulary.load(folder)
+    return encoding.n_vocab, encoding.eot_token
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,222 @@
+"""Where documents come from: Parquet or text files, here or on the hub."""
+
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from workshop.errors import UserError, check
+from workshop.vocabulary import END_OF_TEXT
+
+CACHE = Path(__file__).resolve().parent / ".cache"
+ROWS = 512  # documents in a batch, at most
+TEXT = {".txt", ".text", ".md"}
+NEEDS = "pip install -r fineweb/requirements.txt"
+
+
+@dataclass
+class Batch:
+    """Documents that follow one another in a file."""
+
+    path: Path
+    file: int  # the file's place in the list of files
+    row: int  # the first document's place in the file
+    texts: Any  # a list of strings, or an Arrow array of them
+    done: float  # the part of the file that is read with this batch
+
+
+def list_files(dataset, subset, pattern, revision="main"):
+    """The files of a dataset: (revision, [{"file": name, "bytes": size}]).
+
+    `dataset` is a folder or file here, whose revision is None, or else the
+    name of one on the hub, whose revision is a commit.
+    """
+    here = Path(dataset)
+    if here.is_file():
+        revision = None
+        found = [(here.name, here.stat().st_size)]
+    elif here.is_dir():
+        revision = None
+        root = here / subset
+        found = [(path.relative_to(here).as_posix(), path.stat().st_size)
+                 for path in root.rglob("*") if path.is_file()
+                 and fnmatch(path.relative_to(root).as_posix(), pattern)]
+    else:
+        revision, found = list_hub(dataset, subset, pattern, revision)
+    check(found, f"{dataset} has no files {subset + '/' if subset else ''}"
+          f"{pattern}: see --subset and --files")
+    files = [{"file": name, "bytes": size} for name, size in sorted(found)]
+    for name in (entry["file"] for entry in files):
+        check(Path(name).suffix.lower() in TEXT | {".parquet"},
+              f"{name} is neither Parquet nor text: choose others by --files")
+    return revision, files
+
+
+def list_hub(dataset, subset, pattern, revision):
+    """The commit and the files, [(name, bytes)], of a dataset on the hub."""
+    hub = import_hub()
+    try:
+        # at once where there is no network, unlike what follows
+        commit = hub.dataset_info(dataset, revision=revision).sha
+        tree = hub.list_repo_tree(dataset, subset or None, recursive=True,
+                                  revision=commit, repo_type="dataset")
+        found = [(item.path, item.size) for item in tree
+                 if hasattr(item, "size")]  # a folder has none
+    except hub.errors.EntryNotFoundError as error:
+        raise UserError(f"{dataset} has no folder {subset} on the hub: "
+                        "see --subset") from error
+    except Exception as error:
+        raise UserError(explain(dataset, error)) from error
+    start = len(subset) + 1 if subset else 0
+    return commit, [(name, size) for name, size in found
+                    if fnmatch(name[start:], pattern)]
+
+
+def import_hub():
+    """The hub's client, which keeps what it downloads under CACHE."""
+    if not {"HF_HOME", "HF_HUB_CACHE"} & os.environ.keys():
+        # there may be too little space in the home folder
+        os.environ["HF_HUB_CACHE"] = str(CACHE / "hub")
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise UserError(f"the hub's client is missing: {NEEDS}") from error
+    return huggingface_hub
+
+
+def explain(dataset, error):
+    """One line about an error of the hub's client."""
+    if type(error).__name__ in ("RepositoryNotFoundError",
+                                "HFValidationError"):
+        return (f"{dataset}: there is no such file or folder here, and no "
+                "such dataset on the hub that you may read")
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{dataset}: the hub cannot be reached, or refuses ({first})"
+
+
+def fetch(dataset, revision, name):
+    """The path of one of a dataset's files, downloaded where it has to be.
+
+    A download that was broken off goes on; one that is there is not asked
+    for again, and needs no network.
+    """
+    if revision is None:
+        here = Path(dataset)
+        return here if here.is_file() else here / name
+    hub = import_hub()
+    try:
+        return Path(hub.hf_hub_download(dataset, name, repo_type="dataset",
+                                        revision=revision))
+    except Exception as error:
+        raise UserError(explain(dataset, error)) from error
+
+
+def fetch_all(dataset, revision, names):
+    """Yield the path of each file; the next one is fetched meanwhile."""
+    # a pool of daemons: a program that fails need not wait for a download
+    pool = ThreadPool(1)
+    paths = [pool.apply_async(fetch, (dataset, revision, names[0]))]
+    for name in names[1:]:
+        path = paths.pop().get()
+        paths.append(pool.apply_async(fetch, (dataset, revision, name)))
+        yield path
+    yield paths.pop().get()
+
+
+def read(path, file, row, column):
+    """Yield a file's documents in a `Batch` after another, from `row` on."""
+    if path.suffix.lower() in TEXT:
+        return read_text(path, file, row)
+    return read_parquet(path, file, row, column)
+
+
+def read_parquet(path, file, row, column):
+    """Each row is a document. Only its text column is read."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError(f"pyarrow is missing: {NEEDS}") from error
+    damaged = f"{path} is no Parquet file, or damaged: delete it, run again"
+    try:
+        # pre_buffer would keep all that has been read
+        table = parquet.ParquetFile(path, pre_buffer=False,
+                                    buffer_size=1 << 20)
+    except arrow.ArrowException as error:
+        raise UserError(f"{damaged} ({first_line(error)})") from error
+    schema = table.schema_arrow
+    check(column in schema.names, f"{path} has no column {column!r}: its "
+          f"columns are {', '.join(schema.names)}")
+    kind = schema.field(column).type
+    check(arrow.types.is_string(kind) or arrow.types.is_large_string(kind),
+          f"{path}: the column {column!r} holds {kind}, not text")
+    sizes = [table.metadata.row_group(i).num_rows
+             for i in range(table.num_row_groups)]
+    total = sum(sizes)
+    at = group = 0
+    while group < len(sizes) and at + sizes[group] <= row:
+        at += sizes[group]
+        group += 1
+    batches = table.iter_batches(
+        ROWS, row_groups=range(group, len(sizes)), columns=[column],
+        use_threads=False)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{damaged} ({first_line(error)})") from error
+        if batch is None:
+            break
+        texts = batch.column(0)[max(0, row - at):]
+        at += batch.num_rows
+        if len(texts):
+            yield Batch(path, file, at - len(texts), texts, at / total)
+    check(at == total, f"{damaged} ({at:,} of {total:,} rows)")
+
+
+def read_text(path, file, row):
+    """A document ends at a line `<|endoftext|>`, or with the file.
+
+    One of nothing but blanks is left out.
+    """
+    total = path.stat().st_size
+    texts, size, at, first = [], 0, 0, row
+    for n, (start, text) in enumerate(split_text(path)):
+        if n < row:
+            continue
+        try:
+            texts.append(text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {start + error.start:,} is not "
+                            "UTF-8: convert the file, or leave it out"
+                            ) from error
+        size += len(text)
+        at = start + len(text)
+        if len(texts) == ROWS or size > 1 << 22:
+            yield Batch(path, file, first, texts, at / total)
+            texts, size, first = [], 0, n + 1
+    if texts:
+        yield Batch(path, file, first, texts, 1)
+
+
+def split_text(path):
+    """Yield (first byte, bytes) of each document in a text file."""
+    at, start, lines = 0, 0, []
+    with open(path, "rb") as file:
+        for line in file:
+            at += len(line)
+            if line.strip() != END_OF_TEXT.encode():
+                lines.append(line)
+                continue
+            if (text := b"".join(lines)).strip():
+                yield start, text
+            start, lines = at, []
+    if (text := b"".join(lines)).strip():
+        yield start, text
+
+
+def first_line(error):
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,256 @@
+"""Turn a large dataset of text into shards of GPT-2's tokens.
+
+    python fineweb/fineweb.py                              # FineWeb-Edu, 10BT
+    python fineweb/fineweb.py --dataset my/parquet --out fineweb/mine
+
+Killed at any moment and run again, it goes on where it was, and the folder
+ends up the same, byte for byte. The first shard is for validation, the others
+are for training. Documents keep their order, whatever the number of workers.
+"""
+
+import fcntl
+import os
+import re
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import documents
+import manifest
+import numpy as np
+import shards
+import tokenise
+
+from workshop import vocabulary
+from workshop.errors import UserError, check, parse_flags, start
+
+HERE = Path(__file__).resolve().parent
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+AHEAD = 4  # batches for each worker that are read before they are needed
+
+
+@dataclass
+class Flags:
+    """Turn Parquet or text files into shards of GPT-2's tokens."""
+
+    dataset: str = FINEWEB
+    """A folder or a file, or the name of a dataset on the Hugging Face hub."""
+    subset: str | None = None
+    """The dataset's folder to take: sample/10BT of FineWeb-Edu, else all."""
+    files: str = "*.parquet"
+    """Which of its files, as a pattern: Parquet or text."""
+    text_column: str = "text"
+    """The column of the Parquet files that holds the documents."""
+    name: str = "fineweb"
+    """What the shards' names begin with."""
+    shard_size: int = shards.SIZE
+    """Tokens in a shard."""
+    out: Path = HERE / "edu_fineweb10B"
+    """The folder to make."""
+    vocabulary: Path | None = None
+    """A dataset folder whose vocabulary to use instead of GPT-2's."""
+    workers: int = 0
+    """Processes that tokenise; 0 is one for each core."""
+    download_only: bool = False
+    """Download the files for a machine without a network, and stop."""
+
+
+def main():
+    flags = parse_flags(Flags)
+    check(flags.shard_size > 0, "--shard-size has to be 1 or more")
+    check(flags.workers >= 0, "--workers has to be 0 or more")
+    check(re.fullmatch(r"[a-zA-Z0-9-]+", flags.name),
+          "--name has to be of letters, digits and dashes")
+    # where activate.sh leaves GPT-2's vocabulary
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR",
+                          str(documents.CACHE / "tiktoken"))
+    flags.out.mkdir(parents=True, exist_ok=True)
+    with alone(flags.out):
+        made = begin(flags)
+        if made["complete"]:
+            print(f"{flags.out}: the dataset is complete")
+        elif flags.download_only:
+            names = [entry["file"] for entry in made["files"]]
+            for path in documents.fetch_all(
+                    made["source"]["dataset"], made["revision"], names):
+                print(f"{path} is here")
+        else:
+            build(flags.out, made, flags.workers or count_cores())
+            print(f"{flags.out}: the dataset is complete\n"
+                  + manifest.table(made))
+
+
+@contextmanager
+def alone(folder):
+    """Hold a lock on the folder; a second process gets an error."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{folder}: another process is making this dataset: "
+                        "wait for it, or name another --out") from error
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
+        with suppress(OSError):
+            folder.rmdir()  # where an error has left it empty
+
+
+def begin(flags):
+    """The manifest of the folder, as it was left or a new one."""
+    subset = flags.subset
+    if subset is None:
+        subset = "sample/10BT" if flags.dataset == FINEWEB else ""
+    here = Path(flags.dataset)
+    source = {
+        "dataset": str(here.resolve()) if here.exists() else flags.dataset,
+        "subset": subset.strip("/"), "files": flags.files,
+        "text_column": flags.text_column, "shard_size": flags.shard_size,
+        "vocabulary": str(flags.vocabulary.resolve() if flags.vocabulary
+                          else "gpt2")}
+    made = manifest.read(flags.out)
+    other = made and manifest.difference(made, flags.name, source)
+    if made is None or (other and not made["shards"]):
+        check(not any(flags.out.glob("*.npy")), f"{flags.out} holds shards "
+              "of another origin: name another --out")
+        encoding = find_vocabulary(flags.vocabulary)
+        revision, files = documents.list_files(
+            source["dataset"], source["subset"], source["files"])
+        made = manifest.new(flags.name, encoding, source, revision=revision,
+                            files=files,
+                            next={"file": 0, "row": 0, "token": 0})
+        vocabulary.save(encoding, flags.out)
+        manifest.write(flags.out, made)
+        return made
+    check(not other, f"{flags.out} holds another dataset ({other}): name "
+          "another --out, or delete it first")
+    for entry in made["shards"]:
+        check((flags.out / entry["file"]).exists(), f"{flags.out}: "
+              f"{entry['file']} is missing: delete the folder, begin again")
+    return made
+
+
+def find_vocabulary(folder):
+    """GPT-2's vocabulary, or that of a dataset folder."""
+    if folder is not None:
+        check((folder / vocabulary.SETTINGS).exists(), f"{folder} has no "
+              "vocabulary: name a dataset folder that has its own")
+        return tokenise.check_vocabulary(vocabulary.load(folder))
+    try:
+        return vocabulary.gpt2(download=True)
+    except OSError as error:
+        raise UserError("GPT-2's vocabulary cannot be downloaded: run this "
+                        "where there is a network once") from error
+
+
+def build(out, made, workers):
+    """Write the shards that are still missing, and the manifest with each."""
+    encoding = vocabulary.load(out)
+    size = made["source"]["shard_size"]
+    shard = np.empty(size, np.uint16)
+    filled = 0
+    skip = made["next"]["token"]  # tokens that are in a shard already
+
+    def finish(position):
+        """Write what is filled of the shard; the next begins at position."""
+        index = len(made["shards"])
+        path = out / shards.file_name(
+            made["name"], "train" if index else "val", index)
+        if filled:
+            shards.write(path, shard[:filled])
+            made["shards"].append(
+                shards.describe(path, shard[:filled], encoding))
+        made["next"] = position
+        manifest.write(out, made)
+
+    stream = tokenise_all(made, encoding, workers)
+    for batch, tokens in with_progress(made, stream):
+        at = min(skip, len(tokens))
+        skip -= at
+        while at < len(tokens):
+            some = tokens[at:at + size - filled]
+            shard[filled:filled + len(some)] = some
+            filled += len(some)
+            at += len(some)
+            if filled == size:
+                finish({"file": batch.file, "row": batch.row, "token": at})
+                filled = 0
+    check(len(made["shards"]) + (filled > 0) > 1, f"{out}: the text has "
+          f"{sum(e['tokens'] for e in made['shards']) + filled:,} tokens, "
+          f"too few for shards of {size:,}: try a smaller --shard-size")
+    made["complete"] = True
+    finish(None)
+
+
+def tokenise_all(made, encoding, workers):
+    """Yield (batch, its tokens), the batches in order, without their texts."""
+    pool = ProcessPoolExecutor(
+        workers, get_context("spawn"), tokenise.start_worker, (encoding,))
+    waiting = deque()
+
+    def oldest():
+        batch, tokens = waiting.popleft()
+        return batch, tokens.result()
+
+    try:
+        for batch in read_all(made):
+            tokens = pool.submit(tokenise.tokenise, batch)
+            waiting.append((replace(batch, texts=None), tokens))
+            if len(waiting) > AHEAD * workers:
+                yield oldest()
+        while waiting:
+            yield oldest()
+    except BrokenProcessPool as error:
+        raise UserError("a worker was killed: is the memory full? try fewer "
+                        "--workers; the same command goes on from the last "
+                        "shard") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def read_all(made):
+    """Yield the batches of documents that are not in a shard yet."""
+    source, position = made["source"], made["next"]
+    first = position["file"]
+    files = made["files"][first:]
+    paths = documents.fetch_all(source["dataset"], made["revision"],
+                                [entry["file"] for entry in files])
+    row = position["row"]
+    for file, (entry, path) in enumerate(zip(files, paths, strict=True),
+                                         start=first):
+        check(path.stat().st_size == entry["bytes"], f"{path} has changed "
+              "since the dataset was begun: delete the dataset, begin again")
+        yield from documents.read(path, file, row, source["text_column"])
+        row = 0
+
+
+def with_progress(made, stream):
+    """Pass a stream of (batch, tokens) on, and show how far it is."""
+    sizes = [entry["bytes"] for entry in made["files"]]
+    begun, count = time.monotonic(), 0
+    with shards.Progress(total=sum(sizes), unit="B", unit_scale=True) as bar:
+        for batch, tokens in stream:
+            count += len(tokens)
+            rate = count / (time.monotonic() - begun)
+            done = sum(sizes[:batch.file]) + batch.done * sizes[batch.file]
+            bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            bar.update(int(done) - bar.n)
+            yield batch, tokens
+
+
+def count_cores():
+    if hasattr(os, "sched_getaffinity"):  # SLURM may lend us only some
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+if __name__ == "__main__":
+    start(main)

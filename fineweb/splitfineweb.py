@@ -1,0 +1,64 @@
+"""Split a shard into smaller ones, without changing a token.
+
+    cd fineweb
+    python splitfineweb.py edu_fineweb10B/fineweb_train_000001.npy
+    python splitfineweb.py edu_fineweb10B --out small  # each of its shards
+
+The parts are of one size, give or take a token, and lie in a new folder, with
+the vocabulary.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import shards
+import tyro
+
+from workshop import vocabulary
+from workshop.errors import check, parse_flags, start
+
+
+@dataclass
+class Flags:
+    """Split a shard into smaller ones, without changing a token."""
+
+    input: Annotated[Path, tyro.conf.Positional]
+    """The shard, or a dataset folder: then each of its shards is split."""
+    parts: int = 10
+    """How many to make of a shard."""
+    out: Path | None = None
+    """The new folder: by default the shard's name without .npy, beside it."""
+
+
+def main():
+    flags = parse_flags(Flags)
+    given = flags.input
+    check(given.exists(), f"{given}: there is no such shard or folder")
+    paths = shards.find(given) if given.is_dir() else [given]
+    check(flags.out or given.is_file(), "name the new folder: --out")
+    out = flags.out or given.with_suffix("")
+    check(not out.exists(), f"{out} is there already: name another --out")
+    with shards.new_folder(out) as folder:
+        if (paths[0].parent / vocabulary.SETTINGS).exists():
+            vocabulary.save(vocabulary.load(paths[0].parent), folder)
+        number = {"val": 0, "train": 1}  # of the next shard
+        for path in shards.Progress(paths, unit=" shards"):
+            named = re.fullmatch(r"(.+)_(train|val)_\d+", path.stem)
+            check(named, f"{path}: a shard is named <name>_train_<number>.npy "
+                  "or <name>_val_<number>.npy")
+            name, split = named.groups()
+            tokens = shards.read(path)
+            check(0 < flags.parts <= len(tokens), f"{path} has {len(tokens):,}"
+                  " tokens: --parts has to be from 1 to that")
+            for part in np.array_split(tokens, flags.parts):
+                target = shards.file_name(name, split, number[split])
+                shards.write(folder / target, part)
+                number[split] += 1
+    print(f"{out}: {len(paths) * flags.parts} shards")
+
+
+if __name__ == "__main__":
+    start(main)
