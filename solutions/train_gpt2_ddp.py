@@ -257,7 +257,7 @@ PRESETS = {
         GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32),
         Hyperparameters(
             "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
-            sequence_length=32, learning_rate=1e-2, warmup_steps=4,
+            sequence_length=32, learning_rate=3e-3, warmup_steps=4,
             precision="fp32", eval_every=10, generate_every=20,
             checkpoint_every=10)),
     "nano": (  # minutes on a CPU
