@@ -418,6 +418,8 @@ def write_checkpoint(state, folder, step):
         sync_folder(folder)
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
+        if isinstance(error.__context__, OSError):  # torch hides the cause
+            error = error.__context__
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{final} could not be written ({reason}). The checkpoints before "

@@ -1,0 +1,472 @@
+"""The single-device stage: what it computes, and that nothing is lost."""
+
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from stages import (
+    make_dataset,
+    same_state,
+    start_stage,
+    train,
+    write_shards,
+)
+
+from workshop import ROOT
+from workshop.peaks import flops_per_token
+
+sys.path.insert(0, str(ROOT / "solutions"))
+import train_gpt2_std as std  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that nothing disturbs; what others are compared with."""
+    return train("std", tmp_path_factory.mktemp("whole") / "run", data=data)
+
+
+# ------------------------------------------------------------- the contract
+
+
+def test_desk_starts_as_the_single_device_stage():
+    desk = ROOT / "code" / "train_gpt2.py"
+    committed = subprocess.run(
+        ["git", "show", "HEAD:code/train_gpt2.py"], cwd=ROOT,
+        capture_output=True)
+    text = committed.stdout if committed.returncode == 0 else (
+        desk.read_bytes())
+    assert text == (ROOT / "solutions/train_gpt2_std.py").read_bytes()
+
+
+def test_log_and_metrics(whole):
+    assert whole.status == 0, whole.err
+    lines = [line for line in whole.out.splitlines() if line[:6] == "| step"]
+    number = r"[\d,.]+(e[+-]\d+)?"
+    for step, line in enumerate(lines):
+        assert re.match(
+            rf"\| step {step:4d}/20 \| loss \d\.\d{{6}} \| lr: {number} "
+            rf"\| norm: \d\.\d{{4}} \| dt: +{number} ms "
+            rf"\| tok/s: {number} \|", line), line
+    header = (whole.folder / "metrics.csv").read_text().splitlines()[0]
+    assert header == ("step,loss,val_loss,lr,norm,seconds,"
+                      "tokens_per_second,mfu")
+    assert whole.column("step") == list(range(20)) and len(lines) == 20
+    evaluated = [row["step"] for row in whole.rows
+                 if row["val_loss"] is not None]
+    assert evaluated == [9, 19]
+    losses = whole.column("loss")
+    assert losses[-1] < losses[0] - 1
+    for row in whole.rows:  # a step is 8 samples of 32 tokens
+        assert row["tokens_per_second"] == pytest.approx(
+            8 * 32 / row["seconds"], rel=1e-6)
+    assert whole.out.count("> Hello, I'm a language model,") == 4
+
+
+def test_loss_is_the_mean_before_the_update(data, whole):
+    """Step 0's loss and norm, computed with one large microbatch."""
+    model, batch = first_batch(data, 8)
+    loss = model(*batch)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert whole.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert whole.rows[0]["norm"] == pytest.approx(norm.item(), rel=1e-5)
+    shards = std.get_shards(data, "val")
+    samples = std.DataIterator(shards, 32, 32, 0, 1, 257)
+    config = replace(std.PRESETS["tiny"][0], vocab_size=257)
+    trained = std.GPT(config)
+    trained.load_state_dict(whole.checkpoint()["model"])
+    with torch.no_grad():
+        val_loss = trained(*next(samples)).item()
+    assert whole.rows[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
+
+
+def first_batch(data, size, dtype=torch.float32):
+    torch.manual_seed(1337)
+    config = replace(std.PRESETS["tiny"][0], vocab_size=257)
+    shards = std.get_shards(data, "train")
+    batch = next(std.DataIterator(shards, size, 32, 0, 1, 257))
+    return std.GPT(config).to(dtype), batch
+
+
+def test_accumulation_changes_nothing(data, tmp_path, whole):
+    """One microbatch of 8, and four of 2: gradients in fp64, losses."""
+    def gradients(size):
+        model, _ = first_batch(data, 1, torch.float64)
+        shards = std.get_shards(data, "train")
+        microbatches = std.DataIterator(shards, size, 32, 0, 1, 257)
+        for _ in range(8 // size):
+            (model(*next(microbatches)) / (8 // size)).backward()
+        return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    one, four = gradients(8), gradients(2)
+    assert (one - four).norm() / one.norm() < 1e-10
+    large = train("std", tmp_path / "run", "--microbatch-size", "8",
+                  data=data)
+    assert large.column("loss") == pytest.approx(
+        whole.column("loss"), rel=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[4001], [700, 3, 1298, 2000], [97] * 40])
+@pytest.mark.parametrize("B", [1, 2, 4, 8])
+@pytest.mark.parametrize("T", [8, 32])
+def test_samples_follow_the_contract(tmp_path, lengths, B, T):
+    """Step s reads samples [s*S, (s+1)*S), through shard ends and epochs."""
+    tokens = np.arange(sum(lengths))  # a token is its own position
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    shards = std.get_shards(write_shards(tmp_path, parts, [0]), "train")
+    n, S = (len(tokens) - 1) // T, 8
+    for world_size in (1, 2, 4):
+        if S % (B * world_size):
+            continue
+        ranks = [std.DataIterator(shards, B, T, rank, world_size, 65536)
+                 for rank in range(world_size)]
+        for step in range(2 * n // S + 2):
+            x, y = (torch.cat(parts) for parts in zip(*[
+                next(data) for _ in range(S // (B * world_size))
+                for data in ranks], strict=True))
+            first = (step * S + torch.arange(S)) % n * T
+            expected = first[:, None] + torch.arange(T)
+            assert torch.equal(x, expected)
+            assert torch.equal(y, expected + 1)
+        later = std.DataIterator(shards, B, T, 0, world_size, 65536)
+        later.seek(3 * S)
+        assert torch.equal(next(later)[0][0],
+                           3 * S % n * T + torch.arange(T))
+
+
+def test_a_large_folder_opens_without_being_read(tmp_path):
+    """98 shards of 100 million tokens: sparse files, 19.6 GB as they look."""
+    shard = tmp_path / "fineweb_train_000001.npy"
+    with open(shard, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {
+            "descr": "<u2", "fortran_order": False, "shape": (100_000_000,)})
+        file.truncate(file.tell() + 200_000_000)
+    for number in range(2, 99):
+        os.link(shard, tmp_path / f"fineweb_train_{number:06d}.npy")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = std.DataIterator(
+        std.get_shards(tmp_path, "train"), 16, 1024, 0, 1, 50257)
+    data.seek(data.num_samples - 16)
+    x, _ = next(data)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert x.shape == (16, 1024) and data.num_samples == 9_570_312
+    assert after - before < 50_000  # KiB
+
+
+def test_learning_rate():
+    hp = std.Hyperparameters()
+    assert std.get_lr(7, 18692, hp) == pytest.approx(6.7133e-06, rel=1e-4)
+    assert std.get_lr(714, 18692, hp) == pytest.approx(6e-4)
+    assert std.get_lr(715, 18692, hp) == pytest.approx(6e-4)
+    assert std.get_lr(18691, 18692, hp) == pytest.approx(6e-5, rel=1e-4)
+
+
+def test_flops_per_token():
+    """The figure that others give for the 124M model."""
+    assert flops_per_token(std.GPTConfig(), 1024) == pytest.approx(
+        855e6, rel=1e-3)
+
+
+def test_without_arguments_it_says_what_it_chose(tmp_path):
+    """The help, and the first line of a run, from another folder."""
+    help_text = subprocess.run(
+        [sys.executable, ROOT / "code/train_gpt2.py", "--help"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert help_text.returncode == 0 and "--sequence-length" in (
+        help_text.stdout)
+
+
+# ------------------------------------------------------- nothing is lost
+
+
+def test_killed_at_random_moments(data, tmp_path):
+    """kill -9 until it is through: the same loss and weights, bit for bit."""
+    flags = ("--max-steps", 60, "--checkpoint-every", 7, "--precision", "bf16")
+    whole = train("std", tmp_path / "whole", *flags, data=data)
+    run, rng, kills = tmp_path / "killed", random.Random(0), 0
+    for attempt in range(40):
+        resumed = attempt > 0 and (run / "hyperparameters.json").exists()
+        launch = start_stage("std", run, *flags, *["--resume"] * resumed,
+                             data=data)
+        if kills < 6:
+            time.sleep(rng.uniform(0.1, 1.2))
+            launch.signal(signal.SIGKILL)
+        status = launch.wait()[0].status
+        kills += status == -signal.SIGKILL
+        if status == 0:
+            break
+    assert status == 0 and kills == 6
+    killed = replace(whole, folder=run)
+    for name in ("step", "loss", "val_loss", "norm", "lr"):
+        assert killed.column(name) == whole.column(name)
+    a, b = killed.checkpoint(), whole.checkpoint()
+    assert same_state(a["model"], b["model"])
+    assert same_state(a["optimizer"], b["optimizer"])
+
+
+class DieWhileSaving:
+    """Kills the process when half of the second checkpoint is written."""
+
+    def __call__(self, rank):
+        save, self.count = torch.save, 0
+
+        def half(state, file):
+            self.count += 1
+            if self.count < 2:
+                return save(state, file)
+            save(state, file)
+            file.truncate(file.tell() // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = half
+
+
+def test_killed_while_a_checkpoint_is_written(data, tmp_path, whole):
+    flags = ("--checkpoint-every", 5)
+    dead = train("std", tmp_path / "run", *flags, data=data,
+                 observe=DieWhileSaving())
+    assert dead.status == -signal.SIGKILL
+    folder = tmp_path / "run" / "checkpoints"
+    assert {file.name for file in folder.iterdir()} == {
+        "step_00000005.pt", ".step_00000010.pt.part"}
+    done = train("std", tmp_path / "run", "--resume")
+    assert done.status == 0, done.err
+    assert done.column("loss") == whole.column("loss")
+    assert done.column("step") == list(range(20))
+    assert same_state(done.checkpoint()["model"],
+                      whole.checkpoint()["model"])
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "step_00000015.pt", "step_00000020.pt"]
+
+
+@pytest.mark.parametrize(("number", "status"), [
+    (signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+def test_stops_with_a_checkpoint(data, tmp_path, number, status):
+    flags = ("--max-steps", 2000, "--eval-every", 2000,
+             "--checkpoint-every", 2000)
+    launch = start_stage("std", tmp_path / "run", *flags, data=data)
+    metrics = tmp_path / "run" / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+        time.sleep(0.01)
+    launch.signal(number)
+    rank, = launch.wait()
+    assert rank.status == status, rank.err
+    assert f"stopped by {number.name}" in rank.out
+    rows = metrics.read_text().count("\n") - 1
+    assert [file.name for file in metrics.parent.glob("checkpoints/*")] == [
+        f"step_{rows:08d}.pt"]
+    # and on it goes, as if nothing had happened
+    more = train("std", tmp_path / "run", "--resume", "--max-steps", rows + 3)
+    assert more.status == 0 and more.column("step") == list(range(rows + 3))
+
+
+def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, whole):
+    run = tmp_path / "run"
+    train("std", run, "--checkpoint-every", 5, data=data)
+    newest = run / "checkpoints" / "step_00000020.pt"
+    flip_a_bit(newest)
+    done = train("std", run, "--resume")
+    assert done.status == 0
+    assert done.err.count(f"{newest} is damaged") == 1
+    assert "resuming after step 14" in done.out
+    assert done.column("loss") == whole.column("loss")
+    assert same_state(done.checkpoint()["model"],
+                      whole.checkpoint()["model"])
+    for file in run.glob("checkpoints/*.pt"):
+        os.truncate(file, file.stat().st_size // 2)
+    refused(train("std", run, "--resume"), "every checkpoint is damaged")
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+class SmallFiles:
+    """No file may grow over 100 kB: as on a disk that is full."""
+
+    def __call__(self, rank):
+        limit = 100_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, whole):
+    run = tmp_path / "run"
+    train("std", run, "--max-steps", 10, data=data)
+    kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
+    failed = train("std", run, "--resume", "--max-steps", 20,
+                   observe=SmallFiles())
+    refused(failed, "could not be written (File too large)")
+    assert [(file.name, file.read_bytes())
+            for file in run.glob("checkpoints/*")] == [
+        ("step_00000010.pt", kept)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_disk_that_is_really_full(data, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs",
+                       disk], capture_output=True).returncode:
+        pytest.skip("this root cannot mount")
+    try:  # one checkpoint has about 400 kB: the second finds no room
+        failed = train("std", disk / "run", "--checkpoint-every", 5,
+                       data=data)
+        refused(failed, "No space left on device")
+        left = [file.name for file in disk.glob("run/checkpoints/*")]
+        assert left == ["step_00000005.pt"]
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_resume_finds_its_own_settings(data, tmp_path):
+    """--run and --resume say enough; a finished run ends at once."""
+    run = tmp_path / "run"
+    train("std", run, "--max-steps", 6, "--microbatch-size", 4, data=data)
+    again = train("std", run, "--resume")
+    assert again.status == 0 and "finished already" in again.out
+    longer = train("std", run, "--resume", "--max-steps", 8)
+    assert longer.status == 0 and longer.column("step") == list(range(8))
+    state = longer.checkpoint()
+    assert state["hyperparameters"]["microbatch_size"] == 4
+    assert (state["format"], state["stage"], state["step"]) == (1, "std", 8)
+    refused(train("std", run, data=data), "holds a run already")
+
+
+def test_resume_of_an_empty_folder_starts_afresh(data, tmp_path):
+    result = train("std", tmp_path / "new", "--preset", "tiny", "--resume",
+                   "--max-steps", 2, data=data)
+    assert result.status == 0 and result.column("step") == [0, 1]
+
+
+def test_init_starts_from_other_weights(data, tmp_path, whole):
+    file = sorted(whole.folder.glob("checkpoints/*.pt"))[-1]
+    more = train("std", tmp_path / "run", "--init", file, "--max-steps", 2,
+                 data=data)
+    assert more.status == 0 and more.column("step") == [0, 1]
+    assert more.rows[0]["loss"] < whole.rows[0]["loss"] - 1
+
+
+# --------------------------------------------------------------- bad input
+
+
+def refused(result, *words):
+    """One line of ours, with these words; no traceback, a status not 0."""
+    assert result.status == 1, (result.status, result.out, result.err)
+    lines = [line for line in result.err.splitlines()
+             if not line.startswith("warning: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.err
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--microbatch-size", 3], ["8 samples", "microbatches of 3"]),
+    (["--sequence-length", 33], ["longer than the 32 positions"]),
+    (["--device", "tpu"], ["--device tpu", "cpu"]),
+    (["--max-stepz", 3], ["--max-stepz", "--help"]),
+    (["--max-steps", "many"], ["--max-steps", "many"]),
+    (["--preset", "huge"], ["preset", "huge"]),
+    (["--max-steps", -1], ["--max-steps"]),
+    (["--microbatch-size", 0], ["--microbatch-size"]),
+    (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
+    (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
+])
+def test_bad_flags(data, tmp_path, flags, words):
+    refused(train("std", tmp_path / "run", *flags, data=data), *words)
+
+
+def test_bad_folders(data, tmp_path):
+    run = tmp_path / "run"
+    refused(train("std", run, data=tmp_path / "none"), "no such folder")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(train("std", run, data=empty), "no shard *_train_*.npy")
+    file = tmp_path / "file"
+    file.touch()
+    refused(train("std", file / "run", data=data), str(file))
+    assert not run.exists()
+
+
+def make_bad(folder, kind):
+    shard = folder / "test_train_000002.npy"
+    if kind == "dtype":
+        np.save(shard, np.arange(100, dtype=np.int64))
+    elif kind == "shape":
+        np.save(shard, np.zeros((10, 10), np.uint16))
+    elif kind == "truncated":
+        np.save(shard, np.zeros(1000, np.uint16))
+        os.truncate(shard, 500)
+    elif kind == "empty":
+        shard.write_bytes(b"")
+    elif kind == "object":
+        np.save(shard, np.array([{}]), allow_pickle=True)
+    elif kind == "short":
+        write_shards(folder, [[1] * 8] * 3, [1] * 100)
+    elif kind == "token":
+        np.save(folder / "test_train_000001.npy",
+                np.full(2500, 257, np.uint16))
+    elif kind == "vocabulary":
+        (folder / "vocabulary.tiktoken").write_text("not base64")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("dtype", ["test_train_000002.npy", "int64"]),
+    ("shape", ["test_train_000002.npy", "(10, 10)"]),
+    ("truncated", ["test_train_000002.npy", "make it again"]),
+    ("empty", ["test_train_000002.npy", "make it again"]),
+    ("object", ["test_train_000002.npy", "make it again"]),
+    ("short", ["24 tokens are too few"]),
+    ("token", ["token 257", "vocabulary of 257"]),
+    ("vocabulary", ["the vocabulary is damaged"]),
+])
+def test_bad_shards(tmp_path, kind, words):
+    data = make_bad(make_dataset(tmp_path / "data"), kind)
+    refused(train("std", tmp_path / "run", data=data), *words)
+
+
+def test_a_run_of_another_model(data, tmp_path, whole):
+    other = tmp_path / "run"
+    train("std", other, "--max-steps", 2, data=data)
+    refused(train("std", other, "--resume", "--sequence-length", 16),
+            "--sequence-length 32", "16")
+    refused(train("std", other, "--resume", "--preset", "nano"),
+            "--preset tiny", "nano")
+    wider = make_dataset(tmp_path / "wider")
+    for file in wider.glob("vocabulary.*"):  # that is GPT-2's then
+        file.unlink()
+    refused(train("std", other, "--resume", "--max-steps", 4, data=wider),
+            "another model", "50257")
+    file = other / "hyperparameters.json"
+    file.write_text(file.read_text()[:50])
+    refused(train("std", other, "--resume"), "hyperparameters.json: damaged")
+
+
+def test_a_folder_without_vocabulary_trains(tmp_path):
+    """As other courses prepared them; GPT-2's vocabulary is elsewhere."""
+    words = np.random.default_rng(0).integers(0, 50257, 1000)
+    folder = write_shards(tmp_path / "edu_fineweb10B", [words], words,
+                          name="edufineweb")
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
+    result = train("std", tmp_path / "run", "--max-steps", 1, data=folder,
+                   env=env)
+    assert result.status == 0, result.err
+    assert result.err.count("nothing will be generated") == 1
+    assert result.checkpoint()["config"]["vocab_size"] == 50257
