@@ -192,7 +192,7 @@ def train_vocabulary(documents, size):
 
 
 def encode(documents, encoding):
-    """The tokens of all documents, `<|endoftext|>` before each: (n,) uint16."""
+    """All documents, `<|endoftext|>` before each, as (n,) uint16."""
     import numpy as np
 
     lists = encoding.encode_ordinary_batch(documents)

@@ -63,8 +63,8 @@ def write(path, tokens):
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: what is whole stays, "
-                        "and the same command goes on from there") from error
+        raise UserError(f"{path}: {error.strerror}: make room, and run the "
+                        "same command again") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -86,7 +86,10 @@ def gpt2_is_cached():
 
 
 def replace(path, data):
-    """Write bytes to `path` so that it holds all of them or none."""
+    """Write bytes to `path` so that it holds all of them or none.
+
+    Raises `UserError` where that fails.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(part, "wb") as file:
@@ -94,5 +97,7 @@ def replace(path, data):
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:  # of a full disk it does not name the file
+        raise UserError(f"{path}: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)

@@ -1,0 +1,214 @@
+"""The demo dataset: honest, the same every time, whole or not there."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from workshop import ROOT, vocabulary
+
+DEMO = ROOT / "fineweb" / "demo.py"
+
+
+def start(*args, **options):
+    return subprocess.Popen(
+        [sys.executable, DEMO, *map(str, args)], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def run(*args, **options):
+    """Run demo.py to its end: (exit status, stdout, stderr)."""
+    process = start(*args, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def documents(path, encoding):
+    """The texts of a shard, which has to begin with a document."""
+    tokens = np.load(path)
+    begins = np.flatnonzero(tokens == encoding.eot_token)
+    assert begins[0] == 0
+    return [encoding.decode(document[1:].tolist())
+            for document in np.split(tokens, begins[1:])]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The default dataset, built once."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    status, _, err = run("--out", folder)
+    assert status == 0, err
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of texts, and one file beside it."""
+    rng = random.Random(0)
+    words = "the quick brown fox jumps over a lazy dog größer 世界".split()
+    (tmp_path / "texts" / "deeper").mkdir(parents=True)
+    for name in ("texts/one.txt", "texts/deeper/two.md", "three.log"):
+        paragraphs = (" ".join(rng.choices(words, k=60)) for _ in range(150))
+        (tmp_path / name).write_text("\n\n".join(paragraphs), "utf-8")
+    (tmp_path / "texts" / "picture.png").write_bytes(b"\x89PNG\xff\0")
+    return tmp_path / "texts", tmp_path / "three.log"
+
+
+def test_the_default_dataset(demo):
+    assert sorted(path.name for path in demo.iterdir()) == [
+        "demo_train_000001.npy", "demo_val_000000.npy", "manifest.json",
+        "vocabulary.json", "vocabulary.tiktoken"]
+    encoding = vocabulary.load(demo)
+    assert encoding.n_vocab == 4096
+    train = documents(demo / "demo_train_000001.npy", encoding)
+    val = documents(demo / "demo_val_000000.npy", encoding)
+    assert len(val) == (len(train) + len(val)) // 10
+    assert not set(train) & set(val)
+    assert len(set(train + val)) == len(train + val)
+    assert 1.5e6 < sum(len(text.encode()) for text in train + val) < 4e6
+    assert 1000 < np.median([len(text) for text in train + val]) < 4000
+
+    made = json.loads((demo / "manifest.json").read_text())
+    assert made["complete"]
+    for split, texts in ("train", train), ("val", val):
+        tokens = np.load(next(demo.glob(f"*_{split}_*.npy")))
+        assert tokens.dtype == np.uint16
+        assert made[split] == {
+            "shards": 1, "tokens": len(tokens), "documents": len(texts),
+            "bytes": sum(len(text.encode()) for text in texts)}
+        # the byte-pair vocabulary is used as tiktoken would use it
+        assert tokens.tolist() == [
+            token for text in texts
+            for token in (encoding.eot_token, *encoding.encode_ordinary(text))]
+
+
+def test_a_second_run_does_nothing(demo):
+    before = {path: path.stat().st_mtime_ns for path in demo.iterdir()}
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", DEMO, "--out", demo],
+        capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0
+    assert process.stdout == f"{demo}: the dataset is there already\n"
+    assert before == {path: path.stat().st_mtime_ns
+                      for path in demo.iterdir()}
+    # what makes a second run slow is what it need not import
+    for heavy in "numpy", "rustbpe", "torch", "tqdm":
+        assert f" {heavy}\n" not in process.stderr
+
+
+def test_the_same_text_gives_the_same_bytes(demo, tmp_path):
+    again = tmp_path / "again"
+    status, _, err = run("--out", again,
+                         env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert status == 0, err
+    assert contents(again) == contents(demo)
+
+
+def test_text_of_ones_own(texts, tmp_path):
+    out = tmp_path / "out"
+    status, _, err = run(*texts, "--out", out, "--vocabulary-size", 300)
+    assert status == 0, err
+    encoding = vocabulary.load(out)
+    assert encoding.n_vocab == 300
+    found = [text for path in out.glob("*.npy")
+             for text in documents(path, encoding)]
+    folder, file = texts
+    for path in folder / "one.txt", folder / "deeper" / "two.md", file:
+        for paragraph in path.read_text("utf-8").split("\n\n"):
+            assert any(paragraph in text for text in found)
+
+
+def test_two_at_once(texts, tmp_path):
+    out = tmp_path / "out"
+    both = [start(*texts, "--out", out) for _ in range(2)]
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    alone = tmp_path / "alone"
+    assert run(*texts, "--out", alone)[0] == 0
+    assert contents(out) == contents(alone)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
+    whole = tmp_path / "whole"
+    begun = time.monotonic()
+    assert run(*texts, "--out", whole)[0] == 0
+    took = time.monotonic() - begun
+    rng = random.Random(0)
+    for i in range(6):
+        out = tmp_path / str(i)
+        process = start(*texts, "--out", out)
+        try:
+            process.wait(rng.uniform(0.2, 1.0) * took)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not out.exists() or contents(out) == contents(whole)
+        assert run(*texts, "--out", out)[0] == 0
+        assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("make, flags, message", [
+    (None, [], "there is no such file or folder"),
+    (lambda path: path.mkdir(), [], "holds no text"),
+    (lambda path: path.write_bytes(b"plain \xff\xfe" * 9999), [],
+     "byte 6 is not UTF-8"),
+    (lambda path: path.write_bytes(b"\0" * 99999), [], "is not text"),
+    (lambda path: path.write_text("too short"), [], "too little text"),
+    (lambda path: path.write_text(""), [], "too little text"),
+    (lambda path: path.write_text("text"), ["--vocabulary-size", "256"],
+     "--vocabulary-size has to be from 257"),
+    (lambda path: path.write_text("text"), ["--vocabulary-size", "65537"],
+     "--vocabulary-size has to be from 257"),
+    (lambda path: path.write_text("text"), ["--colour", "red"], "--colour"),
+])
+def test_bad_input(make, flags, message, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    if make:
+        make(source)
+    status, _, err = run(source, "--out", out, *flags)
+    assert status == 1
+    assert err.splitlines()[-1].startswith("error: ")
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(demo, texts, tmp_path):
+    before = contents(demo)
+    status, _, err = run(*texts, "--out", demo)
+    assert status == 1
+    assert "holds another dataset" in err
+    assert contents(demo) == before
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
+    status, _, err = run(*texts, "--out", tmp_path / "mine")
+    assert status == 1
+    assert "is not a dataset" in err
+    assert [*contents(tmp_path / "mine")] == ["thesis.txt"]
+
+
+def test_no_space_for_a_shard(texts, tmp_path):
+    def limit():  # a file of more than this cannot be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    out = tmp_path / "out"
+    status, _, err = run(*texts, "--out", out, preexec_fn=limit)
+    assert status == 1
+    assert err.splitlines()[-1].startswith(f"error: {tmp_path}")
+    assert "File too large" in err
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
