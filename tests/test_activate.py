@@ -100,14 +100,14 @@ def command(repo, then="", before="", shell="bash"):
             f"echo status=$?\n{then}"]
 
 
-def source(repo, then="", before="", shell="bash", cwd=None, **changes):
-    """Source activate.sh in a shell; what it printed, and what stderr says.
+def source(repo, then="", before="", shell="bash", **changes):
+    """Source activate.sh from elsewhere; what it printed, and its errors.
 
     The shell has to survive, and says `status=…`.
     """
     needs(shell)
     ran = subprocess.run(
-        command(repo, then, before, shell), cwd=cwd or repo,
+        command(repo, then, before, shell), cwd=repo.parent,
         env=environment(repo, **changes), stdin=subprocess.DEVNULL,
         capture_output=True, text=True)
     assert "status=" in ran.stdout, ran
@@ -148,9 +148,11 @@ def test_refuses_to_be_executed(tmp_path, how):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_again_it_needs_no_network_and_changes_nothing(desk, shell, tmp_path):
     made = (desk / ".venv/workshop-base").stat().st_mtime_ns
+    link = tmp_path / "another way to it"
+    link.symlink_to(desk)
     out, err = source(
-        desk, PACKAGES + "; python -c 'import sys; print(sys.prefix)'",
-        shell=shell, cwd=tmp_path, PIP_FIND_LINKS="", PIP_INDEX_URL=CLOSED)
+        link, PACKAGES + "; python -c 'import sys; print(sys.prefix)'",
+        shell=shell, PIP_FIND_LINKS="", PIP_INDEX_URL=CLOSED)
     assert "status=0" in out and "installing" not in out and not err
     assert out.endswith(f"{desk}\n{desk / '.venv'}\n")
     assert (desk / ".venv/workshop-base").stat().st_mtime_ns == made
@@ -187,6 +189,17 @@ def test_a_strict_shell_goes_on(desk):
     """set -e and set -u neither end it nor get lost."""
     out, _ = source(desk, "echo $-", before="set -eu")
     assert {"e", "u"} <= set(out.splitlines()[-1])
+
+
+def test_a_module_added_later_is_found(desk):
+    site, again = desk / "site.sh", shlex.quote(str(desk / "activate.sh"))
+    try:
+        out, _ = source(desk, f"""\
+            echo 'PATH="/some/module:$PATH"' >{shlex.quote(str(site))}
+            source {again}; echo $PATH""")
+    finally:
+        site.unlink()
+    assert out.split("\n")[-2].startswith(f"{desk}/.venv/bin:/some/module:")
 
 
 def test_installs_when_the_requirements_change(desk):
@@ -229,8 +242,9 @@ def test_without_a_network_the_next_attempt_works(tmp_path):
 def test_two_shells_at_once(tmp_path):
     repo = tiny_clone(tmp_path)
     shells = [subprocess.Popen(
-        command(repo, PACKAGES), cwd=repo, env=environment(repo), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) for _ in range(2)]
+        command(repo, PACKAGES), cwd=tmp_path, env=environment(repo),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)]
     outs = [shell.communicate()[0] for shell in shells]
     for out in outs:
         assert "status=0" in out and out.endswith(f"{repo}\n"), out
