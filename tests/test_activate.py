@@ -271,8 +271,21 @@ def test_killed_and_sourced_again(tmp_path):
     assert "status=0" in out and f"{repo}\nNo broken" in out, out + err
 
 
-def test_shared_environment(desk, tmp_path):
-    """Its owner keeps it up to date, the others use it as it is."""
+def test_a_shared_environment_of_ones_own(tmp_path):
+    """An instructor's: made in an empty folder, and kept up to date."""
+    repo, shared = tiny_clone(tmp_path), tmp_path / "shared"
+    shared.mkdir()
+    (repo / "site.sh").write_text(f"WORKSHOP_VENV='{shared}'\n")
+    out, err = source(repo, f"{PACKAGES}; echo $VIRTUAL_ENV")
+    assert out.endswith(f"status=0\n{repo}\n{shared}\n"), out + err
+    (repo / "requirements.txt").write_text("one\nthree\n")
+    out, err = source(repo, "python -c 'import three; print(three.name)'")
+    assert out.endswith("status=0\nthree\n"), out + err
+    assert not (repo / ".venv").exists()
+
+
+def test_a_shared_environment_of_another(desk, tmp_path):
+    """It is used as it is."""
     if os.getuid():
         pytest.skip("only root can give a folder to somebody else")
     repo = tiny_clone(tmp_path)
