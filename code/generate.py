@@ -20,7 +20,7 @@ from workshop.errors import check, parse_flags, start
 from workshop.run import get_device, load_checkpoint
 
 sys.path.insert(0, str(ROOT / "solutions"))  # the desk's model may be in work
-from train_gpt2_std import GPT, GPTConfig  # noqa: E402
+from train_gpt2_std import GPT, GPTConfig
 
 
 @dataclass

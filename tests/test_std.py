@@ -25,7 +25,7 @@ from workshop import ROOT
 from workshop.peaks import flops_per_token
 
 sys.path.insert(0, str(ROOT / "solutions"))
-import train_gpt2_std as std  # noqa: E402
+import train_gpt2_std as std
 
 
 @pytest.fixture(scope="module")

@@ -89,8 +89,10 @@ def parse(Hyperparameters, presets):
         compile=preset == "gpt2" and device.type == "cuda")
     if device.type == "cpu" and not cpu_has_bf16():
         default.precision = "fp32"
-    if preset == saved.get("preset"):
-        default = replace(default, **saved)
+    if preset == saved.get("preset"):  # in any stage
+        default = replace(default, **{
+            key: value for key, value in saved.items()
+            if hasattr(default, key)})
     hp = parse_flags(Hyperparameters, default=default)
     hp.preset, hp.data = preset, str(data)
 
@@ -118,7 +120,7 @@ def read_hyperparameters(choice):
         raise UserError(f"{file}: damaged ({error}): delete it, and give all "
                         "the run's flags again") from error
     return {key: value for key, value in saved.items()
-            if key not in ("run", "resume", "init")}
+            if key not in ("run", "resume", "init", "devices", "num_nodes")}
 
 
 def check_hyperparameters(hp, config, saved):
@@ -200,6 +202,10 @@ class Run:
         self.folder = Path(on_rank_0(self._make_folder))
         self.encoding = self._load_vocabulary()
         self.bytes_per_token = read_bytes_per_token(hp.data)
+        self.catch_signals()
+
+    def catch_signals(self):
+        """From now on a signal only asks the run to stop. All ranks."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -266,6 +272,16 @@ class Run:
         the weights of --init if it is given. A run that is finished already
         exits with status 0.
         """
+        step, optimizer_state = self.load(model)
+        if optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+        return step
+
+    def load(self, model):
+        """`restore` for a model whose optimizer is made later. All ranks.
+
+        Returns the step and the optimizer's state, which is None at step 0.
+        """
         file = on_rank_0(self._find_checkpoint) if self.hp.resume else None
         if file is None:
             if self.hp.init:
@@ -273,11 +289,10 @@ class Run:
                 self._load_weights(model, state, self.hp.init)
             if self.rank == 0:
                 self._open_metrics(0)
-            return 0
+            return 0, None
         state = load_checkpoint(file)
         self._load_weights(model, state, file)
         step = state["step"]
-        optimizer.load_state_dict(state["optimizer"])
         if step >= self.max_steps:
             if self.rank == 0:
                 print(f"finished already: {step} of {self.max_steps} steps")
@@ -285,7 +300,7 @@ class Run:
         if self.rank == 0:
             self._open_metrics(step)
             print(f"resuming after step {step - 1} from {file}", flush=True)
-        return step
+        return step, state["optimizer"]
 
     def _find_checkpoint(self):
         """The newest checkpoint that is whole, or None; rank 0."""
@@ -324,6 +339,7 @@ class Run:
         loss, val_loss: nats a token, val_loss None where it was not
         evaluated; norm: of the gradient, before clipping.
         """
+        self._check_rank("log")
         tokens = self.hp.minibatch_size * self.hp.sequence_length
         speed = tokens / seconds
         mfu = None
@@ -353,6 +369,7 @@ class Run:
         Whole or not at all: a run that is killed, or a disk that is full,
         leaves the one before it as it was.
         """
+        self._check_rank("save")
         os.fsync(self.metrics.fileno())  # no checkpoint without its rows
         state = {
             "format": FORMAT, "stage": self.stage, "step": step,
@@ -360,6 +377,10 @@ class Run:
             "config": asdict(self.config), "hyperparameters": asdict(self.hp),
         }
         write_checkpoint(state, self.folder / "checkpoints", step)
+
+    def _check_rank(self, name):
+        check(self.rank == 0, f"rank {self.rank} called run.{name}(): rank 0 "
+              "alone logs and saves")
 
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
