@@ -101,15 +101,17 @@ install_requirements() {
         tee "$log" | sed -n '/^ *Downloading/p' || status=$?
     ((status > 1)) || current_base >"$base" # 1: pip has taken all of it back
     if ((status)); then
-        fail "pip failed ($(grep -m 1 ERROR "$log")): is there a network?" \
-            "A mirror is named in site.sh. All that pip said: $log"
+        fail "pip failed ($(grep -m 1 ERROR "$log" || tail -n 1 "$log")):" \
+            "is there a network? A mirror is named in site.sh. All that pip said: $log"
     fi
     requirements >"$installed"
 }
 
 # Where there is no network nothing is said: few datasets need it.
 fetch_vocabulary() {
-    if [ -z "$(ls -A "$TIKTOKEN_CACHE_DIR" 2>/dev/null)" ]; then
+    local files
+    files=$(find "$TIKTOKEN_CACHE_DIR" -type f ! -name '*.tmp' | wc -l) || true
+    if ((files < 2)); then
         "$venv/bin/python" -c 'if True:
             import signal
             signal.alarm(20)  # seconds; some firewalls never answer
