@@ -39,11 +39,15 @@ def show(path):
 class Script:
     """The lines of a script, and which of them are code."""
 
-    def __init__(self, path):
-        """Raises `UserError` where it cannot be read."""
+    def __init__(self, path, data=None):
+        """data: what the file would hold, in bytes; None: what it holds.
+
+        Raises `UserError` where it cannot be read.
+        """
         self.path = Path(path)
         try:
-            text = self.path.read_bytes().decode("utf-8")
+            data = self.path.read_bytes() if data is None else data
+            text = data.decode("utf-8")
         except FileNotFoundError:
             raise UserError(
                 f"{show(path)} is not there: was it moved or renamed? "
@@ -201,9 +205,9 @@ class Diff:
     that have nothing to do with the lesson.
     """
 
-    def __init__(self, stage, path=DESK):
+    def __init__(self, stage, path=DESK, data=None):
         """Raises `UserError` where the script cannot be read."""
-        self.yours = Script(path)
+        self.yours = Script(path, data)
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
         self.left, self.others = [], []

@@ -1,0 +1,96 @@
+"""The tools of the lesson: python -m workshop diff | check | apply | ..."""
+
+import argparse
+import os
+import sys
+
+from workshop import desk, doctor, lessons, view
+from workshop.diff import Diff
+from workshop.errors import UserError, start
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message):
+        raise UserError(f"{message}: see {self.prog} --help")
+
+
+def main():
+    args = parse()
+    if args.command == "diff":
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(view.to_text(Diff(args.stage), colour))
+    elif args.command == "check":
+        check(args.stage)
+    elif args.command == "apply":
+        desk.apply(args.stage, args.number)
+    elif args.command == "reset" and args.list:
+        desk.list_all()
+    elif args.command == "reset" and args.undo:
+        desk.undo()
+    elif args.command == "reset":
+        desk.reset(args.name)
+    elif args.command == "doctor":
+        sys.exit(doctor.main())
+
+
+def parse():
+    """What the command line asks for."""
+    parser = Parser(prog="python -m workshop",
+                    description="The tools of the lesson.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name, text):
+        return commands.add_parser(name, help=text, description=text)
+
+    def add_stage(command):
+        command.add_argument("stage", choices=lessons.STARTS,
+                             help="the stage that the lesson makes")
+
+    add_stage(add("diff", "Show what is left to change in your script, "
+                  "and why."))
+    add_stage(add("check", "Run your script as 1, 2 and 4 processes, and "
+                  "compare with the single-device stage."))
+    apply = add("apply", "Make changes of the lesson for you; what you had "
+                "is kept.")
+    add_stage(apply)
+    apply.add_argument("number", nargs="*", type=int,
+                       help="which ones, by the number that diff shows")
+    apply.add_argument("--all", action="store_true",
+                       help="all that are left")
+    reset = add("reset", "Put a stage's finished script in place of yours; "
+                "what you had is kept.")
+    reset.add_argument("name", nargs="?", metavar="stage|DATE",
+                       help="std, ddp, lit, or a backup's date")
+    reset.add_argument("--list", action="store_true",
+                       help="show the stages, and the backups by their date")
+    reset.add_argument("--undo", action="store_true",
+                       help="go back to what you had before")
+    add("doctor", "Tell whether everything is there that the workshop "
+        "needs.")
+
+    args = parser.parse_args()
+    if args.command is None:
+        parser.print_help()
+        sys.exit(2)
+    if args.command == "apply" and args.all == bool(args.number):
+        apply.error("give the numbers of changes, or --all")
+    if args.command == "reset" and (
+            bool(args.name) + args.list + args.undo != 1):
+        reset.error("name a stage, or --list or --undo")
+    return args
+
+
+def check(stage):
+    """Hand over to the checker, which needs torch."""
+    try:
+        from workshop.check import main as run_check
+    except ModuleNotFoundError as error:
+        raise UserError(f"{sys.executable} has no {error.name}: run `source "
+                        "activate.sh` first") from error
+    sys.exit(0 if run_check(stage) else 1)
+
+
+if __name__ == "__main__":
+    start(main)

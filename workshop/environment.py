@@ -1,0 +1,72 @@
+"""The workshop's own Python, from a Python that is not: a portal's kernel."""
+
+import os
+import subprocess
+import sys
+
+from workshop import ROOT
+from workshop.errors import check
+
+PACKAGES = ("torch", "numpy", "tiktoken", "tyro")
+HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
+                f"importlib.util.find_spec(name) for name in {PACKAGES}))")
+
+# What activate.sh does where everything is set up: the site's modules first,
+# for the environment's Python may need their libraries.
+FROM_SITE = """
+[ ! -f site.sh ] || . ./site.sh
+exec "${WORKSHOP_VENV:-$PWD/.venv}/bin/python" "$@"
+"""
+
+
+def find():
+    """The command that starts the workshop's Python, a list.
+
+    Raises `UserError` where there is none.
+    """
+    candidates = [[sys.executable]]
+    if os.environ.get("VIRTUAL_ENV"):
+        candidates.append([os.environ["VIRTUAL_ENV"] + "/bin/python"])
+    candidates.append(["bash", "-lc", FROM_SITE, "bash"])
+    for command in candidates:
+        try:
+            probe = subprocess.run(
+                [*command, "-c", HAS_PACKAGES], cwd=ROOT, env=variables(),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, check=False)
+        except OSError:  # no such program
+            continue
+        if probe.returncode == 0:
+            return command
+    check(False, "the workshop's environment is not there yet: run `source "
+          f"activate.sh` in a terminal, in {ROOT}")
+
+
+def variables():
+    """The environment variables for it: activate.sh's, none of a kernel's."""
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PYTHONHOME", "MPLBACKEND")}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("TIKTOKEN_CACHE_DIR",
+                   str(ROOT / "fineweb" / ".cache" / "tiktoken"))
+    return env
+
+
+def run(*arguments):
+    """`python arguments...` there, its output line by line; its status.
+
+    Raises `UserError` where there is no environment.
+    """
+    with subprocess.Popen(
+            [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
+            errors="replace", stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+        except KeyboardInterrupt:  # the kernel's stop button
+            process.terminate()
+            print("interrupted")
+    return process.returncode
