@@ -47,7 +47,7 @@ class Script:
         self.path = Path(path)
         try:
             data = self.path.read_bytes() if data is None else data
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")
         except FileNotFoundError:
             raise UserError(
                 f"{show(path)} is not there: was it moved or renamed? "
@@ -120,7 +120,7 @@ class Lesson:
         self.changes = lessons.load(stage)
         self.pieces = cut(
             hunks(self.start.code, self.goal.code), self.find_anchors(),
-            self.goal)
+            self.start, self.goal)
 
     def find_anchors(self):
         """[(change, i, j)]: an anchor's code line in start or in goal."""
@@ -153,7 +153,7 @@ def hunks(a, b):
     return together
 
 
-def cut(hunks, anchors, goal):
+def cut(hunks, anchors, start, goal):
     """The `Piece`s of the hunks: each begins at the anchors of a change."""
     pieces = []
     for hunk in hunks:
@@ -168,9 +168,11 @@ def cut(hunks, anchors, goal):
                     begins[change] = (begins.get(change, default)[0], j)
         points = sorted((i, j, change) for change, (i, j) in begins.items())
         if not points or points[0][:2] != (hunk[0][0], hunk[0][2]):
-            line = goal.where[min(hunk[0][2], len(goal.where) - 1)] + 1
-            raise ValueError(f"{show(goal.path)}, line {line}: the lesson "
-                             "has no change that begins with this hunk")
+            i1, i2, j1, _ = hunk[0]
+            first = ("-" + start.code[i1].strip() if i1 < i2 else
+                     "+" + goal.code[j1].strip())
+            raise ValueError(f"{show(goal.path)}: the lesson has no change "
+                             f"for the hunk that begins with {first!r}")
         ends = [*points[1:], (hunk[-1][1], hunk[-1][3], None)]
         for (i1, j1, change), (i2, j2, _) in zip(points, ends):
             last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]

@@ -23,16 +23,19 @@ STYLE = """<style>
 .ws .good { border-left: 4px solid #2ea043; padding-left: 8px }
 .ws .bad { border-left: 4px solid #f85149; padding-left: 8px }
 .ws .code { border: 1px solid rgba(128, 128, 128, .35) }
-.ws .code div { position: relative; padding: 0 4px 0 68px;
-  white-space: pre-wrap; overflow-wrap: anywhere; min-height: 1.45em }
-.ws .code div::before, .ws .code div::after { position: absolute; top: 0 }
+.ws .code div { position: relative; min-height: 1.45em;
+  padding: 0 4px 0 calc(68px + var(--hang)); text-indent: calc(-1*var(--hang));
+  white-space: pre-wrap; overflow-wrap: anywhere }
+.ws .code div::before, .ws .code div::after { position: absolute; top: 0;
+  text-indent: 0 }
 .ws .code div::before { content: attr(data-line); width: 38px; left: 0;
   text-align: right; opacity: .6 }
 .ws .code div::after { content: attr(data-sign); left: 50px;
   font-weight: 700 }
-.ws .gap { border-top: 1px dashed rgba(128, 128, 128, .5) }
-.ws .add { background: rgba(46, 160, 67, .16) }
-.ws .del { background: rgba(248, 81, 73, .14);
+.ws .code div.gap { min-height: 4px;
+  border-top: 1px dashed rgba(128, 128, 128, .5) }
+.ws .add { background: rgba(46, 160, 67, .2) }
+.ws .del { background: rgba(248, 81, 73, .16);
   user-select: none; -webkit-user-select: none }
 .ws mark { color: inherit; background: none }
 .ws .add mark { background: rgba(46, 160, 67, .42) }
@@ -123,21 +126,18 @@ def mark(old, new):
     after = 0
     for i, line in enumerate(old):
         for j in range(after, len(new)):
-            if match(line.split(), new[j].split()).ratio() >= 0.5:
-                a, b = words(line), words(new[j])
+            a, b = (re.findall(r"\w+", it) for it in (line, new[j]))
+            if match(a, b).ratio() >= 0.5:
+                a, b = (re.findall(r"\w+|.", it) for it in (line, new[j]))
                 marked[0][i], marked[1][j] = [], []
                 for tag, a1, a2, b1, b2 in match(a, b).get_opcodes():
-                    differs = tag != "equal"
-                    marked[0][i].append(("".join(a[a1:a2]), differs))
-                    marked[1][j].append(("".join(b[b1:b2]), differs))
+                    for row, part in ((marked[0][i], a[a1:a2]),
+                                      (marked[1][j], b[b1:b2])):
+                        if part:
+                            row.append(("".join(part), tag != "equal"))
                 after = j + 1
                 break
     return marked
-
-
-def words(line):
-    """The words and other characters of a line."""
-    return re.findall(r"\w+|.", line)
 
 
 def match(a, b):
@@ -198,8 +198,11 @@ def to_html(diff):
             text = "".join(
                 f"<mark>{html.escape(part)}</mark>" if differs
                 else html.escape(part) for part, differs in parts)
-            out.append(f'<div class="{kind}" data-line="{line or ""}" '
-                       f'data-sign="{sign}">{text}</div>')
+            code = "".join(part for part, _ in parts)
+            hang = len(code) - len(code.lstrip()) + 4  # where it wraps to
+            out.append(f'<div class="{kind}" style="--hang: {hang}ch" '
+                       f'data-line="{line or ""}" data-sign="{sign}">'
+                       f'{text}</div>')
         out.append("</div>")
     return box("\n".join(out))
 

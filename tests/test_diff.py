@@ -1,0 +1,310 @@
+"""The lesson's diff, on scripts as attendees leave them."""
+
+import ast
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from workshop import ROOT, lessons, view
+from workshop.diff import Diff, load_lesson, solution
+from workshop.errors import UserError
+
+STAGES = [stage for stage in lessons.STARTS if solution(stage).exists()]
+PORTABLE = sorted(
+    [ROOT / "workshop" / f"{name}.py" for name in (
+        "__init__", "__main__", "desk", "diff", "doctor", "environment",
+        "errors", "notebook", "pictures", "view")]
+    + list((ROOT / "workshop" / "lessons").glob("*.py")))
+STD, DDP = (solution(stage).read_text() for stage in ("std", "ddp"))
+
+
+@pytest.fixture
+def look(tmp_path):
+    """What the lesson says about a script that holds this text."""
+    def look(text, stage="ddp"):
+        script = tmp_path / "train_gpt2.py"
+        script.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return Diff(stage, script)
+    return look
+
+
+def numbers(diff):
+    return [item.number for item in diff.left]
+
+
+def edit(text, *pairs):
+    """The text with each old string, which is there once, made new."""
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+# ------------------------------------------------- the lesson, the solution
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
+    lesson = load_lesson(stage)  # raises where a hunk or an anchor is lost
+    start = look(lesson.start.path.read_text(), stage)
+    assert numbers(start) == list(range(1, len(lesson.changes) + 1))
+    assert not start.others
+    for item in start.left:
+        assert item.title and item.why.endswith(".")
+    # not just the code: comments and blank lines, too
+    assert start.apply(numbers(start)) == lesson.goal.path.read_text()
+
+
+@pytest.mark.parametrize("old, new, complaint", [
+    ("B, T, C = x.shape", "B, T, C = x.size()", "no change for the hunk that begins with '-B, T, C"),
+    ("    dist.all_reduce(loss)  # the sum over all ranks\n", "",
+     "'+dist.all_reduce(loss)' is in 0 lines"),
+    ("loss.backward()", "dist.all_reduce(loss)", "is in 2 lines"),
+])
+def test_a_lesson_that_drifts_from_its_solution_is_seen(
+        tmp_path, old, new, complaint):
+    for folder in ("workshop", "solutions"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script = tmp_path / "solutions" / "train_gpt2_ddp.py"
+    script.write_text(edit(DDP, (old, new)))
+    end = subprocess.run(
+        [sys.executable, "-c",
+         "from workshop.diff import load_lesson; load_lesson('ddp')"],
+        cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert end.returncode and complaint in end.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
+        stage, look):
+    lesson = load_lesson(stage)
+    rng = random.Random(0)
+    for _ in range(4):
+        text = lesson.start.path.read_text()
+        order = list(range(1, len(lesson.changes) + 1))
+        rng.shuffle(order)
+        for k, number in enumerate(order):
+            diff = look(text, stage)
+            assert numbers(diff) == sorted(order[k:]) and not diff.others
+            text = diff.apply([number])
+        assert text == lesson.goal.path.read_text()
+
+
+# ------------------------------------------------ scripts as they are edited
+
+
+def test_done_also_with_other_comments_blanks_and_line_ends(look):
+    variants = [
+        DDP,
+        DDP.replace("\n", "\r\n"),
+        DDP.replace("\n", "  \n") + "\n\n",
+        re.sub(r" *# (the sum|gradients are).*", "", DDP),
+        DDP.replace("    rank = int", "    # my own words\n    rank = int"),
+        DDP.replace("\n\n", "\n"),
+        DDP.rstrip(),
+        "\ufeff" + DDP,
+    ]
+    for text in variants:
+        diff = look(text)
+        assert not diff.left and not diff.others
+        assert view.headline(diff).startswith("Done: all 12 changes are made")
+        assert "Done" in view.to_html(diff) and "Done" in view.to_text(diff)
+
+
+def test_the_same_code_in_another_spelling_is_made(look):
+    text = edit(
+        DDP,
+        ('rank = int(os.environ["LOCAL_RANK"])',
+         "rank = int( os.environ['LOCAL_RANK'] )"),
+        ("dist.all_gather_object(\n                texts,",
+         "dist.all_gather_object(texts,"))
+    diff = look(edit(text, ("        loss += training_step", " " * 8 +
+                            "loss  += training_step")))
+    assert not diff.left and not diff.others
+    # and so it is while other changes are left
+    diff = look(edit(text, ('Run("ddp"', 'Run("std"')))
+    assert numbers(diff) == [6] and not diff.others
+
+
+@pytest.mark.parametrize("place, old, new", [
+    ("DataIterator.__init__", "self.rank, self.world_size", "self.rank, self."
+     "wold_size"),
+    ("main", "train_data.seek(first_step * S)", "train_data.seek(first_step)"),
+    ("MLP", "class MLP(nn.Module)", "class MPL(nn.Module)"),
+    ("get_lr", "        return hp.learning_rate * (step + 1)",
+     "    return hp.learning_rate * (step + 1)"),
+])
+def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
+    for text, left in ((STD, 12), (DDP, 0)):
+        diff = look(edit(text, (old, new)))
+        assert len(diff.left) == left and len(diff.others) == 1
+        assert "1 other difference" in view.headline(diff)
+        name, where = view.title(diff, diff.others[0])
+        assert name == "Not in the lesson"
+        line = edit(text, (old, new)).split(new)[0].count("\n") + 1
+        assert where.startswith(f"line {line}, ")
+        assert place == "MLP" or where.endswith(f"in {place}")
+        assert "Done" not in view.headline(diff)
+
+
+@pytest.mark.parametrize("number, old, new", [
+    (3, '"WORLD_SIZE"])', '"WORLDSIZE"])'),
+    (2, "import atexit", "import atexitt"),
+    (4, "device, local_rank)", "device, lokal_rank)"),
+    (7, "DistributedDataParallel(raw", "DistributedDataParallell(raw"),
+    (8, "if reduce else", "if not reduce else"),
+    (9, "    dist.all_reduce(report)", "    dist.al_reduce(report)"),
+    (11, "if rank == 0 and save:", "if rank = 0 and save:"),
+])
+def test_a_slip_in_a_change_is_that_change(look, number, old, new):
+    diff = look(edit(DDP, (old, new)))
+    assert numbers(diff) == [number] and not diff.others
+    # alone, with all the others still to be made
+    others = set(range(1, 13)) - {number}
+    text = look(STD).apply([number])
+    diff = look(edit(text, (old, new)))
+    assert set(numbers(diff)) == others | {number} and not diff.others
+    assert look(diff.apply([number])).left == look(text).left
+
+
+def test_what_is_left_of_a_change_that_is_half_made(look):
+    diff = look(edit(STD, ("import time\n", "import os\nimport time\n")))
+    assert numbers(diff) == list(range(1, 13))
+    shown = [line for line in view.to_text(diff).splitlines() if " + " in line]
+    assert not any(line.endswith("import os") for line in shown)
+    assert any(line.endswith("import atexit") for line in shown)
+    # the new line is there, the old one as well
+    diff = look(edit(DDP, ('    run = Run("ddp"', '    run = Run("std", hp, '
+                           'config, max_steps, device)\n    run = Run("ddp"')))
+    assert numbers(diff) == [6] and not diff.others
+    assert diff.apply([6]) == DDP
+
+
+def test_own_lines_are_differences_of_their_own_and_stay(look):
+    own = 'print("hello")\n'
+    places = ("import math\n", "    device = get_device(hp.device)\n",
+              "            loss = loss / accumulation_steps\n")
+    for place in places:
+        indent = re.match(" *", place)[0]
+        for text in (edit(STD, (place, place + indent + own)),
+                     edit(STD, (place, indent + own + place))):
+            diff = look(text)
+            assert numbers(diff) == list(range(1, 13))
+            made = look(diff.apply(numbers(diff)))
+            assert not made.left
+    # in a script that is ready it says who may tell
+    made = look(edit(DDP, ("import math\n", "import math\n" + own)))
+    assert not made.left and len(made.others) == 1
+    assert "check ddp" in view.advice(made)
+
+
+def test_moved_lines_are_told(look):
+    block = re.search(r"class MLP.*?\n\n\n", STD, re.DOTALL)[0]
+    diff = look(edit(STD, (block, ""), ("class GPTConfig", block +
+                                        "class GPTConfig")))
+    assert numbers(diff) == list(range(1, 13))
+    assert 1 <= len(diff.others) <= 3
+
+
+def test_tabs_are_python_or_a_syntax_error(look):
+    tabs = re.sub("^( {4})+", lambda it: "\t" * (len(it[0]) // 4), DDP,
+                  flags=re.MULTILINE)
+    assert view.headline(look(tabs)).startswith("Done")
+    mixed = edit(DDP, ("        dist.all_reduce(report)",
+                       "\tdist.all_reduce(report)"))
+    diff = look(mixed)
+    assert diff.yours.syntax_error and "Done" not in view.headline(diff)
+
+
+def test_a_syntax_error_is_one_line_that_says_where(look):
+    broken = edit(DDP, ("dist.all_reduce(report)", "dist.all_reduce(report"))
+    diff = look(broken)
+    line = broken[:broken.index("(report ")].count("\n") + 1
+    complaint = view.syntax(diff)
+    assert f"line {line}" in complaint and "\n" not in complaint
+    assert complaint in view.to_text(diff)
+    assert numbers(diff) == [9] and not diff.others
+
+
+def test_scripts_that_are_none(look, tmp_path):
+    with pytest.raises(UserError, match="not there: was it moved"):
+        Diff("ddp", tmp_path / "moved.py")
+    with pytest.raises(UserError, match="UTF-8"):
+        look(STD.encode("utf-16"))
+    assert look("").left  # and no error
+    assert len(look("print('hello')\n" * 300).left) == 12
+
+
+def test_any_pair_of_stages_can_be_compared(look):
+    stages = ["std", *STAGES]
+    for stage, other in itertools.product(STAGES, stages):
+        if stage != other:
+            view.to_html(look(solution(other).read_text(), stage))
+
+
+# ------------------------------------------------------------------ the view
+
+
+def test_html_shows_lines_and_marks_the_words_that_differ(look):
+    html = view.to_html(look(edit(DDP, ('"gpt2": (GPTConfig()',
+                                        '"gpt2": (GPTConfig(1<2)'))))
+    rows = re.findall(r'<div class="(\w*)" [^>]*data-line="(\d*)" '
+                      r'data-sign="(.?)">(.*?)</div>', html)
+    line = str(DDP[:DDP.index('"gpt2": (')].count("\n") + 1)
+    old, = (row for row in rows if row[0] == "del")
+    assert old[1:3] == (line, "-") and "<mark>1&lt;2</mark>" in old[3]
+    new, = (row for row in rows if row[0] == "add")
+    assert new[1:3] == ("", "+") and "<mark>" not in new[3]
+    # nothing but code can be selected: the rest is drawn by the style sheet
+    assert "content: attr(data-line)" in html
+    assert re.search(r"\.del \{[^}]*user-select: none", html)
+
+
+def test_terminal_output_has_colours_only_on_request(look):
+    diff = look(STD)
+    assert "\033" not in view.to_text(diff)
+    plain = re.sub(r"\033\[\d+m", "", view.to_text(diff, colour=True))
+    assert plain == view.to_text(diff)
+
+
+# ------------------------------------------------------------- other Pythons
+
+
+def test_needs_no_package():
+    end = subprocess.run(
+        [sys.executable, "-I", "-S", "-c",
+         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+         "from workshop import __main__, notebook\n"
+         "print(notebook.diff('ddp')); notebook.diff('ddp')._repr_html_()\n"
+         "notebook.cadence()._repr_html_()"],
+        capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    assert "train_gpt2.py" in end.stdout
+
+
+def test_runs_on_python_3_9():
+    for file in PORTABLE:
+        ast.parse(file.read_text(), feature_version=(3, 9))
+
+
+def old_pythons():
+    """The Pythons of this machine from 3.9 on that are older than ours."""
+    for minor in range(9, sys.version_info[1]):
+        name = f"python3.{minor}"
+        try:
+            subprocess.run([name, "-c", ""], check=True, capture_output=True)
+            yield name
+        except (OSError, subprocess.CalledProcessError):
+            pass
+
+
+@pytest.mark.parametrize("python", list(old_pythons()))
+def test_runs_on_an_older_python(python):
+    end = subprocess.run([python, "-m", "workshop", "diff", "ddp"], cwd=ROOT,
+                         capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
