@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from workshop import ROOT, vocabulary
 from workshop.errors import UserError, check, explain, parse_flags
+from workshop.launchers import name_ranks
 from workshop.peaks import flops_per_token, peak_flops
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
@@ -58,6 +59,7 @@ def parse(Hyperparameters, presets):
     presets: name -> (GPTConfig, Hyperparameters). A resumed run has its own
     hyperparameters for defaults. Rank 0 says what was chosen and why.
     """
+    name_ranks()
     if {"-h", "--help"} & set(sys.argv):
         parse_flags(Hyperparameters, default=presets["nano"][1])
     choice, _ = parse_flags(
@@ -291,6 +293,8 @@ class Run:
                 self._open_metrics(0)
             return 0, None
         state = load_checkpoint(file)
+        check(state["optimizer"], f"{file} holds no state of the optimizer "
+              "(DeepSpeed keeps it): start from its weights with --init")
         self._load_weights(model, state, file)
         step = state["step"]
         if step >= self.max_steps:
