@@ -22,7 +22,7 @@ from pathlib import Path
 
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
-           "torch._dynamo", "workshop.ranks"]
+           "torch._dynamo", "workshop.ranks", "workshop.lit"]
 
 
 @dataclass

@@ -1,0 +1,321 @@
+"""Train GPT-2 on many devices with Lightning: its Trainer has the loop.
+
+What is not taught stands in workshop/: the run's folder, metrics,
+checkpoints and signals (run.py), and errors for people (errors.py).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from workshop import vocabulary
+from workshop.errors import check, start
+from workshop.lit import LitRun, get_loader, get_strategy, get_world, options
+from workshop.run import compile_model, get_device, parse
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # the longest sequence
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (  # each (B, n_head, T, C // n_head)
+            part.view(B, T, self.n_head, -1).transpose(1, 2)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(L.LightningModule):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        # GPUs multiply matrices faster when their sides divide by 128
+        padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "ln_f": nn.LayerNorm(config.n_embd),
+        })
+        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied
+        for name, weight in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(weight)
+            elif name.endswith("c_proj.weight"):  # onto the residual stream
+                std = 0.02 / math.sqrt(2 * config.n_layer)
+                nn.init.normal_(weight, std=std)
+            elif weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, idx, targets=None):
+        """The mean loss where there are targets, else the logits.
+
+        idx, targets: int64 (B, T); logits: (B, T, padded_vocab_size).
+        """
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        for block in self.transformer.h:
+            x = block(x)
+        # x is fp32 under autocast too: so is the softmax then
+        logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, generator, top_k=50):
+        """Continue idx, int64 (B, T): returns (B, T + max_new_tokens)."""
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.block_size:])[:, -1]
+            logits = logits[:, : self.config.vocab_size]
+            values, tokens = logits.topk(min(top_k, logits.shape[1]))
+            choice = torch.multinomial(
+                values.softmax(dim=1), 1, generator=generator)
+            idx = torch.cat((idx, tokens.gather(1, choice)), dim=1)
+        return idx
+
+    def configure_optimizers(self):
+        hp = self.hp
+        weights = list(self.parameters())
+        groups = [  # biases and LayerNorms are not decayed
+            {"params": [w for w in weights if w.dim() >= 2],
+             "weight_decay": hp.weight_decay},
+            {"params": [w for w in weights if w.dim() < 2],
+             "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
+        # get_lr as a factor of the maximum; OneCycleLR has another shape
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step:
+            get_lr(step, self.trainer.max_steps, hp) / hp.learning_rate)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, batch):  # the mean loss of one microbatch
+        return self(*batch)
+
+    def validation_step(self, batch):
+        self.log("val_loss", self(*batch), sync_dist=True)
+
+
+# ----------------------------------------------------------------- data
+
+
+def get_shards(data, split):
+    """The files of a split, "train" or "val", in order."""
+    shards = sorted(Path(data).glob(f"*_{split}_*.npy"))
+    check(shards, f"{data}: no shard *_{split}_*.npy is there: check --data")
+    return shards
+
+
+def load_tokens(shard):
+    """The token ids of a shard, uint16: memory-mapped, read when used."""
+    try:
+        tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        check(False, f"{shard}: not a whole shard, make it again ({error})")
+    check(tokens.dtype == np.uint16 and tokens.ndim == 1,
+          f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
+    return tokens
+
+
+class DataIterator:
+    """This rank's microbatches, for ever: pairs x, y of int64 (B, T).
+
+    Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
+    The ranks take turns: rank r begins at sample r*B, reads B samples, and
+    goes on world_size * B samples further.
+    """
+
+    def __init__(self, shards, B, T, rank, world_size, vocab_size):
+        self.shards = [load_tokens(shard) for shard in shards]
+        self.ends = np.cumsum([len(tokens) for tokens in self.shards])
+        self.B, self.T, self.vocab_size = B, T, vocab_size
+        self.rank, self.world_size = rank, world_size
+        self.num_samples = (int(self.ends[-1]) - 1) // T
+        check(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
+              f"tokens are too few for one sample of {T} and its targets")
+        self.seek(0)
+
+    def seek(self, i):
+        """Let the ranks go on from sample i."""
+        self.position = i + self.rank * self.B
+
+    def sample(self, i):
+        """Sample i and its last target, uint16 (T + 1,)."""
+        begin = i % self.num_samples * self.T
+        end = begin + self.T + 1
+        parts = []
+        while begin < end:  # a sample may go on in the next shard
+            k = np.searchsorted(self.ends, begin, side="right")
+            tokens = self.shards[k]
+            first = begin - self.ends[k] + len(tokens)
+            parts.append(tokens[first : first + end - begin])
+            begin += len(parts[-1])
+        return np.concatenate(parts)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        samples = range(self.position, self.position + self.B)
+        tokens = np.stack([self.sample(i) for i in samples])
+        check(tokens.max() < self.vocab_size, f"token {tokens.max()} in the "
+              f"data is not in the vocabulary of {self.vocab_size}")
+        self.position += self.world_size * self.B
+        tokens = torch.from_numpy(tokens.astype(np.int64))
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+# ------------------------------------- schedule and hyperparameters
+
+
+def get_lr(step, max_steps, hp):
+    """Linear warm-up, then half a cosine down to a tenth."""
+    if step < hp.warmup_steps:
+        return hp.learning_rate * (step + 1) / hp.warmup_steps
+    progress = (step - hp.warmup_steps) / (max_steps - hp.warmup_steps)
+    return hp.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+@dataclass
+class Hyperparameters:
+    """Train GPT-2."""
+
+    preset: Literal["tiny", "nano", "gpt2"] = "gpt2"  # model and defaults
+    data: str = ""  # folder of the shards
+    run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
+    resume: bool = False  # go on from the last checkpoint in --run
+    init: str = ""  # start from the weights in this checkpoint
+    max_steps: int = 0  # steps to train for (0: one epoch)
+    minibatch_size: int = 512  # samples in a step
+    microbatch_size: int = 16  # samples that go through the model at once
+    sequence_length: int = 1024  # tokens in a sample
+    learning_rate: float = 6e-4  # its maximum, after the warm-up
+    warmup_steps: int = 715  # steps from 0 to the learning rate
+    weight_decay: float = 0.1  # of the matrices
+    precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
+    compile: bool = False  # compile the model
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
+    seed: int = 1337  # of the first weights and of what is generated
+    eval_every: int = 250  # steps from one validation loss to the next
+    eval_minibatches: int = 4  # how much of the validation split it reads
+    generate_every: int = 1000  # steps from one text to the next
+    checkpoint_every: int = 250  # steps from one checkpoint to the next
+    devices: int = 0  # of a node (0: one, or as many as were started)
+    strategy: str = "ddp"  # or fsdp2, fsdp, deepspeed_stage_1, _2, _3
+
+
+PRESETS = {
+    "tiny": (  # seconds: for tests
+        GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32),
+        Hyperparameters(
+            "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
+            sequence_length=32, learning_rate=3e-3, warmup_steps=4,
+            precision="fp32", eval_every=10, generate_every=20,
+            checkpoint_every=10)),
+    "nano": (  # minutes on a CPU
+        GPTConfig(block_size=128, n_layer=4, n_head=4, n_embd=192),
+        Hyperparameters(
+            "nano", max_steps=500, minibatch_size=32, microbatch_size=8,
+            sequence_length=128, learning_rate=3e-3, warmup_steps=50,
+            eval_every=50, generate_every=100, checkpoint_every=100)),
+    "gpt2": (GPTConfig(), Hyperparameters()),
+}
+
+# -------------------------------------------------------- training loop
+
+
+def write_texts(model, encoding, device, seed):
+    """Four continuations of a prompt, in one string."""
+    prompt = encoding.encode("Hello, I'm a language model,")
+    idx = torch.tensor([prompt] * 4, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    idx = model.generate(idx, 32, generator)
+    return "\n".join(f"> {encoding.decode(row)}" for row in idx.tolist())
+
+
+def main():
+    hp = parse(Hyperparameters, PRESETS)
+    rank, local_rank, world_size, num_nodes = get_world(hp)
+    device = get_device(hp.device, local_rank)
+    if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
+        torch.set_float32_matmul_precision("high")
+
+    B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
+    check(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
+          f"divide into microbatches of {B} on {world_size} process(es)")
+    accumulation_steps = S // (B * world_size)
+
+    vocab_size = vocabulary.size(hp.data)
+    train_data, val_data = (
+        DataIterator(get_shards(hp.data, split), B, T,
+                     rank, world_size, vocab_size)
+        for split in ("train", "val"))
+    max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
+
+    torch.manual_seed(hp.seed)  # the same first weights everywhere
+    config = replace(PRESETS[hp.preset][0], vocab_size=vocab_size)
+    model = GPT(config)
+    model.hp = hp
+    if hp.compile:
+        model = compile_model(model, device)
+
+    trainer = L.Trainer(
+        accelerator=device.type, devices=world_size // num_nodes,
+        num_nodes=num_nodes, strategy=get_strategy(hp), max_steps=max_steps,
+        precision="bf16-mixed" if hp.precision == "bf16" else "32-true",
+        accumulate_grad_batches=accumulation_steps, gradient_clip_val=1.0,
+        callbacks=[LitRun("lit", train_data, write_texts)], **options(hp))
+    trainer.fit(model, get_loader(train_data), get_loader(val_data))
+
+
+if __name__ == "__main__":
+    start(main)
