@@ -39,6 +39,9 @@ def main():
 
     wrong = [f"{name} is missing" for name in listed
              if not (folder / name).exists()]
+    if made and flags.verify and made["vocabulary"]["sha256"] != (
+            manifest.checksum(folder / vocabulary.TOKENS)):
+        wrong.append("the vocabulary is not the manifest's")
     sums = {"val": [0, 0], "train": [0, 0]}  # shards, tokens
     for path in shards.Progress(paths, unit=" shards"):
         try:
@@ -53,7 +56,7 @@ def main():
         if flags.verify:
             times = shards.histogram(tokens)
             found |= {"documents": int(times[begin]),
-                      "sha256": shards.checksum(path)}
+                      "sha256": manifest.checksum(path)}
             if times[n_vocab:].any():
                 wrong.append(f"{path.name} holds ids beyond the vocabulary's "
                              f"{n_vocab:,} tokens")

@@ -206,9 +206,10 @@ def write(out, source, train, val, vocabulary_size):
     import shards
 
     encoding = train_vocabulary(train, vocabulary_size)
-    made = manifest.new("demo", encoding, source)
     try:
         with shards.new_folder(out) as folder:
+            vocabulary.save(encoding, folder)
+            made = manifest.new("demo", folder, source)
             for split, documents in ("val", val), ("train", train):
                 tokens = encode(documents, encoding)
                 cuts = range(shards.SIZE, len(tokens), shards.SIZE)
@@ -218,7 +219,6 @@ def write(out, source, train, val, vocabulary_size):
                     shards.write(path, shard)
                     made["shards"].append(
                         shards.describe(path, shard, encoding))
-            vocabulary.save(encoding, folder)
             made["complete"] = True
             manifest.write(folder, made)
     except OSError:

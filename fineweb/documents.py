@@ -27,7 +27,7 @@ class Batch:
     done: float  # the part of the file that is read with this batch
 
 
-def list_files(dataset, subset, pattern, revision="main"):
+def list_files(dataset, subset, pattern):
     """The files of a dataset: (revision, [{"file": name, "bytes": size}]).
 
     `dataset` is a folder or file here, whose revision is None, or else the
@@ -44,7 +44,7 @@ def list_files(dataset, subset, pattern, revision="main"):
                  for path in root.rglob("*") if path.is_file()
                  and fnmatch(path.relative_to(root).as_posix(), pattern)]
     else:
-        revision, found = list_hub(dataset, subset, pattern, revision)
+        revision, found = list_hub(dataset, subset, pattern)
     check(found, f"{dataset} has no files {subset + '/' if subset else ''}"
           f"{pattern}: see --subset and --files")
     files = [{"file": name, "bytes": size} for name, size in sorted(found)]
@@ -54,12 +54,12 @@ def list_files(dataset, subset, pattern, revision="main"):
     return revision, files
 
 
-def list_hub(dataset, subset, pattern, revision):
+def list_hub(dataset, subset, pattern):
     """The commit and the files, [(name, bytes)], of a dataset on the hub."""
     hub = import_hub()
     try:
         # at once where there is no network, unlike what follows
-        commit = hub.dataset_info(dataset, revision=revision).sha
+        commit = hub.dataset_info(dataset).sha
         tree = hub.list_repo_tree(dataset, subset or None, recursive=True,
                                   revision=commit, repo_type="dataset")
         found = [(item.path, item.size) for item in tree

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +31,7 @@ from workshop.errors import UserError, check, parse_flags, start
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+LEFT = (".*.npy.part", ".manifest.json.*", ".vocabulary.*")
 AHEAD = 4  # batches for each worker that are read before they are needed
 
 
@@ -71,6 +72,9 @@ def main():
                           str(documents.CACHE / "tiktoken"))
     flags.out.mkdir(parents=True, exist_ok=True)
     with alone(flags.out):
+        for left in LEFT:  # by a process that was killed
+            for path in flags.out.glob(left):
+                path.unlink()
         made = begin(flags)
         if made["complete"]:
             print(f"{flags.out}: the dataset is complete")
@@ -80,7 +84,11 @@ def main():
                     made["source"]["dataset"], made["revision"], names):
                 print(f"{path} is here")
         else:
-            build(flags.out, made, flags.workers or count_cores())
+            encoding = vocabulary.load(flags.out)
+            stream = with_progress(made, tokenise_all(
+                made, encoding, flags.workers or count_cores()))
+            with closing(stream):  # the bar, before an error is shown
+                build(flags.out, made, encoding, stream)
             print(f"{flags.out}: the dataset is complete\n"
                   + manifest.table(made))
 
@@ -124,10 +132,10 @@ def begin(flags):
         encoding = find_vocabulary(flags.vocabulary)
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
-        made = manifest.new(flags.name, encoding, source, revision=revision,
-                            files=files,
-                            next={"file": 0, "row": 0, "token": 0})
         vocabulary.save(encoding, flags.out)
+        made = manifest.new(
+            flags.name, flags.out, source, revision=revision, files=files,
+            next={"file": 0, "row": 0, "token": 0})
         manifest.write(flags.out, made)
         return made
     check(not other, f"{flags.out} holds another dataset ({other}): name "
@@ -151,13 +159,17 @@ def find_vocabulary(folder):
                         "where there is a network once") from error
 
 
-def build(out, made, workers):
-    """Write the shards that are still missing, and the manifest with each."""
-    encoding = vocabulary.load(out)
+def build(out, made, encoding, stream):
+    """Write the shards that are missing, and the manifest with each of them.
+
+    `stream` yields (batch, tokens) from where the manifest says: "next" is
+    the place of a document in the files, and how many of the tokens from
+    there on are in a shard already.
+    """
     size = made["source"]["shard_size"]
     shard = np.empty(size, np.uint16)
     filled = 0
-    skip = made["next"]["token"]  # tokens that are in a shard already
+    skip = made["next"]["token"]
 
     def finish(position):
         """Write what is filled of the shard; the next begins at position."""
@@ -171,8 +183,7 @@ def build(out, made, workers):
         made["next"] = position
         manifest.write(out, made)
 
-    stream = tokenise_all(made, encoding, workers)
-    for batch, tokens in with_progress(made, stream):
+    for batch, tokens in stream:
         at = min(skip, len(tokens))
         skip -= at
         while at < len(tokens):
@@ -236,7 +247,8 @@ def with_progress(made, stream):
     """Pass a stream of (batch, tokens) on, and show how far it is."""
     sizes = [entry["bytes"] for entry in made["files"]]
     begun, count = time.monotonic(), 0
-    with shards.Progress(total=sum(sizes), unit="B", unit_scale=True) as bar:
+    with shards.Progress(total=sum(sizes), unit="B", unit_scale=True,
+                         initial=sum(sizes[:made["next"]["file"]])) as bar:
         for batch, tokens in stream:
             count += len(tokens)
             rate = count / (time.monotonic() - begun)

@@ -4,6 +4,7 @@
 document and byte counts and its SHA-256, and their sums for the two splits.
 """
 
+import hashlib
 import json
 import platform
 from importlib.metadata import version
@@ -15,18 +16,20 @@ from workshop.errors import UserError
 FILE = "manifest.json"
 
 
-def new(name, encoding, source, **more):
-    """The manifest of a folder that has no shards yet, a dictionary.
+def new(name, folder, source, **more):
+    """The manifest, a dictionary, of a folder that has only a vocabulary.
 
     `source` is what decides the tokens, as plain JSON: a folder that was
     begun with another one is another dataset.
     """
+    encoding = vocabulary.load(folder)
     return {
         "name": name,
         "complete": False,
         "source": source,
         **more,
-        "vocabulary": {"name": encoding.name, "size": encoding.n_vocab},
+        "vocabulary": {"name": encoding.name, "size": encoding.n_vocab,
+                       "sha256": checksum(folder / vocabulary.TOKENS)},
         "versions": {"python": platform.python_version(),
                      "tiktoken": version("tiktoken")},
         "train": {}, "val": {},
@@ -59,6 +62,15 @@ def read(folder):
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error}): delete the folder and "
                         "make the dataset again") from error
+
+
+def checksum(path):
+    """The SHA-256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def difference(manifest, name, source):

@@ -4,7 +4,6 @@
 uint16 token ids, in which `<|endoftext|>` precedes each document.
 """
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
 
+import manifest
 import numpy as np
 from tqdm import tqdm
 
@@ -92,7 +92,7 @@ def describe(path, tokens, encoding):
     times = histogram(tokens)[:encoding.n_vocab]
     return {"file": path.name, "tokens": len(tokens),
             "documents": int(times[encoding.eot_token]),
-            "bytes": int(times @ size), "sha256": checksum(path)}
+            "bytes": int(times @ size), "sha256": manifest.checksum(path)}
 
 
 def histogram(tokens):
@@ -101,15 +101,6 @@ def histogram(tokens):
     for start in range(0, len(tokens), 1 << 20):  # bincount copies to int64
         times += np.bincount(tokens[start:start + (1 << 20)], minlength=65536)
     return times
-
-
-def checksum(path):
-    """The SHA-256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class Progress(tqdm):

@@ -1,0 +1,574 @@
+"""Shards of FineWeb: every token, in order, whatever happens on the way."""
+
+import fcntl
+import functools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pydoc_data.topics import topics
+from types import SimpleNamespace
+
+import hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import rustbpe
+import stages
+import tiktoken
+
+from workshop import ROOT, vocabulary
+
+FOLDER = ROOT / "fineweb"
+sys.path.insert(0, str(FOLDER))
+import tokenise  # noqa: E402
+
+NAME = "HuggingFaceFW/fineweb-edu"
+SIZE = 50_000  # tokens in a shard
+TOOLS = ("fineweb", "countfineweb", "splitfineweb")
+
+
+def start(tool, *args, **options):
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    environment |= options.pop("env", {})
+    return subprocess.Popen(
+        [sys.executable, FOLDER / f"{tool}.py", *map(str, args)], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+        **options)
+
+
+def run(tool, *args, **options):
+    """Run a tool to its end: (exit status, stdout, stderr)."""
+    process = start(tool, *args, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def refuses(result, message):
+    """Whether the tool ended with one clear line that says `message`."""
+    status, _, err = result
+    last = err.splitlines()[-1]
+    return (status == 1 and last.startswith("error: ") and message in last
+            and "Traceback" not in err)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def shards(folder):
+    return [np.load(folder / entry["file"]) for entry in
+            json.loads((folder / "manifest.json").read_text())["shards"]]
+
+
+def write_parquet(path, texts, rows=100):
+    """A Parquet file with FineWeb-Edu's columns."""
+    n = len(texts)
+    table = pa.table({
+        "text": texts, "id": [f"<urn:uuid:{i}>" for i in range(n)],
+        "dump": ["CC-MAIN-2024-10"] * n, "url": ["https://a.example"] * n,
+        "file_path": ["s3://a/b"] * n, "language": ["en"] * n,
+        "language_score": [0.9] * n, "token_count": [100] * n,
+        "score": [3.1] * n, "int_score": [3] * n})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=rows)
+
+
+def make_texts(rng, n):
+    """Texts of words, blanks of all kinds, and what tokenisers fear."""
+    words = topics["compound"].split() + (
+        "isn't we'll 1984 3.14 naïve größer 世界 🦙 e\u0301 #tag".split() * 20)
+    blanks = [" "] * 30 + ["\n", "\n\n", "  ", "\t", " \n ", "\u00a0", "\x1c",
+                           "\r\n", "\u3000 ", "    "]
+    texts = ["".join(word + rng.choice(blanks)
+                     for word in rng.choices(words, k=rng.randrange(400)))
+             for _ in range(n)]
+    texts[3] = ""
+    texts[5] = "a document may say <|endoftext|> and mean the words"
+    texts[7] = "   \n leading and trailing blanks \n\n  "
+    texts[11] = "x" * 3000 + "\n" * 500 + "y"
+    return texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Parquet files, a vocabulary that suits them, and what comes of both."""
+    root = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    texts = [make_texts(rng, n) for n in (900, 700, 1100)]
+    for i, (some, rows) in enumerate(zip(texts, (100, 5000, 250),
+                                         strict=True)):
+        write_parquet(root / "data" / "sample" / "10BT" /
+                      f"{i:03}_00000.parquet", some, rows)
+    texts = [text for some in texts for text in some]
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(texts[:500], vocab_size=700,
+                                pattern=tokenise.GPT2_SPLITS[0])
+    ranks = {bytes(token): rank
+             for token, rank in trainer.get_mergeable_ranks()}
+    encoding = tiktoken.Encoding(
+        "small", pat_str=tokenise.GPT2_SPLITS[0], mergeable_ranks=ranks,
+        special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
+    (root / "vocabulary").mkdir()
+    vocabulary.save(encoding, root / "vocabulary")
+    # the plain loop that fineweb.py has to agree with
+    tokens = [token for text in texts
+              for token in (encoding.eot_token,
+                            *encoding.encode_ordinary(text))]
+    return SimpleNamespace(
+        data=root / "data", texts=texts, encoding=encoding,
+        tokens=np.array(tokens, np.uint16),
+        flags=["--dataset", root / "data", "--vocabulary",
+               root / "vocabulary", "--shard-size", SIZE, "--workers", 2])
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The dataset as it comes out when nothing disturbs it."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    status, _, err = run("fineweb", *corpus.flags, "--out", out)
+    assert status == 0, err
+    return out
+
+
+# ------------------------------------------------------------------- tokens
+def test_the_tokens_are_those_of_a_plain_loop(corpus, whole):
+    found = shards(whole)
+    assert (np.concatenate(found) == corpus.tokens).all()
+    assert {shard.dtype for shard in found} == {np.dtype(np.uint16)}
+    assert [len(shard) for shard in found[:-1]] == [SIZE] * (len(found) - 1)
+    assert 0 < len(found[-1]) <= SIZE
+    assert len(found) > 8
+
+    files = sorted(path.name for path in whole.iterdir())
+    assert files == [*(f"fineweb_train_{i:06d}.npy"
+                       for i in range(1, len(found))),
+                     "fineweb_val_000000.npy", "manifest.json",
+                     "vocabulary.json", "vocabulary.tiktoken"]
+    made = json.loads((whole / "manifest.json").read_text())
+    train, val = made["train"], made["val"]
+    assert val["tokens"] == SIZE
+    assert train["tokens"] == len(corpus.tokens) - SIZE
+    assert train["documents"] + val["documents"] == len(corpus.texts)
+    assert train["bytes"] + val["bytes"] == sum(
+        len(text.encode()) for text in corpus.texts)
+    assert made["vocabulary"]["size"] == corpus.encoding.n_vocab == 701
+    saved = vocabulary.load(whole)
+    assert saved.decode(corpus.tokens[1:500].tolist()) == (
+        corpus.encoding.decode(corpus.tokens[1:500].tolist()))
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_bytes_do_not_depend_on_the_workers(corpus, whole, workers,
+                                                tmp_path):
+    out = tmp_path / "out"
+    status, _, err = run("fineweb", *corpus.flags[:-1], workers,
+                         "--out", out)
+    assert status == 0, err
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("pattern", tokenise.GPT2_SPLITS)
+def test_without_looking_ahead_the_words_are_the_same(corpus, pattern):
+    plain = tiktoken.Encoding(
+        "plain", pat_str=pattern,
+        mergeable_ranks=corpus.encoding._mergeable_ranks,
+        special_tokens=corpus.encoding._special_tokens)
+    fast = tokenise.Encoder(plain)
+    rng = random.Random(1)
+    blanks = [chr(i) for i in range(0x3001) if chr(i).isspace()]
+    alphabet = [*blanks, *" \n" * 9, *"ab1'.<>|", "'s", "'ll", "é", "世",
+                "\u200b", "\u0085", "\ufeff", "🦙", "<|endoftext|>", "½"]
+    for _ in range(5000):
+        text = "".join(rng.choices(alphabet, k=rng.randrange(30)))
+        assert fast([text]).tolist() == [plain.eot_token,
+                                         *plain.encode_ordinary(text)], text
+
+
+def test_long_documents_are_cut_by_the_stated_rule(corpus, tmp_path):
+    rng = random.Random(2)
+    plain, million = corpus.encoding, tokenise.LONG
+    words = " ".join(rng.choices(corpus.texts[0].split(), k=400_000))
+    assert len(words) > 2 * million and "  " not in words
+    blanks, letters = " " * 10_000_000 + "end", "x" * 2_500_000
+    one_word = tiktoken.Encoding(  # tiktoken's own panics on the blanks
+        "one word", pat_str="(?s).+",
+        mergeable_ranks=plain._mergeable_ranks,
+        special_tokens=plain._special_tokens)
+
+    @functools.cache
+    def word(text):
+        return one_word.encode_ordinary(text)
+
+    file = tmp_path / "long.parquet"
+    write_parquet(file, ["before", words, blanks, letters, "after"])
+    out = tmp_path / "out"
+    status, _, err = run("fineweb", "--dataset", file, *corpus.flags[2:],
+                         "--shard-size", 700_000, "--out", out)
+    assert status == 0, err
+    found = np.concatenate(shards(out)).tolist()
+    assert found == [
+        plain.eot_token, *plain.encode_ordinary("before"),
+        # cut between words, and so the same as if it were not
+        plain.eot_token, *plain.encode_ordinary(words),
+        # cut at each million, and before the last blank of the run
+        plain.eot_token, *word(" " * million) * 9, *word(" " * (million - 1)),
+        *plain.encode_ordinary(" end"),
+        plain.eot_token, *word("x" * million) * 2, *word("x" * 500_000),
+        plain.eot_token, *plain.encode_ordinary("after")]
+
+
+def test_text_files_too(corpus, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "b.txt").write_bytes("ein Text, größer\r\nals  b\n".encode())
+    (data / "a.txt").write_text("one\n\n<|endoftext|>\ntwo <|endoftext|>\n"
+                                "<|endoftext|>\n \n<|endoftext|>\n")
+    (data / "c.md").write_text("not asked for")
+    out = tmp_path / "out"
+    status, _, err = run("fineweb", "--dataset", data, *corpus.flags[2:],
+                         "--shard-size", 10, "--files", "*.txt",
+                         "--name", "mine", "--out", out)
+    assert status == 0, err
+    assert (out / "mine_train_000001.npy").exists()
+    plain = corpus.encoding
+    assert np.concatenate(shards(out)).tolist() == [
+        token for text in ("one\n\n", "two <|endoftext|>\n",
+                           "ein Text, größer\r\nals  b\n")
+        for token in (plain.eot_token, *plain.encode_ordinary(text))]
+
+
+# ------------------------------------------------------------- interruptions
+def test_killed_a_dozen_times_the_bytes_are_the_same(corpus, whole, tmp_path):
+    out = tmp_path / "out"
+    rng = random.Random(3)
+    between = 0  # kills after some shards and before the last
+    for kill in range(12):
+        before = len(list(out.glob("*.npy")))
+        process = start("fineweb", *corpus.flags, "--out", out,
+                        start_new_session=True)
+        if kill % 3 == 0:  # at any moment
+            time.sleep(rng.uniform(0, 1.5))
+        else:  # while a shard is written, or soon after
+            while process.poll() is None and not list(out.glob(".*.npy.*")):
+                time.sleep(0.001)
+            time.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if not ends(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail("the workers outlive their parent")
+        done = list(out.glob("*.npy"))
+        assert len(done) >= before  # it goes on, not back
+        assert all((whole / path.name).read_bytes() == path.read_bytes()
+                   for path in done)
+        between += process.returncode < 0 and len(done) > 0
+        if process.returncode == 0:  # too late: from the start again
+            shutil.rmtree(out)
+    assert between >= 4
+    status, _, err = run("fineweb", *corpus.flags, "--out", out)
+    assert status == 0, err
+    assert contents(out) == contents(whole)
+
+
+def ends(group):
+    """Whether a process group comes to its end within seconds."""
+    for _ in range(500):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_no_space_for_a_shard(corpus, whole, tmp_path):
+    def limit():  # a file of more than this cannot be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
+
+    out = tmp_path / "out"
+    assert refuses(run("fineweb", *corpus.flags, "--out", out,
+                       preexec_fn=limit), "File too large: make room")
+    assert not list(out.glob("*.npy"))
+    assert run("fineweb", *corpus.flags, "--out", out)[0] == 0
+    assert contents(out) == contents(whole)
+
+
+def test_two_at_once_and_other_settings(corpus, whole, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    handle = os.open(out, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert refuses(run("fineweb", *corpus.flags, "--out", out),
+                   "another process is making this dataset")
+    os.close(handle)
+    for flags, message in (
+            (["--shard-size", 7], f"shard_size {SIZE} instead of 7"),
+            (["--name", "other"], "name fineweb instead of other"),
+            (["--dataset", corpus.data / "sample"], "dataset ")):
+        assert refuses(run("fineweb", *corpus.flags, *flags, "--out", out),
+                       message)
+    assert contents(out) == contents(whole)
+    assert run("fineweb", *corpus.flags, "--out", out)[0] == 0
+
+    next(out.glob("*_train_000003.npy")).unlink()
+    assert refuses(run("fineweb", *corpus.flags, "--out", out),
+                   "fineweb_train_000003.npy is missing")
+    (out / "manifest.json").unlink()
+    assert refuses(run("fineweb", *corpus.flags, "--out", out),
+                   "holds shards of another origin")
+
+
+# ------------------------------------------------------------------ the hub
+def test_from_the_hub(corpus, whole, tmp_path):
+    flags = corpus.flags[2:]
+    with hub.serve(NAME, corpus.data) as (endpoint, requests):
+        env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        out = tmp_path / "out"
+        status, _, err = run("fineweb", *flags, "--out", out, env=env)
+        assert status == 0, err
+        gets = [line for line in requests if ".parquet" in line
+                and line.startswith("GET")]
+        assert len(gets) == 3
+        made = json.loads((out / "manifest.json").read_text())
+        assert made["revision"] == hub.COMMIT
+        assert made["source"]["subset"] == "sample/10BT"
+        for name, data in contents(whole).items():
+            assert name == "manifest.json" or data == (
+                out / name).read_bytes()
+
+        none = tmp_path / "none"
+        for more, message in (
+                (["--dataset", "no/such"], "no such dataset on the hub"),
+                (["--dataset", "no such"], "no such dataset on the hub"),
+                (["--subset", "sample/11BT"], "has no folder sample/11BT"),
+                (["--files", "*.txt"], "has no files sample/10BT/*.txt")):
+            assert refuses(run("fineweb", *flags, *more, "--out", none,
+                               env=env), message)
+            assert not none.exists()
+
+
+def test_downloaded_where_there_is_a_network(corpus, whole, tmp_path):
+    flags = corpus.flags[2:]
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    out = tmp_path / "out"
+    assert refuses(run("fineweb", *flags, "--out", out, env=env),
+                   "the hub cannot be reached")
+    with hub.serve(NAME, corpus.data) as (endpoint, _):
+        status, _, err = run("fineweb", *flags, "--download-only", "--out",
+                             out, env={**env, "HF_ENDPOINT": endpoint})
+        assert status == 0, err
+        assert not list(out.glob("*.npy"))
+    status, _, err = run("fineweb", *flags, "--out", out, env=env)
+    assert status == 0, err
+    assert (np.concatenate(shards(out)) == corpus.tokens).all()
+
+
+# ---------------------------------------------------------------- bad input
+def broken_footer(path, texts):
+    write_parquet(path, texts)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def broken_page(path, texts):
+    write_parquet(path, texts)
+    data = bytearray(path.read_bytes())
+    begin = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    at = begin.data_page_offset
+    data[at:at + 200] = bytes(200)
+    path.write_bytes(data)
+
+
+def null_text(path, texts):
+    write_parquet(path, [*texts[:20], None, *texts[20:]])
+
+
+def invalid_unicode(path, texts):
+    data = [text.encode() for text in texts]
+    data[321] = b"caf\xe9"
+    array = pa.array(data, pa.binary())
+    array = pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+    write_parquet(path, array)
+
+
+def invalid_unicode_in_text(path, texts):
+    path.with_suffix(".txt").write_bytes(b"caf\xe9")
+
+
+@pytest.mark.parametrize("make, flags, message", [
+    (write_parquet, ["--text-column", "body"], "no column 'body': its col"),
+    (write_parquet, ["--text-column", "score"], "holds double, not text"),
+    (write_parquet, ["--files", "*.csv"], "has no files *.csv"),
+    (write_parquet, ["--shard-size", 10**9], "try a smaller --shard-size"),
+    (write_parquet, ["--shard-size", 0], "--shard-size has to be 1 or more"),
+    (write_parquet, ["--name", "a/b"], "--name has to be of letters"),
+    (write_parquet, ["--vocabulary", "/nowhere"], "has no vocabulary"),
+    (write_parquet, ["--workers", "many"], "--workers"),
+    (broken_footer, [], "is no Parquet file, or damaged"),
+    (broken_page, [], "is no Parquet file, or damaged"),
+    (null_text, [], "row 20 has no text (null)"),
+    (invalid_unicode, [], "is one that is not UTF-8"),
+    (invalid_unicode_in_text, ["--files", "*.txt"], "byte 3 is not UTF-8"),
+])
+def test_bad_input(make, flags, message, corpus, tmp_path):
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    make(data / "a.parquet", corpus.texts[:500])
+    result = run("fineweb", "--dataset", data, *corpus.flags[2:],
+                 "--out", out, *flags)
+    assert refuses(result, message), result[2]
+    if out.exists():
+        made = json.loads((out / "manifest.json").read_text())
+        assert not made["complete"]
+        assert refuses(run("countfineweb", out), "")
+
+
+def test_a_vocabulary_that_splits_otherwise(corpus, tmp_path):
+    vocabulary.save(stages.BYTES, tmp_path)
+    assert refuses(run("fineweb", *corpus.flags, "--vocabulary", tmp_path,
+                       "--out", tmp_path / "out"), "splits text in another")
+
+
+@pytest.mark.parametrize("module, message", [
+    ("pyarrow", "pyarrow is missing: pip install -r"),
+    ("huggingface_hub", "the hub's client is missing: pip install -r")])
+def test_a_missing_package(module, message, corpus, tmp_path):
+    flags = corpus.flags if module == "pyarrow" else corpus.flags[2:]
+    code = ("import runpy, sys; script = sys.argv[1]; sys.argv = sys.argv[1:];"
+            f"sys.modules['{module}'] = None;"  # as if not installed
+            "runpy.run_path(script, run_name='__main__')")
+    process = subprocess.run(
+        [sys.executable, "-c", code, FOLDER / "fineweb.py",
+         *map(str, flags), "--out", tmp_path / "out"],
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{FOLDER}:{ROOT}"})
+    assert refuses((process.returncode, "", process.stderr), message)
+
+
+# ----------------------------------------------- counting, splitting, reading
+def test_counting_and_verifying(corpus, whole, tmp_path):
+    n = len(corpus.tokens)
+    status, out, _ = run("countfineweb", whole)
+    assert status == 0
+    assert f"{n - SIZE:,} tokens" in out and f"{SIZE:,} tokens" in out
+    status, out, _ = run("countfineweb", whole, "--verify")
+    assert status == 0
+    assert out.endswith("verified\n")
+
+    def damage(change, message, *flags):
+        copy = tmp_path / "copy"
+        shutil.copytree(whole, copy)
+        change(copy / "fineweb_train_000002.npy", copy)
+        status, out, err = run("countfineweb", copy, *flags)
+        assert refuses((status, out, err), "problem")
+        assert message in out
+        shutil.rmtree(copy)
+
+    def flip(path, _):
+        tokens = np.load(path)
+        tokens[77] += 1
+        np.save(path, tokens)
+
+    def beyond(path, _):
+        tokens = np.load(path)
+        tokens[77] = 60_000
+        np.save(path, tokens)
+
+    def shorten(path, _):
+        path.write_bytes(path.read_bytes()[:-2])
+
+    def begin_late(_, copy):
+        first = copy / "fineweb_val_000000.npy"
+        np.save(first, np.load(first)[1:])
+
+    damage(flip, "sha256", "--verify")
+    damage(beyond, "holds ids beyond the vocabulary's 701", "--verify")
+    damage(begin_late, "does not begin with a document", "--verify")
+    damage(lambda _, copy: vocabulary.save(stages.BYTES, copy),
+           "the vocabulary is not the manifest's", "--verify")
+    damage(shorten, "is not a shard, or damaged")
+    damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")
+    damage(lambda path, _: path.unlink(), "000002.npy is missing")
+    damage(lambda path, _: np.save(path, np.load(path).astype(np.int32)),
+           "it holds int32")
+    damage(lambda path, copy: shutil.copy(path, copy / "more_train_9.npy"),
+           "more_train_9.npy: tokens")
+    assert refuses(run("countfineweb", tmp_path), "has no shards")
+    assert refuses(run("countfineweb", tmp_path / "none"), "has no shards")
+
+
+def test_splitting_changes_no_token(whole, tmp_path):
+    shard = whole / "fineweb_train_000002.npy"
+    status, _, err = run("splitfineweb", shard, "--parts", 7,
+                         "--out", tmp_path / "parts")
+    assert status == 0, err
+    parts = [np.load(tmp_path / "parts" / f"fineweb_train_{i:06d}.npy")
+             for i in range(1, 8)]
+    assert {part.dtype for part in parts} == {np.dtype(np.uint16)}
+    assert {len(part) for part in parts} == {SIZE // 7, SIZE // 7 + 1}
+    assert (np.concatenate(parts) == np.load(shard)).all()
+
+    status, _, err = run("splitfineweb", whole, "--parts", 3,
+                         "--out", tmp_path / "all")
+    assert status == 0, err
+    for split, first in ("val", 0), ("train", 1):
+        before, after = ([np.load(path) for path in
+                          sorted(folder.glob(f"*_{split}_*.npy"))]
+                         for folder in (whole, tmp_path / "all"))
+        assert len(after) == 3 * len(before)
+        assert (np.concatenate(after) == np.concatenate(before)).all()
+        assert (tmp_path / "all"
+                / f"fineweb_{split}_{first:06d}.npy").exists()
+    status, _, err = run("countfineweb", tmp_path / "all", "--verify")
+    assert status == 0, err
+
+    other = tmp_path / "weights.npy"
+    np.save(other, np.ones((3, 4)))
+    for args, message in (
+            ([tmp_path / "none.npy"], "there is no such shard"),
+            ([other], "a shard is named"),
+            ([shard, "--parts", 0], "--parts has to be from 1"),
+            ([shard, "--out", tmp_path / "parts"], "is there already"),
+            ([whole], "name the new folder")):
+        assert refuses(run("splitfineweb", *args), message)
+    other.rename(tmp_path / "a_train_000001.npy")
+    assert refuses(run("splitfineweb", tmp_path / "a_train_000001.npy"),
+                   "it holds float64 of shape (3, 4)")
+    assert not (tmp_path / "a_train_000001").exists()
+
+
+@pytest.mark.parametrize("stage", [
+    re.fullmatch(r"train_gpt2_(\w+)", path.stem)[1]
+    for path in sorted((ROOT / "solutions").glob("train_gpt2_*.py"))])
+def test_training_reads_it_with_every_stage(stage, whole, tmp_path):
+    # another course's folder has neither manifest nor vocabulary
+    plain = tmp_path / "edu_fineweb10B"
+    plain.mkdir()
+    begin = vocabulary.load(whole).eot_token
+    for name in "fineweb_val_000000.npy", "fineweb_train_000001.npy":
+        tokens = np.load(whole / name)
+        tokens[tokens == begin] = vocabulary.GPT2_SIZE - 1
+        np.save(plain / name, tokens)
+    for data in whole, plain:
+        result = stages.train(stage, tmp_path / f"run_{data.name}",
+                              "--max-steps", 2, data=data)
+        assert result.status == 0, result.err
+        assert np.isfinite(result.column("loss")).all()
+    status, out, _ = run("countfineweb", plain, "--verify")
+    assert status == 0
+    assert "no manifest" in out
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help(tool):
+    status, out, _ = run(tool, "--help")
+    assert status == 0
+    assert "usage" in out
