@@ -61,7 +61,8 @@ def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
 
 
 @pytest.mark.parametrize("old, new, complaint", [
-    ("B, T, C = x.shape", "B, T, C = x.size()", "no change for the hunk that begins with '-B, T, C"),
+    ("B, T, C = x.shape", "B, T, C = x.size()",
+     "no change for the hunk that begins with '-B, T, C = x.shape'"),
     ("    dist.all_reduce(loss)  # the sum over all ranks\n", "",
      "'+dist.all_reduce(loss)' is in 0 lines"),
     ("loss.backward()", "dist.all_reduce(loss)", "is in 2 lines"),

@@ -132,19 +132,25 @@ def find_backup(name):
 
 
 def replace(data):
-    """Write the desk's script, atomically; returns the backup, if any."""
-    backup = back_up() if DESK.exists() else None
-    DESK.parent.mkdir(exist_ok=True)
+    """Write the desk's script, whole or not at all; returns the backup.
+
+    Raises `UserError` where there is no room for both.
+    """
     part = DESK.with_name(f".{DESK.name}.{os.getpid()}")
     try:
+        DESK.parent.mkdir(exist_ok=True)
         part.write_bytes(data)
-        if backup:
+        backup = None
+        if DESK.exists():
             shutil.copymode(DESK, part)
+            backup = back_up()
         os.replace(part, DESK)
+        return backup
+    except OSError as error:
+        raise UserError(f"{show(DESK)} stays as it was ({error})") from error
     finally:
         if part.exists():
             part.unlink()
-    return backup
 
 
 def back_up():
@@ -160,3 +166,6 @@ def back_up():
             return backup
         except FileExistsError:
             number += 1
+        except OSError:
+            backup.unlink(missing_ok=True)  # half of a copy is none
+            raise

@@ -35,7 +35,7 @@ def main():
             sign, answer = "TO DO", f"{error.name} is missing, see packages"
         except (UserError, OSError, ImportError, RuntimeError) as error:
             sign = "TO DO"  # the last two: a torch that does not fit here
-            answer = explain(error) or str(error).strip().splitlines()[0]
+            answer = explain(error) or str(error).strip().partition("\n")[0]
         status |= sign != "ok"
         print(f"{sign:5}  {name}: {answer}", flush=True)
     return int(status)
@@ -162,7 +162,8 @@ def ask_slurm():
         return "not on this machine: start runs with torchrun"
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
-    check(version.returncode == 0, f"sbatch fails: {version.stderr.strip()}")
+    check(version.returncode == 0,
+          "sbatch fails: " + version.stderr.strip().rpartition("\n")[2])
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",

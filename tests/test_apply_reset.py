@@ -1,0 +1,216 @@
+"""python -m workshop apply and reset, in a repository of their own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from workshop import ROOT
+
+BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A copy of what the tools work on, with std on the desk."""
+    for folder in ("workshop", "solutions"):
+        shutil.copytree(ROOT / folder, tmp_path / folder,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "code").mkdir()
+    shutil.copy(tmp_path / "solutions" / "train_gpt2_std.py",
+                tmp_path / "code" / "train_gpt2.py")
+    return tmp_path
+
+
+def workshop(repo, *words, status=0):
+    """What `python -m workshop words...` prints there."""
+    env = {key: value for key, value in os.environ.items()
+           if key != "PYTHONPATH"}
+    end = subprocess.run([sys.executable, "-m", "workshop", *words], cwd=repo,
+                         env=env, capture_output=True, text=True)
+    assert end.returncode == status, end.stdout + end.stderr
+    if status:  # one line
+        assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
+        return end.stderr
+    return end.stdout
+
+
+def script(repo):
+    return repo / "code" / "train_gpt2.py"
+
+
+def solution(repo, stage):
+    return (repo / "solutions" / f"train_gpt2_{stage}.py").read_bytes()
+
+
+def backups(repo):
+    files = sorted(set((repo / "code").iterdir()) - {script(repo)})
+    for file in files:
+        assert re.fullmatch(BACKUP, file.name)  # and nothing half written
+    return files
+
+
+def test_apply_makes_one_change_and_keeps_what_was_there(repo):
+    out = workshop(repo, "apply", "ddp", "7")
+    assert "made change 7: Wrap the model in DDP\n" in out
+    assert "11 of 12 changes left" in out and "reopen it" in out
+    assert b"\n    model = DistributedDataParallel(" in script(
+        repo).read_bytes()
+    backup, = backups(repo)
+    assert backup.read_bytes() == solution(repo, "std")
+    assert str(backup.relative_to(repo)) in out
+    out = workshop(repo, "apply", "ddp", "7")
+    assert "made already" in out and backups(repo) == [backup]
+
+
+def test_apply_all_makes_the_solution_and_keeps_own_lines(repo):
+    workshop(repo, "apply", "ddp", "3", "1")
+    workshop(repo, "apply", "ddp", "--all")
+    assert script(repo).read_bytes() == solution(repo, "ddp")
+    assert len(backups(repo)) == 2
+    own = solution(repo, "std").replace(
+        b"import math\n", b"import math\nprint('mine')\n")
+    script(repo).write_bytes(own)
+    out = workshop(repo, "apply", "ddp", "--all")
+    assert "0 of 12 changes left" in out and "differs for other" in out
+    text = script(repo).read_bytes()
+    assert text.replace(b"print('mine')\n", b"") == solution(repo, "ddp")
+    assert own in [file.read_bytes() for file in backups(repo)]
+
+
+def test_apply_keeps_line_ends_and_permissions(repo):
+    script(repo).write_bytes(
+        solution(repo, "std").replace(b"\n", b"\r\n"))
+    script(repo).chmod(0o640)
+    workshop(repo, "apply", "ddp", "--all")
+    assert script(repo).read_bytes() == solution(repo, "ddp").replace(
+        b"\n", b"\r\n")
+    assert script(repo).stat().st_mode & 0o777 == 0o640
+
+
+def test_apply_leaves_alone_what_it_would_break(repo):
+    head, body = solution(repo, "std").decode().split("def main():\n")
+    body, tail = body.split("\n\nif __name__")
+    body = "\n".join(f"    {line}" if line else "" for line in
+                     body.split("\n"))
+    mine = (f"{head}def main():\n    try:\n{body}\n    finally:\n"
+            f"        print('bye')\n\n\nif __name__{tail}").encode()
+    compile(mine, "mine", "exec")
+    script(repo).write_bytes(mine)
+    assert "in the way" in workshop(repo, "apply", "ddp", "3", status=1)
+    assert script(repo).read_bytes() == mine and not backups(repo)
+    workshop(repo, "apply", "ddp", "2")  # elsewhere: no trouble
+
+
+def test_apply_works_beside_a_syntax_error(repo):
+    broken = solution(repo, "std").replace(b"class MLP(nn.Module):",
+                                           b"class MLP(nn.Module:")
+    script(repo).write_bytes(broken)
+    workshop(repo, "apply", "ddp", "--all")
+    assert script(repo).read_bytes() == solution(repo, "ddp").replace(
+        b"class MLP(nn.Module):", b"class MLP(nn.Module:")
+
+
+def test_reset_undo_and_back_by_date(repo):
+    mine = solution(repo, "std") + b"# mine\n"
+    script(repo).write_bytes(mine)
+    out = workshop(repo, "reset", "ddp")
+    assert script(repo).read_bytes() == solution(repo, "ddp")
+    first, = backups(repo)
+    assert first.read_bytes() == mine and "reopen it" in out
+    assert "ddp already" in workshop(repo, "reset", "ddp")
+    assert backups(repo) == [first]
+    workshop(repo, "reset", "--undo")
+    assert script(repo).read_bytes() == mine
+    workshop(repo, "reset", "--undo")  # and forth
+    assert script(repo).read_bytes() == solution(repo, "ddp")
+    workshop(repo, "reset", "std")
+    workshop(repo, "reset", first.name.split(".")[1])
+    assert script(repo).read_bytes() == mine
+    assert mine in [file.read_bytes() for file in backups(repo)]
+
+
+def test_many_resets_within_a_second_lose_nothing(repo):
+    texts = set()
+    for k in range(12):
+        text = f"# version {k}\n".encode()
+        texts.add(text)
+        script(repo).write_bytes(text)
+        workshop(repo, "reset", "std")
+    assert {file.read_bytes() for file in backups(repo)} == texts
+    # the newest one, not the last in the alphabet
+    workshop(repo, "reset", "--undo")
+    assert script(repo).read_bytes() == b"# version 11\n"
+
+
+def test_resets_at_the_same_time_lose_nothing(repo):
+    command = [sys.executable, "-m", "workshop", "reset"]
+    script(repo).write_bytes(b"# mine\n")
+    both = [subprocess.Popen([*command, stage], cwd=repo,
+                             stdout=subprocess.DEVNULL)
+            for stage in ("std", "ddp") * 3]
+    assert not any(process.wait() for process in both)
+    assert b"# mine\n" in [file.read_bytes() for file in backups(repo)]
+
+
+def test_list_shows_the_desk_and_the_backups(repo):
+    script(repo).write_bytes(solution(repo, "std") + b"print(1)\n")
+    workshop(repo, "reset", "ddp")
+    out = workshop(repo, "reset", "--list")
+    backup, = backups(repo)
+    assert re.search(r"^code/train_gpt2\.py +ddp$", out, re.MULTILINE)
+    assert re.search(rf"^{backup.name.split('.')[1]} +std, with 1 lines? of "
+                     "code changed$", out, re.MULTILINE)
+
+
+def test_a_lost_script_is_found_again(repo):
+    script(repo).rename(repo / "code" / "moved.py")
+    for words in (("diff", "ddp"), ("apply", "ddp", "--all")):
+        assert "reset std" in workshop(repo, *words, status=1)
+    workshop(repo, "reset", "std")
+    assert script(repo).read_bytes() == solution(repo, "std")
+
+
+def test_a_full_disk_keeps_the_script(repo):
+    command = ("ulimit -f 8; trap '' XFSZ; exec "
+               f"{sys.executable} -B -m workshop reset ddp")  # 8 KiB a file
+    end = subprocess.run(["bash", "-c", command], cwd=repo, text=True,
+                         capture_output=True)
+    assert end.returncode == 1 and re.fullmatch(
+        r"error: [^\n]+ stays as it was \([^\n]+\)\n", end.stderr), end.stderr
+    assert script(repo).read_bytes() == solution(repo, "std")
+    assert not backups(repo)
+
+
+@pytest.mark.parametrize("words, complaint", [
+    (("dif", "ddp"), "invalid choice: 'dif'"),
+    (("diff",), "stage"),
+    (("diff", "dpp"), "invalid choice: 'dpp'"),
+    (("diff", "std"), "invalid choice: 'std'"),
+    (("check", "std"), "invalid choice: 'std'"),
+    (("apply", "ddp"), "give the numbers of changes, or --all"),
+    (("apply", "ddp", "13"), "has changes 1 to 12"),
+    (("apply", "ddp", "0"), "has changes 1 to 12"),
+    (("apply", "ddp", "x"), "invalid int value: 'x'"),
+    (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
+    (("reset",), "name a stage"),
+    (("reset", "ddp", "--undo"), "name a stage"),
+    (("reset", "dpp"), "choose from std, ddp, lit"),
+    (("reset", "../../x"), "choose from std, ddp, lit"),
+    (("reset", "20200101-000000"), "reset --list"),
+    (("reset", "--undo"), "nothing to undo"),
+])
+def test_a_wrong_word_is_one_line(repo, words, complaint):
+    assert complaint in workshop(repo, *words, status=1)
+    assert script(repo).read_bytes() == solution(repo, "std")
+    assert not backups(repo)
+
+
+def test_help_names_every_command(repo):
+    text = workshop(repo, "--help")
+    for command in ("diff", "check", "apply", "reset", "doctor"):
+        assert re.search(rf"^ +{command} +\w", text, re.MULTILINE)
+        workshop(repo, command, "--help")

@@ -1,0 +1,132 @@
+"""python -m workshop doctor: what is there, and what is to be done."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import needs
+
+from workshop import ROOT, doctor, vocabulary
+from workshop.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path, monkeypatch):
+    """A configuration of SLURM, in case its programs are installed."""
+    for name in list(os.environ):
+        if name.startswith(("SBATCH_", "SLURM_", "SALLOC_")):
+            monkeypatch.delenv(name)
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n"
+                    "NodeName=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    return conf
+
+
+def run(*command, cwd):
+    """The doctor's answers, by their questions; (sign, answer) each."""
+    end = subprocess.run(
+        [*command, "-m", "workshop", "doctor"], cwd=cwd, text=True,
+        env={**os.environ, "WORKSHOP_DATA": "", "PYTHONPATH": str(cwd)},
+        capture_output=True)
+    assert end.stderr == ""
+    answers = {}
+    for line in end.stdout.splitlines():
+        sign, name, answer = re.fullmatch(
+            r"(ok   |TO DO)  ([\w ]+): (.+)", line).groups()
+        answers[name] = sign.strip(), answer
+    assert list(answers) == [
+        "python", "environment", "packages", "device", "processes", "data",
+        "vocabulary", "write access", "SLURM"]
+    assert end.returncode == any(
+        sign == "TO DO" for sign, _ in answers.values())
+    return answers
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A copy of the repository with a small demo dataset."""
+    shutil.copytree(ROOT / "workshop", tmp_path / "workshop",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    demo = tmp_path / "fineweb" / "demo"
+    demo.mkdir(parents=True)
+    np.save(demo / "demo_train_000001.npy", np.zeros(1234, np.uint16))
+    np.save(demo / "demo_train_000002.npy", np.zeros(1000, np.uint16))
+    np.save(demo / "demo_val_000000.npy", np.zeros(56, np.uint16))
+    import tiktoken
+    vocabulary.save(tiktoken.Encoding(
+        "bytes", pat_str=".", special_tokens={vocabulary.END_OF_TEXT: 256},
+        mergeable_ranks={bytes([i]): i for i in range(256)}), demo)
+    return tmp_path
+
+
+def test_all_is_well(repo):
+    answers = run(sys.executable, cwd=repo)
+    answers.pop("environment")  # the tests may run without one
+    for name, (sign, answer) in answers.items():
+        assert sign == "ok", (name, answer)
+    assert "2 processes added up over" in answers["processes"][1]
+    assert "2,234 train + 56 val tokens" in answers["data"][1]
+    assert "257 tokens" in answers["vocabulary"][1]
+
+
+def test_without_packages_it_says_what_is_missing(repo):
+    answers = run(sys.executable, "-S", cwd=repo)
+    to_do = {name for name, (sign, _) in answers.items() if sign == "TO DO"}
+    assert to_do - {"environment"} == {
+        "packages", "device", "processes", "data", "vocabulary"}
+    assert "source activate.sh" in answers["packages"][1]
+    assert "torch" in answers["device"][1]
+
+
+@pytest.mark.parametrize("ask, harm, complaint", [
+    (doctor.ask_data, lambda demo: shutil.rmtree(demo), "activate.sh"),
+    (doctor.ask_data, lambda demo: (demo / "demo_val_000000.npy").unlink(),
+     "no shard *_val_*.npy"),
+    (doctor.ask_data, lambda demo: (demo / "demo_train_000002.npy")
+     .write_bytes(b"\x93NUMPY"), "damaged"),
+    (doctor.ask_vocabulary, lambda demo: (demo / vocabulary.TOKENS).unlink(),
+     "damaged"),
+])
+def test_a_harmed_dataset_is_to_be_done(
+        repo, monkeypatch, ask, harm, complaint):
+    monkeypatch.setattr(doctor, "ROOT", repo)
+    monkeypatch.delenv("WORKSHOP_DATA", raising=False)
+    ask()
+    harm(repo / "fineweb" / "demo")
+    with pytest.raises(UserError, match=re.escape(complaint)):
+        ask()
+
+
+def test_data_that_the_site_names(repo, monkeypatch):
+    monkeypatch.setattr(doctor, "ROOT", repo)
+    monkeypatch.setenv("WORKSHOP_DATA", str(repo / "fineweb" / "demo"))
+    assert doctor.ask_data().count("2,234 train") == 2
+    monkeypatch.setenv("WORKSHOP_DATA", str(repo / "lost"))
+    with pytest.raises(UserError, match="lost, which WORKSHOP_DATA names"):
+        doctor.ask_data()
+
+
+def test_processes_that_do_not_reach_each_other(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
+    with pytest.raises(UserError, match=r"do not reach each other: .*lost0"):
+        doctor.ask_processes()
+
+
+def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
+    needs("sbatch")
+    assert re.match(r"slurm.* \d+\.\d+.*no account or partition",
+                    doctor.ask_slurm())
+    monkeypatch.setenv("SBATCH_ACCOUNT", "course")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    assert doctor.ask_slurm().endswith(
+        ", SBATCH_ACCOUNT=course SBATCH_PARTITION=gpu")
+    slurm.write_text("nonsense\n")
+    with pytest.raises(UserError, match=r"^sbatch fails: [^\n]+$"):
+        doctor.ask_slurm()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "torchrun" in doctor.ask_slurm()
