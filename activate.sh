@@ -49,6 +49,9 @@ _workshop_activate() {
     entries=${entries#:}
     entries=${entries%:}
     export PYTHONPATH="$root${entries:+:$entries}"
+    # torchrun's shared store hands a restarted group the addresses of the one
+    # before (pytorch issue 135712)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     export TIKTOKEN_CACHE_DIR="${TIKTOKEN_CACHE_DIR:-$root/fineweb/.cache/tiktoken}"
 
     bash "$root/workshop/setup.sh" "$venv" "$WORKSHOP_SITE_PACKAGES" || return 1

@@ -158,7 +158,8 @@ VARIANTS = {
         (STEP, "            if True:\n"
          "                loss = training_step(model, batch, device, "
          "hp.precision)\n"),
-        ("        norm = nn.utils", "        for w in raw_model.parameters():\n"
+        ("        norm = nn.utils",
+         "        for w in raw_model.parameters():\n"
          "            dist.all_reduce(w.grad)\n"
          "            w.grad /= world_size\n"
          "        norm = nn.utils")],

@@ -296,7 +296,7 @@ def samples(trial, reference):
     for step in range(STEPS):
         expected = reference.seen[0]["samples"][step]
         read = [seen["samples"][step] for seen in trial.seen]
-        together = sorted(sum(read, []))
+        together = sorted(i for part in read for i in part)
         if together == sorted(expected):
             continue
         said = "; ".join(f"rank {r}: {shorten(part)}"

@@ -200,6 +200,7 @@ class Run:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stop_signal = None
+        self.next_step = 0  # on rank 0: the one after the last that is logged
         self.metrics = None  # metrics.csv, from the first row on
         self.folder = Path(on_rank_0(self._make_folder))
         self.encoding = self._load_vocabulary()
@@ -366,6 +367,7 @@ class Run:
         csv.writer(self.metrics, lineterminator="\n").writerow(
             [format_number(value) for value in row])
         self.metrics.flush()
+        self.next_step = step + 1
 
     def save(self, step, model, optimizer):
         """Write the checkpoint after `step` updates. Rank 0 alone.
@@ -393,10 +395,11 @@ class Run:
             shown = self.folder
             if shown.is_relative_to(Path.cwd()):
                 shown = shown.relative_to(Path.cwd())
-            if self.stop_signal is None:
+            if self.next_step == self.max_steps:
                 print(f"finished: {shown}")
             else:
-                name = signal.Signals(self.stop_signal).name
+                name = ("a signal to another rank" if self.stop_signal is None
+                        else signal.Signals(self.stop_signal).name)
                 print(f"stopped by {name}, checkpoint saved; go on with: "
                       f"--run {shown} --resume")
         if self.stop_signal == signal.SIGINT:
