@@ -45,7 +45,7 @@ class Flags:
     """Text files to use instead, and folders of .txt, .md and .rst files."""
     out: Path = HERE / "demo"
     """The folder to make."""
-    vocabulary_size: int = 4096
+    vocabulary_size: int = 2048
     """Tokens in the vocabulary, `<|endoftext|>` among them."""
 
 

@@ -263,9 +263,10 @@ PRESETS = {
     "nano": (  # minutes on a CPU
         GPTConfig(block_size=128, n_layer=4, n_head=4, n_embd=192),
         Hyperparameters(
-            "nano", max_steps=500, minibatch_size=32, microbatch_size=8,
-            sequence_length=128, learning_rate=3e-3, warmup_steps=50,
-            eval_every=50, generate_every=100, checkpoint_every=100)),
+            "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
+            sequence_length=128, learning_rate=2e-3, warmup_steps=100,
+            eval_every=200, eval_minibatches=32, generate_every=400,
+            checkpoint_every=200)),
     "gpt2": (GPTConfig(), Hyperparameters()),
 }
 

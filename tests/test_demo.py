@@ -70,7 +70,7 @@ def test_the_default_dataset(demo):
         "demo_train_000001.npy", "demo_val_000000.npy", "manifest.json",
         "vocabulary.json", "vocabulary.tiktoken"]
     encoding = vocabulary.load(demo)
-    assert encoding.n_vocab == 4096
+    assert encoding.n_vocab == 2048
     train = documents(demo / "demo_train_000001.npy", encoding)
     val = documents(demo / "demo_val_000000.npy", encoding)
     assert len(val) == (len(train) + len(val)) // 10
