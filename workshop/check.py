@@ -96,6 +96,19 @@ class Observer:
             self.pending += tokens[:, 0].tolist()
 
     def before_update(self, optimizer, args, kwargs):
+        closure = kwargs.get("closure") or (args[1] if args[1:] else None)
+        if closure is None:
+            self.record()
+            return None
+
+        def visible_closure():  # Lightning's: it computes the gradients
+            loss = closure()
+            self.record()
+            return loss
+
+        return args[:1], {"closure": visible_closure}
+
+    def record(self):
         self.seen["gradients"].append(self.flat("grad"))
         self.seen["samples"].append(self.pending)
         self.pending = []
