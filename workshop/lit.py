@@ -8,6 +8,7 @@ same folder in every stage, and any stage goes on with another's checkpoint.
 import atexit
 import copy
 import logging
+import math
 import os
 import time
 import warnings
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -195,6 +196,11 @@ class LitRun(L.Callback):
         microbatches = trainer.accumulate_grad_batches
         trainer.val_check_interval = hp.eval_every * microbatches
         trainer.limit_val_batches = hp.eval_minibatches * microbatches
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+            # Lightning does not say what it clipped, and refuses to with a
+            # fused AdamW under bf16
+            self.clip, trainer.gradient_clip_val = (
+                trainer.gradient_clip_val, None)
         self.device = trainer.strategy.root_device
         self.run = Run(
             self.stage, hp, module.config, trainer.max_steps, self.device)
@@ -228,7 +234,8 @@ class LitRun(L.Callback):
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.lr = optimizer.param_groups[0]["lr"]
-        self.norm = gradient_norm(trainer, module)
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+            self.norm = clip_gradients(trainer.strategy.model, self.clip)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.mean_loss += outputs["loss"]  # is divided already
@@ -239,7 +246,9 @@ class LitRun(L.Callback):
             self.mean_loss,
             torch.tensor(self.run.stop_requested, device=self.device)))
         loss, stop = trainer.strategy.reduce(report, reduce_op="mean").tolist()
-        norm = self.norm.item()
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            self.norm = trainer.strategy.model.get_global_grad_norm()
+        norm = float(self.norm)
         seconds = time.perf_counter() - self.start_time
         self.run.check_finite(self.step - 1, loss, norm)
 
@@ -288,14 +297,12 @@ class LitRun(L.Callback):
         self.run.finish()
 
 
-def gradient_norm(trainer, module):
-    """Of the whole model and before clipping, a tensor. All ranks."""
-    model = trainer.strategy.model
-    if isinstance(trainer.strategy, FSDPStrategy):  # Lightning cannot clip it
-        clip, trainer.gradient_clip_val = trainer.gradient_clip_val, None
-        return model.clip_grad_norm_(clip or 1.0)
-    gradients = [weight.grad for weight in module.parameters()]
-    norm = nn.utils.get_total_norm(gradients)
+def clip_gradients(model, clip):
+    """Their norm before they are clipped, over all ranks, a tensor."""
+    clip = clip or math.inf
+    if isinstance(model, FullyShardedDataParallel):  # of --strategy fsdp
+        return model.clip_grad_norm_(clip)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
