@@ -175,12 +175,19 @@ def test_python_in_a_slurm_shell_is_one_process(data, tmp_path):
 # ----------------------------------------------------------- real launchers
 
 
-def run_command(*command, timeout=180, **options):
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True,
-        timeout=timeout, cwd=ROOT, **options,
+def run_command(*command, timeout=180):
+    """Run a launcher; whatever it started has ended when this returns."""
+    process = subprocess.Popen(
+        [str(word) for word in command], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # as activate.sh
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def tiny(run, data, *flags):
