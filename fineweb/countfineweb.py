@@ -43,7 +43,7 @@ def main():
             manifest.checksum(folder / vocabulary.TOKENS)):
         wrong.append("the vocabulary is not the manifest's")
     sums = {"val": [0, 0], "train": [0, 0]}  # shards, tokens
-    for path in shards.Progress(paths, unit=" shards"):
+    for path in shards.progress(paths, unit=" shards"):
         try:
             tokens = shards.read(path)
         except UserError as error:

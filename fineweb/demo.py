@@ -172,9 +172,9 @@ def gather(texts):
 
 
 def progress(paths, what):
-    from shards import Progress  # late: it costs a second run too much
+    import shards  # late: it costs a second run too much
 
-    return Progress(paths, desc=what, unit=" files")
+    return shards.progress(paths, desc=what, unit=" files")
 
 
 def train_vocabulary(documents, size):

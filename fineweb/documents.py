@@ -1,6 +1,7 @@
 """Where documents come from: Parquet or text files, here or on the hub."""
 
 import os
+import sys
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from multiprocessing.pool import ThreadPool
@@ -107,6 +108,8 @@ def fetch(dataset, revision, name):
         here = Path(dataset)
         return here if here.is_file() else here / name
     hub = import_hub()
+    if not sys.stderr.isatty():  # where the hub's client shows no bar
+        print(f"fetching {name}", file=sys.stderr, flush=True)
     try:
         return Path(hub.hf_hub_download(dataset, name, repo_type="dataset",
                                         revision=revision))

@@ -247,7 +247,7 @@ def with_progress(made, stream):
     """Pass a stream of (batch, tokens) on, and show how far it is."""
     sizes = [entry["bytes"] for entry in made["files"]]
     begun, count = time.monotonic(), 0
-    with shards.Progress(total=sum(sizes), unit="B", unit_scale=True,
+    with shards.progress(total=sum(sizes), unit="B", unit_scale=True,
                          initial=sum(sizes[:made["next"]["file"]])) as bar:
         for batch, tokens in stream:
             count += len(tokens)

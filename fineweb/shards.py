@@ -6,9 +6,9 @@ uint16 token ids, in which `<|endoftext|>` precedes each document.
 
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import contextmanager
-from itertools import chain, repeat
 from pathlib import Path
 
 import manifest
@@ -103,19 +103,20 @@ def histogram(tokens):
     return times
 
 
-class Progress(tqdm):
-    """A progress bar; where no terminal shows it, a plain line at times."""
+def progress(*args, **options):
+    """A tqdm bar; where no terminal shows it, a plain line at times."""
+    if sys.stderr.isatty():
+        return tqdm(*args, dynamic_ncols=True, **options)
+    return tqdm(*args, file=Lines(), ncols=79, mininterval=30, maxinterval=30,
+                **options)
 
-    def __init__(self, *args, **options):
-        every = 0.1 if os.isatty(2) else 30  # seconds
-        super().__init__(*args, mininterval=every, maxinterval=every,
-                         dynamic_ncols=os.isatty(2), **options)
 
-    @staticmethod
-    def status_printer(file):
-        """The function that shows a line of progress (tqdm calls it)."""
-        if os.isatty(2):
-            return tqdm.status_printer(file)
-        before = chain([""], repeat("\n"))  # tqdm itself ends the last line
-        return lambda text: print(next(before) + text, end="", file=file,
-                                  flush=True)
+class Lines:
+    """A file for tqdm: what is meant to overwrite becomes a line on stderr."""
+
+    def write(self, text):
+        if text := text.strip():
+            print(text, file=sys.stderr, flush=True)
+
+    def flush(self):
+        pass

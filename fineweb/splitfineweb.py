@@ -45,7 +45,7 @@ def main():
         if (paths[0].parent / vocabulary.SETTINGS).exists():
             vocabulary.save(vocabulary.load(paths[0].parent), folder)
         number = {"val": 0, "train": 1}  # of the next shard
-        for path in shards.Progress(paths, unit=" shards"):
+        for path in shards.progress(paths, unit=" shards"):
             named = re.fullmatch(r"(.+)_(train|val)_\d+", path.stem)
             check(named, f"{path}: a shard is named <name>_train_<number>.npy "
                   "or <name>_val_<number>.npy")

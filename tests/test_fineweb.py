@@ -174,6 +174,9 @@ def test_the_bytes_do_not_depend_on_the_workers(corpus, whole, workers,
                          "--out", out)
     assert status == 0, err
     assert contents(out) == contents(whole)
+    # no terminal, and so plain lines
+    assert "\r" not in err
+    assert re.match(r"100%.* tokens/s\]$", err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("pattern", tokenise.GPT2_SPLITS)
@@ -338,6 +341,7 @@ def test_from_the_hub(corpus, whole, tmp_path):
         gets = [line for line in requests if ".parquet" in line
                 and line.startswith("GET")]
         assert len(gets) == 3
+        assert "fetching sample/10BT/001_00000.parquet\n" in err
         made = json.loads((out / "manifest.json").read_text())
         assert made["revision"] == hub.COMMIT
         assert made["source"]["subset"] == "sample/10BT"
