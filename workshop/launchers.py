@@ -6,14 +6,13 @@ import re
 from workshop.errors import check
 
 
-def name_ranks():
+def name_ranks(env=os.environ):
     """Set RANK, LOCAL_RANK and WORLD_SIZE, torchrun's names, for the others.
 
     Without a launcher they stay unset: plain python is one process, inside a
     SLURM allocation as well, whose shells have SLURM_PROCID and SLURM_NTASKS
     too. What srun has started is told by SLURM_STEP_NUM_TASKS.
     """
-    env = os.environ
     if "RANK" in env:
         return
     if "LOCAL_RANK" in env and "NODE_RANK" in env:  # started by Lightning
