@@ -4,6 +4,7 @@ import pytest
 
 from workshop import ROOT
 from workshop.check import main
+from workshop.errors import UserError
 
 DDP = (ROOT / "solutions" / "train_gpt2_ddp.py").read_text()
 
@@ -115,6 +116,16 @@ def test_a_collective_that_only_rank_0_calls(tmp_path, capsys):
         "            dist.barrier()") + 1
     assert f"it hangs: rank 0 waits in line {line} (barrier)" in out
     assert "none inside `if rank == 0:`" in out
+
+
+def test_a_script_that_is_no_python(tmp_path):
+    """One line that says where, before anything is started."""
+    script = plant(tmp_path, [("def main():", "def main()")])
+    line = script.read_text().splitlines().index("def main()") + 1
+    with pytest.raises(UserError, match=f"line {line}: expected ':'"):
+        main("ddp", script)
+    with pytest.raises(UserError, match="No such file"):
+        main("ddp", tmp_path / "moved.py")
 
 
 def test_a_missing_no_sync_is_a_warning(tmp_path, capsys):

@@ -335,6 +335,19 @@ def test_a_disk_that_is_really_full(data, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
+def test_a_loss_that_is_not_finite_spares_the_checkpoint(data, tmp_path):
+    run = tmp_path / "run"
+    train("std", run, "--max-steps", 5, data=data)
+    kept = (run / "checkpoints" / "step_00000005.pt").read_bytes()
+    failed = train("std", run, "--resume", "--max-steps", 20,
+                   "--learning-rate", 1e30, "--checkpoint-every", 1)
+    refused(failed, "the loss is", "--learning-rate")
+    for file in sorted(run.glob("checkpoints/*.pt")):
+        model = torch.load(file, weights_only=True)["model"]
+        assert all(weight.isfinite().all() for weight in model.values())
+    assert (run / "checkpoints" / "step_00000005.pt").read_bytes() == kept
+
+
 def test_resume_finds_its_own_settings(data, tmp_path):
     """--run and --resume say enough; a finished run ends at once."""
     run = tmp_path / "run"

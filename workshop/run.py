@@ -259,12 +259,16 @@ class Run:
         return str(folder)
 
     def _load_vocabulary(self):
+        """The vocabulary, or None on all ranks if one of them has none."""
+        encoding, problem = None, None
         try:
-            return vocabulary.load(self.hp.data)
-        except UserError as error:  # training needs no text
-            if self.rank == 0:
-                warn(f"nothing will be generated: {error}")
-            return None
+            encoding = vocabulary.load(self.hp.data)
+        except UserError as error:
+            problem = str(error)
+        problems = [problem for problem in on_every_rank(problem) if problem]
+        if problems and self.rank == 0:  # training needs no text
+            warn(f"nothing will be generated: {problems[0]}")
+        return None if problems else encoding
 
     # ---------------------------------------------------------- resuming
 
@@ -503,6 +507,15 @@ def on_rank_0(function):
     dist.broadcast_object_list(message, src=0)
     check(message[1] is None, message[1])
     return message[0]
+
+
+def on_every_rank(value):
+    """The values that all ranks call this with, a list in their order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def read_bytes_per_token(data):

@@ -1,0 +1,40 @@
+"""The README's second command: GPT-2 learns to write in minutes."""
+
+import re
+
+import numpy as np
+import pytest
+from stages import Result
+
+from workshop import ROOT, vocabulary
+from workshop.ranks import launch
+
+DEMO = ROOT / "fineweb" / "demo"
+
+
+@pytest.mark.timeout(1200)
+def test_the_default_run(tmp_path):
+    """It learns, and most of the words that it writes are real ones."""
+    if not DEMO.exists():
+        pytest.skip("fineweb/demo is not built: source activate.sh")
+    result = Result(tmp_path / "run", launch(
+        ROOT / "code" / "train_gpt2.py", "--run", tmp_path / "run",
+        "--device", "cpu", threads=2, timeout=1100))
+    assert result.status == 0, result.err
+    assert result.out.startswith("preset nano, data ")
+    val_losses = [loss for loss in result.column("val_loss") if loss]
+    assert len(val_losses) > 2
+    assert val_losses == sorted(val_losses, reverse=True)
+    bits = [float(word) for word in
+            re.findall(r"bits/byte: ([\d.]+)", result.out)]
+    assert bits[-1] <= 2.3
+
+    encoding = vocabulary.load(DEMO)
+    corpus = set()
+    for shard in DEMO.glob("demo_train_*.npy"):
+        text = encoding.decode(np.load(shard).tolist())
+        corpus |= set(re.findall("[a-z]{2,}", text.lower()))
+    last = result.out.rsplit("> Hello, I'm a language model,", 4)[1:]
+    words = re.findall("[a-z]{2,}", " ".join(last).lower())
+    known = [word for word in words if word in corpus]
+    assert len(words) > 40 and len(known) > len(words) / 2
