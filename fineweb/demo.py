@@ -93,8 +93,15 @@ def read_library():
     modules = chain(map(compiled_docstrings, COMPILED),
                     map(docstrings, progress(paths, "reading modules")))
     for found in modules:
-        yield from gather(text for text in found
-                          if not (text in seen or seen.add(text)))
+        yield from gather(unseen(found, seen))
+
+
+def unseen(texts, seen):
+    """Those of `texts` that the set `seen` has not, and now has."""
+    for text in texts:
+        if text not in seen:
+            seen.add(text)
+            yield text
 
 
 def read_topics():
