@@ -23,6 +23,7 @@ from stages import (
 
 from workshop import ROOT
 from workshop.peaks import flops_per_token
+from workshop.run import new_folder
 
 sys.path.insert(0, str(ROOT / "solutions"))
 import train_gpt2_std as std
@@ -181,8 +182,7 @@ def test_flops_per_token():
         855e6, rel=1e-3)
 
 
-def test_without_arguments_it_says_what_it_chose(tmp_path):
-    """The help, and the first line of a run, from another folder."""
+def test_help_from_another_folder(tmp_path):
     help_text = subprocess.run(
         [sys.executable, ROOT / "code/train_gpt2.py", "--help"],
         cwd=tmp_path, capture_output=True, text=True,
@@ -196,25 +196,25 @@ def test_without_arguments_it_says_what_it_chose(tmp_path):
 
 def test_killed_at_random_moments(data, tmp_path):
     """kill -9 until it is through: the same loss and weights, bit for bit."""
-    flags = ("--max-steps", 60, "--checkpoint-every", 7, "--precision", "bf16")
+    flags = ("--max-steps", 150, "--checkpoint-every", 7, "--precision",
+             "bf16")
     whole = train("std", tmp_path / "whole", *flags, data=data)
-    run, rng, kills = tmp_path / "killed", random.Random(0), 0
-    for attempt in range(40):
-        resumed = attempt > 0 and (run / "hyperparameters.json").exists()
-        launch = start_stage("std", run, *flags, *["--resume"] * resumed,
-                             data=data)
-        if kills < 6:
-            time.sleep(rng.uniform(0.1, 1.2))
-            launch.signal(signal.SIGKILL)
-        status = launch.wait()[0].status
-        kills += status == -signal.SIGKILL
-        if status == 0:
-            break
-    assert status == 0 and kills == 6
-    killed = replace(whole, folder=run)
+    run, rng = tmp_path / "killed", random.Random(0)
+    metrics = run / "metrics.csv"
+    resume = ()
+    for rows in sorted(rng.sample(range(100), 6)):
+        launch = start_stage("std", run, *flags, *resume, data=data)
+        while not metrics.exists() or metrics.read_text().count("\n") < rows:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.02))
+        launch.signal(signal.SIGKILL)
+        assert launch.wait()[0].status == -signal.SIGKILL
+        resume = ("--resume",)
+    done = train("std", run, *resume)
+    assert done.status == 0, done.err
     for name in ("step", "loss", "val_loss", "norm", "lr"):
-        assert killed.column(name) == whole.column(name)
-    a, b = killed.checkpoint(), whole.checkpoint()
+        assert done.column(name) == whole.column(name)
+    a, b = done.checkpoint(), whole.checkpoint()
     assert same_state(a["model"], b["model"])
     assert same_state(a["optimizer"], b["optimizer"])
 
@@ -299,11 +299,13 @@ def flip_a_bit(file):
 
 
 class SmallFiles:
-    """No file may grow over 100 kB: as on a disk that is full."""
+    """No file may grow over a limit in bytes: as on a disk that is full."""
+
+    def __init__(self, limit):
+        self.limit = limit
 
     def __call__(self, rank):
-        limit = 100_000
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, whole):
@@ -311,11 +313,18 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, whole):
     train("std", run, "--max-steps", 10, data=data)
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
     failed = train("std", run, "--resume", "--max-steps", 20,
-                   observe=SmallFiles())
+                   observe=SmallFiles(100_000))
     refused(failed, "could not be written (File too large)")
     assert [(file.name, file.read_bytes())
             for file in run.glob("checkpoints/*")] == [
         ("step_00000010.pt", kept)]
+
+
+def test_a_full_disk_while_metrics_are_written(data, tmp_path):
+    failed = train("std", tmp_path / "run", "--max-steps", 500,
+                   "--checkpoint-every", 500, data=data,
+                   observe=SmallFiles(3000))
+    refused(failed, "metrics.csv: File too large", "--resume")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
@@ -374,6 +383,11 @@ def test_init_starts_from_other_weights(data, tmp_path, whole):
                  data=data)
     assert more.status == 0 and more.column("step") == [0, 1]
     assert more.rows[0]["loss"] < whole.rows[0]["loss"] - 1
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
+    folders = {new_folder(tmp_path, "std") for _ in range(3)}
+    assert len(folders) == 3 and all(f.is_dir() for f in folders)
 
 
 # --------------------------------------------------------------- bad input
@@ -470,6 +484,13 @@ def test_a_run_of_another_model(data, tmp_path, whole):
     file = other / "hyperparameters.json"
     file.write_text(file.read_text()[:50])
     refused(train("std", other, "--resume"), "hyperparameters.json: damaged")
+
+
+def test_a_dataset_in_the_making_is_said(tmp_path):
+    folder = make_dataset(tmp_path / "data")
+    (folder / "manifest.json").write_text('{"complete": false}')
+    result = train("std", tmp_path / "run", "--max-steps", 1, data=folder)
+    assert result.status == 0 and "is not complete" in result.err
 
 
 def test_a_folder_without_vocabulary_trains(tmp_path):

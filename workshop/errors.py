@@ -26,6 +26,9 @@ def start(main):
     """
     try:
         main()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     except (UserError, MemoryError, OSError, RuntimeError) as error:
         message = explain(error)
         if message is None:

@@ -13,6 +13,7 @@ rank, or rank 0 alone.
 import csv
 import datetime
 import io
+import itertools
 import json
 import math
 import os
@@ -102,6 +103,9 @@ def parse(Hyperparameters, presets):
           "check --data")
     check_hyperparameters(hp, presets[preset][0], saved)
     if os.environ.get("RANK", "0") == "0":
+        if read_manifest(hp.data).get("complete") is False:
+            warn(f"{hp.data} is not complete: what makes it is at work, or "
+                 "was stopped")
         why = f" ({', '.join(why)})" if why else ""
         shown = os.path.relpath(data) if data.is_relative_to(ROOT) else data
         print(f"preset {preset}, data {shown}{why}, "
@@ -229,14 +233,9 @@ class Run:
         hp = self.hp
         if hp.run:
             folder = Path(hp.run)
+            folder.mkdir(parents=True, exist_ok=True)
         else:
-            now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-            folder = ROOT / "runs" / f"{now}-{self.stage}"
-            number = 1
-            while folder.exists():
-                number += 1
-                folder = folder.with_name(f"{now}-{self.stage}-{number}")
-        folder.mkdir(parents=True, exist_ok=bool(hp.run))
+            folder = new_folder(ROOT / "runs", self.stage)
         (folder / "checkpoints").mkdir(exist_ok=True)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
@@ -368,9 +367,14 @@ class Run:
                 line += f" bits/byte: {bits:.3f} |"
         print(line, flush=True)
         row = (step, loss, val_loss, lr, norm, seconds, speed, mfu)
-        csv.writer(self.metrics, lineterminator="\n").writerow(
-            [format_number(value) for value in row])
-        self.metrics.flush()
+        try:
+            csv.writer(self.metrics, lineterminator="\n").writerow(
+                [format_number(value) for value in row])
+            self.metrics.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.metrics.name}: {error.strerror}: make room, and go "
+                "on with --resume") from error
         self.next_step = step + 1
 
     def save(self, step, model, optimizer):
@@ -494,6 +498,19 @@ def sync_folder(folder):
 # --------------------------------------------------------------------- tools
 
 
+def new_folder(parent, stage):
+    """Make parent/<date>-<time>-<stage>, also when others do so right now."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        folder = parent / f"{now}-{stage}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+
+
 def on_rank_0(function):
     """Call `function` on rank 0 alone; all ranks get its result or error."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -518,12 +535,20 @@ def on_every_rank(value):
     return values
 
 
+def read_manifest(data):
+    """What the folder's maker wrote about it; {} where there is nothing."""
+    try:
+        return json.loads((Path(data) / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def read_bytes_per_token(data):
     """Of the validation split, or None where the folder does not say."""
     try:
-        manifest = json.loads((Path(data) / "manifest.json").read_text())
-        return manifest["val"]["bytes"] / manifest["val"]["tokens"]
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        val = read_manifest(data)["val"]
+        return val["bytes"] / val["tokens"]
+    except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
