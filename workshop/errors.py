@@ -1,12 +1,15 @@
 """Errors for people: one line that says what is wrong and what to do."""
 
 import contextlib
+import errno
 import io
 import os
 import re
 import signal
 import sys
 import time
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
@@ -56,6 +59,9 @@ def explain(error):
                 f"--resume goes on from the last checkpoint ({reason})")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (f"there is no room to write: {error.strerror}: make room; a "
+                "run goes on with --resume")
     return None
 
 

@@ -367,14 +367,9 @@ class Run:
                 line += f" bits/byte: {bits:.3f} |"
         print(line, flush=True)
         row = (step, loss, val_loss, lr, norm, seconds, speed, mfu)
-        try:
-            csv.writer(self.metrics, lineterminator="\n").writerow(
-                [format_number(value) for value in row])
-            self.metrics.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self.metrics.name}: {error.strerror}: make room, and go "
-                "on with --resume") from error
+        csv.writer(self.metrics, lineterminator="\n").writerow(
+            [format_number(value) for value in row])
+        self.metrics.flush()
         self.next_step = step + 1
 
     def save(self, step, model, optimizer):
