@@ -33,6 +33,8 @@ def main():
         desk.reset(args.name)
     elif args.command == "doctor":
         sys.exit(doctor.main())
+    elif args.command == "plot":
+        plot(args.output, args.run)
 
 
 def parse():
@@ -69,6 +71,11 @@ def parse():
                        help="go back to what you had before")
     add("doctor", "Tell whether everything is there that the workshop "
         "needs.")
+    plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
+    plot.add_argument("run", nargs="*", help="folders of runs (default: the "
+                      "newest in runs/ and those like it)")
+    plot.add_argument("-o", "--output", default="results.png",
+                      help="the file, .png, .svg or .pdf (results.png)")
 
     args = parser.parse_args()
     if args.command is None:
@@ -87,9 +94,23 @@ def check(stage):
     try:
         from workshop.check import main as run_check
     except ModuleNotFoundError as error:
-        raise UserError(f"{sys.executable} has no {error.name}: run `source "
-                        "activate.sh` first") from error
+        raise missing(error) from error
     sys.exit(0 if run_check(stage) else 1)
+
+
+def plot(output, folders):
+    """Hand over to the picture, which needs matplotlib."""
+    try:
+        from workshop.plot import main as draw
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+    draw(output, folders)
+
+
+def missing(error):
+    """The error for a package that is not there."""
+    return UserError(f"{sys.executable} has no {error.name}: run `source "
+                     "activate.sh` first")
 
 
 if __name__ == "__main__":

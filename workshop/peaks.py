@@ -24,17 +24,26 @@ PEAKS = {
 }
 
 
+def num_parameters(config, positions=True):
+    """How many weights: of a GPTConfig, or of the dictionary of one."""
+    if not isinstance(config, dict):
+        config = vars(config)
+    width, layers = config["n_embd"], config["n_layer"]
+    vocab = -(-config["vocab_size"] // 128) * 128
+    block = 12 * width**2 + 13 * width  # matrices, then biases and LayerNorms
+    block_size = config["block_size"] if positions else 0
+    return (vocab + block_size) * width + layers * block + 2 * width
+
+
 def flops_per_token(config, sequence_length):
     """FLOP to train on one token, forward and backward: 6 N + 12 L H Q T.
 
     The formula of the PaLM paper (arXiv:2204.02311, appendix B), with N the
     parameters but for the position embeddings.
     """
-    width, layers = config.n_embd, config.n_layer
-    vocab = -(-config.vocab_size // 128) * 128
-    block = 12 * width**2 + 13 * width  # matrices, then biases and LayerNorms
-    parameters = vocab * width + layers * block + 2 * width
-    return 6 * parameters + 12 * layers * width * sequence_length
+    parameters = num_parameters(config, positions=False)
+    attention = 12 * config.n_layer * config.n_embd * sequence_length
+    return 6 * parameters + attention
 
 
 def peak_flops(device, precision):
