@@ -51,6 +51,7 @@ class Observer:
         samples    that went through the model before each update, list of
                    lists of their first tokens, which are their numbers
         reduced    elements that were all-reduced in all
+        precision  "bf16" under autocast, "fp32" without
         written    files in the run's folder that it opened to write them,
                    and files of torch.save anywhere
     """
@@ -94,6 +95,10 @@ class Observer:
         if (isinstance(module, torch.nn.Embedding) and tokens.dim() == 2
                 and torch.is_grad_enabled()):
             self.pending += tokens[:, 0].tolist()
+            self.seen["precision"] = (
+                "bf16" if torch.is_autocast_enabled("cpu") else
+                "fp32" if module.weight.dtype == torch.float32 else
+                f"weights of {module.weight.dtype}")
 
     def before_update(self, optimizer, args, kwargs):
         closure = kwargs.get("closure") or (args[1] if args[1:] else None)
@@ -185,14 +190,14 @@ def make_dataset(folder):
         special_tokens={vocabulary.END_OF_TEXT: 256}), folder)
 
 
-def try_out(name, script, folder, world_size, timeout, plain=False):
-    """Run a script under observation: a `Trial`."""
+def try_out(name, script, folder, world_size, timeout, *flags, plain=False):
+    """Run a script under observation, with more flags: a `Trial`."""
     run, observed = folder / name, folder / f"{name}-seen"
     observed.mkdir()
     begin = time.monotonic()
     launch = Launch(
         script, *FLAGS, "--data", folder / "data", "--run", run,
-        world_size=None if plain else world_size,
+        *flags, world_size=None if plain else world_size,
         observe=Observer(observed, run), env=quiet_environment())
     trial = Trial(world_size, launch.wait(timeout), [])
     trial.seconds = time.monotonic() - begin
@@ -231,9 +236,9 @@ class Finding:
 def judge(trial, reference):
     """The findings about a trial, causes before their effects."""
     findings = []
-    for question in (how_it_ended, samples, first_weights, gradients,
-                     norms, reductions, losses, validation, rates, weights,
-                     writers, checkpoint):
+    for question in (how_it_ended, samples, first_weights, rates, gradients,
+                     norms, reductions, losses, validation, weights, writers,
+                     checkpoint):
         finding = question(trial, reference)
         if finding:
             findings.append(finding)
@@ -321,7 +326,8 @@ def samples(trial, reference):
                     "to be divided by the world size")
         elif len(together) < len(expected):
             hint = ("fewer samples than a minibatch: is accumulation_steps "
-                    "divided by the world size twice?")
+                    "divided by the world size twice, or not given to the "
+                    "Trainer as accumulate_grad_batches?")
         elif len(read) > 1 and all(part == read[0] for part in read):
             hint = ("all ranks read the same samples: pass this process's "
                     "rank and the world size to DataIterator")
@@ -387,14 +393,14 @@ def wrong_scale(trial, reference):
               zip(trial.rows[:1], reference.rows[:1], strict=True)]
     ratio = ratios[0]
     A, W = trial.accumulation, trial.world_size
-    causes = {
+    causes = {  # of equal factors the last counts
+        1 / (A * W): "the loss is divided by accumulation_steps and by the "
+                     "world size once too often",
         1 / A: "the loss is divided by accumulation_steps twice",
         A: "the loss is not divided by accumulation_steps",
         1 / W: "the loss is divided by the world size, though DDP takes the "
                "mean over ranks itself",
         W: "gradients are summed over ranks: they have to be averaged",
-        1 / (A * W): "the loss is divided by accumulation_steps and by the "
-                     "world size once too often",
     }
     for factor, cause in causes.items():
         if factor != 1 and abs(ratio / factor - 1) < 0.01:
@@ -467,10 +473,10 @@ def losses(trial, reference):
                 (W, "summed over ranks: divide it by the world size")):
             if abs(value / good / factor - 1) < 0.05:
                 return fail(text, f"it is {cause}")
-        if abs(value / good - 1) < 0.2:
-            return fail(text, "it is rank 0's own loss, or one microbatch's: "
-                        "the mean over the whole minibatch and all ranks "
-                        "has to be logged (all_reduce it)")
+    if step == 0 and abs(value / good - 1) < 0.2:
+        return fail(text, "it is rank 0's own loss, or one microbatch's: "
+                    "the mean over the whole minibatch and all ranks has to "
+                    "be logged" + (" (all_reduce it)" if W > 1 else ""))
     return fail(text, "the loss is the mean over the whole minibatch and "
                 "all ranks, before the update")
 
@@ -493,7 +499,8 @@ def rates(trial, reference):
     return fail(f"the learning rate of step {step} is "
                 f"{number(trial.rows[step], 'lr'):.3e}, not "
                 f"{number(reference.rows[step], 'lr'):.3e}",
-                "it changes once a step, by get_lr")
+                "it changes once a step, by get_lr (in Lightning with "
+                '"interval": "step")')
 
 
 def weights(trial, reference):
@@ -508,6 +515,19 @@ def weights(trial, reference):
                         f"{error:.1e} ({bound:.0e} is allowed)",
                         "some update was not the single device's")
     return ok("final weights are the single device's, on every rank")
+
+
+def precision(trial):
+    """Whether --precision bf16 is what the script trains with."""
+    finding = how_it_ended(trial, None)
+    if finding.verdict == "FAIL":
+        return finding
+    used = trial.seen[0]["precision"]
+    if used == "bf16":
+        return ok("--precision bf16 trains in bf16")
+    return fail(f"with --precision bf16 it trains in {used}",
+                "tell the Trainer: precision=\"bf16-mixed\" is autocast, the "
+                "default is fp32")
 
 
 def writers(trial, reference):
@@ -560,12 +580,12 @@ def main(stage, script=DESK, patience=20):
     try:
         (folder / "data").mkdir()
         make_dataset(folder / "data")
-        return compare(script, folder, patience)
+        return compare(stage, script, folder, patience)
     finally:
         shutil.rmtree(folder)
 
 
-def compare(script, folder, patience):
+def compare(stage, script, folder, patience):
     print(f"{script.name} against the single-device stage: preset tiny, "
           f"fp32, {STEPS} steps", flush=True)
     reference = try_out(
@@ -591,6 +611,19 @@ def compare(script, folder, patience):
             print("\nNot yet. Begin with the first FAIL: it may be the "
                   "cause of the others.")
             return False
+    if stage == "lit" and not check_precision(script, folder, timeout):
+        return False
     print("\nRight: 1, 2 and 4 processes compute what the single device "
           "computes." + (" Mind the warning." if warned else ""))
     return True
+
+
+def check_precision(script, folder, timeout):
+    """The Trainer has to be told the precision: was it? Prints the answer."""
+    print("\n1 process, --precision bf16")
+    finding = precision(try_out(
+        "bf16", script, folder, 1, timeout, "--precision", "bf16", plain=True))
+    print(f"  {finding.verdict:4}  {finding.text}")
+    if finding.hint:
+        print(f"        -> {finding.hint}")
+    return finding.verdict == "ok"

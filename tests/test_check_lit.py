@@ -1,0 +1,74 @@
+"""`check lit`: the classic mistakes with Lightning are named."""
+
+import pytest
+
+from workshop import ROOT
+from workshop.check import main
+
+LIT = (ROOT / "solutions" / "train_gpt2_lit.py").read_text()
+TRAINER = "    trainer = L.Trainer(\n"
+LOADER = "trainer.fit(model, get_loader(train_data), "
+
+MISTAKES = {
+    "accumulation missing": (
+        [("accumulate_grad_batches=accumulation_steps, ", "")],
+        "samples of step 0", "accumulate_grad_batches"),
+    "loss divided twice": (
+        [("return self(*batch)",
+          "return self(*batch) / self.trainer.accumulate_grad_batches")],
+        "gradients of step 0 are off",
+        "divided by accumulation_steps twice"),
+    "every rank reads the same samples": (
+        [("rank, world_size, vocab_size)\n", "0, 1, vocab_size)\n")],
+        "samples of step 0", "read the same samples"),
+    "two workers read the same": (
+        [(LOADER, "trainer.fit(model, torch.utils.data.DataLoader("
+          "get_loader(train_data).dataset, batch_size=None, num_workers=2), "
+          )],
+        "samples of step 0 are not 0 to 15, each once", "overlap"),
+    "shuffled": (
+        [(LOADER, "batches = [next(train_data) for _ in range(48)]\n    "
+          "trainer.fit(model, torch.utils.data.DataLoader("
+          "batches, batch_size=None, shuffle=True), ")],
+        "samples of step 0 are not 0 to 15, each once", ""),
+    "schedule stepped per epoch": (
+        [(', "interval": "step"', "")],
+        "the learning rate of step 1", '"interval": "step"'),
+    "precision left at its default": (
+        [('        precision="bf16-mixed" if hp.precision == "bf16" else '
+          '"32-true",\n', "")],
+        "with --precision bf16 it trains in fp32", 'precision="bf16-mixed"'),
+    "logged loss of the last microbatch only": (
+        [(TRAINER, """\
+    class LastOnly(LitRun):
+        def on_train_batch_end(self, trainer, module, outputs, *batch):
+            self.mean_loss.zero_()
+            loss = outputs["loss"] * trainer.accumulate_grad_batches
+            super().on_train_batch_end(
+                trainer, module, {"loss": loss}, *batch)
+
+""" + TRAINER), ("callbacks=[LitRun(", "callbacks=[LastOnly(")],
+        "the logged loss of step 0", "one microbatch's"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named(name, tmp_path, capsys):
+    changes, symptom, hint = MISTAKES[name]
+    text = LIT
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(text)
+    assert not main("lit", script)
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if "  FAIL  " in line)
+    assert symptom in lines[first]
+    assert hint in lines[first + 1]
+
+
+def test_the_solution_is_right(capsys):
+    assert main("lit", ROOT / "solutions" / "train_gpt2_lit.py")
+    out = capsys.readouterr().out
+    assert "FAIL" not in out and "trains in bf16" in out
