@@ -265,7 +265,7 @@ PRESETS = {
         GPTConfig(block_size=128, n_layer=4, n_head=4, n_embd=192),
         Hyperparameters(
             "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
-            sequence_length=128, learning_rate=2e-3, warmup_steps=100,
+            sequence_length=128, learning_rate=2e-3, warmup_steps=300,
             eval_every=200, eval_minibatches=32, generate_every=400,
             checkpoint_every=200)),
     "gpt2": (GPTConfig(), Hyperparameters()),
