@@ -94,11 +94,24 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(repo, execute):
     assert re.search(r"Not Python yet, line \d+", shown['diff("ddp")'])
 
 
-def test_the_planted_mistakes_are_lines_of_the_solution():
+def test_lesson_lit_runs_with_the_environment_that_the_site_names(
+        repo, execute):
+    (repo / "site.sh").write_text(
+        f"WORKSHOP_VENV={sys.prefix}\n")
+    shutil.copy(solution("lit"), repo / "code" / "train_gpt2.py")
+    shown = execute("diff_lit.ipynb")
+    assert shown["strategies()"].count("<rect") == 2 * 4 * 3 * 4
+    assert "Done: all 12 changes are made" in shown['diff("lit")']
+    checked = shown['check("lit")']
+    assert "trains in bf16" in checked and "FAIL" not in checked, checked
+
+
+@pytest.mark.parametrize("stage", ["ddp", "lit"])
+def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     text = "".join(cell.source for cell in nbformat.read(
-        ROOT / "notebooks" / "diff_ddp.ipynb", as_version=4).cells)
+        ROOT / "notebooks" / f"diff_{stage}.ipynb", as_version=4).cells)
     lines = [line.strip() for line in
-             solution("ddp").read_text().splitlines()]
+             solution(stage).read_text().splitlines()]
     mistakes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert len(mistakes) == 3
     for mistake in mistakes:

@@ -40,6 +40,11 @@ def cadence():
     return Shown(view.box(pictures.cadence()), "(a picture)")
 
 
+def strategies():
+    """The picture of what each strategy keeps on each GPU."""
+    return Shown(view.box(pictures.strategies()), "(a picture)")
+
+
 def complaint(error):
     """What went wrong, in one line."""
     line = view.paragraph(view.quote(str(error)), "bad")

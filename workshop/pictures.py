@@ -57,6 +57,36 @@ def dataset(width, steps):
     return out
 
 
+def strategies(gpus=4):
+    """What each GPU keeps of the model's state: all of it, or a shard."""
+    rows = ("parameters", "gradients", "optimizer states")
+    names = (("ddp", 0), ("deepspeed_stage_1", 1), ("deepspeed_stage_2", 2),
+             ("fsdp2, fsdp, deepspeed_stage_3", 3))  # how many are sharded
+    left, bar, gap = 130, 96, 14
+    width, out, y = left + gpus * (bar + gap), [], 14
+    for name, sharded in names:
+        out.append(text(0, y, name, "bold"))
+        y += 10
+        for number, row in enumerate(rows):
+            out.append(text(0, y + 15, row))
+            whole = number < len(rows) - sharded
+            for gpu in range(gpus):
+                x = left + gpu * (bar + gap)
+                out.append(frame(x, y, bar))
+                part = bar if whole else bar / gpus
+                begin = x if whole else x + gpu * part
+                out.append(
+                    f'<rect x="{begin + 1:g}" y="{y + 1:g}" '
+                    f'width="{part - 2:g}" height="20" rx="2" '
+                    f'fill="{COLOURS[gpu % len(COLOURS)]}"/>')
+            y += LINE
+        y += 24
+    return (f'<svg viewBox="0 0 {width} {y - 24}" role="img" '
+            f'style="width: 100%; max-width: {width + 60}px; '
+            'font: 12px var(--jp-ui-font-family, sans-serif)" '
+            f'fill="currentColor">{"".join(out)}</svg>')
+
+
 def plural(count, word, ending):
     """The number and the word."""
     return f"{count} {word}{ending if count > 1 else ''}"
