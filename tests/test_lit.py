@@ -256,6 +256,7 @@ class ShardsSeen:
     (("--strategy", "zero"), None, "choose from ddp, fsdp2,"),
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
+    (("--devices", "-1"), None, "--devices must be 1 or more"),
     (("--microbatch-size", "3"), 2, "does not divide into microbatches"),
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):

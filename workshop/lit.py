@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import lightning as L
 import torch
@@ -59,20 +60,24 @@ def get_world(hp):
     A launcher has started the processes, or Lightning will start --devices
     of them on this node. Raises `UserError` where the numbers do not match.
     """
-    env = os.environ
-    if "RANK" in env:
-        rank, local_rank = int(env["RANK"]), int(env["LOCAL_RANK"])
-        world_size = int(env["WORLD_SIZE"])
-        devices = int(env.get("LOCAL_WORLD_SIZE", world_size))
-        check(hp.devices in (0, devices),
-              f"--devices {hp.devices}, but {devices} process(es) were "
-              "started on a node: make srun's --ntasks-per-node (torchrun's "
-              "--nproc-per-node) the same, or leave --devices out")
-    else:
-        rank, local_rank = 0, 0
-        world_size = devices = hp.devices or 1
+    world_size, devices = count_processes(hp)
+    check(devices > 0, "--devices must be 1 or more")
+    check(hp.devices in (0, devices),
+          f"--devices {hp.devices}, but {devices} process(es) were started "
+          "on a node: make srun's --ntasks-per-node (torchrun's "
+          "--nproc-per-node) the same, or leave --devices out")
     check_device(hp, devices)
+    rank, local_rank = (int(os.environ.get(name, 0))
+                        for name in ("RANK", "LOCAL_RANK"))
     return rank, local_rank, world_size, world_size // devices
+
+
+def count_processes(hp):
+    """How many processes there are, or will be: in all, and on a node."""
+    if "RANK" not in os.environ:
+        return hp.devices or 1, hp.devices or 1
+    world_size = int(os.environ["WORLD_SIZE"])
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def check_device(hp, devices):
@@ -89,6 +94,9 @@ def check_device(hp, devices):
     check(device != "cpu" or hp.strategy in ("ddp", "fsdp2"),
           f"--strategy {hp.strategy} needs a GPU: on a CPU, --strategy fsdp2 "
           "shards the model too")
+    check("deepspeed" not in hp.strategy or find_spec("deepspeed"),
+          "DeepSpeed is not installed: "
+          "pip install -r requirements-deepspeed.txt")
     if hp.compile and hp.strategy not in ("ddp", "fsdp"):
         hp.compile = False
         if os.environ.get("RANK", "0") == "0":
@@ -118,7 +126,7 @@ def options(hp):
 
 def get_strategy(hp):
     """The strategy that --strategy names, as the Trainer takes it."""
-    world_size = get_world(hp)[2]
+    world_size, _ = count_processes(hp)
     if hp.strategy == "ddp":
         if world_size == 1:
             return "auto"  # nothing to reduce
@@ -205,6 +213,9 @@ class LitRun(L.Callback):
         self.run = Run(
             self.stage, hp, module.config, trainer.max_steps, self.device)
         self.step, self.optimizer_state = self.run.load(module)
+        check(self.step == 0 or "deepspeed" not in hp.strategy, "a run does "
+              "not go on with DeepSpeed, which keeps the optimizer's state to "
+              "itself: start another from the weights, with --init")
         self.train_data.seek(self.step * hp.minibatch_size)
 
     def on_fit_start(self, trainer, module):
@@ -322,8 +333,14 @@ class Gathered:
 def gather_state(trainer, module):
     """The model's and the optimizer's whole state, on rank 0. All ranks.
 
-    As the other stages write it: the optimizer's parameters are numbers.
+    As the other stages write it: the optimizer's parameters are numbers. Of
+    DeepSpeed's optimizer there is none.
     """
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(weight).cpu() for name, weight
+                in module.named_parameters(remove_duplicate=False)}, None
     model, options = trainer.strategy.model, StateDictOptions(
         full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
