@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from workshop import desk, doctor, lessons, view
+from workshop import desk, doctor, lessons, progress, view
 from workshop.diff import Diff
 from workshop.errors import UserError, start
 
@@ -33,6 +33,8 @@ def main():
         desk.reset(args.name)
     elif args.command == "doctor":
         sys.exit(doctor.main())
+    elif args.command == "progress":
+        sys.exit(progress.show(args.run))
     elif args.command == "plot":
         plot(args.output, args.run)
 
@@ -71,6 +73,8 @@ def parse():
                        help="go back to what you had before")
     add("doctor", "Tell whether everything is there that the workshop "
         "needs.")
+    add("progress", "Tell how far a run has got; the exit status is 0 where "
+        "it is finished.").add_argument("run", help="its folder")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
     plot.add_argument("run", nargs="*", help="folders of runs (default: the "
                       "newest in runs/ and those like it)")

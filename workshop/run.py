@@ -239,7 +239,8 @@ class Run:
         (folder / "checkpoints").mkdir(exist_ok=True)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
-            "config": asdict(self.config), "world_size": self.world_size,
+            "config": asdict(self.config), "max_steps": self.max_steps,
+            "world_size": self.world_size,
             "device": device_name(self.device), "torch": torch.__version__,
         }
         text = json.dumps(record, indent=1) + "\n"

@@ -128,9 +128,16 @@ ours() {
     }
 }
 
+not_in_a_job() {
+    [ "${WORKSHOP_INSTALL-}" != no ] ||
+        fail "$1, and a job installs nothing: run \`source" \
+            "$PWD/activate.sh\` in a terminal first"
+}
+
 new=
 if ours; then
     if ! up_to_date; then
+        not_in_a_job "the environment $venv is not up to date"
         make_environment
         new=yes
     fi
@@ -142,9 +149,11 @@ elif [ -f "$installed" ] && ! holds "$installed" "$(requirements)"; then
         "this clone's: if something is missing, ask its owner to update it"
 fi
 if [ ! -e fineweb/demo/manifest.json ]; then
+    not_in_a_job "there is no demo dataset"
     "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
     new=yes
 fi
+[ "${WORKSHOP_INSTALL-}" != no ] || exit 0
 # A shell that is set up does not wait for it.
 fetch_vocabulary >/dev/null 2>&1 &
 [ -z "$new" ] || wait

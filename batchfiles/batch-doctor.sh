@@ -1,0 +1,13 @@
+#!/bin/bash -l
+# Do these nodes' devices reach each other, and how fast? Asks all ranks.
+#SBATCH --job-name=doctor
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --ntasks-per-node=4     # srun starts 4 processes on each node
+#SBATCH --cpus-per-task=8       # of each process
+#SBATCH --time=00:10:00
+
+source "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+
+srun --kill-on-bad-exit=1 python -m workshop doctor

@@ -1,0 +1,13 @@
+#!/bin/bash -l
+# Makes the FineWeb-Edu dataset on all cores of a node: see fineweb/README.md.
+#SBATCH --job-name=fineweb
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --time=04:00:00         # if it is not enough: submit it again
+#SBATCH --requeue --open-mode=append
+
+source "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+
+srun python "$root/fineweb/fineweb.py" "$@"

@@ -1,0 +1,16 @@
+#!/bin/bash -l
+# The single-device stage on 1 node with 1 GPU.
+#SBATCH --job-name=std-1n1g
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=1
+#SBATCH --ntasks-per-node=1     # srun starts one process
+#SBATCH --cpus-per-task=8       # and gives it these cores
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120     # two minutes before: save, and queue again
+#SBATCH --requeue --open-mode=append
+
+source "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+
+train srun --kill-on-bad-exit=1 python \
+    "$(stage std)" --run "$run" --resume "$@"

@@ -1,0 +1,116 @@
+# What the batch files share: a job's environment, and how it goes on after
+# its time limit. They source it; `return` and `exit` are the job's.
+# shellcheck shell=bash disable=SC2034 # they use the variables
+
+fail() {
+    echo "$SLURM_JOB_NAME: $*" >&2
+    exit 1
+}
+
+# A job that was submitted inside another, a portal's JupyterLab for example,
+# has inherited that one's variables, and srun takes them for options. What is
+# kept here SLURM has set for this job.
+for name in ${!SLURM_*}; do
+    case $name in
+    SLURM_CONF | SLURM_JOB_* | SLURM_NNODES | SLURM_NTASKS) ;;
+    SLURM_NTASKS_PER_NODE | SLURM_CPUS_PER_TASK | SLURM_GPUS_ON_NODE) ;;
+    *) unset "$name" ;;
+    esac
+done
+
+batchfiles=$(dirname "${BASH_SOURCE[0]}")
+root=$(dirname "$batchfiles")
+run=${WORKSHOP_RUN:-$root/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
+
+# The site's modules and the environment; jobs install nothing.
+WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null || exit 1
+if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
+    fail "$WORKSHOP_DATA, which WORKSHOP_DATA names, is not there: mend site.sh"
+fi
+
+# Where the processes meet: on the first node, at a port of this job.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun forgets it from 22.05 on
+
+# The script of a stage: yours where it is at that stage, else the solution.
+stage() {
+    if grep -q "Run([\"']$1[\"']" "$root/code/train_gpt2.py"; then
+        echo "$root/code/train_gpt2.py"
+    else
+        echo "$root/solutions/train_gpt2_$1.py"
+    fi
+}
+
+# Run a command that trains in $run. If it ends before the last step, for
+# whatever reason, but has got further, then the job goes back to the queue and
+# its next start goes on from the last checkpoint.
+train() {
+    local before after processes
+    before=$(progress)
+    describe "$@"
+    watch_gpus
+    "$@" &
+    processes=$!
+    trap 'kill -USR1 $processes' USR1 # srun hands it on to all of them
+    trap : TERM                       # scancel's: they have had it too
+    while kill -0 $processes 2>/dev/null; do
+        wait $processes # returns at each signal
+    done
+
+    if python -m workshop progress "$run" >/dev/null; then
+        exit 0
+    fi
+    if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
+        exit 1 # cancelled, or SLURM itself queues it again
+    fi
+    after=$(progress)
+    if [ "$after" = "$before" ]; then
+        fail "stopped, and not queued again: this start saved no further step"
+    fi
+    echo "$SLURM_JOB_NAME: queueing again, to go on after $after steps"
+    scontrol requeue "$SLURM_JOB_ID" || fail "not queued again; go on with:" \
+        "WORKSHOP_RUN=$run sbatch" "$batchfiles/batch-$SLURM_JOB_NAME.sh"
+    exit 0
+}
+
+# The steps that are saved.
+progress() {
+    local saved
+    saved=$(python -m workshop progress "$run")
+    echo "${saved%% *}"
+}
+
+# What runs where, at the top of the log.
+describe() {
+    local commit
+    commit=$(git -C "$root" describe --always --dirty --exclude '*' \
+        2>/dev/null) || commit=unknown
+    echo "job       $SLURM_JOB_NAME $SLURM_JOB_ID: $SLURM_NNODES x" \
+        "$SLURM_GPUS_ON_NODE GPUs, on $SLURM_JOB_NODELIST"
+    python -c 'if True:
+        import platform, sys
+        from importlib.metadata import version
+        print("software  Python", platform.python_version(),
+              *(f"{name} {version(name)}" for name in ("torch", "lightning")),
+              "commit " + sys.argv[1], sep=", ")' "$commit"
+    echo "data      ${WORKSHOP_DATA:-no WORKSHOP_DATA}, unless --data names other"
+    echo "command   $*"
+}
+
+# On each node, every ten seconds, into the run's folder: what its GPUs do.
+watch_gpus() {
+    local command
+    if command -v nvidia-smi >/dev/null; then
+        command=(nvidia-smi dmon -s pucm -o DT -d 10)
+    elif command -v xpu-smi >/dev/null; then
+        command=(xpu-smi dump -d -1 -m "0,1,2,18" -i 10)
+    else
+        return
+    fi
+    mkdir -p "$run"
+    # it shares what the processes have, and ends with the job
+    srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+        --open-mode=append --output="$run/gpus-%N.txt" "${command[@]}" &
+}

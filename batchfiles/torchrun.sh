@@ -1,0 +1,14 @@
+#!/bin/bash
+# Starts this node's processes, a GPU each: srun starts one of it on each node.
+# torchrun numbers them and sets RANK, LOCAL_RANK and WORLD_SIZE.
+
+# The signal before the time limit is for the processes. torchrun would die of
+# it and leave them behind.
+trap '' USR1
+
+export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
+exec torchrun \
+    --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+    -- "$@"
