@@ -140,7 +140,9 @@ def test_a_missing_no_sync_is_a_warning(tmp_path, capsys):
 
 def test_the_single_device_script_is_not_distributed(tmp_path, capsys):
     assert not main("ddp", ROOT / "solutions" / "train_gpt2_std.py")
-    assert "2 processes\n  FAIL" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 processes\n  FAIL" in out
+    assert "each process takes itself for the only one" in out
 
 
 VARIANTS = {

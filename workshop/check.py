@@ -264,6 +264,9 @@ def how_it_ended(trial, reference):
         lines = {r: last_words(trial.ranks[r].err) for r in bad}
         rank = min(lines, key=lambda r: "lost the other" in lines[r])
         hint = "the first error is the one to mend"
+        if "holds a run already" in lines[rank]:
+            hint = ("each process takes itself for the only one: "
+                    "`python -m workshop diff` shows what is left to change")
         if "collective" in lines[rank] or "rank 0 alone" in lines[rank]:
             hint = "guard it with `if rank == 0:`"
         return fail(f"rank {rank} ended with an error: {lines[rank]}", hint)
