@@ -1,15 +1,16 @@
 """The picture of the results: python -m workshop plot.
 
-    python -m workshop.plot loss [RUN ...]     one panel, as SVG for a notebook
+    python -m workshop.plot FILE PANEL [RUN ...]   one, as SVG for a notebook
 """
 
 import io
 import sys
 from itertools import count
+from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter, ScalarFormatter
+from matplotlib.ticker import ScalarFormatter
 
 from workshop import results
 from workshop.errors import UserError, start
@@ -113,7 +114,7 @@ def model(ax, runs):
         widths = [1000 * part[i] for part in parts]
         ax.barh(range(len(runs)), widths, left=left, label=name,
                 color=("#3b7dd8", "#2b9a5f", "#cf7a12")[i], alpha=0.7)
-        left = [a + b for a, b in zip(left, widths)]
+        left = [a + b for a, b in zip(left, widths, strict=True)]
     ax.plot([1000 * run.seconds for run in runs], range(len(runs)), "D",
             color=INK, markersize=5, label="measured")
     ax.set_yticks(range(len(runs)), [
@@ -129,8 +130,8 @@ def published(ax, runs):
     """The course's own curves: an epoch's time against the number of GPUs."""
     ax.set(title="published: one epoch, A100-40 and Max 1550",
            xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
-    for (name, points), dash in zip(results.PUBLISHED.items(),
-                                    ("-", "--", "-", "--")):
+    for name, points in results.PUBLISHED.items():
+        dash = "--" if name.endswith("256") else "-"
         color = "#2b9a5f" if name.startswith("A100") else "#a457c4"
         ax.plot(points.keys(), points.values(), "o" + dash, label=name,
                 color=color, markersize=4)
@@ -214,7 +215,8 @@ def main(output, folders=()):
     runs, notes = results.find(folders)
     figure = Figure((14, 8), layout="constrained")
     figure.suptitle(subtitle(runs))
-    for ax, panel in zip(figure.subplots(2, 3).flat, PANELS.values()):
+    for ax, panel in zip(figure.subplots(2, 3).flat, PANELS.values(),
+                         strict=True):
         panel(ax, runs)
     try:
         figure.savefig(output, dpi=110)
@@ -232,12 +234,13 @@ def subtitle(runs):
     return f"preset {', '.join(presets)} on {', '.join(devices)}"
 
 
-def print_panel():
-    """For a notebook: the SVG of the panel that is named."""
-    name, *folders = sys.argv[1:]
+def write_panel():
+    """For a notebook: the SVG of the panel that is named, to a file."""
+    output, name, *folders = sys.argv[1:]
     runs, _ = results.find(folders)
-    print(themed(lambda ax: PANELS[name](ax, runs)))
+    svg = themed(lambda ax: PANELS[name](ax, runs))
+    Path(output).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    start(print_panel)
+    start(write_panel)

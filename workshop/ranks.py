@@ -38,15 +38,16 @@ class Launch:
     """`script flags...` as `world_size` processes; None: plain python.
 
     observe: a picklable function of the rank that every process calls first;
-    what it returns is called at the end, also after an error.
+    what it returns is called at the end, also after an error. preload: what
+    is imported once for all of them, by the first Launch of this program.
     """
 
     def __init__(self, script, *flags, world_size=None, env=None,
-                 observe=None, threads=1):
+                 observe=None, threads=1, preload=PRELOAD):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # "forkserver": a fork of this process would inherit threads of torch
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(preload)
         port = free_port()
         self.processes = []
         for rank in range(world_size or 1):
