@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
@@ -117,3 +118,89 @@ def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     for mistake in mistakes:
         removed = re.findall("^- (.*)$", mistake, re.MULTILINE)
         assert removed and all(lines.count(line) == 1 for line in removed)
+
+
+@pytest.fixture
+def ready(repo):
+    """The copy with an environment, a dataset and the example runs."""
+    (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
+    shutil.copytree(ROOT / "example-logs", repo / "example-logs")
+    (repo / "fineweb").mkdir()
+    (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
+    return repo
+
+
+def test_start_here_shows_the_words_and_runs_the_script(ready, execute):
+    shown = execute("start_here.ipynb")
+    assert "python:" in shown["doctor()"]
+    for name in ("data_parallel()", "words()", "cadence()", "nodes()"):
+        ElementTree.fromstring(re.search("<svg.*</svg>", shown[name])[0])
+    assert "rank 7" in shown["nodes()"]
+    scripts_map = shown["script_map()"]
+    for name in re.findall(r"^(?:class|def) (\w+)",
+                           solution("ddp").read_text(), re.MULTILINE):
+        assert f"<strong>{name}</strong>" in scripts_map
+    assert "<h4>model</h4>" in scripts_map
+    trained = shown['train("--preset", "tiny")']
+    assert "| step   19/20 |" in trained and "finished" in trained
+    assert len(list((ready / "runs").glob("*/metrics.csv"))) == 1
+
+
+def test_collectives_are_run_for_real(ready, execute):
+    shown = execute("collectives.ipynb")
+
+    def numbers(call):
+        """What is drawn by the cell with this call, column by column."""
+        (html,) = (html for source, html in shown.items() if call in source)
+        return re.findall(r'text-anchor="middle">(\d+)<', html)
+
+    before = [str(10**rank) for rank in range(4) for _ in range(4)]
+    assert numbers("dist.all_reduce(x)\nshow") == before + ["1111"] * 16
+    assert numbers("dist.reduce(")[:20] == before + ["1111"] * 4
+    assert numbers("dist.broadcast") == before + ["1"] * 16
+    gathered = ["1", "10", "100", "1000"]
+    assert numbers("dist.all_gather") == gathered * 5
+    assert numbers("dist.scatter") == ["1", "2", "3", "4"] * 2
+    assert numbers("dist.reduce_scatter") == before + ["1111"] * 4
+    ring = numbers("dist.isend")
+    assert ring[:16] == before and ring[-16:] == ["1111"] * 16
+    assert ring[-64:-48].count("1111") == 4  # after the reduce-scatter
+    (alone,) = (text for source, text in shown.items() if "sleep" in source)
+    assert "rank 3: done" in alone
+    assert re.search(r"rank [012]: line 6: \w*Error: Timed out .*5000ms",
+                     alone)
+    assert not re.search("rank [012]: done", alone)
+    (speed,) = (text for source, text in shown.items() if "plot(" in source)
+    assert "GB/s with 16 MB" in speed and "<svg" in speed
+    for text in shown.values():
+        assert "Traceback" not in text
+
+
+def test_results_fall_back_on_the_examples(ready, execute):
+    shown = execute("results.ipynb")
+    assert "No run to show in runs/ yet" in shown["runs()"]
+    for stage in ("std", "ddp", "lit"):
+        assert f"<td>{stage}</td>" in shown["runs()"]
+    for panel in ("loss", "speed", "scaling", "model", "published", "gpus"):
+        picture = shown[f'plot("{panel}")']
+        assert "currentColor" in picture and "#010203" not in picture
+    assert "no MFU" in shown['plot("speed")']
+    assert "A = 2" in shown['plot("model")']
+    assert "no GPU metrics in these runs" in shown['plot("gpus")']
+
+
+def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
+    (repo / "runs" / "just-begun").mkdir(parents=True)
+    script = repo / "code" / "train_gpt2.py"
+    script.write_text("def main()\n")
+    for name in ("start_here", "results", "collectives"):
+        shown = execute(f"{name}.ipynb")  # there is no environment
+        for source, text in shown.items():
+            assert "Traceback" not in text
+            if source.startswith(("doctor", "train", "%%ranks")):
+                assert "source activate.sh" in text, source
+            elif source.startswith("script_map"):
+                assert "is not Python yet: line 1" in text
+            elif source.startswith(("runs(", "plot(")):
+                assert ("runs/just-begun: there is no hyperparameters.json"
+                        in text), source

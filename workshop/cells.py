@@ -111,7 +111,8 @@ def run_ranks(cell, number, seconds="20"):
           "write %%ranks N or %%ranks N SECONDS, with N from 1 to 8")
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "cell.py"), Path(folder, "output.json")
-        source.write_text(cell, encoding="utf-8")
+        # line 1 is the one with %%ranks: errors name lines as one sees them
+        source.write_text("\n" + cell, encoding="utf-8")
         environment.run("-m", "workshop.collectives", str(source),
                         str(output), number, seconds)
         if not output.exists():  # it has said why

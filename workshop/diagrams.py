@@ -127,8 +127,8 @@ def script_map(source):
     """Sections, classes and functions of a script, with their lines."""
     heads = [(number, match[1]) for number, row in
              enumerate(source.splitlines(), 1)
-             if (match := re.match(r"# -{3,} (.+?) -{3,}$", row))]
-    heads = [(0, "beginning"), *heads, (10**9, "")]
+             if (match := re.fullmatch(r"# -{3,} (.+)", row))]
+    heads = [(0, "beginning"), *heads, (source.count("\n") + 2, "")]
     items = [node for node in ast.parse(source).body
              if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     out = []
@@ -164,7 +164,7 @@ def tensors(shown, width=560):
     times = max(map(len, shown))
     longest = max(len(numbers or ()) for rank in shown
                   for _, numbers in rank)
-    wide = max(36, 9 * max((len(number(value)) for rank in shown
+    wide = max(36, 6 + 9 * max((len(number(value)) for rank in shown
                             for _, numbers in rank
                             for value in numbers or ()), default=0))
     step = wide * max(longest, 1) + 26

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from workshop import results
 from workshop.errors import UserError, start
@@ -39,12 +39,13 @@ def loss(ax, runs):
         steps = [row["step"] for row in run.rows]
         ax.plot(steps, [row["loss"] for row in run.rows],
                 DASHES.get(run.world_size, "-"), label=run.name,
-                color=colour(run), linewidth=6 - 5 * i / len(runs),
+                color=colour(run), linewidth=5 - 3.5 * (i + 1) / len(runs),
                 alpha=0.8)
         evaluated = [row for row in run.rows if row["val_loss"] is not None]
         ax.plot([row["step"] for row in evaluated],
                 [row["val_loss"] for row in evaluated], "o",
                 color=colour(run), markersize=3)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(title="points: validation", title_fontsize=8)
 
 
@@ -103,11 +104,14 @@ def model(ax, runs):
     stage = next((stage for stage in ("ddp", "lit")
                   if results.fit_stage(runs, stage)), None)
     if stage is None:
+        ax.set_axis_off()
         return note(ax, "needs one stage on three numbers\n"
                         "of processes, such as 1, 2 and 4")
     fitted = results.fit_stage(runs, stage)
     runs = [run for run in runs if run.stage == stage]
-    names = ("microbatches", "optimizer", "exposed all-reduce")
+    names = ("A microbatches", "optimizer", "exposed all-reduce")
+    if not fitted.told_apart:
+        names = (names[0], "optimizer and exposed all-reduce")
     left = [0.0] * len(runs)
     parts = [fitted.parts(run.world_size, run.accumulation) for run in runs]
     for i, name in enumerate(names):
@@ -156,6 +160,7 @@ def gpus(ax, runs):
             for gpu, values in samples.items():
                 ax.plot(range(0, 10 * len(values), 10), values, label=gpu)
             return ax.legend()
+    ax.set_axis_off()
     note(ax, "no GPU metrics in these runs:\nthe batch files write them "
              "(gpus-*.txt)")
 

@@ -185,14 +185,15 @@ def traffic(n, num_bytes):
 class Model:
     """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
 
-    t_exposed = traffic / bandwidth: the part of the all-reduce that waits
-    for nothing else; so bandwidth is the one that seems to be there.
+    t_exposed = traffic / bandwidth: the part of the all-reduce that does not
+    hide behind the backward pass, and the bandwidth that it seems to have.
     """
 
     microbatch: float
-    optimizer: float
+    optimizer: float  # with what is exposed, where they are not told apart
     per_byte: float  # 1 / bandwidth
     num_bytes: int  # of the gradients
+    told_apart: bool = True
 
     def parts(self, n, accumulation):
         return (accumulation * self.microbatch, self.optimizer,
@@ -205,27 +206,29 @@ class Model:
 def fit(points, num_bytes):
     """The `Model` nearest to {(n, accumulation): seconds}, or None.
 
-    Least squares of the relative errors with no time below zero. Three world
-    sizes are the fewest that tell the three times apart.
+    Least squares of the relative errors with no time below zero, for three
+    world sizes or more. With a single minibatch size A and the traffic are
+    both straight lines in 1/n, so that any times of the optimizer and of the
+    all-reduce with the same sum fit as well: they stay together then.
     """
     import numpy as np
 
     if len({n for n, _ in points}) < 3:
         return None
     matrix = np.array([[A, 1, traffic(n, num_bytes)] for n, A in points])
-    seconds = np.array(list(points.values()))
     scale = matrix.max(axis=0)
-    matrix = matrix / scale / seconds[:, None]
+    rank = np.linalg.matrix_rank(matrix / scale)  # 2 or 3
+    matrix = matrix / scale / np.array(list(points.values()))[:, None]
     best, least = None, np.inf
-    for size in (1, 2, 3):  # which of the times are above zero
-        for columns in combinations(range(3), size):
+    for size in range(1, rank + 1):  # which of the times are above zero
+        for columns in combinations(range(rank), size):
             part = np.linalg.lstsq(matrix[:, columns], np.ones(len(points)),
                                    rcond=None)[0]
             error = np.sum((matrix[:, columns] @ part - 1) ** 2)
             if (part >= 0).all() and error < least:
                 best, least = np.zeros(3), error
                 best[list(columns)] = part
-    return Model(*(best / scale).tolist(), num_bytes)
+    return Model(*(best / scale).tolist(), num_bytes, bool(rank == 3))
 
 
 def fit_stage(results, stage):

@@ -1,0 +1,182 @@
+"""What is read from runs, what is fitted to them, and the picture."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from workshop import ROOT, results
+from workshop.errors import UserError
+from workshop.peaks import num_parameters
+
+EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
+                  if path.is_dir())
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024,
+        "vocab_size": 50257}
+
+
+def plot(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "workshop", "plot", *map(str, arguments)],
+        cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A folder for runs, with one in it."""
+    folder = tmp_path / "runs"
+    shutil.copytree(results.EXAMPLES / "ddp-2", folder / "mine")
+    monkeypatch.setattr(results, "RUNS", folder)
+    return folder
+
+
+def change(folder, **hyperparameters):
+    """Write other hyperparameters into a run."""
+    file = folder / "hyperparameters.json"
+    record = json.loads(file.read_text())
+    record["hyperparameters"] |= hyperparameters
+    file.write_text(json.dumps(record))
+
+
+def test_the_examples_train_the_same():
+    found, notes = results.find(EXAMPLES)
+    assert not notes
+    assert [run.name for run in found] == [
+        "std x 1", "ddp x 1", "ddp x 2", "ddp x 4", "lit x 1", "lit x 2"]
+    assert [run.accumulation for run in found] == [4, 4, 2, 1, 4, 2]
+    for run in found[1:]:
+        for row, single in zip(run.rows, found[0].rows, strict=True):
+            assert row["loss"] == pytest.approx(single["loss"], rel=1e-5)
+    for file in results.EXAMPLES.rglob("*"):
+        if file.is_file():  # as from any machine
+            assert str(ROOT) not in file.read_text()
+
+
+def test_the_newest_of_what_trains_the_same_is_shown(runs):
+    shutil.copytree(runs / "mine", runs / "older")
+    shutil.copytree(results.EXAMPLES / "std-1", runs / "single")
+    shutil.copytree(runs / "mine", runs / "another")
+    change(runs / "another", preset="tiny")
+    for age, name in enumerate(("mine", "single", "older", "another")):
+        os.utime(runs / name / "metrics.csv", (10**9 - age, 10**9 - age))
+    found, notes = results.find()
+    assert [run.folder.name for run in found] == ["single", "mine"]
+    assert len(notes) == 1 and notes[0].startswith("Left out: 1 run")
+
+
+def test_what_cannot_be_read_is_said(runs, tmp_path):
+    (runs / "empty").mkdir()
+    shutil.copytree(runs / "mine", runs / "begun")
+    (runs / "begun" / "metrics.csv").write_text("step,loss\n")
+    shutil.copytree(runs / "mine", runs / "damaged")
+    (runs / "damaged" / "hyperparameters.json").write_text("{")
+    found, notes = results.find()
+    assert [run.folder.name for run in found] == ["mine"]
+    text = "\n".join(notes)
+    assert "empty: there is no hyperparameters.json" in text
+    assert "begun: no step is finished yet" in text
+    assert "damaged: damaged, or not a run" in text
+    with pytest.raises(UserError, match="there is no hyperparameters"):
+        results.find([runs / "empty"])
+
+
+def test_efficiency_is_relative_to_one_process():
+    found, _ = results.find(EXAMPLES)
+    by_name = {run.name: run.tokens_per_second for run in found}
+    both = results.efficiency(found)
+    assert both["ddp"][4] == pytest.approx(
+        by_name["ddp x 4"] / 4 / by_name["ddp x 1"])
+    without = [run for run in found if run.name != "ddp x 1"]
+    assert results.efficiency(without)["ddp"][4] == pytest.approx(
+        by_name["ddp x 4"] / 4 / by_name["std x 1"])
+
+
+def test_the_model_finds_the_times_it_was_made_of():
+    num_bytes = 4 * num_parameters(GPT2)
+    assert num_bytes == pytest.approx(498e6, rel=1e-3)
+    made = results.Model(0.03, 0.004, 1 / 50e9, num_bytes)
+    ladder = [(1, 32), (2, 16), (4, 8), (8, 4)]
+    points = {point: made.seconds(*point) for point in [*ladder, (8, 1)]}
+    fitted = results.fit(points, num_bytes)
+    assert fitted.told_apart
+    assert fitted.microbatch == pytest.approx(0.03)
+    assert fitted.optimizer == pytest.approx(0.004)
+    assert 1 / fitted.per_byte == pytest.approx(50e9)
+
+    # with one minibatch size the step's time, but not what it is made of
+    points = {point: made.seconds(*point) for point in ladder}
+    fitted = results.fit(points, num_bytes)
+    assert not fitted.told_apart
+    assert fitted.seconds(16, 2) == pytest.approx(made.seconds(16, 2))
+    assert results.fit({point: points[point] for point in ladder[:2]},
+                       num_bytes) is None
+
+
+def test_the_model_fits_what_was_published():
+    """Eight H100s, 512 samples: 98.5, 95.2 and 90.9% on 2, 4 and 8."""
+    efficiency = {1: 1, 2: 0.985, 4: 0.952, 8: 0.909}
+    points = {(n, 32 // n): 1 / (n * ratio)
+              for n, ratio in efficiency.items()}
+    fitted = results.fit(points, 4 * num_parameters(GPT2))
+    for point, seconds in points.items():
+        assert fitted.seconds(*point) == pytest.approx(seconds, rel=6e-3)
+
+
+def test_gpu_metrics_of_both_vendors(tmp_path):
+    (tmp_path / "gpus-node1.txt").write_text("""\
+#Date       Time        gpu    pwr  gtemp  mtemp     sm    mem
+#YYYYMMDD   HH:MM:SS    Idx      W      C      C      %      %
+ 20260101   10:00:00      0    250     50     48     97     40
+ 20260101   10:00:00      1     60     40      -      -      -
+ 20260101   10:00:10      0    251     50     48     99     41
+ 20260101   10:00:10      1    200     41      -     50      9
+""")
+    (tmp_path / "gpus-node2.txt").write_text("""\
+Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
+10:00:00.000,    0, 88.50, 400.10
+10:00:00.000,    1, N/A, 400.10
+10:00:10.000,    0, 90
+""")
+    assert results.utilisation(tmp_path) == {
+        "node1 GPU 0": [97, 99], "node1 GPU 1": [50],
+        "node2 GPU 0": [88.5, 90]}
+
+
+def test_plot_makes_a_picture(tmp_path):
+    run = plot("-o", "all.png", *EXAMPLES, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "ddp x 4" in run.stdout
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+    # one run is enough; MFU where it is known
+    shutil.copytree(results.EXAMPLES / "std-1", tmp_path / "run")
+    file = tmp_path / "run" / "metrics.csv"
+    with open(file, newline="") as old:
+        rows = [row | {"mfu": "0.415"} for row in csv.DictReader(old)]
+    with open(file, "w", newline="") as new:
+        writer = csv.DictWriter(new, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    run = plot("-o", "one.svg", "run", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    svg = (tmp_path / "one.svg").read_text()
+    for text in ("MFU 42%", "only runs on one process so far",
+                 "needs one stage on three numbers", "no GPU metrics"):
+        assert text in svg
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["nowhere"], "nowhere: there is no hyperparameters.json"),
+    (["-o", "all.xyz"], "all.xyz: Format 'xyz' is not supported"),
+    (["-o", "not/there.png"], "not/there.png: No such file"),
+])
+def test_plot_says_what_is_wrong_in_a_line(arguments, message, tmp_path):
+    run = plot(*arguments, cwd=tmp_path)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: ") and message in run.stderr
+    assert run.stderr.count("\n") == 1
