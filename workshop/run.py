@@ -109,7 +109,9 @@ def parse(Hyperparameters, presets):
         why = f" ({', '.join(why)})" if why else ""
         shown = os.path.relpath(data) if data.is_relative_to(ROOT) else data
         print(f"preset {preset}, data {shown}{why}, "
-              f"device {device.type}, {hp.precision}", flush=True)
+              f"device {device.type}, {hp.precision}"
+              + (f", world size {os.environ['WORLD_SIZE']}"
+                 if "WORLD_SIZE" in os.environ else ""), flush=True)
     return hp
 
 
@@ -394,6 +396,8 @@ class Run:
 
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
+        if self.world_size > 1:
+            dist.barrier()  # who leaves early can make another's end abort
         if self.rank == 0:
             self.metrics.close()
             shown = self.folder
