@@ -37,3 +37,21 @@
 #
 # GPT-2's vocabulary, where nodes have no internet: a folder that has it.
 #   export TIKTOKEN_CACHE_DIR=/shared/workshop/tiktoken
+
+# --- SLURM: what your site wants named, for sbatch and srun -----------------
+# sbatch itself reads these from the shell that has sourced activate.sh.
+#
+# Baskerville (4 x A100-40 a node):
+#   export SBATCH_ACCOUNT=my-project SBATCH_QOS=my-qos
+#   export SBATCH_RESERVATION=my-course     # on the days of the course
+#
+# Intel Max 1550 (a GPU has two tiles; this makes them one device):
+#   export SBATCH_ACCOUNT=my-project SBATCH_PARTITION=my-partition
+#   export ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE
+#
+# A plain cluster:
+#   export SBATCH_PARTITION=gpu
+
+# --- Network: where the processes of several nodes do not find each other ---
+# The interface that connects the nodes (`ip address` lists them):
+#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0

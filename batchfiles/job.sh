@@ -92,9 +92,9 @@ describe() {
     python -c 'if True:
         import platform, sys
         from importlib.metadata import version
-        print("software  Python", platform.python_version(),
-              *(f"{name} {version(name)}" for name in ("torch", "lightning")),
-              "commit " + sys.argv[1], sep=", ")' "$commit"
+        print("software  Python", platform.python_version(), "torch",
+              version("torch"), "lightning", version("lightning"),
+              "commit", sys.argv[1])' "$commit"
     echo "data      ${WORKSHOP_DATA:-no WORKSHOP_DATA}, unless --data names other"
     echo "command   $*"
 }
