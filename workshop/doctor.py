@@ -1,7 +1,8 @@
 """Is everything there that the workshop needs? A line for each answer.
 
-Without torch, too: then what needs it says so. Run as a script, it is what
-the doctor starts as two processes: an all-reduce.
+Without torch, too: then what needs it says so. Started as several processes,
+by srun or torchrun, it asks whether they reach each other, and how fast. Run
+as a script, it is what the doctor starts as two processes: an all-reduce.
 """
 
 import importlib.util
@@ -15,12 +16,16 @@ from pathlib import Path
 from workshop import ROOT
 from workshop.environment import PACKAGES
 from workshop.errors import UserError, check, explain
+from workshop.launchers import name_ranks
 
 ACTIVATE = "run `source activate.sh`, where there is a network the first time"
 
 
 def main():
     """Print the answers; the exit status is 1 if something is to be done."""
+    name_ranks()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return ask_ranks()
     questions = (
         ("python", ask_python), ("environment", ask_environment),
         ("packages", ask_packages), ("device", ask_device),
@@ -188,6 +193,56 @@ def all_reduce(device):
     if dist.get_rank() == 0:
         print(f"{total.item():.0f} processes added up over {backend}")
     dist.destroy_process_group()
+
+
+def ask_ranks():
+    """Say which devices the ranks have, and time an all-reduce of them all.
+
+    Rank 0 says it; the exit status is 1 if the sum was wrong.
+    """
+    import datetime
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    from workshop.run import device_name, get_device
+
+    device = get_device("auto", int(os.environ["LOCAL_RANK"]))
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=2))
+    rank, n = dist.get_rank(), dist.get_world_size()
+    devices = [None] * n
+    dist.all_gather_object(
+        devices, f"{socket.gethostname()}, {device_name(device)}")
+    if rank == 0:
+        for number, name in enumerate(devices):
+            print(f"ok     rank {number}: {name}")
+
+    # as many as the gradients of GPT-2 on a GPU, fewer on a CPU
+    numel = 2**20 if device.type == "cpu" else 124 * 10**6
+    values = torch.empty(numel, device=device)
+    seconds = []
+    for _ in range(6):
+        values.fill_(rank + 1)
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        total = values[-1].item()  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    best = min(seconds[1:])  # the first one connects
+    megabytes = numel * 4 / 1e6
+    # what each rank sends (and receives) at least
+    speed = 2 * (n - 1) / n * megabytes / 1e3 / best
+    right = bool((values == n * (n + 1) / 2).all())
+    if rank == 0:
+        print(f"{'ok' if right else 'TO DO':5}  all-reduce: {n} ranks over "
+              f"{backend}, {megabytes:,.0f} MB in {1e3 * best:.1f} ms: "
+              f"{speed:.2f} GB/s a rank"
+              + ("" if right else f"; the sum was {total:g}, which is wrong"),
+              flush=True)
+    dist.destroy_process_group()
+    return int(not right)
 
 
 if __name__ == "__main__":
