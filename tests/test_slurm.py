@@ -1,0 +1,463 @@
+"""The batch files, on a SLURM of two nodes with four fake GPUs each.
+
+Jobs are real, and so are their ends: signals, crashed nodes, killed ranks.
+The CPU and gloo stand in for the GPUs.
+"""
+
+import csv
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from conftest import needs
+from stages import Result, make_dataset, train, weight_distance
+
+from workshop import ROOT
+
+LAB = ROOT / "tests" / "slurm" / "lab.sh"
+BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1)
+LONG = (*FLAGS, "--max-steps", 500, "--checkpoint-every", 20,
+        "--eval-every", 250, "--generate-every", 500,
+        "--learning-rate", 2e-4)  # so low that rounding does not add up
+
+# What is installed on the nodes of a site, in place of a GPU's.
+NVIDIA_SMI = """\
+#!/bin/sh
+while echo "$@"; do sleep 1; done
+"""
+
+
+class Slurm:
+    """A cluster, and a clone of the repository that submits to it."""
+
+    def __init__(self, lab, repo):
+        self.lab_folder, self.repo = lab, repo
+        self.env = {
+            name: value for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}
+        self.env |= {"SLURM_CONF": f"{lab}/etc/slurm.conf",
+                     "PATH": f"{lab}/bin:{os.environ['PATH']}"}
+
+    def lab(self, command, *arguments):
+        mode = "ns" if os.geteuid() == 0 else "flat"
+        subprocess.run([LAB, command, self.lab_folder, *arguments],
+                       check=True, env={**self.env, "LAB_MODE": mode,
+                       "LAB_SUBMIT_LUA": LAB.with_name("job_submit.lua")})
+
+    def __call__(self, *command, check=True, **variables):
+        """Run a command beside the clone; what it did."""
+        return subprocess.run(
+            [str(word) for word in command], cwd=self.repo.parent,
+            env=self.env | variables, text=True, check=check,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE if not check
+            else None)
+
+    def submit(self, name, *flags, options=()):
+        """Submit a batch file with its flags; the job's number."""
+        return self("sbatch", "--parsable", "--output=%j.log", *options,
+                    self.repo / "batchfiles" / f"batch-{name}.sh",
+                    *flags).stdout.strip()
+
+    def job(self, job):
+        out = self("scontrol", "-o", "show", "job", job).stdout
+        return dict(word.split("=", 1) for word in out.split() if "=" in word)
+
+    def wait(self, job, states=ENDED, timeout=200):
+        """Wait for the job's end; what SLURM says of it."""
+        wait_for(lambda: self.job(job)["JobState"] in states, timeout,
+                 lambda: f"{self.job(job)}\n{self.log(job)}")
+        return self.job(job)
+
+    def log(self, job):
+        file = self.repo.parent / f"{job}.log"
+        return file.read_text() if file.exists() else ""
+
+    def result(self, name, job):
+        return Result(self.repo / "runs" / f"{name}-{job}", [])
+
+    def processes(self, job):
+        """The processes of a job, on any node: (pid, node, command)."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                env = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has ended
+                continue
+            env = dict(item.split(b"=", 1) for item in env if b"=" in item)
+            if env.get(b"SLURM_JOB_ID") == job.encode() and (
+                    env.get(b"SLURM_CONF") == self.env["SLURM_CONF"].encode()):
+                node = env.get(b"SLURMD_NODENAME", b"").decode()
+                found.append((int(folder.name), node,
+                              [word.decode() for word in command if word]))
+        return found
+
+
+def wait_for(condition, timeout=200, explain=lambda: ""):
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, explain()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    needs("slurmctld", "munged", "git")
+    folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
+    folder.chmod(0o755)
+    repo = folder / "my clone"
+    for name in ("batchfiles", "code", "solutions", "workshop"):
+        shutil.copytree(ROOT / name, repo / name,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    (repo / "tests").mkdir()
+    for name in ("activate.sh", "requirements.txt", "constraints.txt",
+                 "tests/requirements.txt"):
+        shutil.copy(ROOT / name, repo / name)
+    (repo / "fineweb" / "demo").mkdir(parents=True)
+    (repo / "fineweb" / "demo" / "manifest.json").touch()
+    (repo / "bin").mkdir()
+    (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (repo / "bin" / "nvidia-smi").chmod(0o755)
+    (repo / "site.sh").write_text(
+        f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
+    git = ["git", "-C", repo, "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    make_dataset(folder / "data")
+    cluster = Slurm(folder / "lab", repo)
+    cluster.lab("up")
+    yield cluster
+    cluster.lab("down")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def single(slurm, tmp_path_factory):
+    """What the single-device stage makes of the flags, without SLURM."""
+    @functools.cache
+    def run(*flags):
+        folder = tmp_path_factory.mktemp("single") / "run"
+        return train("std", folder, *flags[4:], data=flags[3])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(slurm.repo.parent)  # where the jobs are submitted
+        yield run
+
+
+def agree(result, single):
+    """The same losses at the same steps, and the same weights."""
+    for column in ("step", "loss", "val_loss"):
+        values, expected = ([-1 if value is None else value for value in
+                             run.column(column)] for run in (result, single))
+        assert values == pytest.approx(expected, rel=1e-5, abs=0), column
+    assert weight_distance(result.checkpoint()["model"],
+                           single.checkpoint()["model"]) <= 0.02 * 3e-3
+
+
+def world_size(result):
+    text = (result.folder / "hyperparameters.json").read_text()
+    return int(re.search(r'"world_size": (\d+)', text)[1])
+
+
+# ------------------------------------------------------------ without a run
+
+
+def test_shellcheck():
+    needs("shellcheck")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True,
+                             capture_output=True, check=True).stdout.split()
+    shell = [name for name in tracked if (ROOT / name).exists() and (
+        name.endswith(".sh") or name == ".ci/run")]
+    assert "activate.sh" in shell and "batchfiles/job.sh" in shell
+    ran = subprocess.run(["shellcheck", *shell], cwd=ROOT, text=True,
+                         capture_output=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_every_size_is_there():
+    names = [file.stem.removeprefix("batch-") for file in BATCHFILES]
+    sizes = ("1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")
+    assert sorted(names) == sorted([
+        "std-1n1g", "std-1n2g", "doctor", "fineweb",
+        *(f"{stage}-{size}" for stage in ("ddp", "lit") for size in sizes)])
+
+
+@pytest.mark.parametrize("file", BATCHFILES, ids=lambda file: file.stem)
+def test_a_file_asks_for_what_its_name_says(slurm, file):
+    said = slurm("sbatch", "--test-only", file, check=False)
+    assert "to start at" in said.stderr, said.stderr
+    text = file.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.M))
+    assert file.stem == f"batch-{options['job-name']}"
+    shape = re.fullmatch(r"(std|ddp|lit)-(\d)n(\d)g", options["job-name"])
+    if shape:
+        stage, nodes, gpus = shape[1], shape[2], shape[3]
+        assert options["nodes"] == nodes
+        assert options["gpus-per-node"] == gpus
+        tasks = gpus if stage == "lit" else "1"
+        assert options["ntasks-per-node"] == tasks
+        # from the stages' first file on, the rest is the same
+        first = file.with_name(f"batch-{stage}-1n1g.sh").read_text()
+        assert text.partition("\n\n")[2] == first.partition("\n\n")[2]
+
+
+def test_what_slurm_refuses(slurm):
+    """One line each, SLURM's own."""
+    name = slurm.repo / "batchfiles" / "batch-ddp-1n1g.sh"
+    for options, variables, reason in (
+            ((), {"SBATCH_ACCOUNT": "nobody"}, "Invalid account"),
+            ((), {"SBATCH_QOS": "none"}, "Invalid qos"),
+            (("--gpus-per-node=5",), {}, "node configuration is not")):
+        said = slurm("sbatch", *options, name, check=False, **variables)
+        assert said.returncode and not said.stdout
+        line, = (line for line in said.stderr.splitlines())
+        assert reason in line
+
+
+@pytest.mark.parametrize(("site", "reason"), [
+    ("false", "a command in .*site.sh failed"),
+    ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
+     r": run `source .*/my clone/activate\.sh`"),
+    ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* is not there: mend site"),
+])
+def test_a_site_that_is_wrong(slurm, site, reason):
+    """A job says so in one line, at once, and installs nothing."""
+    file = slurm.repo / "site.sh"
+    right = file.read_text()
+    try:
+        file.write_text(f"{right}{site}\n")
+        job = slurm.submit("ddp-1n1g", *FLAGS)
+        end = slurm.wait(job, timeout=30)
+    finally:
+        file.write_text(right)
+    assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
+    log = slurm.log(job)
+    assert re.search(reason, log) and log.count("\n") == 1, log
+    assert not (slurm.repo / ".venv").exists()
+    assert not (slurm.repo / "runs" / f"ddp-1n1g-{job}").exists()
+
+
+def test_the_ladder(slurm):
+    """Six jobs, which a closed partition keeps from running."""
+    said = slurm(slurm.repo / "batchfiles" / "ladder.sh", "lit", "--seed", 5,
+                 SBATCH_PARTITION="closed")
+    jobs = re.findall(r"batch job (\d+)", said.stdout)
+    commands = [slurm("scontrol", "show", "job", job).stdout for job in jobs]
+    slurm("scancel", *jobs)
+    sizes = [re.search(r"Command=.*/batch-lit-(\dn\dg).sh (.*)", text).groups()
+             for text in commands]
+    flags = "--max-steps 100 --eval-every 100 --seed 5"
+    assert sizes == [(size, flags) for size in (
+        "1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")]
+    wrong = slurm(slurm.repo / "batchfiles" / "ladder.sh", check=False)
+    assert wrong.returncode == 1 and "which stage?" in wrong.stderr
+
+
+# ------------------------------------------------------------ to their end
+
+
+def test_runs_to_their_end(slurm, single):
+    """The right world, the losses of one device; two jobs on one node."""
+    one_node = ("--cpus-per-task=2", "--nodelist=node1")
+    jobs = {
+        ("std-1n1g", 1): slurm.submit("std-1n1g", *FLAGS, options=one_node),
+        ("ddp-1n2g", 2): slurm.submit("ddp-1n2g", *FLAGS, options=one_node),
+        ("ddp-1n2g", 2, "too"): slurm.submit(
+            "ddp-1n2g", *FLAGS, options=one_node),
+        ("lit-2n2g", 4): slurm.submit(
+            "lit-2n2g", *FLAGS, options=["--cpus-per-task=1"])}
+    expected = single(*FLAGS)
+    for (name, n, *_), job in jobs.items():
+        end = slurm.wait(job)
+        log = slurm.log(job)
+        assert end["JobState"] == "COMPLETED", log
+        assert end["Restarts"] == "0"
+        result = slurm.result(name, job)
+        assert world_size(result) == n
+        agree(result, expected)
+        assert f"world size {n}" in log or n == 1
+
+
+def test_from_inside_another_job(slurm, single):
+    """As from a portal's JupyterLab: its variables are not the new job's."""
+    file = slurm.repo / "batchfiles" / "batch-ddp-2n4g.sh"
+    outer = slurm("sbatch", "--parsable", "--output=outer.log", "--ntasks=3",
+                  "--mem-per-cpu=10", "--wrap", f"""
+        srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_TRES_PER_TASK=cpu:3 \
+            SLURM_EXACT=1 SLURM_STEP_NUM_TASKS=3 \
+            sbatch --parsable --output=inner.log --cpus-per-task=4 \
+            '{file}' {" ".join(map(str, FLAGS))}
+        sleep 600""").stdout.strip()
+    said = slurm.repo.parent / "outer.log"
+    wait_for(lambda: said.exists() and said.read_text().strip(), 30)
+    job = said.read_text().strip()
+    state = slurm.wait(job)["JobState"]
+    log = (slurm.repo.parent / "inner.log").read_text()
+    assert state == "COMPLETED", log
+    slurm("scancel", outer)
+    result = slurm.result("ddp-2n4g", job)
+    assert world_size(result) == 8
+    agree(result, single(*FLAGS))
+
+    head = log[:log.index("| step")]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True,
+                            cwd=slurm.repo, capture_output=True).stdout.strip()
+    for what in (f"ddp-2n4g {job}: 2 x 4 GPUs, on node[1-2]", f" {commit}",
+                 "torch 2.", "solutions/train_gpt2_ddp.py --run", "world size "
+                 "8", f"data {slurm.repo.parent}/data"):
+        assert what in head
+    for node in ("node1", "node2") if os.geteuid() == 0 else ():
+        assert "dmon" in (result.folder / f"gpus-{node}.txt").read_text()
+    wait_for(lambda: not slurm.processes(job), 10)
+
+
+def test_the_script_on_the_desk(slurm):
+    """It is trained with where it is at that stage, and bad input ends it."""
+    desk = slurm.repo / "code" / "train_gpt2.py"
+    kept = desk.read_text()
+    ddp = (slurm.repo / "solutions" / "train_gpt2_ddp.py").read_text()
+    try:
+        desk.write_text(ddp)
+        job = slurm.submit("ddp-1n1g", "--preset", "tiny", "--data", "none")
+        end = slurm.wait(job)
+    finally:
+        desk.write_text(kept)
+    log = slurm.log(job)
+    assert f"{desk} --run" in log
+    assert log.count("none: there is no such folder: check --data") == 1
+    assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
+
+
+def test_the_doctor_as_a_job(slurm):
+    job = slurm.submit("doctor", options=[
+        "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1"])
+    state, log = slurm.wait(job)["JobState"], slurm.log(job)
+    assert state == "COMPLETED", log
+    answers = [line for line in log.splitlines() if line.startswith("ok")]
+    assert len(answers) == 5
+    if os.geteuid() == 0:
+        assert [line.split()[-2] for line in answers[:4]] == [
+            "node1,", "node1,", "node2,", "node2,"]
+    assert re.fullmatch(r"ok     all-reduce: 4 ranks over gloo, 4 MB in "
+                        r"[\d.]+ ms: [\d.]+ GB/s a rank", answers[4])
+
+
+# ------------------------------------------------------- before their end
+
+
+class Disturbed:
+    """A job that will not be left in peace, and what came of it."""
+
+    def __init__(self, slurm, stage):
+        self.slurm, self.stage = slurm, stage
+        self.name = f"{stage}-2n1g"
+        self.job = slurm.submit(self.name, *LONG,
+                                options=["--cpus-per-task=1"])
+        self.result = slurm.result(self.name, self.job)
+        self.starts = 0
+
+    def get_going(self):
+        """Wait until it has started once more, and saved a step since."""
+        self.starts += 1
+        wait_for(lambda: self.log.count("\njob  ") + self.log.startswith("job")
+                 == self.starts, explain=lambda: self.log)
+        first = self.last_step()
+        wait_for(lambda: self.log.rpartition("\njob  ")[2].count("| step")
+                 and self.last_step() >= first + 22,
+                 explain=lambda: self.log)
+
+    @property
+    def log(self):
+        return self.slurm.log(self.job)
+
+    def last_step(self):
+        try:
+            with open(self.result.folder / "metrics.csv", newline="") as file:
+                return max([int(row[0]) for row in csv.reader(file)
+                            if row and row[0].isdigit()], default=0)
+        except FileNotFoundError:
+            return 0
+
+    def kill_rank(self):
+        """On the second node."""
+        pid, = (pid for pid, node, command in self.slurm.processes(self.job)
+                if node[-1] == "2" and "torchrun" not in " ".join(command[:2])
+                and any(word.endswith(f"train_gpt2_{self.stage}.py")
+                        for word in command[:3]))
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_lost(slurm, single):
+    """Signals, killed ranks, requeues, a crashed node, scancel: all at once.
+
+    The runs end as if nothing had happened.
+    """
+    jobs = [Disturbed(slurm, "ddp"), Disturbed(slurm, "lit")]
+    expected = single(*LONG)
+
+    for job in jobs:  # SLURM's signal before the time limit
+        job.get_going()
+        slurm("scancel", "--batch", "--signal=USR1", job.job)
+    for job in jobs:
+        job.get_going()
+        assert "stopped by SIGUSR1, checkpoint saved" in job.log
+        job.kill_rank()
+    for job in jobs:
+        job.get_going()
+        assert job.log.count("queueing again, to go on after") == 2
+        slurm("scontrol", "requeue", job.job)
+    for job in jobs:
+        job.get_going()
+    node = max(slurm("sinfo", "-hNo", "%N").stdout.split())
+    slurm.lab("kill-node", node)
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=x")
+    slurm.lab("start-node", node)
+    for job in jobs:
+        job.get_going()
+        slurm("scancel", job.job)
+    for job in jobs:
+        assert slurm.wait(job.job)["JobState"] == "CANCELLED"
+        wait_for(lambda job=job.job: not slurm.processes(job), 20)
+        newest = sorted((job.result.folder / "checkpoints").iterdir())[-1]
+        assert newest.suffix == ".pt"
+        assert ZipFile(newest).testzip() is None
+        assert job.log.count("queueing again, to go on after") == 2
+        slurm("scontrol", "requeue", job.job)
+    for job in jobs:
+        assert slurm.wait(job.job)["JobState"] == "COMPLETED", job.log
+        agree(job.result, expected)
+
+
+def test_preempted_and_out_of_time(slurm):
+    """An urgent job takes the node; later the time limit comes near."""
+    job = slurm.submit("ddp-1n1g", *FLAGS, "--max-steps", 10**6, options=[
+        "--time=1", "--signal=B:USR1@20", "--nodelist=node1"])
+
+    def starts():
+        return slurm.log(job).count("resuming after step")
+
+    wait_for(lambda: "| step   1" in slurm.log(job), 60,
+             lambda: f"{slurm.job(job)} {slurm.log(job)}")
+    urgent = slurm("sbatch", "--parsable", "--partition=urgent", "--exclusive",
+                   "--nodelist=node1", "--wrap", "true").stdout.strip()
+    wait_for(lambda: starts() == 1, explain=lambda: slurm.log(job))
+    assert slurm.wait(urgent)["JobState"] == "COMPLETED"
+    assert "stopped by SIGTERM, checkpoint saved" in slurm.log(job)
+    wait_for(lambda: starts() == 2, explain=lambda: slurm.log(job))
+    assert "stopped by SIGUSR1, checkpoint saved" in slurm.log(job)
+    slurm("scancel", job)
+    slurm.wait(job)
+    steps = slurm.result("ddp-1n1g", job).column("step")
+    assert steps == list(range(len(steps)))
