@@ -216,3 +216,22 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
     backup, = (repo / "code").glob("train_gpt2.20*.py")
     assert backup.read_text() == ready
+
+
+@pytest.mark.parametrize("stage", ["ddp", "lit"])
+def test_a_workspace_opens_the_script_beside_the_lesson(
+        stage, page, lab, repo):
+    name = f"{stage}.jupyterlab-workspace"
+    shutil.copy(ROOT / name, repo)
+    # where `jupyter lab NAME` leads the browser
+    page.goto(f"{lab()}/lab/tree/{name}")
+    script = page.locator(".jp-FileEditor:visible")
+    lesson = page.locator(".jp-NotebookPanel:visible")
+    script.locator("text=Train GPT-2").first.wait_for(timeout=90_000)
+    lesson.locator(".jp-Cell", has_text="Goal").first.wait_for(timeout=90_000)
+    left, right = script.bounding_box(), lesson.bounding_box()
+    assert left["x"] + left["width"] <= right["x"]
+    assert left["width"] > 500 and right["width"] > 500
+    tabs = page.locator("#jp-main-dock-panel .lm-TabBar-tab:visible")
+    assert {"train_gpt2.py", f"diff_{stage}.ipynb"} <= set(
+        tabs.all_inner_texts())

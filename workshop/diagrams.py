@@ -43,7 +43,7 @@ def data_parallel(ranks=4):
     """A step: split the minibatch, reduce the gradients, update alike."""
     wide, gap, left = 116, 12, 4
     whole = ranks * wide + (ranks - 1) * gap
-    out = [text(left, 14, "a step: its minibatch is split", "bold")]
+    out = [text(left, 14, "the samples of a minibatch, split", "bold")]
     for rank in range(ranks):
         x, colour = left + rank * (wide + gap), COLOURS[rank]
         for k in range(4):

@@ -123,8 +123,8 @@ def model(ax, runs):
             color=INK, markersize=5, label="measured")
     ax.set_yticks(range(len(runs)), [
         f"{run.name}\nA = {run.accumulation}" for run in runs])
-    ax.invert_yaxis()
-    ax.legend(loc="lower right")
+    ax.set_ylim(len(runs) + 0.4, -0.5)  # room for the legend below
+    ax.legend(loc="lower left", ncols=2)
     if runs[0].device == "cpu":
         ax.set_xlabel("ms a step (processes share this CPU's cores: the "
                       "model does not hold)")
