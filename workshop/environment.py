@@ -7,7 +7,7 @@ import sys
 from workshop import ROOT
 from workshop.errors import check
 
-PACKAGES = ("torch", "numpy", "tiktoken", "tyro")
+PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
                 f"importlib.util.find_spec(name) for name in {PACKAGES}))")
 
