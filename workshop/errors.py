@@ -1,8 +1,10 @@
 """Errors for people: one line that says what is wrong and what to do."""
 
+import atexit
 import contextlib
 import errno
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -27,6 +29,32 @@ def start(main):
 
     Ctrl-C exits with 130. Errors of the program itself keep their traceback.
     """
+    try:
+        guard(main)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    if "torch.distributed" in sys.modules and isinstance(status, int):
+        leave(status)
+    sys.exit(status)
+
+
+def leave(status):
+    """Exit without taking the interpreter apart.
+
+    A thread of torch.distributed that asks for the interpreter's lock while
+    that goes on aborts the process, which has done all its work.
+    """
+    if multiprocessing.parent_process():  # workshop.ranks does it itself
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def guard(main):
+    """`main()`, with `SystemExit` and one line where the user can help."""
     try:
         main()
     except BrokenPipeError:  # `| head` has read enough
