@@ -112,5 +112,6 @@ watch_gpus() {
     mkdir -p "$run"
     # it shares what the processes have, and ends with the job
     srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-        --open-mode=append --output="$run/gpus-%N.txt" "${command[@]}" &
+        --open-mode=append --output="$run/gpus-%N.txt" "${command[@]}" \
+        2>/dev/null & # which would say that it was ended
 }
