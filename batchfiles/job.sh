@@ -18,7 +18,7 @@ for name in ${!SLURM_*}; do
     esac
 done
 
-batchfiles=$(dirname "${BASH_SOURCE[0]}")
+batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 root=$(dirname "$batchfiles")
 run=${WORKSHOP_RUN:-$root/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
 

@@ -5,10 +5,10 @@
     python benchmarks/single_device.py --shape gpt2 --rounds 5
 
 Both sides hold the same model: their losses on the same tokens, in fp32 and
-with the same weights, are compared first. Then they take turns, each time as
-a process of its own, so that a busy machine slows both and each has a peak
-memory of its own. The plain side is what one writes first: fp32, AdamW, the
-model's own loss.
+with the same weights, are compared first. Then each is a process of its own
+(and has a peak memory of its own), and they take short turns, so that what
+else a machine does slows all. The plain side is what one writes first: fp32,
+AdamW, the model's own loss. Ours is measured with --no-compile and --compile.
 """
 
 import json
@@ -33,6 +33,7 @@ SHAPES = {  # microbatch on a CPU, on a GPU; the demo dataset's vocabulary
     "nano": (std.PRESETS["nano"][0], 2048, 2, 64),
     "gpt2": (std.GPTConfig(), 50257, 1, 16),
 }
+SIDES = ("eager", "compiled", "plain")
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Flags:
     """Measure how fast one device trains."""
 
     shape: Literal["nano", "gpt2", "both"] = "both"  # which model
-    rounds: int = 3  # turns of each side
-    seconds: float = 20.0  # of training in each turn
+    rounds: int = 10  # turns of each side
+    seconds: float = 3.0  # of training in each turn
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
-    side: Literal["", "ours", "plain"] = ""  # measure this one, in here
+    side: Literal["", "eager", "compiled", "plain"] = ""  # measure it here
 
 
 def make(side, shape, device):
@@ -66,14 +67,14 @@ def make(side, shape, device):
         hp = std.PRESETS[shape][1]
         raw_model = std.GPT(config).to(device)
         optimizer = raw_model.configure_optimizers(hp)
-        model = raw_model
         precision = "bf16"
         if device.type == "cpu" and not cpu_has_bf16():
             precision = "fp32"
         if precision == "bf16":
             torch.set_float32_matmul_precision("high")
-        if device.type == "cuda":
-            model = compile_model(raw_model, device)
+        model = raw_model
+        if side == "compiled":
+            model = compile_model(model, device)
 
         def loss():
             return std.training_step(model, batch, device, precision)
@@ -123,51 +124,70 @@ def difference(shape):
 
 
 def measure(flags):
-    """One side in this process: tokens/s and peak memory in bytes."""
+    """One side, in this process: a turn for each line that comes in.
+
+    Answers with a line of the turn's tokens/s and the peak memory in bytes.
+    """
     device = get_device(flags.device)
     step, tokens = make(flags.side, flags.shape, device)
     for _ in range(3):  # the first are slow: allocation, compilation
         step()
-    times = []
-    end = time.perf_counter() + flags.seconds
-    while time.perf_counter() < end or len(times) < 3:
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"speed": tokens / statistics.median(times),
-                      "memory": memory}))
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        steps, begin = 0, time.perf_counter()
+        while steps < 2 or time.perf_counter() < begin + flags.seconds:
+            step()
+            steps += 1
+        seconds = time.perf_counter() - begin
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            rusage = resource.getrusage(resource.RUSAGE_SELF)
+            memory = rusage.ru_maxrss * 1024
+        print(json.dumps({"speed": steps * tokens / seconds,
+                          "memory": memory}), flush=True)
+
+
+class Side:
+    """A process that measures one side."""
+
+    def __init__(self, name, shape, flags):
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--shape", shape, "--side", name,
+             "--device", flags.device, "--seconds", str(flags.seconds)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        check(line, f"{self.name} failed")
+        return line
+
+    def turn(self):
+        print(file=self.process.stdin, flush=True)
+        return json.loads(self.answer())
 
 
 def compare(flags, shape):
     error = difference(shape)
     print(f"{shape}: the same model, logits differ by {error:.0e} relative")
     check(error < 1e-4, "the two sides are not the same model")
-    results = {"ours": [], "plain": []}
+    sides = [Side(name, shape, flags) for name in SIDES]
+    ratios = {name: [] for name in SIDES}
     for turn in range(flags.rounds):
-        for side, found in results.items():
-            done = subprocess.run(
-                [sys.executable, __file__, "--shape", shape, "--side", side,
-                 "--device", flags.device, "--seconds", str(flags.seconds)],
-                stdout=subprocess.PIPE, text=True)
-            check(done.returncode == 0, f"{side} failed")
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-        ratio = found_ratio(results, turn)
-        print(f"  turn {turn + 1}: ours {results['ours'][turn]['speed']:,.0f} "
-              f"tok/s, plain {results['plain'][turn]['speed']:,.0f} tok/s: "
-              f"{ratio:.2f} times", flush=True)
-    ratios = [found_ratio(results, turn) for turn in range(flags.rounds)]
-    ours, plain = (max(r["memory"] for r in results[side]) / 2**20
-                   for side in ("ours", "plain"))
-    print(f"  median: {statistics.median(ratios):.2f} times as fast; peak "
-          f"memory {ours:,.0f} MiB beside {plain:,.0f} MiB")
-
-
-def found_ratio(results, turn):
-    return results["ours"][turn]["speed"] / results["plain"][turn]["speed"]
+        found = {side.name: side.turn() for side in sides}
+        for name, values in ratios.items():
+            values.append(found[name]["speed"] / found["plain"]["speed"])
+        print(f"  turn {turn + 1}: " + ", ".join(
+            f"{name} {values['speed']:,.0f} tok/s"
+            for name, values in found.items()), flush=True)
+    for side in sides:
+        side.process.communicate()
+    for name, values in ratios.items():
+        print(f"  {name}: {statistics.median(values):.2f} times plain (turns "
+              f"from {min(values):.2f} to {max(values):.2f}), peak memory "
+              f"{found[name]['memory'] / 2**20:,.0f} MiB")
 
 
 def main():

@@ -80,12 +80,20 @@ def test_lesson_ddp_runs_with_the_environment_that_the_site_names(
     assert "4 processes" in checked and "FAIL" not in checked, checked
 
 
-def test_lesson_ddp_says_what_is_wrong_in_a_line(repo, execute):
+def test_lesson_ddp_says_what_is_wrong_in_a_line(
+        repo, execute, monkeypatch):
+    programs = repo / "bin"
+    programs.mkdir()
+    for name in ("bash", "env", "tail"):
+        (programs / name).symlink_to(shutil.which(name))
     script = repo / "code" / "train_gpt2.py"
     script.unlink()
-    shown = execute("diff_ddp.ipynb")  # there is no environment, either
+    monkeypatch.setenv("PATH", str(programs))
+    shown = execute("diff_ddp.ipynb")  # without an environment or SLURM
     assert "is not there: was it moved" in shown['diff("ddp")']
     assert "source activate.sh" in shown['check("ddp")']
+    assert "There is no SLURM" in shown["slurm()"]
+    assert shown["!squeue --me"].strip().endswith("squeue: command not found")
     for text in shown.values():
         assert "Traceback" not in text
 

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 from zipfile import ZipFile
 
+import nbformat
 import pytest
 from conftest import needs
+from nbclient import NotebookClient
 from stages import Result, make_dataset, train, weight_distance
 
 from workshop import ROOT
@@ -123,14 +125,15 @@ def slurm():
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
-    for name in ("batchfiles", "code", "solutions", "workshop"):
+    for name in ("batchfiles", "code", "notebooks", "solutions", "workshop"):
         shutil.copytree(ROOT / name, repo / name,
                         ignore=shutil.ignore_patterns("__pycache__"))
     (repo / "tests").mkdir()
+    (repo / "fineweb").mkdir()
     for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt"):
+                 "tests/requirements.txt", "fineweb/requirements.txt"):
         shutil.copy(ROOT / name, repo / name)
-    (repo / "fineweb" / "demo").mkdir(parents=True)
+    (repo / "fineweb" / "demo").mkdir()
     (repo / "fineweb" / "demo" / "manifest.json").touch()
     (repo / "bin").mkdir()
     (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
@@ -344,6 +347,46 @@ def test_the_script_on_the_desk(slurm):
     assert f"{desk} --run" in log
     assert log.count("none: there is no such folder: check --data") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
+
+
+@pytest.mark.parametrize("stage", ["ddp", "lit"])
+def test_a_lesson_submits(slurm, stage, monkeypatch):
+    """Its cells for SLURM, in a notebook, with what the site names."""
+    site = slurm.repo / "site.sh"
+    right = site.read_text()
+    book = nbformat.read(
+        slurm.repo / "notebooks" / f"diff_{stage}.ipynb", as_version=4)
+    book.cells = [cell for cell in book.cells if cell.source.startswith(
+        ("import sys", "slurm()", "!"))]
+    submit, queue, log = book.cells[2:]
+    submit.source = submit.source.replace("--max-steps 100", " ".join(
+        map(str, FLAGS)).replace("--data ", "--data ../../"))
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_")):
+            monkeypatch.delenv(name)
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.env[name])
+    client = NotebookClient(book, timeout=60, resources={
+        "metadata": {"path": str(slurm.repo / "notebooks")}})
+    try:
+        site.write_text(f"{right}export SBATCH_TIMELIMIT=7\n")
+        with client.setup_kernel():
+            for index, cell in enumerate(book.cells):
+                client.execute_cell(cell, index)
+                if cell is queue:
+                    job, = re.findall(r"batch job (\d+)", shown(submit))
+                    assert slurm.wait(job)["JobState"] == "COMPLETED"
+    finally:
+        site.write_text(right)
+    assert "SBATCH_TIMELIMIT=7" in shown(book.cells[1])
+    assert slurm.job(job)["TimeLimit"] == "00:07:00"
+    assert job in shown(queue)
+    assert f"finished: {slurm.repo}/runs/{stage}-1n2g-{job}" in shown(log)
+
+
+def shown(cell):
+    return "".join(output.get("text", "") + output.get("data", {}).get(
+        "text/plain", "") for output in cell.outputs)
 
 
 def test_the_doctor_as_a_job(slurm):

@@ -54,6 +54,17 @@ def variables():
     return env
 
 
+def sbatch_variables():
+    """What site.sh sets for `sbatch`: account, partition and the like."""
+    printed = subprocess.run(
+        ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2; env -0"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, check=False).stdout.decode()
+    pairs = (item.partition("=") for item in printed.split("\0"))
+    return {name: value for name, _, value in sorted(pairs)
+            if name.startswith("SBATCH_")}
+
+
 def run(*arguments):
     """`python arguments...` there, its output line by line; its status.
 

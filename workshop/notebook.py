@@ -1,5 +1,8 @@
 """What the cells of the lessons call, in any kernel; no tracebacks."""
 
+import os
+import shutil
+
 from workshop import environment, pictures, view
 from workshop.diff import Diff
 from workshop.errors import UserError
@@ -33,6 +36,19 @@ def check(stage):
         environment.run("-m", "workshop", "check", stage)
     except UserError as error:
         return complaint(error)
+
+
+def slurm():
+    """Get this kernel ready for `!sbatch`; says whether SLURM is here."""
+    if shutil.which("sbatch") is None:
+        return complaint("There is no SLURM on this machine, so the next "
+                         "cells find no commands. Read on: on a cluster's "
+                         "login node, or in its portal, they submit.")
+    named = environment.sbatch_variables()
+    os.environ.update(named)
+    says = ", ".join(f"{name}={value}" for name, value in named.items())
+    text = f"SLURM is here, and site.sh names {says or 'nothing for it'}."
+    return Shown(view.box(view.paragraph(view.quote(text))), text)
 
 
 def cadence():

@@ -31,7 +31,7 @@ current_base() {
 }
 
 requirements() {
-    cat requirements.txt constraints.txt tests/requirements.txt | cksum
+    cat requirements.txt constraints.txt {tests,fineweb}/requirements.txt | cksum
 }
 
 up_to_date() {
