@@ -21,6 +21,8 @@ from stages import (
 
 from workshop import ROOT
 from workshop.check import Observer
+from workshop.errors import UserError
+from workshop.mpi import map_variables
 from workshop.ranks import free_port
 
 DDP = ROOT / "solutions" / "train_gpt2_ddp.py"
@@ -241,6 +243,17 @@ def test_mpirun(data, single, tmp_path):
     assert done.stdout.count("step   19/20") == 1
     assert Result(run, []).column("loss") == pytest.approx(
         single.column("loss"), rel=1e-5)
+
+
+def test_names_of_mpich_and_intel_mpi():
+    env = {"PMI_RANK": "5", "PMI_SIZE": "8",
+           "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    map_variables(env)
+    assert [env[name] for name in (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR")] == ["5", "8", "1", "4", "127.0.0.1"]
+    with pytest.raises(UserError, match="no rank from MPI"):
+        map_variables({"PMI_RANK": "0"})
 
 
 def test_compiled(data, single, tmp_path):

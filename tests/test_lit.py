@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from conftest import needs
 from stages import (
     Result,
     make_dataset,
@@ -17,7 +18,7 @@ from stages import (
     start_stage,
     train,
 )
-from test_ddp import DieAfter, agree, code_lines
+from test_ddp import DieAfter, agree, code_lines, run_command, tiny
 
 from workshop import ROOT
 from workshop.check import Observer
@@ -121,6 +122,32 @@ def test_init_starts_from_the_weights_of_another_stage(
                    data=data) for name in ("std", "lit")]
     assert again[1].column("loss") == again[0].column("loss")
     assert again[1].column("loss")[0] < first.column("loss")[0] - 0.1
+
+
+def test_no_collective_but_the_reductions(data, tmp_path):
+    """Lightning's own broadcast would wait at every microbatch."""
+    result = train("lit", tmp_path / "run", data=data, world_size=2,
+                   observe=BroadcastsSeen())
+    assert result.status == 0, result.err
+    seen = [line for line in result.out.splitlines() if "broadcasts" in line]
+    assert len(seen) == 2 * 20 and len(set(seen)) == 1
+
+
+class BroadcastsSeen:
+    """Says at each step how many broadcasts there were so far."""
+
+    def __call__(self, rank):
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        broadcast, calls = torch.distributed.broadcast, []
+
+        def counted(*args, **options):
+            calls.append(1)
+            return broadcast(*args, **options)
+
+        torch.distributed.broadcast = counted
+        register_optimizer_step_pre_hook(
+            lambda *_: print(len(calls), "broadcasts"))
 
 
 # ------------------------------------------------------- nothing is lost
@@ -317,6 +344,20 @@ def test_names_of_a_step(tasks, nodes, node):
     by_torchrun = {**env, "RANK": "2"}
     name_ranks(by_torchrun)
     assert by_torchrun == {**env, "RANK": "2"}
+
+
+@pytest.mark.parametrize("launcher", [
+    (sys.executable, "-m", "torch.distributed.run", "--standalone",
+     "--nproc-per-node", 2, "--", LIT),
+    ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2,
+     sys.executable, "-m", "workshop.mpi", LIT)], ids=["torchrun", "mpirun"])
+def test_launchers_of_the_ddp_stage(data, single, tmp_path, launcher):
+    needs(launcher[0])
+    done = run_command(*launcher, *tiny(tmp_path / "run", data))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| step   19/20") == 1
+    agree(Result(tmp_path / "run", [Rank(0, done.stdout, done.stderr)]),
+          single)
 
 
 @pytest.mark.parametrize("flags", [(), FSDP2])

@@ -237,6 +237,8 @@ class LitRun(L.Callback):
 
     def on_train_start(self, trainer, module):
         self.run.catch_signals()  # Lightning's handler waits for other ranks
+        # for which all ranks, and their GPUs, wait at every microbatch
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         self.begin_step()
 
     def begin_step(self):

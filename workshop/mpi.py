@@ -14,11 +14,12 @@ from pathlib import Path
 
 from workshop.errors import check, start
 
-# (RANK, WORLD_SIZE, LOCAL_RANK) as Open MPI, MPICH and Intel MPI call them
+# What torchrun names and how Open MPI, then MPICH and Intel MPI, call it.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -28,8 +29,7 @@ def map_variables(environment):
              if all(name in environment for name in names)]
     check(found, "no rank from MPI is here: mpirun -n 4 "
           "python -m workshop.mpi code/train_gpt2.py")
-    for name, mpi_name in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), found[0],
-                              strict=True):
+    for name, mpi_name in zip(TORCHRUN, found[0], strict=True):
         environment[name] = environment[mpi_name]
     environment.setdefault("MASTER_ADDR", "127.0.0.1")
     environment.setdefault("MASTER_PORT", "29500")
