@@ -6,7 +6,8 @@
 # it and leave them behind.
 trap '' USR1
 
-export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
+threads=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
+export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 exec torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \

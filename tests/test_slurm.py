@@ -19,11 +19,13 @@ from zipfile import ZipFile
 
 import nbformat
 import pytest
+import tiktoken
 from conftest import needs
 from nbclient import NotebookClient
 from stages import Result, make_dataset, train, weight_distance
+from tiktoken_ext import openai_public
 
-from workshop import ROOT
+from workshop import ROOT, vocabulary
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
@@ -125,13 +127,13 @@ def slurm():
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
-    for name in ("batchfiles", "code", "notebooks", "solutions", "workshop"):
-        shutil.copytree(ROOT / name, repo / name,
-                        ignore=shutil.ignore_patterns("__pycache__"))
+    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache")
+    for name in ("batchfiles", "code", "fineweb", "notebooks", "solutions",
+                 "workshop"):
+        shutil.copytree(ROOT / name, repo / name, ignore=made)
     (repo / "tests").mkdir()
-    (repo / "fineweb").mkdir()
     for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt", "fineweb/requirements.txt"):
+                 "tests/requirements.txt"):
         shutil.copy(ROOT / name, repo / name)
     (repo / "fineweb" / "demo").mkdir()
     (repo / "fineweb" / "demo" / "manifest.json").touch()
@@ -389,6 +391,28 @@ def shown(cell):
         "text/plain", "") for output in cell.outputs)
 
 
+def test_fineweb_as_a_job(slurm):
+    """Documents become shards, which the tools find whole."""
+    texts, words = slurm.repo.parent / "texts", slurm.repo.parent / "words"
+    for folder in (texts, words):
+        folder.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"text number {number} " * 100)
+    vocabulary.save(tiktoken.Encoding(
+        "bytes", pat_str=openai_public.r50k_pat_str,
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={vocabulary.END_OF_TEXT: 256}), words)
+    job = slurm.submit(
+        "fineweb", "--dataset", "texts", "--files", "*.txt", "--vocabulary",
+        "words", "--shard-size", 20_000, "--out", "shards",
+        options=["--cpus-per-task=2"])
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    count = slurm(sys.executable, slurm.repo / "fineweb" / "countfineweb.py",
+                  "shards", "--verify", PYTHONPATH=str(slurm.repo))
+    expected = sum(len(file.read_bytes()) + 1 for file in texts.iterdir())
+    assert f"{expected - 20_000:,}" in count.stdout, count.stdout
+
+
 def test_the_doctor_as_a_job(slurm):
     job = slurm.submit("doctor", options=[
         "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1"])
@@ -486,23 +510,29 @@ def test_nothing_is_lost(slurm, single, stage):
 
 def test_preempted_and_out_of_time(slurm):
     """An urgent job takes the node; later the time limit comes near."""
-    job = slurm.submit("ddp-1n1g", *FLAGS, "--max-steps", 10**6, options=[
-        "--time=1", "--signal=B:USR1@20", f"--nodelist={slurm.nodes[0]}"])
+    node = f"--nodelist={slurm.nodes[0]}"
+    jobs = {name: slurm.submit(
+        name, *FLAGS, "--max-steps", 10**6, options=[
+            "--time=1", "--signal=B:USR1@20", "--cpus-per-task=1", node])
+        for name in ("ddp-1n1g", "lit-1n1g")}
 
-    def starts():
-        return slurm.log(job).count("resuming after step")
+    def wait_for_all(count, text):
+        for job in jobs.values():
+            wait_for(lambda job=job: slurm.log(job).count(text) >= count,
+                     explain=lambda job=job: f"{slurm.job(job)}"
+                     f"{slurm.log(job)}")
 
-    wait_for(lambda: "| step   1" in slurm.log(job), 60,
-             lambda: f"{slurm.job(job)} {slurm.log(job)}")
-    urgent = slurm("sbatch", "--parsable", "--partition=urgent",
-                   f"--nodelist={slurm.nodes[0]}", "--exclusive",
-                   "--wrap", "true").stdout.strip()
-    wait_for(lambda: starts() == 1, explain=lambda: slurm.log(job))
+    wait_for_all(1, "| step   1")
+    urgent = slurm("sbatch", "--parsable", "--partition=urgent", node,
+                   "--exclusive", "--wrap", "true").stdout.strip()
+    wait_for_all(1, "resuming after step")
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
-    assert "stopped by SIGTERM, checkpoint saved" in slurm.log(job)
-    wait_for(lambda: starts() == 2, explain=lambda: slurm.log(job))
-    assert "stopped by SIGUSR1, checkpoint saved" in slurm.log(job)
-    slurm("scancel", job)
-    slurm.wait(job)
-    steps = slurm.result("ddp-1n1g", job).column("step")
-    assert steps == list(range(len(steps)))
+    wait_for_all(2, "resuming after step")
+    for name, job in jobs.items():
+        log = slurm.log(job)
+        assert "stopped by SIGTERM, checkpoint saved" in log
+        assert "stopped by SIGUSR1, checkpoint saved" in log
+        slurm("scancel", job)
+        slurm.wait(job)
+        steps = slurm.result(name, job).column("step")
+        assert steps == list(range(len(steps)))
