@@ -261,7 +261,7 @@ PRESETS = {
             precision="fp32", eval_every=10, generate_every=20,
             checkpoint_every=10)),
     "nano": (  # minutes on a CPU
-        GPTConfig(block_size=128, n_layer=4, n_head=4, n_embd=192),
+        GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
         Hyperparameters(
             "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
             sequence_length=128, learning_rate=2e-3, warmup_steps=300,

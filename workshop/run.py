@@ -107,8 +107,7 @@ def parse(Hyperparameters, presets):
             warn(f"{hp.data} is not complete: what makes it is at work, or "
                  "was stopped")
         why = f" ({', '.join(why)})" if why else ""
-        shown = os.path.relpath(data) if data.is_relative_to(ROOT) else data
-        print(f"preset {preset}, data {shown}{why}, "
+        print(f"preset {preset}, data {shown(data)}{why}, "
               f"device {device.type}, {hp.precision}"
               + (f", world size {os.environ['WORLD_SIZE']}"
                  if "WORLD_SIZE" in os.environ else ""), flush=True)
@@ -257,7 +256,7 @@ class Run:
                 raise UserError(
                     f"{folder} holds a run already: go on with it with "
                     "--resume, or name another folder") from None
-        print(f"run {folder}", flush=True)
+        print(f"run {shown(folder)}", flush=True)
         return str(folder)
 
     def _load_vocabulary(self):
@@ -400,16 +399,13 @@ class Run:
             dist.barrier()  # who leaves early can make another's end abort
         if self.rank == 0:
             self.metrics.close()
-            shown = self.folder
-            if shown.is_relative_to(Path.cwd()):
-                shown = shown.relative_to(Path.cwd())
             if self.next_step == self.max_steps:
-                print(f"finished: {shown}")
+                print(f"finished: {shown(self.folder)}")
             else:
                 name = ("a signal to another rank" if self.stop_signal is None
                         else signal.Signals(self.stop_signal).name)
                 print(f"stopped by {name}, checkpoint saved; go on with: "
-                      f"--run {shown} --resume")
+                      f"--run {shown(self.folder)} --resume")
         if self.stop_signal == signal.SIGINT:
             sys.exit(130)
 
@@ -509,6 +505,12 @@ def new_folder(parent, stage):
             return folder
         except FileExistsError:
             continue
+
+
+def shown(path):
+    """The path as one would type it in this folder."""
+    inside = path.is_relative_to(Path.cwd())
+    return path.relative_to(Path.cwd()) if inside else path
 
 
 def on_rank_0(function):
