@@ -19,7 +19,7 @@ from workshop import vocabulary
 from workshop.errors import check, start
 from workshop.run import Run, compile_model, get_device, parse
 
-# ---------------------------------------------------------------- model
+# -------------------------------------------------------- model
 
 
 @dataclass
@@ -141,7 +141,7 @@ def training_step(model, batch, device, precision):
         return model(x, y)
 
 
-# ----------------------------------------------------------------- data
+# --------------------------------------------------------- data
 
 
 def get_shards(data, split):
@@ -210,7 +210,7 @@ class DataIterator:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-# ------------------------------------- schedule and hyperparameters
+# --------------------------------- schedule and hyperparameters
 
 
 def get_lr(step, max_steps, hp):
@@ -265,7 +265,7 @@ PRESETS = {
     "gpt2": (GPTConfig(), Hyperparameters()),
 }
 
-# -------------------------------------------------------- training loop
+# ------------------------------------------------ training loop
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from workshop.errors import check, start
 from workshop.lit import LitRun, get_loader, get_strategy, get_world, options
 from workshop.run import compile_model, get_device, parse
 
-# ---------------------------------------------------------------- model
+# -------------------------------------------------------- model
 
 
 @dataclass
@@ -145,7 +145,7 @@ class GPT(L.LightningModule):
         self.log("val_loss", self(*batch), sync_dist=True)
 
 
-# ----------------------------------------------------------------- data
+# --------------------------------------------------------- data
 
 
 def get_shards(data, split):
@@ -214,7 +214,7 @@ class DataIterator:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-# ------------------------------------- schedule and hyperparameters
+# --------------------------------- schedule and hyperparameters
 
 
 def get_lr(step, max_steps, hp):
@@ -271,7 +271,7 @@ PRESETS = {
     "gpt2": (GPTConfig(), Hyperparameters()),
 }
 
-# -------------------------------------------------------- training loop
+# ------------------------------------------------ training loop
 
 
 def write_texts(model, encoding, device, seed):

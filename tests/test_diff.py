@@ -18,7 +18,7 @@ STAGES = [stage for stage in lessons.STARTS if solution(stage).exists()]
 PORTABLE = sorted(
     [ROOT / "workshop" / f"{name}.py" for name in (
         "__init__", "__main__", "desk", "diff", "doctor", "environment",
-        "errors", "notebook", "pictures", "view")]
+        "errors", "launchers", "notebook", "pictures", "view")]
     + list((ROOT / "workshop" / "lessons").glob("*.py")))
 STD, DDP = (solution(stage).read_text() for stage in ("std", "ddp"))
 
@@ -306,7 +306,8 @@ def old_pythons():
 
 @pytest.mark.parametrize("python", [sys.executable, *old_pythons()])
 def test_runs_with_the_standard_library_alone(python):
-    end = subprocess.run(
-        [python, "-S", "-m", "workshop", "diff", "ddp"], cwd=ROOT,
-        capture_output=True, text=True)
-    assert end.returncode == 0, end.stderr
+    for program in (["-m", "workshop", "diff", "ddp"],
+                    ["-c", "import workshop.notebook"]):
+        end = subprocess.run([python, "-S", *program], cwd=ROOT,
+                             capture_output=True, text=True)
+        assert end.returncode == 0, end.stderr

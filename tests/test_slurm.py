@@ -371,7 +371,8 @@ def test_a_lesson_submits(slurm, stage, monkeypatch):
     client = NotebookClient(book, timeout=60, resources={
         "metadata": {"path": str(slurm.repo / "notebooks")}})
     try:
-        site.write_text(f"{right}export SBATCH_TIMELIMIT=7\n")
+        site.write_text(f"{right}export SBATCH_TIMELIMIT=7 "
+                        "SBATCH_PARTITION=gpu\n")
         with client.setup_kernel():
             for index, cell in enumerate(book.cells):
                 client.execute_cell(cell, index)
@@ -380,7 +381,7 @@ def test_a_lesson_submits(slurm, stage, monkeypatch):
                     assert slurm.wait(job)["JobState"] == "COMPLETED"
     finally:
         site.write_text(right)
-    assert "SBATCH_TIMELIMIT=7" in shown(book.cells[1])
+    assert "SBATCH_PARTITION=gpu" in shown(book.cells[1])
     assert slurm.job(job)["TimeLimit"] == "00:07:00"
     assert job in shown(queue)
     assert f"finished: {slurm.repo}/runs/{stage}-1n2g-{job}" in shown(log)

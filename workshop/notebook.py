@@ -5,6 +5,7 @@ import shutil
 
 from workshop import environment, pictures, view
 from workshop.diff import Diff
+from workshop.doctor import ask_slurm
 from workshop.errors import UserError
 
 
@@ -44,11 +45,12 @@ def slurm():
         return complaint("There is no SLURM on this machine, so the next "
                          "cells find no commands. Read on: on a cluster's "
                          "login node, or in its portal, they submit.")
-    named = environment.sbatch_variables()
-    os.environ.update(named)
-    says = ", ".join(f"{name}={value}" for name, value in named.items())
-    text = f"SLURM is here, and site.sh names {says or 'nothing for it'}."
-    return Shown(view.box(view.paragraph(view.quote(text))), text)
+    os.environ.update(environment.sbatch_variables())
+    try:
+        answer = ask_slurm()
+    except UserError as error:
+        return complaint(error)
+    return Shown(view.box(view.paragraph(view.quote(answer))), answer)
 
 
 def cadence():
