@@ -67,6 +67,8 @@ def test_committed_without_outputs_for_any_python3(path):
         assert not cell.metadata
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
+            # half a screen, whose cells do not wrap
+            assert max(map(len, cell.source.splitlines())) <= 62
 
 
 def test_lesson_ddp_runs_with_the_environment_that_the_site_names(
@@ -187,8 +189,8 @@ def test_collectives_are_run_for_real(ready, execute):
 def test_results_fall_back_on_the_examples(ready, execute):
     shown = execute("results.ipynb")
     assert "No run to show in runs/ yet" in shown["runs()"]
-    for stage in ("std", "ddp", "lit"):
-        assert f"<td>{stage}</td>" in shown["runs()"]
+    for name in ("std x 1", "ddp x 4", "lit x 2"):
+        assert f"<td>{name}</td>" in shown["runs()"]
     for panel in ("loss", "speed", "scaling", "model", "published", "gpus"):
         picture = shown[f'plot("{panel}")']
         assert "currentColor" in picture and "#010203" not in picture

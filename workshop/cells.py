@@ -136,12 +136,12 @@ def load_ipython_extension(ipython):
 def runs(*folders):
     """A table of the runs that the pictures show, and what they leave out."""
     found, notes = results.find(folders)
-    rows = [("run", "stage", "preset", "processes", "device", "steps",
-             "last loss", "tokens/s")]
-    rows += [(results.show(run.folder), run.stage, run.preset,
-              run.world_size, run.device, len(run.rows),
+    rows = [("run", "stage", "device", "steps", "last loss", "tokens/s")]
+    rows += [(results.show(run.folder), run.name, run.device, len(run.rows),
               f"{run.rows[-1]['loss']:.4f}", f"{run.tokens_per_second:,.0f}")
              for run in found]
+    presets = sorted({run.preset for run in found})
+    notes = [f"Preset {', '.join(presets)}.", *notes]
     table = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
         + "</tr>" for row in rows)
