@@ -256,10 +256,11 @@ def test_names_of_mpich_and_intel_mpi():
         map_variables({"PMI_RANK": "0"})
 
 
-def test_compiled(data, single, tmp_path):
+@pytest.mark.parametrize("stage", ["ddp", "lit"])
+def test_compiled(data, single, tmp_path, stage):
     """torch.compile around DDP, two processes; the raw model is saved."""
     needs("g++")
-    result = train("ddp", tmp_path / "run", "--compile", data=data,
+    result = train(stage, tmp_path / "run", "--compile", data=data,
                    world_size=2, timeout=290)
     assert result.status == 0, result.err
     assert "does not work here" not in result.err
