@@ -75,6 +75,10 @@ MISTAKES = {
           "        if step == 2:\n            return\n"
           "        mean_loss = torch.zeros(")],
         "ended after 2 of 6 steps", "early return"),
+    "the local rank taken for the rank": (  # it is, on one node
+        [('rank = int(os.environ["RANK"])',
+          'rank = int(os.environ["LOCAL_RANK"])')],
+        "rank 2 called run.log()", "every node has a local rank 0"),
     "an error in the script": (
         [("local_rank = int(", "local_rang = int(")],
         "NameError", "the first error"),

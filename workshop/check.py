@@ -1,9 +1,10 @@
 """Does a script compute what the single-device stage computes?
 
 `python -m workshop check ddp` runs the script on the desk as 1, 2 and 4
-processes for a few steps of preset tiny, in fp32 on the CPU, and compares
-with `solutions/train_gpt2_std.py`: contract 1 of the course. The script needs
-nothing for it: its processes are watched from outside, by an `Observer`.
+processes (four as if on two nodes) for a few steps of preset tiny, in fp32 on
+the CPU, and compares with `solutions/train_gpt2_std.py`: contract 1 of the
+course. The script needs nothing for it: its processes are watched from
+outside, by an `Observer`.
 """
 
 import ast
@@ -198,6 +199,7 @@ def try_out(name, script, folder, world_size, timeout, *flags, plain=False):
     launch = Launch(
         script, *FLAGS, "--data", folder / "data", "--run", run,
         *flags, world_size=None if plain else world_size,
+        nodes=2 if world_size == 4 else 1,
         observe=Observer(observed, run), env=quiet_environment())
     trial = Trial(world_size, launch.wait(timeout), [])
     trial.seconds = time.monotonic() - begin
@@ -215,8 +217,8 @@ def try_out(name, script, folder, world_size, timeout, *flags, plain=False):
 
 def quiet_environment():
     """The environment, without a launcher's variables and the GPUs."""
-    hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
-              "MASTER_PORT")
+    hidden = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE",
+              "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items()
             if key not in hidden} | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -269,6 +271,8 @@ def how_it_ended(trial, reference):
                     "`python -m workshop diff` shows what is left to change")
         if "collective" in lines[rank] or "rank 0 alone" in lines[rank]:
             hint = "guard it with `if rank == 0:`"
+            if trial.world_size == 4 and rank == 2:  # of the second node
+                hint += ", by RANK: every node has a local rank 0"
         return fail(f"rank {rank} ended with an error: {lines[rank]}", hint)
     if late:
         return fail(
@@ -600,8 +604,8 @@ def compare(stage, script, folder, patience):
     timeout = max(patience, 8 * reference.seconds)
     warned = False
     for world_size in (1, 2, 4):
-        plural = "es" if world_size > 1 else " (plain python)"
-        print(f"\n{world_size} process{plural}")
+        kind = {1: " (plain python)", 2: "es", 4: "es, as on 2 nodes"}
+        print(f"\n{world_size} process{kind[world_size]}")
         trial = try_out(f"world-{world_size}", script, folder, world_size,
                         timeout, plain=world_size == 1)
         findings = judge(trial, reference)

@@ -37,12 +37,13 @@ class Rank:
 class Launch:
     """`script flags...` as `world_size` processes; None: plain python.
 
+    nodes: how many the processes take themselves to be on.
     observe: a picklable function of the rank that every process calls first;
     what it returns is called at the end, also after an error. preload: what
     is imported once for all of them, by the first Launch of this program.
     """
 
-    def __init__(self, script, *flags, world_size=None, env=None,
+    def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # "forkserver": a fork of this process would inherit threads of torch
@@ -53,10 +54,12 @@ class Launch:
         for rank in range(world_size or 1):
             variables = dict(os.environ if env is None else env)
             if world_size:
+                devices = world_size // nodes
                 variables |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank),
+                    "RANK": str(rank), "LOCAL_RANK": str(rank % devices),
+                    "GROUP_RANK": str(rank // devices),
                     "WORLD_SIZE": str(world_size),
-                    "LOCAL_WORLD_SIZE": str(world_size),
+                    "LOCAL_WORLD_SIZE": str(devices),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             process = context.Process(target=run_script, args=(
                 str(script), [str(flag) for flag in flags], variables,
