@@ -142,6 +142,13 @@ def test_a_missing_no_sync_is_a_warning(tmp_path, capsys):
     assert "Mind the warning" in out
 
 
+def test_the_same_texts_on_all_ranks_are_a_warning(tmp_path, capsys):
+    script = plant(tmp_path, [
+        ("seed = hp.seed + 1000 * step + rank", "seed = hp.seed")])
+    assert main("ddp", script)
+    assert capsys.readouterr().out.count("warn  all ranks write the same") == 2
+
+
 def test_the_single_device_script_is_not_distributed(tmp_path, capsys):
     assert not main("ddp", ROOT / "solutions" / "train_gpt2_std.py")
     out = capsys.readouterr().out

@@ -240,7 +240,7 @@ def judge(trial, reference):
     findings = []
     for question in (how_it_ended, samples, first_weights, rates, gradients,
                      norms, reductions, losses, validation, weights, writers,
-                     checkpoint):
+                     texts, checkpoint):
         finding = question(trial, reference)
         if finding:
             findings.append(finding)
@@ -549,6 +549,18 @@ def writers(trial, reference):
             return fail(f"rank {r} prints the log line too",
                         "rank 0 alone logs and saves: `if rank == 0:`")
     return ok("rank 0 alone logs and saves")
+
+
+def texts(trial, reference):
+    """Whether each rank wrote its own, as far as they are printed."""
+    out = "".join(rank.out for rank in trial.ranks)
+    written = out.split("> Hello, I'm a language model,")[1:]
+    if trial.world_size == 1 or len(written) != 4 * trial.world_size:
+        return None
+    if len({text[:20] for text in written}) > 4:
+        return ok("every rank writes texts of its own")
+    return Finding("warn", "all ranks write the same texts",
+                   "add the rank to the seed of the generation")
 
 
 def checkpoint(trial, reference):
