@@ -91,6 +91,7 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
     script = repo / "code" / "train_gpt2.py"
     script.unlink()
     monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("SHELL", str(programs / "bash"))  # what ! starts
     shown = execute("diff_ddp.ipynb")  # without an environment or SLURM
     assert "is not there: was it moved" in shown['diff("ddp")']
     assert "source activate.sh" in shown['check("ddp")']
