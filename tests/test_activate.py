@@ -10,11 +10,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from conftest import needs
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
@@ -352,6 +354,18 @@ def test_a_site_file_that_fails(tmp_path):
     repo = tiny_clone(tmp_path)
     (repo / "site.sh").write_text("false || return\n")
     refused(source(repo), "site.sh")
+
+
+def test_the_pins_are_for_any_patch_release_of_python():
+    """Debian 12 has 3.11.2, Ubuntu 24.04 has 3.12.3: here may be a later."""
+    first = "{}.{}.0".format(*sys.version_info)
+    pins = re.findall(r"^\w[^\s;]+", (ROOT / "constraints.txt").read_text(),
+                      re.MULTILINE)
+    assert len(pins) > 100
+    for package in distributions():
+        if f"{package.name}=={package.version}" in pins:
+            needed = package.metadata["Requires-Python"] or ""
+            assert first in SpecifierSet(needed), (package.name, needed)
 
 
 def test_shellcheck():
