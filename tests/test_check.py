@@ -79,6 +79,12 @@ MISTAKES = {
         [('rank = int(os.environ["RANK"])',
           'rank = int(os.environ["LOCAL_RANK"])')],
         "rank 2 called run.log()", "every node has a local rank 0"),
+    "stopped without a checkpoint": (
+        [("save = last or stop or", "save = last or")],
+        "a signal ends it without a checkpoint", "save before"),
+    "a signal is not heeded": (
+        [("        if stop:\n            break\n", "")],
+        "a signal to rank 0 does not end it", "run.stop_requested"),
     "an error in the script": (
         [("local_rank = int(", "local_rang = int(")],
         "NameError", "the first error"),
@@ -120,6 +126,17 @@ def test_a_collective_that_only_rank_0_calls(tmp_path, capsys):
         "            dist.barrier()") + 1
     assert f"it hangs: rank 0 waits in line {line} (barrier)" in out
     assert "none inside `if rank == 0:`" in out
+
+
+def test_a_rank_that_decides_by_itself_to_stop(tmp_path, capsys):
+    script = plant(tmp_path, [
+        ("        mean_loss, stop = (report",
+         "        stop = run.stop_requested\n        mean_loss, _ = (report")])
+    assert not main("ddp", script, patience=10)
+    out = capsys.readouterr().out
+    assert out.count("FAIL") == 1
+    assert "a signal to rank 0 does not end them all: it hangs" in out
+    assert "-> all ranks have to stop at the same step: all_reduce" in out
 
 
 def test_a_script_that_is_no_python(tmp_path):

@@ -3,8 +3,8 @@
 `python -m workshop check ddp` runs the script on the desk as 1, 2 and 4
 processes (four as if on two nodes) for a few steps of preset tiny, in fp32 on
 the CPU, and compares with `solutions/train_gpt2_std.py`: contract 1 of the
-course. The script needs nothing for it: its processes are watched from
-outside, by an `Observer`.
+course. Then it sends a signal, as SLURM does. The script needs nothing for
+it: its processes are watched from outside, by an `Observer`.
 """
 
 import ast
@@ -12,6 +12,7 @@ import csv
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -55,10 +56,13 @@ class Observer:
         precision  "bf16" under autocast, "fp32" without
         written    files in the run's folder that it opened to write them,
                    and files of torch.save anywhere
+
+    terminated: the rank, if any, that gets a SIGTERM in its second step.
     """
 
-    def __init__(self, folder, run):
+    def __init__(self, folder, run, terminated=None):
         self.folder, self.run = str(folder), str(run)
+        self.terminated = terminated
 
     def __call__(self, rank):
         from torch.nn.modules.module import register_module_forward_pre_hook
@@ -67,7 +71,7 @@ class Observer:
             register_optimizer_step_pre_hook,
         )
 
-        self.model, self.pending = None, []
+        self.rank, self.model, self.pending = rank, None, []
         self.seen = {"start": None, "weights": None, "gradients": [],
                      "samples": [], "reduced": 0, "written": []}
         register_module_forward_pre_hook(self.on_forward)
@@ -121,6 +125,8 @@ class Observer:
 
     def after_update(self, optimizer, args, kwargs):
         self.seen["weights"] = self.flat("data")
+        if self.rank == self.terminated and len(self.seen["samples"]) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def flat(self, name):
         """The model's weights ("data") or gradients ("grad") as one vector."""
@@ -191,7 +197,8 @@ def make_dataset(folder):
         special_tokens={vocabulary.END_OF_TEXT: 256}), folder)
 
 
-def try_out(name, script, folder, world_size, timeout, *flags, plain=False):
+def try_out(name, script, folder, world_size, timeout, *flags, plain=False,
+            terminated=None):
     """Run a script under observation, with more flags: a `Trial`."""
     run, observed = folder / name, folder / f"{name}-seen"
     observed.mkdir()
@@ -200,7 +207,7 @@ def try_out(name, script, folder, world_size, timeout, *flags, plain=False):
         script, *FLAGS, "--data", folder / "data", "--run", run,
         *flags, world_size=None if plain else world_size,
         nodes=2 if world_size == 4 else 1,
-        observe=Observer(observed, run), env=quiet_environment())
+        observe=Observer(observed, run, terminated), env=quiet_environment())
     trial = Trial(world_size, launch.wait(timeout), [])
     trial.seconds = time.monotonic() - begin
     for rank in range(world_size):
@@ -524,6 +531,23 @@ def weights(trial, reference):
     return ok("final weights are the single device's, on every rank")
 
 
+def stopping(trial):
+    """Whether a signal to rank 0 alone ends all of them, and loses nothing.
+    """
+    steps = len(trial.rows)
+    same = ("all ranks have to stop at the same step: all_reduce "
+            "run.stop_requested, and act on the sum")
+    if any(rank.status != 0 for rank in trial.ranks):
+        return fail("a signal to rank 0 does not end them all: "
+                    + how_it_ended(trial, None).text, same)
+    if steps == STEPS:
+        return fail("a signal to rank 0 does not end it", same)
+    if trial.state is None or trial.state["step"] != steps:
+        return fail("a signal ends it without a checkpoint",
+                    "save before the loop ends where a stop is requested")
+    return ok("a signal to rank 0 ends them all, after a checkpoint")
+
+
 def precision(trial):
     """Whether --precision bf16 is what the script trains with."""
     finding = how_it_ended(trial, None)
@@ -617,32 +641,32 @@ def compare(stage, script, folder, patience):
     warned = False
     for world_size in (1, 2, 4):
         kind = {1: " (plain python)", 2: "es", 4: "es, as on 2 nodes"}
-        print(f"\n{world_size} process{kind[world_size]}")
         trial = try_out(f"world-{world_size}", script, folder, world_size,
                         timeout, plain=world_size == 1)
         findings = judge(trial, reference)
-        for finding in findings:
-            print(f"  {finding.verdict:4}  {finding.text}", flush=True)
-            if finding.hint:
-                print(f"        -> {finding.hint}")
-        warned |= any(f.verdict == "warn" for f in findings)
-        if any(f.verdict == "FAIL" for f in findings):
+        if not show(f"{world_size} process{kind[world_size]}", findings):
             print("\nNot yet. Begin with the first FAIL: it may be the "
                   "cause of the others.")
             return False
-    if stage == "lit" and not check_precision(script, folder, timeout):
+        warned |= any(f.verdict == "warn" for f in findings)
+    if not show("2 processes, stopped early", [stopping(try_out(
+            "stopped", script, folder, 2, timeout, terminated=0))]):
+        return False
+    # the Trainer has to be told
+    if stage == "lit" and not show("1 process, --precision bf16", [precision(
+            try_out("bf16", script, folder, 1, timeout, "--precision", "bf16",
+                    plain=True))]):
         return False
     print("\nRight: 1, 2 and 4 processes compute what the single device "
           "computes." + (" Mind the warning." if warned else ""))
     return True
 
 
-def check_precision(script, folder, timeout):
-    """The Trainer has to be told the precision: was it? Prints the answer."""
-    print("\n1 process, --precision bf16")
-    finding = precision(try_out(
-        "bf16", script, folder, 1, timeout, "--precision", "bf16", plain=True))
-    print(f"  {finding.verdict:4}  {finding.text}")
-    if finding.hint:
-        print(f"        -> {finding.hint}")
-    return finding.verdict == "ok"
+def show(title, findings):
+    """Print findings; returns whether there is no FAIL among them."""
+    print(f"\n{title}")
+    for finding in findings:
+        print(f"  {finding.verdict:4}  {finding.text}", flush=True)
+        if finding.hint:
+            print(f"        -> {finding.hint}")
+    return all(finding.verdict != "FAIL" for finding in findings)
