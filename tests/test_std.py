@@ -327,6 +327,25 @@ def test_a_full_disk_for_metrics_and_log(data, tmp_path):
     refused(failed, "no room to write: File too large", "--resume")
 
 
+@pytest.mark.parametrize("stage", ["std", "ddp"])
+def test_a_full_disk_for_the_output(stage, data, tmp_path):
+    """As `python ... > log`: what is left would be written at the end."""
+    run = tmp_path / "run"
+    with open(tmp_path / "log", "w") as log:
+        ran = subprocess.run(
+            [sys.executable, ROOT / "solutions" / f"train_gpt2_{stage}.py",
+             "--preset", "tiny", "--data", data, "--run", run,
+             "--max-steps", "500", "--checkpoint-every", "500"],
+            env={**os.environ, "PYTHONPATH": str(ROOT),
+                 "PYTHONUNBUFFERED": ""},
+            preexec_fn=lambda: SmallFiles(3000)(0), stdout=log,
+            stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "error: there is no room to write: File too large: make room; a run "
+        "goes on with --resume\n")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_disk_that_is_really_full(data, tmp_path):
     disk = tmp_path / "disk"

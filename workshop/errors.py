@@ -58,17 +58,26 @@ def guard(main):
     try:
         main()
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        drop_output()
         sys.exit(1)
     except (UserError, MemoryError, OSError, RuntimeError) as error:
         message = explain(error)
         if message is None:
             raise
         say_once(message)
+        drop_output()
         sys.exit(1)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def drop_output():
+    """Forget what cannot be written, or Python would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def explain(error):
