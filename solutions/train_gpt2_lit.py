@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from workshop import vocabulary
 from workshop.errors import check, start
-from workshop.lit import LitRun, get_loader, get_strategy, get_world, options
+from workshop.lit import LitRun, Microbatches, get_strategy, get_world, options
 from workshop.run import compile_model, get_device, parse
 
 # -------------------------------------------------------- model
@@ -315,7 +316,8 @@ def main():
         precision="bf16-mixed" if hp.precision == "bf16" else "32-true",
         accumulate_grad_batches=accumulation_steps, gradient_clip_val=1.0,
         callbacks=[LitRun("lit", train_data, write_texts)], **options(hp))
-    trainer.fit(model, get_loader(train_data), get_loader(val_data))
+    trainer.fit(model, *(DataLoader(Microbatches(data), batch_size=None)
+                         for data in (train_data, val_data)))
 
 
 if __name__ == "__main__":

@@ -129,8 +129,9 @@ class GPT(nn.Module):
             {"params": [w for w in weights if w.dim() < 2],
              "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
+        return optimizer
 
 
 def training_step(model, batch, device, precision):
@@ -274,8 +275,7 @@ def evaluate(model, data, num_microbatches, device, precision):
     data.seek(0)
     loss = torch.zeros((), device=device)
     for _ in range(num_microbatches):
-        batch = next(data)
-        loss += training_step(model, batch, device, precision)
+        loss += training_step(model, next(data), device, precision)
     return (loss / num_microbatches / data.world_size).item()
 
 

@@ -7,7 +7,9 @@ from workshop.check import main
 
 LIT = (ROOT / "solutions" / "train_gpt2_lit.py").read_text()
 TRAINER = "    trainer = L.Trainer(\n"
-LOADER = "trainer.fit(model, get_loader(train_data), "
+LOADERS = """\
+*(DataLoader(Microbatches(data), batch_size=None)
+                         for data in (train_data, val_data))"""
 
 MISTAKES = {
     "accumulation missing": (
@@ -22,14 +24,12 @@ MISTAKES = {
         [("rank, world_size, vocab_size)\n", "0, 1, vocab_size)\n")],
         "samples of step 0", "read the same samples"),
     "two workers read the same": (
-        [(LOADER, "trainer.fit(model, torch.utils.data.DataLoader("
-          "get_loader(train_data).dataset, batch_size=None, num_workers=2), "
-          )],
+        [("batch_size=None", "batch_size=None, num_workers=2")],
         "samples of step 0 are not 0 to 15, each once", "overlap"),
     "shuffled": (
-        [(LOADER, "batches = [next(train_data) for _ in range(48)]\n    "
-          "trainer.fit(model, torch.utils.data.DataLoader("
-          "batches, batch_size=None, shuffle=True), ")],
+        [(LOADERS, "DataLoader([next(train_data) for _ in range(48)], "
+          "batch_size=None, shuffle=True), "
+          "DataLoader(Microbatches(val_data), batch_size=None)")],
         "samples of step 0 are not 0 to 15, each once", ""),
     "schedule stepped per epoch": (
         [(', "interval": "step"', "")],

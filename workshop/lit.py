@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from workshop import run
 from workshop.errors import check
@@ -164,17 +164,14 @@ def is_block(module, recurse, nonwrapped_numel):
     return recurse or type(module).__name__ == "Block"
 
 
-def get_loader(data):
-    """A DataLoader of a DataIterator's microbatches, from where it stands.
-
-    The DataIterator knows which samples are this rank's: there is no sampler
-    that shuffles or deals them out again, and no worker that reads them a
-    second time.
-    """
-    return DataLoader(Microbatches(data), batch_size=None)
-
-
 class Microbatches(IterableDataset):
+    """A DataIterator's microbatches, from where it stands, for a DataLoader.
+
+    The DataIterator knows which samples are this rank's: the DataLoader is to
+    have no sampler that shuffles or deals them out again, and no workers, each
+    of which would read all of them.
+    """
+
     def __init__(self, data):
         self.data = data
 

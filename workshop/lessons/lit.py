@@ -28,8 +28,7 @@ CHANGES = [
         "Let the Trainer make the optimizer",
         "The Trainer calls configure_optimizers() itself, without arguments: "
         "so the module keeps the hyperparameters.",
-        ("-def configure_optimizers(self, hp):",
-         "-return torch.optim.AdamW(")),
+        ("-def configure_optimizers(self, hp):",)),
     Change(
         "Hand over the schedule",
         "LambdaLR multiplies the learning rate by a factor: get_lr over its "
@@ -37,8 +36,7 @@ CHANGES = [
         'bring one of its own, with other shapes and another end. "interval" '
         'is needed: the default is "epoch", and then the rate stays at its '
         "first value for thousands of steps.",
-        ("+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, "
-         "lambda step:",)),
+        ("-return optimizer",)),
     Change(
         "Make the training step a method",
         "No device and no autocast: the batch arrives on the right device, "
@@ -89,8 +87,10 @@ CHANGES = [
         "optimizer updates, and left out they are 1 and for ever, silently. "
         "LitRun is a callback: the Trainer calls it at each batch and each "
         "validation, and it logs the mean over the minibatch and all ranks. "
-        "get_loader wraps your DataIterator in a DataLoader without sampler "
-        "and workers, so that nothing is shuffled and nothing read twice.",
+        "The DataLoaders hand on your DataIterators' microbatches as they "
+        "are: without a sampler nothing is shuffled, and without workers, "
+        "each of which would begin at the same sample, nothing is read "
+        "twice.",
         ("-for step in range(first_step, max_steps):",
          "+trainer = L.Trainer(")),
 ]
