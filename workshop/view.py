@@ -196,8 +196,8 @@ def to_html(diff):
         for line, sign, parts in rows(diff, item.edits):
             kind = {"-": "del", "+": "add", "": "gap"}.get(sign, "")
             text = "".join(
-                f"<mark>{html.escape(part)}</mark>" if differs
-                else html.escape(part) for part, differs in parts)
+                f"<mark>{breakable(part)}</mark>" if differs
+                else breakable(part) for part, differs in parts)
             code = "".join(part for part, _ in parts)
             hang = len(code) - len(code.lstrip()) + 4  # where it wraps to
             out.append(f'<div class="{kind}" style="--hang: {hang}ch" '
@@ -205,6 +205,11 @@ def to_html(diff):
                        f'{text}</div>')
         out.append("</div>")
     return box("\n".join(out))
+
+
+def breakable(code):
+    """HTML of code that, where a line is too narrow, goes on after a bracket."""
+    return html.escape(code).replace("(", "(<wbr>")
 
 
 def paragraph(text, kind=""):
