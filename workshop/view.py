@@ -208,7 +208,7 @@ def to_html(diff):
 
 
 def breakable(code):
-    """HTML of code that, where a line is too narrow, goes on after a bracket."""
+    """HTML of code that goes on after a bracket where a line is too wide."""
     return html.escape(code).replace("(", "(<wbr>")
 
 
