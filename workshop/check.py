@@ -641,30 +641,32 @@ def compare(stage, script, folder, patience):
     warned = False
     for world_size in (1, 2, 4):
         kind = {1: " (plain python)", 2: "es", 4: "es, as on 2 nodes"}
+        print(f"\n{world_size} process{kind[world_size]}", flush=True)
         trial = try_out(f"world-{world_size}", script, folder, world_size,
                         timeout, plain=world_size == 1)
         findings = judge(trial, reference)
-        if not show(f"{world_size} process{kind[world_size]}", findings):
+        if not passes(findings):
             print("\nNot yet. Begin with the first FAIL: it may be the "
                   "cause of the others.")
             return False
         warned |= any(f.verdict == "warn" for f in findings)
-    if not show("2 processes, stopped early", [stopping(try_out(
-            "stopped", script, folder, 2, timeout, terminated=0))]):
+    print("\n2 processes, stopped early", flush=True)
+    trial = try_out("stopped", script, folder, 2, timeout, terminated=0)
+    if not passes([stopping(trial)]):
         return False
-    # the Trainer has to be told
-    if stage == "lit" and not show("1 process, --precision bf16", [precision(
-            try_out("bf16", script, folder, 1, timeout, "--precision", "bf16",
-                    plain=True))]):
-        return False
+    if stage == "lit":  # the Trainer has to be told
+        print("\n1 process, --precision bf16", flush=True)
+        trial = try_out("bf16", script, folder, 1, timeout, "--precision",
+                        "bf16", plain=True)
+        if not passes([precision(trial)]):
+            return False
     print("\nRight: 1, 2 and 4 processes compute what the single device "
           "computes." + (" Mind the warning." if warned else ""))
     return True
 
 
-def show(title, findings):
+def passes(findings):
     """Print findings; returns whether there is no FAIL among them."""
-    print(f"\n{title}")
     for finding in findings:
         print(f"  {finding.verdict:4}  {finding.text}", flush=True)
         if finding.hint:
