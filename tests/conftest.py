@@ -22,6 +22,14 @@ def needs(*programs):
         end(f"not installed: {', '.join(missing)}")
 
 
+def edit(text, *pairs):
+    """The text with each old string, which is there once, made new."""
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
 @pytest.fixture(scope="session")
 def portal(tmp_path_factory):
     """A Python with ipykernel and nothing that trains: a portal's kernel."""

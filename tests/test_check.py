@@ -1,12 +1,11 @@
 """`check ddp`: planted mistakes are named, correct variants pass."""
 
 import pytest
+from conftest import edit
 
-from workshop import ROOT
 from workshop.check import main
+from workshop.diff import solution
 from workshop.errors import UserError
-
-DDP = (ROOT / "solutions" / "train_gpt2_ddp.py").read_text()
 
 STEP = """\
             with nullcontext() if reduce else model.no_sync():
@@ -91,27 +90,29 @@ MISTAKES = {
 }
 
 
-def plant(tmp_path, changes):
-    text = DDP
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(text)
+def plant(folder, changes, stage="ddp"):
+    """The stage's solution with these changes, [(old, new)], as a script."""
+    script = folder / "train_gpt2.py"
+    script.write_text(edit(solution(stage).read_text(), *changes))
     return script
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_named(name, tmp_path, capsys):
-    changes, symptom, hint = MISTAKES[name]
-    script = plant(tmp_path, changes)
+def assert_named(stage, mistake, tmp_path, capsys):
+    """The first FAIL is the mistake's symptom, and the hint says its cause."""
+    changes, symptom, hint = mistake
+    script = plant(tmp_path, changes, stage)
     before = script.read_bytes()
-    assert not main("ddp", script)
+    assert not main(stage, script)
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if "  FAIL  " in line)
     assert symptom in lines[first]
     assert hint in lines[first + 1]
     assert script.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named(name, tmp_path, capsys):
+    assert_named("ddp", MISTAKES[name], tmp_path, capsys)
 
 
 def test_a_collective_that_only_rank_0_calls(tmp_path, capsys):
@@ -167,7 +168,7 @@ def test_the_same_texts_on_all_ranks_are_a_warning(tmp_path, capsys):
 
 
 def test_the_single_device_script_is_not_distributed(tmp_path, capsys):
-    assert not main("ddp", ROOT / "solutions" / "train_gpt2_std.py")
+    assert not main("ddp", solution("std"))
     out = capsys.readouterr().out
     assert "2 processes\n  FAIL" in out
     assert "each process takes itself for the only one" in out

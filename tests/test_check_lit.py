@@ -1,11 +1,11 @@
 """`check lit`: the classic mistakes with Lightning are named."""
 
 import pytest
+from test_check import assert_named
 
-from workshop import ROOT
 from workshop.check import main
+from workshop.diff import solution
 
-LIT = (ROOT / "solutions" / "train_gpt2_lit.py").read_text()
 TRAINER = "    trainer = L.Trainer(\n"
 LOADERS = """\
 *(DataLoader(Microbatches(data), batch_size=None)
@@ -54,21 +54,10 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_named(name, tmp_path, capsys):
-    changes, symptom, hint = MISTAKES[name]
-    text = LIT
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(text)
-    assert not main("lit", script)
-    lines = capsys.readouterr().out.splitlines()
-    first = next(i for i, line in enumerate(lines) if "  FAIL  " in line)
-    assert symptom in lines[first]
-    assert hint in lines[first + 1]
+    assert_named("lit", MISTAKES[name], tmp_path, capsys)
 
 
 def test_the_solution_is_right(capsys):
-    assert main("lit", ROOT / "solutions" / "train_gpt2_lit.py")
+    assert main("lit", solution("lit"))
     out = capsys.readouterr().out
     assert "FAIL" not in out and "trains in bf16" in out

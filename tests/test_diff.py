@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import edit
 
 from workshop import ROOT, lessons, view
 from workshop.diff import Diff, load_lesson, solution
@@ -35,14 +36,6 @@ def look(tmp_path):
 
 def numbers(diff):
     return [item.number for item in diff.left]
-
-
-def edit(text, *pairs):
-    """The text with each old string, which is there once, made new."""
-    for old, new in pairs:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
 
 
 # ------------------------------------------------- the lesson, the solution
