@@ -1,15 +1,8 @@
 """`check ddp`: planted mistakes are named, correct variants pass."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 from conftest import edit
 
-from workshop import ROOT
 from workshop.check import main
 from workshop.diff import solution
 from workshop.errors import UserError
@@ -145,21 +138,6 @@ def test_a_rank_that_decides_by_itself_to_stop(tmp_path, capsys):
     assert out.count("FAIL") == 1
     assert "a signal to rank 0 does not end them all: it hangs" in out
     assert "-> all ranks have to stop at the same step: all_reduce" in out
-
-
-def test_ctrl_c_leaves_nothing(tmp_path):
-    """Also while torch is imported for the processes to come."""
-    check = subprocess.Popen(
-        [sys.executable, "-m", "workshop", "check", "ddp"], cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert "against the single-device stage" in check.stdout.readline()
-    time.sleep(1)
-    os.killpg(check.pid, signal.SIGINT)
-    said = check.communicate(timeout=60)[0]
-    assert check.returncode == 130
-    assert said.endswith("\ninterrupted\n") and "Traceback" not in said
-    assert not [*tmp_path.glob("check-*"), *tmp_path.glob("ranks-*")]
 
 
 def test_a_script_that_is_no_python(tmp_path):

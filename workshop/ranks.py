@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -44,11 +45,10 @@ class Launch:
 
     def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD):
-        self.folder = tempfile.TemporaryDirectory(  # goes after Ctrl-C, too
-            prefix="ranks-", ignore_cleanup_errors=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # "forkserver": a fork of this process would inherit threads of torch
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["workshop.quiet", *preload])
+        context.set_forkserver_preload(preload)
         port = free_port()
         self.processes = []
         for rank in range(world_size or 1):
@@ -63,7 +63,7 @@ class Launch:
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             process = context.Process(target=run_script, args=(
                 str(script), [str(flag) for flag in flags], variables,
-                f"{self.folder.name}/{rank}", rank, observe, threads))
+                str(self.folder / str(rank)), rank, observe, threads))
             process.start()
             self.processes.append(process)
 
@@ -85,13 +85,13 @@ class Launch:
             process.join()
         ranks = []
         for rank, process in enumerate(self.processes):
-            texts = [Path(f"{self.folder.name}/{rank}.{name}")
+            texts = [Path(f"{self.folder}/{rank}.{name}")
                      for name in ("out", "err")]
             ranks.append(Rank(
                 None if process in late else process.exitcode,
                 *(text.read_text(errors="replace") if text.exists() else ""
                   for text in texts)))
-        self.folder.cleanup()
+        shutil.rmtree(self.folder)
         return ranks
 
     def signal(self, number, rank=None):
