@@ -3,14 +3,14 @@
 #
 #     source activate.sh
 #
-# The first time it makes a virtual environment (.venv) and the demo dataset
-# (fineweb/demo), which takes minutes and a network; later it only looks
-# whether they are up to date. What a site needs beside that, such as modules,
-# goes into site.sh: see site.example.sh.
+# The first time, it creates a virtual environment (.venv) and the demo dataset
+# (fineweb/demo), which takes minutes and a network. Later it only checks that
+# they are up to date. What a site needs in addition, such as modules, goes
+# into site.sh: see site.example.sh.
 #
-# Your own shell reads this file: so it exits nothing, sets no option, and its
-# one function forgets itself. The work is workshop/setup.sh's, in a process of
-# its own.
+# Your own shell reads this file, so it never exits, sets no options, and
+# removes its one function again. environment/setup.sh does the work, in a
+# process of its own.
 
 if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
     echo "activate.sh: start bash or zsh first, and source it there" >&2
@@ -18,23 +18,23 @@ if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
 fi
 if [ "${BASH_SOURCE[0]-}" = "$0" ] || [ "${ZSH_EVAL_CONTEXT-}" = toplevel ]
 then
-    echo "activate.sh sets up the shell that reads it: source $0" >&2
+    echo "activate.sh sets up the shell that reads it: run source $0" >&2
     exit 1
 fi
 
 _workshop_activate() {
     unset -f _workshop_activate
-    # local: what site.sh assigns to these is for this file only
+    # local: what site.sh assigns to these is meant for this file only
     local WORKSHOP_VENV="${WORKSHOP_VENV-}"
     local WORKSHOP_SITE_PACKAGES="${WORKSHOP_SITE_PACKAGES-}"
     local root="$1" code=code venv entries
 
-    # an environment that is still active would hide the Python of a module
+    # an environment that is still active would hide a module's Python
     if [ -n "${VIRTUAL_ENV-}" ] && typeset -f deactivate >/dev/null; then
         deactivate
     fi
     if [ -f "$root/site.sh" ]; then
-        # shellcheck disable=SC1091 # each site's own
+        # shellcheck disable=SC1091 # each site has its own
         if ! . "$root/site.sh"; then
             echo "activate.sh: a command in $root/site.sh failed" >&2
             return 1
@@ -42,25 +42,26 @@ _workshop_activate() {
     fi
     venv=${WORKSHOP_VENV:-$root/.venv}
 
-    # First, for with a shared environment it is this clone's `workshop` that
-    # has to be imported. Taken out before, so that nothing piles up.
+    # This clone comes first: its `workshop` has to be imported even from a
+    # shared environment. An old entry is removed, so that they do not pile up.
     entries=":${PYTHONPATH-}:"
     entries=${entries//":$root:"/:}
     entries=${entries#:}
     entries=${entries%:}
     export PYTHONPATH="$root${entries:+:$entries}"
-    # torchrun's shared store hands a restarted group the addresses of the one
-    # before (pytorch issue 135712)
+    # torchrun's shared store gives a restarted group the addresses of the
+    # previous one (pytorch issue 135712)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     export TIKTOKEN_CACHE_DIR="${TIKTOKEN_CACHE_DIR:-$root/fineweb/.cache/tiktoken}"
 
-    bash "$root/workshop/setup.sh" "$venv" "$WORKSHOP_SITE_PACKAGES" || return 1
+    bash "$root/environment/setup.sh" "$venv" "$WORKSHOP_SITE_PACKAGES" ||
+        return 1
 
     entries=":$PATH:"  # a shell inherits the entry, but not `deactivate`
     entries=${entries//":$venv/bin:"/:}
     entries=${entries#:}
     PATH=${entries%:}
-    # shellcheck disable=SC1091 # made by Python
+    # shellcheck disable=SC1091 # Python creates it
     . "$venv/bin/activate"
 
     echo "The workshop's environment is active: $(python -V), $venv"

@@ -1,10 +1,10 @@
-# What is particular to a site. Copy this file to site.sh and edit the copy:
-# activate.sh reads it each time, in bash or zsh, before it does anything. Each
-# setting stands alone; none is needed on a laptop.
+# The settings of a site. Copy this file to site.sh and edit the copy:
+# activate.sh reads it each time, in bash or zsh, before it does anything else.
+# The settings are independent of each other; a laptop needs none of them.
 # shellcheck shell=bash disable=SC2034 # activate.sh uses them
 
-# --- Modules: a Python from 3.10 on, and what the GPUs need -----------------
-# `|| return` stops activate.sh where one cannot be loaded.
+# --- Modules: Python 3.10 or newer, and what the GPUs need ------------------
+# `|| return` stops activate.sh if a module cannot be loaded.
 #
 # Baskerville (A100):
 #   module purge
@@ -19,29 +19,29 @@
 #
 #   export PIP_EXTRA_INDEX_URL=https://wheels.example.org/xpu
 #
-# Nodes that reach the internet through a mirror only:
+# Nodes that reach the internet only through a mirror:
 #   export PIP_INDEX_URL=https://mirror.example.org/simple
 
 # --- An environment for everyone --------------------------------------------
-# It belongs to whoever makes the folder (`mkdir /shared/workshop/venv`): when
-# they source activate.sh it is set up and kept up to date there. Everyone else
-# uses it as it is, with the `workshop` and the scripts of their own clone.
+# It belongs to whoever creates the folder (`mkdir /shared/workshop/venv`):
+# when they source activate.sh, it is set up and kept up to date there. All
+# others use it as it is, with the packages and scripts of their own clone.
 #
 #   WORKSHOP_VENV=/shared/workshop/venv
 
 # --- The site's own PyTorch, from a module above, instead of a downloaded one
 #   WORKSHOP_SITE_PACKAGES=yes
 
-# --- Data: a folder of FineWeb shards, for the scripts that name no other ---
+# --- Data: a folder of FineWeb shards, used if no other is named ------------
 #   export WORKSHOP_DATA=/shared/workshop/edu_fineweb10B
 #
-# GPT-2's vocabulary, where nodes have no internet: a folder that has it.
+# A folder that has GPT-2's vocabulary, if the nodes have no internet:
 #   export TIKTOKEN_CACHE_DIR=/shared/workshop/tiktoken
 
-# --- SLURM: what your site wants named, for sbatch and srun -----------------
-# sbatch itself reads these from the shell that has sourced activate.sh.
+# --- SLURM: what your site asks for, for sbatch and srun --------------------
+# sbatch reads these from the shell that has sourced activate.sh.
 #
-# Baskerville (4 x A100-40 a node):
+# Baskerville (4 x A100-40 per node):
 #   export SBATCH_ACCOUNT=my-project SBATCH_QOS=my-qos
 #   export SBATCH_RESERVATION=my-course     # on the days of the course
 #
@@ -52,6 +52,6 @@
 # A plain cluster:
 #   export SBATCH_PARTITION=gpu
 
-# --- Network: where the processes of several nodes do not find each other ---
+# --- Network: if the processes of several nodes do not find each other ------
 # The interface that connects the nodes (`ip address` lists them):
 #   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0

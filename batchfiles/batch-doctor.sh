@@ -1,10 +1,10 @@
 #!/bin/bash -l
-# Do these nodes' devices reach each other, and how fast? Asks all ranks.
+# Do the devices of these nodes reach each other, and how fast? Asks all ranks.
 #SBATCH --job-name=doctor
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=4
 #SBATCH --ntasks-per-node=4     # srun starts 4 processes on each node
-#SBATCH --cpus-per-task=8       # of each process
+#SBATCH --cpus-per-task=8       # for each process
 #SBATCH --time=00:10:00
 
 source "$(scontrol show job "$SLURM_JOB_ID" |

@@ -1,10 +1,10 @@
 #!/bin/bash -l
-# Makes the FineWeb-Edu dataset on all cores of a node: see fineweb/README.md.
+# Builds the FineWeb-Edu dataset on the cores of a node: see fineweb/README.md.
 #SBATCH --job-name=fineweb
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
-#SBATCH --time=04:00:00         # if it is not enough: submit it again
+#SBATCH --time=04:00:00         # if that is too short, submit it again
 #SBATCH --requeue --open-mode=append
 
 source "$(scontrol show job "$SLURM_JOB_ID" |

@@ -4,9 +4,9 @@
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --ntasks-per-node=1     # srun starts 1 process
-#SBATCH --cpus-per-task=8       # of each process
+#SBATCH --cpus-per-task=8       # for each process
 #SBATCH --time=01:00:00
-#SBATCH --signal=B:USR1@120     # two minutes before: save, and queue again
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
 source "$(scontrol show job "$SLURM_JOB_ID" |

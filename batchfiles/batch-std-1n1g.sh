@@ -6,7 +6,7 @@
 #SBATCH --ntasks-per-node=1     # srun starts one process
 #SBATCH --cpus-per-task=8       # and gives it these cores
 #SBATCH --time=01:00:00
-#SBATCH --signal=B:USR1@120     # two minutes before: save, and queue again
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
 source "$(scontrol show job "$SLURM_JOB_ID" |

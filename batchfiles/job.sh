@@ -1,5 +1,5 @@
-# What the batch files share: a job's environment, and how it goes on after
-# its time limit. They source it; `return` and `exit` are the job's.
+# What the batch files share: a job's environment, and how the job goes on
+# after its time limit. They source this file, so `exit` ends the job.
 # shellcheck shell=bash disable=SC2034 # they use the variables
 
 fail() {
@@ -7,9 +7,9 @@ fail() {
     exit 1
 }
 
-# A job that was submitted inside another, a portal's JupyterLab for example,
-# has inherited that one's variables, and srun takes them for options. What is
-# kept here SLURM has set for this job.
+# A job that was submitted from inside another, for example from a portal's
+# JupyterLab, inherits the variables of the other, and srun would read them as
+# options. SLURM has set the ones we keep for this job.
 for name in ${!SLURM_*}; do
     case $name in
     SLURM_CONF | SLURM_JOB_* | SLURM_NNODES | SLURM_NTASKS) ;;
@@ -22,30 +22,27 @@ batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 root=$(dirname "$batchfiles")
 run=${WORKSHOP_RUN:-$root/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
 
-# The site's modules and the environment; jobs install nothing.
+# Load the site's modules and the environment. Jobs install nothing.
 WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null || exit 1
 if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
-    fail "$WORKSHOP_DATA, which WORKSHOP_DATA names, is not there: mend site.sh"
+    fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi
 
-# Where the processes meet: on the first node, at a port of this job.
+# The processes meet on the first node, at a port of this job's own.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun forgets it from 22.05 on
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
 
-# The script of a stage: yours where it is at that stage, else the solution.
+# The script of a stage: yours where it passed the check for that stage, else
+# the solution. The log says which, and why.
 stage() {
-    if grep -q "Run([\"']$1[\"']" "$root/code/train_gpt2.py"; then
-        echo "$root/code/train_gpt2.py"
-    else
-        echo "$root/solutions/train_gpt2_$1.py"
-    fi
+    python -m workshop script "$1"
 }
 
 # Run a command that trains in $run. If it ends before the last step, for
-# whatever reason, but has got further, then the job goes back to the queue and
-# its next start goes on from the last checkpoint.
+# whatever reason, but has saved a further step, the job goes back to the queue
+# and its next start goes on from the last checkpoint.
 train() {
     local before after processes
     before=$(progress)
@@ -53,8 +50,8 @@ train() {
     watch_gpus
     "$@" &
     processes=$!
-    trap 'kill -USR1 $processes' USR1 # srun hands it on to all of them
-    trap : TERM                       # scancel's: they have had it too
+    trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them
+    trap : TERM                       # from scancel: they get it as well
     while kill -0 $processes 2>/dev/null; do
         wait $processes # returns at each signal
     done
@@ -63,26 +60,26 @@ train() {
         exit 0
     fi
     if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
-        exit 1 # cancelled, or SLURM itself queues it again
+        exit 1 # cancelled, or requeued by SLURM itself
     fi
     after=$(progress)
     if [ "$after" = "$before" ]; then
-        fail "stopped, and not queued again: this start saved no further step"
+        fail "stopped and not requeued: no further step was saved, see above"
     fi
-    echo "$SLURM_JOB_NAME: queueing again, to go on after $after steps"
-    scontrol requeue "$SLURM_JOB_ID" || fail "not queued again; go on with:" \
+    echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
+    scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \
         "WORKSHOP_RUN=$run sbatch" "$batchfiles/batch-$SLURM_JOB_NAME.sh"
     exit 0
 }
 
-# The steps that are saved.
+# The number of steps that are saved.
 progress() {
     local saved
     saved=$(python -m workshop progress "$run")
     echo "${saved%% *}"
 }
 
-# What runs where, at the top of the log.
+# Say what runs where, at the top of the log.
 describe() {
     local commit
     commit=$(git -C "$root" describe --always --dirty --exclude '*' \
@@ -95,11 +92,11 @@ describe() {
         print("software  Python", platform.python_version(), "torch",
               version("torch"), "lightning", version("lightning"),
               "commit", sys.argv[1])' "$commit"
-    echo "data      ${WORKSHOP_DATA:-no WORKSHOP_DATA}, unless --data names other"
+    echo "data      ${WORKSHOP_DATA:-no WORKSHOP_DATA}, unless --data is given"
     echo "command   $*"
 }
 
-# On each node, every ten seconds, into the run's folder: what its GPUs do.
+# Every ten seconds, record in the run's folder what each node's GPUs do.
 watch_gpus() {
     local command
     if command -v nvidia-smi >/dev/null; then
@@ -110,8 +107,8 @@ watch_gpus() {
         return
     fi
     mkdir -p "$run"
-    # it shares what the processes have, and ends with the job
+    # it shares the processes' resources, and ends with the job
     srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
         --open-mode=append --output="$run/gpus-%N.txt" "${command[@]}" \
-        2>/dev/null & # which would say that it was ended
+        2>/dev/null & # srun would say that it was ended
 }

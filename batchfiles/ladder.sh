@@ -1,20 +1,21 @@
 #!/bin/bash
-# Submits a stage from one GPU to eight, 100 steps each, to see it scale:
+# Submits a stage on one GPU up to eight, 100 steps each, to see it scale:
 #
-#     batchfiles/ladder.sh ddp|lit [flags of the script]
+#     batchfiles/ladder.sh STAGE [flags of the script]
 #
-# `python -m workshop plot` draws what came of it.
+# `python -m workshop plot` draws the results.
 set -euo pipefail
+folder=$(dirname "$(realpath "$0")")
 stage=${1-}
-case $stage in
-ddp | lit) shift ;;
-*)
-    echo "which stage? $0 ddp|lit [flags of the script]" >&2
+if [ ! -f "$folder/batch-$stage-2n4g.sh" ]; then
+    stages=$(cd "$folder" && echo batch-*-2n4g.sh)
+    stages=${stages//batch-/}
+    echo "name a stage: $0 STAGE [flags], one of: ${stages//-2n4g.sh/}" >&2
     exit 1
-    ;;
-esac
+fi
+shift
 
 for size in 1n1g 1n2g 1n4g 2n1g 2n2g 2n4g; do
-    sbatch "$(dirname "$(realpath "$0")")/batch-$stage-$size.sh" \
+    sbatch "$folder/batch-$stage-$size.sh" \
         --max-steps 100 --eval-every 100 "$@"
 done

@@ -1,9 +1,10 @@
 #!/bin/bash
-# Starts this node's processes, a GPU each: srun starts one of it on each node.
-# torchrun numbers them and sets RANK, LOCAL_RANK and WORLD_SIZE.
+# Starts this node's processes, one for each GPU. srun runs this file once on
+# each node. torchrun numbers the processes and sets RANK, LOCAL_RANK and
+# WORLD_SIZE.
 
-# The signal before the time limit is for the processes. torchrun would die of
-# it and leave them behind.
+# The signal before the time limit is meant for the processes. torchrun itself
+# would die of it and leave them behind.
 trap '' USR1
 
 threads=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))

@@ -3,9 +3,10 @@
     python benchmarks/data_parallel.py
 
 The DDP stage trains preset nano on two cores: as one process with two
-threads, as two processes with one thread each, and as these without no_sync(),
-when gradients are reduced after every microbatch. The three take turns, so
-that a busy machine slows all of them; the figures are medians.
+threads, as two processes with one thread each, and as the latter without
+no_sync(), so that gradients are reduced after every microbatch. The three
+take turns, so that a busy machine slows all of them down. The figures are
+medians.
 """
 
 import csv
@@ -14,9 +15,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import ROOT
-from workshop.errors import check, parse_flags, start
-from workshop.ranks import launch
+from backstage import ROOT
+from backstage.command_line import parse_flags
+from backstage.errors import require, run_main
+from workshop.processes import launch
 
 SCRIPT = ROOT / "solutions" / "train_gpt2_ddp.py"
 NO_SYNC = "with nullcontext() if reduce else model.no_sync():"
@@ -27,7 +29,7 @@ class Flags:
     """Measure data parallelism on a CPU."""
 
     rounds: int = 5  # turns of each side
-    steps: int = 30  # in each turn, the first five not counted
+    steps: int = 30  # in each turn; the first five do not count
 
 
 def measure(script, folder, world_size, threads, steps):
@@ -37,7 +39,7 @@ def measure(script, folder, world_size, threads, steps):
         script, "--preset", "nano", "--device", "cpu", "--run", run,
         "--max-steps", steps, "--eval-minibatches", 1,
         world_size=world_size, threads=threads, timeout=600)
-    check(all(rank.status == 0 for rank in ranks), ranks[0].err)
+    require(all(rank.status == 0 for rank in ranks), ranks[0].err)
     with open(run / "metrics.csv", newline="") as file:
         speeds = [float(row["tokens_per_second"])
                   for row in csv.DictReader(file)]
@@ -47,7 +49,7 @@ def measure(script, folder, world_size, threads, steps):
 def main():
     flags = parse_flags(Flags)
     text = SCRIPT.read_text()
-    check(NO_SYNC in text, f"{SCRIPT} has no line {NO_SYNC}")
+    require(NO_SYNC in text, f"{SCRIPT} has no line {NO_SYNC}")
     with tempfile.TemporaryDirectory() as folder:
         always = Path(folder) / "train_gpt2.py"
         always.write_text(text.replace(NO_SYNC, "with nullcontext():"))
@@ -73,4 +75,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -1,12 +1,13 @@
-"""What Lightning's Trainer costs: its tokens/s over those of the DDP stage.
+"""What Lightning's Trainer costs: its tokens/s over the DDP stage's.
 
     python benchmarks/lit_over_ddp.py                   # nano
     python benchmarks/lit_over_ddp.py --preset gpt2     # 124M parameters
 
-Both stages train the same minibatches, so they do the same arithmetic; what
-differs is the loop around it. They take turns, so that a busy machine slows
-both, with one thread a process, since several wait for one another there; the
-ratio is the median over the turns. Goal: 0.97 with 124M parameters on a GPU.
+Both stages train on the same minibatches, so they do the same arithmetic; only
+the loop around it differs. They take turns, so that a busy machine slows both
+down. Each process has one thread, because on a busy machine several threads
+wait for one another. The ratio is the median over the turns. The goal is 0.97
+with 124M parameters on a GPU.
 """
 
 import csv
@@ -19,9 +20,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from workshop import ROOT
-from workshop.errors import check, parse_flags, start
-from workshop.ranks import launch
+from backstage import ROOT
+from backstage.command_line import parse_flags
+from backstage.errors import require, run_main
+from workshop.processes import launch
 
 
 @dataclass
@@ -30,8 +32,8 @@ class Flags:
 
     preset: Literal["nano", "gpt2"] = "nano"  # which model
     rounds: int = 5  # turns of each side
-    steps: int = 30  # in each turn, the first five not counted
-    processes: int = 0  # one a device (0: all GPUs, or one on a CPU)
+    steps: int = 30  # in each turn; the first five do not count
+    processes: int = 0  # one per device (0: all GPUs, or one on a CPU)
 
 
 def measure(stage, folder, flags, processes, cpu):
@@ -50,7 +52,7 @@ def measure(stage, folder, flags, processes, cpu):
         "--max-steps", flags.steps, "--eval-every", never, "--generate-every",
         never, "--eval-minibatches", 1, *sizes, world_size=processes,
         timeout=3600)
-    check(all(rank.status == 0 for rank in ranks), ranks[0].err)
+    require(all(rank.status == 0 for rank in ranks), ranks[0].err)
     with open(run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))[5:]
     return (statistics.median(float(row["tokens_per_second"]) for row in rows),
@@ -59,7 +61,7 @@ def measure(stage, folder, flags, processes, cpu):
 
 def main():
     flags = parse_flags(Flags)
-    check(flags.steps > 5, "--steps must be more than 5")
+    require(flags.steps > 5, "--steps must be more than 5")
     cpu = not torch.accelerator.is_available()
     processes = flags.processes or (
         1 if cpu else torch.accelerator.device_count())
@@ -75,8 +77,8 @@ def main():
             (ddp, loss), (lit, same) = (
                 measure(stage, folder, flags, processes, cpu)
                 for stage in ("ddp", "lit"))
-            check(abs(same / loss - 1) < 1e-2, f"the last losses are {loss} "
-                  f"and {same}: that is not the same training")
+            require(abs(same / loss - 1) < 1e-2, f"the last losses are {loss} "
+                    f"and {same}: the two did not train the same")
             ratios.append(lit / ddp)
             print(f"turn {turn + 1}: ddp {ddp:9,.0f} tok/s, lit {lit:9,.0f} "
                   f"tok/s, {lit / ddp:.3f}", flush=True)
@@ -85,4 +87,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -1,14 +1,15 @@
-"""How fast one device trains, beside a plain loop over transformers' GPT-2.
+"""The speed of one device against a plain loop over transformers' GPT-2.
 
     pip install -r benchmarks/requirements.txt
     python benchmarks/single_device.py                 # both shapes
     python benchmarks/single_device.py --shape gpt2 --rounds 5
 
-Both sides hold the same model: their losses on the same tokens, in fp32 and
-with the same weights, are compared first. Then each is a process of its own
-(and has a peak memory of its own), and they take short turns, so that what
-else a machine does slows all. The plain side is what one writes first: fp32,
-AdamW, the model's own loss. Ours is measured with --no-compile and --compile.
+Both sides hold the same model: first their logits for the same tokens, in fp32
+and with the same weights, are compared. Then each side is a process of its own
+(with a peak memory of its own). They take short turns, so that whatever else
+the machine does slows all of them down. The plain side is what one would write
+first: fp32, AdamW, the model's own loss. Ours is measured with --no-compile
+and with --compile.
 """
 
 import json
@@ -22,16 +23,17 @@ from typing import Literal
 
 import torch
 
-from workshop import ROOT
-from workshop.errors import check, parse_flags, start
-from workshop.run import compile_model, cpu_has_bf16, get_device
+from backstage import ROOT
+from backstage.command_line import parse_flags
+from backstage.device import compile_model, cpu_has_bf16, use_device
+from backstage.errors import require, run_main
 
 sys.path.insert(0, str(ROOT / "solutions"))
 import train_gpt2_std as std
 
-SHAPES = {  # microbatch on a CPU, on a GPU; the demo dataset's vocabulary
-    "nano": (std.PRESETS["nano"][0], 2048, 2, 64),
-    "gpt2": (std.GPTConfig(), 50257, 1, 16),
+SHAPES = {  # config, vocabulary (nano: the demo's), microbatch on CPU and GPU
+    "nano": (std.MODELS["nano"], 2048, 2, 64),
+    "gpt2": (std.MODELS["gpt2"], 50257, 1, 16),
 }
 SIDES = ("eager", "compiled", "plain")
 
@@ -44,11 +46,11 @@ class Flags:
     rounds: int = 10  # turns of each side
     seconds: float = 3.0  # of training in each turn
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
-    side: Literal["", "eager", "compiled", "plain"] = ""  # measure it here
+    side: Literal["", "eager", "compiled", "plain"] = ""  # only measure this
 
 
 def make(side, shape, device):
-    """A function that trains on one microbatch, and its tokens."""
+    """A function that trains on one microbatch, and how many tokens it has."""
     config, vocab_size, on_cpu, on_gpu = SHAPES[shape]
     B = on_cpu if device.type == "cpu" else on_gpu
     T = config.block_size
@@ -64,7 +66,7 @@ def make(side, shape, device):
             x = batch[0].to(device)
             return model(input_ids=x, labels=x).loss
     else:
-        hp = std.PRESETS[shape][1]
+        hp = std.PRESETS[shape]
         raw_model = std.GPT(config).to(device)
         optimizer = raw_model.configure_optimizers(hp)
         precision = "bf16"
@@ -91,7 +93,7 @@ def make(side, shape, device):
 
 
 def plain_model(config):
-    """transformers' GPT-2 of a shape, without dropout as ours."""
+    """transformers' GPT-2 with this config, without dropout, like ours."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(
@@ -101,20 +103,26 @@ def plain_model(config):
 
 
 def difference(shape):
-    """Of both models' losses, relative, with our weights in both, fp32."""
+    """The relative difference of both models' logits, with the same weights.
+
+    In fp32, with our weights in both.
+    """
     config, vocab_size, _, _ = SHAPES[shape]
     config = std.GPTConfig(**asdict(config) | {"vocab_size": vocab_size})
     torch.manual_seed(0)
     ours, plain = std.GPT(config), plain_model(config)
     weights = {}
     for name, weight in ours.state_dict().items():
+        if ".c_attn." in name:  # transformers has all queries first
+            weight = weight.unflatten(0, (config.n_head, 3, -1)).transpose(
+                0, 1).flatten(0, 2)
         if ".c_" in name and name.endswith("weight"):
-            weight = weight.t()  # transformers keeps them as Conv1D
+            weight = weight.t()  # transformers uses Conv1D for these
         if name.endswith(("wte.weight", "lm_head.weight")):
             weight = weight[:vocab_size]
         weights[name] = weight
     plain.load_state_dict(weights)
-    with torch.no_grad():  # of the padding no token is ever a target
+    with torch.no_grad():  # no token of the padding is ever a target
         ours.lm_head.weight[vocab_size:] = 0
     tokens = torch.randint(vocab_size, (1, 65))
     with torch.no_grad():
@@ -124,13 +132,13 @@ def difference(shape):
 
 
 def measure(flags):
-    """One side, in this process: a turn for each line that comes in.
+    """Measure one side in this process: a turn for each line on stdin.
 
-    Answers with a line of the turn's tokens/s and the peak memory in bytes.
+    It answers with a line: the turn's tokens/s and the peak memory in bytes.
     """
-    device = get_device(flags.device)
+    device = use_device(flags.device)
     step, tokens = make(flags.side, flags.shape, device)
-    for _ in range(3):  # the first are slow: allocation, compilation
+    for _ in range(3):  # the first steps are slow: allocation, compilation
         step()
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -161,7 +169,7 @@ class Side:
 
     def answer(self):
         line = self.process.stdout.readline()
-        check(line, f"{self.name} failed")
+        require(line, f"the side {self.name} failed: see above")
         return line
 
     def turn(self):
@@ -172,7 +180,7 @@ class Side:
 def compare(flags, shape):
     error = difference(shape)
     print(f"{shape}: the same model, logits differ by {error:.0e} relative")
-    check(error < 1e-4, "the two sides are not the same model")
+    require(error < 1e-4, "the two sides are not the same model")
     sides = [Side(name, shape, flags) for name in SIDES]
     ratios = {name: [] for name in SIDES}
     for turn in range(flags.rounds):
@@ -195,8 +203,8 @@ def main():
     try:
         import transformers  # noqa: F401
     except ImportError:
-        check(False, "this needs transformers: "
-              "pip install -r benchmarks/requirements.txt")
+        require(False, "transformers is missing: "
+                "pip install -r benchmarks/requirements.txt")
     if flags.side:
         measure(flags)
         return
@@ -205,4 +213,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -1,13 +1,13 @@
-"""How fast text becomes shards, beside the usual recipe.
+"""The speed of turning text into shards, against the usual recipe.
 
     python benchmarks/tokenising.py                    # about two minutes
     python benchmarks/tokenising.py --parquet FILE     # a file of FineWeb-Edu
 
 The recipe is that of build-nanogpt and its descendants: a pool of processes
-to which `imap` hands one document at a time. Without a file the text is
-Python's documentation over and over, its paragraphs unwrapped as FineWeb's
-are. Both sides take turns, so that a busy machine slows both; each figure is
-a median.
+to which `imap` hands one document at a time. Without a file, the text is
+Python's documentation, repeated, with its paragraphs unwrapped like FineWeb's.
+The two sides take turns, so that a busy machine slows both down. Each figure
+is a median.
 """
 
 import multiprocessing
@@ -24,8 +24,9 @@ import pyarrow.parquet as parquet
 import rustbpe
 import tiktoken
 
-from workshop import ROOT, vocabulary
-from workshop.errors import UserError, parse_flags, start
+from backstage import ROOT, vocabulary
+from backstage.command_line import parse_flags
+from backstage.errors import UserError, run_main
 
 sys.path.insert(0, str(ROOT / "fineweb"))
 import demo
@@ -40,20 +41,20 @@ SHARD = 10_000_000  # tokens
 
 @dataclass
 class Flags:
-    """Measure how fast text becomes shards, beside the usual recipe."""
+    """Measure the speed of turning text into shards, against a recipe."""
 
     parquet: Path | None = None
     """A Parquet file with a column `text`, instead of the documentation."""
     megabytes: int = 60
-    """How much text to make of the documentation."""
+    """How much text to make from the documentation."""
     rounds: int = 5
     """Turns of each side."""
     workers: tuple[int, ...] = ()
-    """Numbers of workers to try: by default 1, 2, 4, ... up to the cores."""
+    """Numbers of workers to try (default: 1, 2, 4, ... up to the cores)."""
 
 
 def recipe_tokens(text):
-    """One document, as the recipe does it, in a worker or not."""
+    """Tokenise one document as the recipe does, in a worker or not."""
     tokens = [encoding.eot_token]
     tokens.extend(encoding.encode_ordinary(text))
     tokens = np.array(tokens)
@@ -61,13 +62,13 @@ def recipe_tokens(text):
     return tokens.astype(np.uint16)
 
 
-def recipe_worker(its_encoding):
+def recipe_worker(vocabulary_to_use):
     global encoding
-    encoding = its_encoding
+    encoding = vocabulary_to_use
 
 
 def recipe(path, out, encoding, workers):
-    """From a Parquet file to shards, as the recipe does it: tokens."""
+    """Turn a Parquet file into shards as the recipe does; count tokens."""
     def texts():
         for batch in parquet.ParquetFile(path).iter_batches(columns=["text"]):
             yield from batch.column(0).to_pylist()
@@ -89,7 +90,7 @@ def recipe(path, out, encoding, workers):
 
 
 def ours(path, out, encoding, workers):
-    """The same with fineweb.py, manifest and checksums included: tokens."""
+    """Do the same with fineweb.py, including manifest and checksums."""
     source = {"dataset": str(path), "subset": "", "text_column": "text",
               "shard_size": SHARD}
     revision, files = documents.list_files(str(path), "", "")
@@ -102,25 +103,25 @@ def ours(path, out, encoding, workers):
 
 
 def compare(what, rounds, *sides):
-    """Print how many tokens a second two sides take, which take turns.
+    """Print how many tokens a second two sides process, taking turns.
 
-    The ratio is the median of the rounds' ratios: what slows a round slows
-    both its turns.
+    The ratio is the median of the rounds' ratios: whatever slows a round down
+    slows both of its turns.
     """
     rates = []
     for _ in range(rounds):
         rates.append([])
         for side in sides:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             count = side()
-            rates[-1].append(count / (time.perf_counter() - begun) / 1e6)
+            rates[-1].append(count / (time.perf_counter() - start) / 1e6)
     first, second = map(statistics.median, zip(*rates, strict=True))
     ratio = statistics.median(ours / recipe for recipe, ours in rates)
     print(f"{what:24} {first:10.2f} {second:10.2f} {ratio:8.2f}", flush=True)
 
 
 def make_parquet(path, megabytes):
-    """A file like one of FineWeb's, of Python's documentation."""
+    """Write a file like one of FineWeb's, from Python's documentation."""
     texts = ["\n".join(" ".join(paragraph.split())
                        for paragraph in text.split("\n\n"))
              for text in demo.read_library()]
@@ -130,7 +131,7 @@ def make_parquet(path, megabytes):
 
 
 def find_vocabulary(texts):
-    """GPT-2's vocabulary, or one of up to its size."""
+    """GPT-2's vocabulary, or a new one of at most its size."""
     try:
         return vocabulary.gpt2()
     except UserError:
@@ -181,4 +182,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

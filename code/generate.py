@@ -2,9 +2,9 @@
 
     python code/generate.py --run runs/20261121-120000-std --prompt "Return"
 
-Reads the checkpoints of every stage. With the key-value cache (the default)
+It reads the checkpoints of every stage. With the key-value cache (the default)
 each step computes the keys and values of the newest token only, and keeps
-those of the tokens before it; without, it computes all of them again.
+those of the tokens before it. Without the cache it computes all of them again.
 """
 
 import sys
@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from workshop import ROOT, vocabulary
-from workshop.errors import check, parse_flags, start
-from workshop.run import get_device, load_checkpoint
+from backstage import ROOT, vocabulary
+from backstage.checkpoint import load_checkpoint
+from backstage.command_line import parse_flags
+from backstage.device import use_device
+from backstage.errors import require, run_main
 
-sys.path.insert(0, str(ROOT / "solutions"))  # the desk's model may be in work
+sys.path.insert(0, str(ROOT / "solutions"))  # code/ may be half edited
 from train_gpt2_std import GPT, GPTConfig
 
 
@@ -28,54 +30,53 @@ class Flags:
     """Write continuations of a prompt."""
 
     run: str = ""  # folder of a run, or a checkpoint (default: newest run)
-    prompt: str = "Hello, I'm a language model,"  # what is continued
+    prompt: str = "Hello, I'm a language model,"  # the text to continue
     num_sequences: int = 4  # how many continuations
     max_new_tokens: int = 64  # tokens in each
     temperature: float = 1.0  # 0: always the likeliest token
-    top_k: int = 50  # choose among so many tokens (0: among all)
-    seed: int = 1337  # of the choice
+    top_k: int = 50  # choose among this many tokens (0: among all)
+    seed: int = 1337  # for the random choices
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
     cache: bool = True  # keep keys and values from step to step
 
 
 def find_checkpoint(run):
-    """The newest checkpoint of a run's folder; of the newest run for ""."""
+    """The newest checkpoint in a run's folder, or of the newest run for ""."""
     if Path(run).is_file():
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
-    check(folder.is_dir(), f"{folder}: no such folder: check --run")
+    require(folder.is_dir(), f"{folder}: no such folder: check --run")
     files = folder.glob("**/checkpoints/step_*.pt")
     newest = max(files, default=None,
                  key=lambda file: (file.stat().st_mtime_ns, file.name))
-    check(newest, f"{folder}: no checkpoint is there: train first")
+    require(newest, f"{folder}: no checkpoint is there: train first")
     return newest
 
 
 def forward(model, idx, cache):
-    """Logits after the last of idx, int64 (B, T): float (B, vocab_size).
+    """Logits after the last token of idx, int64 (B, T): (B, vocab_size).
 
-    cache: a list with keys and values of every block, each (B, n_head, time,
-    head size), for the tokens before idx; those of idx are added to it.
+    cache: a list with the keys and values of every block, each (B, heads,
+    time, head_size), for the tokens before idx; those of idx are added to it.
     """
     past = cache[0][0].shape[2] if cache else 0
     positions = torch.arange(past, past + idx.shape[1], device=idx.device)
     parts = model.transformer
     x = parts.wte(idx) + parts.wpe(positions)
     for i, block in enumerate(parts.h):
-        B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, block.attn.n_head, -1).transpose(1, 2)
-            for part in block.attn.c_attn(block.ln_1(x)).split(C, dim=2)
-        )
+        B, T, _ = x.shape
+        qkv = block.attn.c_attn(block.ln_1(x))
+        qkv = qkv.view(B, T, -1, 3, block.attn.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         if past:
             k = torch.cat((cache[i][0], k), dim=2)
             v = torch.cat((cache[i][1], v), dim=2)
             cache[i] = k, v
         else:
             cache.append((k, v))
-        # one new token may look at all that came before it
+        # one new token may look at everything before it
         y = F.scaled_dot_product_attention(q, k, v, is_causal=not past)
-        x = x + block.attn.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        x = x + block.attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))
         x = x + block.mlp(block.ln_2(x))
     return model.lm_head(parts.ln_f(x[:, -1]))[:, :model.config.vocab_size]
 
@@ -96,8 +97,8 @@ def generate(model, idx, flags, generator):
     """Continue idx, int64 (B, T): (B, T + max_new_tokens)."""
     block_size, cache, new = model.config.block_size, [], idx
     for _ in range(flags.max_new_tokens):
-        # Past the block size the window moves on: every token then has
-        # another position, and what was cached is of no use.
+        # Beyond the block size the window moves: then every token has a new
+        # position, and the cache is useless.
         if not flags.cache or idx.shape[1] > block_size:
             cache, new = [], idx[:, -block_size:]
         logits = forward(model, new, cache)
@@ -108,18 +109,19 @@ def generate(model, idx, flags, generator):
 
 def main():
     flags = parse_flags(Flags)
-    check(flags.num_sequences > 0, "--num-sequences must be 1 or more")
-    check(flags.max_new_tokens > 0, "--max-new-tokens must be 1 or more")
-    check(flags.temperature >= 0, "--temperature must not be negative")
-    check(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
+    require(flags.num_sequences > 0, "--num-sequences must be 1 or more")
+    require(flags.max_new_tokens > 0, "--max-new-tokens must be 1 or more")
+    require(flags.temperature >= 0, "--temperature must not be negative")
+    require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
     file = find_checkpoint(flags.run)
     state = load_checkpoint(file)
-    device = get_device(flags.device)
+    device = use_device(flags.device)
     model = GPT(GPTConfig(**state["config"])).to(device)
     model.load_state_dict(state["model"])
     encoding = vocabulary.load(state["hyperparameters"]["data"])
-    check(encoding.n_vocab == model.config.vocab_size,
-          f"{state['hyperparameters']['data']} has another vocabulary now")
+    require(encoding.n_vocab == model.config.vocab_size,
+            f"{state['hyperparameters']['data']} now has another vocabulary: "
+            "restore the dataset that the run was trained on")
     print(f"{file} ({state['stage']}, {state['step']} steps)")
 
     prompt = encoding.encode(flags.prompt, allowed_special="all")
@@ -137,4 +139,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

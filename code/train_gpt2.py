@@ -1,7 +1,7 @@
 """Train GPT-2 on one device: model, data, schedule, training loop.
 
-What is not taught stands in workshop/: the run's folder, metrics,
-checkpoints and signals (run.py), and errors for people (errors.py).
+What is not taught here is in backstage/: the flags, the run's folder with its
+metrics and checkpoints, signals, and readable error messages.
 """
 
 import math
@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from workshop import vocabulary
-from workshop.errors import check, start
-from workshop.run import Run, compile_model, get_device, parse
+from backstage import vocabulary
+from backstage.device import compile_model, use_device
+from backstage.errors import UserError, require, run_main
+from backstage.flags import parse
+from backstage.run import Run
 
 # -------------------------------------------------------- model
 
@@ -34,18 +36,17 @@ class GPTConfig:
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (  # each (B, n_head, T, C // n_head)
-            part.view(B, T, self.n_head, -1).transpose(1, 2)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        B, T, _ = x.shape
+        # query, key and value head by head: a slice holds whole heads
+        qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -103,7 +104,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
             x = block(x)
-        # x is fp32 under autocast too: so is the softmax then
+        # x is fp32 even under autocast, so the softmax is fp32, too
         logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
         if targets is None:
             return logits
@@ -122,13 +123,12 @@ class GPT(nn.Module):
         return idx
 
     def configure_optimizers(self, hp):
-        weights = list(self.parameters())
-        groups = [  # biases and LayerNorms are not decayed
-            {"params": [w for w in weights if w.dim() >= 2],
-             "weight_decay": hp.weight_decay},
-            {"params": [w for w in weights if w.dim() < 2],
-             "weight_decay": 0.0},
-        ]
+        decayed, others = [], []  # biases and LayerNorms are not decayed
+        for name, weight in self.named_parameters():
+            is_matrix = not name.endswith("bias") and "ln_" not in name
+            (decayed if is_matrix else others).append(weight)
+        groups = [{"params": decayed, "weight_decay": hp.weight_decay},
+                  {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
         return optimizer
@@ -148,7 +148,7 @@ def training_step(model, batch, device, precision):
 def get_shards(data, split):
     """The files of a split, "train" or "val", in order."""
     shards = sorted(Path(data).glob(f"*_{split}_*.npy"))
-    check(shards, f"{data}: no shard *_{split}_*.npy is there: check --data")
+    require(shards, f"{data}: no shard *_{split}_*.npy is there: see --data")
     return shards
 
 
@@ -157,9 +157,10 @@ def load_tokens(shard):
     try:
         tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        check(False, f"{shard}: not a whole shard, make it again ({error})")
-    check(tokens.dtype == np.uint16 and tokens.ndim == 1,
-          f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
+        raise UserError(f"{shard}: not a whole shard, make it again "
+                        f"({error})") from error
+    require(tokens.dtype == np.uint16 and tokens.ndim == 1,
+            f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
     return tokens
 
 
@@ -167,8 +168,8 @@ class DataIterator:
     """This rank's microbatches, for ever: pairs x, y of int64 (B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
-    The ranks take turns: rank r begins at sample r*B, reads B samples, and
-    goes on world_size * B samples further.
+    The ranks take turns: rank r starts at sample r*B, reads B samples, and
+    then moves on by world_size * B samples.
     """
 
     def __init__(self, shards, B, T, rank, world_size, vocab_size):
@@ -177,12 +178,12 @@ class DataIterator:
         self.B, self.T, self.vocab_size = B, T, vocab_size
         self.rank, self.world_size = rank, world_size
         self.num_samples = (int(self.ends[-1]) - 1) // T
-        check(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
-              f"tokens are too few for one sample of {T} and its targets")
+        require(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
+                f"tokens are too few for one sample of {T} and its targets")
         self.seek(0)
 
     def seek(self, i):
-        """Let the ranks go on from sample i."""
+        """Let the ranks continue from sample i."""
         self.position = i + self.rank * self.B
 
     def sample(self, i):
@@ -190,7 +191,7 @@ class DataIterator:
         begin = i % self.num_samples * self.T
         end = begin + self.T + 1
         parts = []
-        while begin < end:  # a sample may go on in the next shard
+        while begin < end:  # a sample may continue in the next shard
             k = np.searchsorted(self.ends, begin, side="right")
             tokens = self.shards[k]
             first = begin - self.ends[k] + len(tokens)
@@ -204,8 +205,8 @@ class DataIterator:
     def __next__(self):
         samples = range(self.position, self.position + self.B)
         tokens = np.stack([self.sample(i) for i in samples])
-        check(tokens.max() < self.vocab_size, f"token {tokens.max()} in the "
-              f"data is not in the vocabulary of {self.vocab_size}")
+        require(tokens.max() < self.vocab_size, f"token {tokens.max()} of the "
+                f"data is not in the vocabulary of {self.vocab_size}")
         self.position += self.world_size * self.B
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return tokens[:, :-1], tokens[:, 1:]
@@ -229,7 +230,7 @@ class Hyperparameters:
     preset: Literal["tiny", "nano", "gpt2"] = "gpt2"  # model and defaults
     data: str = ""  # folder of the shards
     run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
-    resume: bool = False  # go on from the last checkpoint in --run
+    resume: bool = False  # continue from the last checkpoint in --run
     init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
@@ -240,30 +241,31 @@ class Hyperparameters:
     weight_decay: float = 0.1  # of the matrices
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
     compile: bool = False  # compile the model
-    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
-    seed: int = 1337  # of the first weights and of what is generated
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
+    seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
 
 
+MODELS = {
+    "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
+    "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
+    "gpt2": GPTConfig(),
+}
 PRESETS = {
-    "tiny": (  # seconds: for tests
-        GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32),
-        Hyperparameters(
-            "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
-            sequence_length=32, learning_rate=3e-3, warmup_steps=4,
-            precision="fp32", eval_every=10, generate_every=20,
-            checkpoint_every=10)),
-    "nano": (  # minutes on a CPU
-        GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
-        Hyperparameters(
-            "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
-            sequence_length=128, learning_rate=2e-3, warmup_steps=300,
-            eval_every=200, eval_minibatches=32, generate_every=400,
-            checkpoint_every=200)),
-    "gpt2": (GPTConfig(), Hyperparameters()),
+    "tiny": Hyperparameters(  # seconds: for tests
+        "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
+        sequence_length=32, learning_rate=3e-3, warmup_steps=4,
+        precision="fp32", eval_every=10, generate_every=20,
+        checkpoint_every=10),
+    "nano": Hyperparameters(  # minutes on a CPU
+        "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
+        sequence_length=128, learning_rate=2e-3, warmup_steps=300,
+        eval_every=200, eval_minibatches=32, generate_every=400,
+        checkpoint_every=200),
+    "gpt2": Hyperparameters(),
 }
 
 # ------------------------------------------------ training loop
@@ -271,7 +273,7 @@ PRESETS = {
 
 @torch.no_grad()
 def evaluate(model, data, num_microbatches, device, precision):
-    """The mean loss of the first so many microbatches, a float."""
+    """The mean loss of the first num_microbatches, a float."""
     data.seek(0)
     loss = torch.zeros((), device=device)
     for _ in range(num_microbatches):
@@ -289,15 +291,15 @@ def write_texts(model, encoding, device, seed):
 
 
 def main():
-    hp = parse(Hyperparameters, PRESETS)
+    hp = parse(Hyperparameters, PRESETS, MODELS)
     rank, world_size = 0, 1
-    device = get_device(hp.device)
+    device = use_device(hp.device)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    check(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
-          f"divide into microbatches of {B} on {world_size} process(es)")
+    require(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
+            f"divide into microbatches of {B} on {world_size} process(es)")
     accumulation_steps = S // (B * world_size)
 
     vocab_size = vocabulary.size(hp.data)
@@ -307,8 +309,8 @@ def main():
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same first weights everywhere
-    config = replace(PRESETS[hp.preset][0], vocab_size=vocab_size)
+    torch.manual_seed(hp.seed)  # the same initial weights everywhere
+    config = replace(MODELS[hp.preset], vocab_size=vocab_size)
     raw_model = GPT(config).to(device)
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("std", hp, config, max_steps, device)
@@ -329,6 +331,7 @@ def main():
         for _ in range(accumulation_steps):
             batch = next(train_data)
             loss = training_step(model, batch, device, hp.precision)
+            # backward() adds up gradients: this makes their sum the mean
             loss = loss / accumulation_steps
             loss.backward()
             mean_loss += loss.detach()
@@ -336,12 +339,12 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
 
-        report = torch.tensor([mean_loss, run.stop_requested], device=device)
-        mean_loss, stop = (report / world_size).tolist()
+        mean_loss, stop = mean_loss.item(), run.stop_requested
         seconds = time.perf_counter() - start_time
         run.check_finite(step, mean_loss, norm)
 
-        last, val_loss = step + 1 == max_steps, None
+        val_loss = None
+        last = step + 1 == max_steps
         if last or (step + 1) % hp.eval_every == 0:
             val_loss = evaluate(
                 raw_model, val_data, hp.eval_minibatches * accumulation_steps,
@@ -359,4 +362,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

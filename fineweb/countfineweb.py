@@ -2,9 +2,8 @@
 
     python fineweb/countfineweb.py fineweb/edu_fineweb10B --verify
 
-Without a manifest, as in a folder that another course prepared, it counts and
-verifies what can be known from the shards. Exit status 1 if something is
-wrong.
+Without a manifest, as in a folder from another course, it counts and verifies
+what the shards alone can tell. The exit status is 1 if something is wrong.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ import manifest
 import shards
 import tyro
 
-from workshop import vocabulary
-from workshop.errors import UserError, check, parse_flags, start
+from backstage import vocabulary
+from backstage.command_line import parse_flags
+from backstage.errors import UserError, require, run_main
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Flags:
     folder: Annotated[Path, tyro.conf.Positional]
     """The dataset folder."""
     verify: bool = False
-    """Read the shards: checksums, ids and the beginnings of documents."""
+    """Read the shards, and check checksums, ids and where documents begin."""
 
 
 def main():
@@ -41,7 +41,7 @@ def main():
              if not (folder / name).exists()]
     if made and flags.verify and made["vocabulary"]["sha256"] != (
             manifest.checksum(folder / vocabulary.TOKENS)):
-        wrong.append("the vocabulary is not the manifest's")
+        wrong.append("the vocabulary is not the one in the manifest")
     sums = {"val": [0, 0], "train": [0, 0]}  # shards, tokens
     for path in shards.progress(paths, unit=" shards"):
         try:
@@ -72,17 +72,17 @@ def main():
     for split, (count, tokens) in sums.items():
         print(f"{split:5} {count:4,} shards {tokens:14,} tokens")
     if made is None:
-        print("no manifest: there is nothing to compare with")
+        print("there is no manifest to compare with")
     elif not made["complete"]:
         wrong.append("the dataset is not complete: run fineweb.py again")
     for line in wrong:
         print(line)
-    check(not wrong, f"{folder}: {len(wrong)} problems, listed above")
-    print("verified" if flags.verify else "the shards are not read: --verify")
+    require(not wrong, f"{folder}: {len(wrong)} problems, listed above")
+    print("verified" if flags.verify else "--verify would read the shards too")
 
 
 def tokens_of(folder):
-    """The size of a folder's vocabulary, and its id of `<|endoftext|>`."""
+    """The size of a folder's vocabulary, and the id of `<|endoftext|>`."""
     if not (folder / vocabulary.SETTINGS).exists():
         return vocabulary.GPT2_SIZE, vocabulary.GPT2_SIZE - 1
     encoding = vocabulary.load(folder)
@@ -90,4 +90,4 @@ def tokens_of(folder):
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -3,8 +3,8 @@
     python fineweb/demo.py                    # Python's own documentation
     python fineweb/demo.py book.txt notes/    # or your own text
 
-Writes `fineweb/demo/`: shards for training and validation, a vocabulary of
-its own, and a manifest. Where the dataset is there already it does nothing.
+It writes `fineweb/demo/`: shards for training and validation, a vocabulary of
+its own, and a manifest. If the dataset is already there, it does nothing.
 """
 
 import ast
@@ -20,50 +20,52 @@ from typing import Annotated
 import manifest
 import tyro
 
-from workshop import vocabulary
-from workshop.errors import UserError, check, parse_flags, start
+from backstage import vocabulary
+from backstage.command_line import parse_flags
+from backstage.errors import UserError, require, run_main
 
 HERE = Path(__file__).resolve().parent
 SEED = 1337
-DOCUMENT = 2000  # characters, or a little more
+DOCUMENT = 2000  # its characters, at least
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LEFT_OUT = {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
             "pydoc_data", "site-packages", "test", "tests", "turtledemo"}
-# modules that have no source in Python, and are safe to import
+# modules that have no Python source and are safe to import
 COMPILED = ("builtins", "sys", "array", "binascii", "cmath", "fcntl", "gc",
             "itertools", "marshal", "math", "mmap", "posix", "select", "time",
             "unicodedata", "zlib", "_collections", "_signal", "_socket",
             "_thread")
-TEXT = {".md", ".rst", ".text", ".txt"}  # what is read in a folder
+TEXT = {".md", ".rst", ".text", ".txt"}  # the files that are read in a folder
 
 
 @dataclass
 class Flags:
-    """Build a small dataset, by default of Python's documentation."""
+    """Build a small dataset, by default from Python's documentation."""
 
     sources: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Text files to use instead, and folders of .txt, .md and .rst files."""
     out: Path = HERE / "demo"
-    """The folder to make."""
+    """The folder to create."""
     vocabulary_size: int = 2048
-    """Tokens in the vocabulary, `<|endoftext|>` among them."""
+    """Tokens in the vocabulary, including `<|endoftext|>`."""
 
 
 def main():
     flags = parse_flags(Flags)
-    check(257 <= flags.vocabulary_size <= 65536, "--vocabulary-size has to "
-          "be from 257 (each byte and <|endoftext|>) to 65536")
+    require(257 <= flags.vocabulary_size <= 65536, "--vocabulary-size must be "
+            "from 257 (each byte and <|endoftext|>) to 65536")
     source = {"files": [str(path.resolve()) for path in flags.sources]
               or "the standard library's documentation",
               "vocabulary_size": flags.vocabulary_size, "seed": SEED}
     if is_there(flags.out, source):
-        print(f"{flags.out}: the dataset is there already")
+        print(f"{flags.out}: the dataset is already there")
         return
     texts = read_files(flags.sources) if flags.sources else read_library()
-    # two alike would put what is held out among what is trained on
+    # a duplicate could put validation text into the training split
     documents = list(dict.fromkeys(texts))
-    check(len(documents) >= 10, f"too little text: {len(documents)} documents "
-          f"of about {DOCUMENT} characters, and two splits need 10 at least")
+    require(len(documents) >= 10, f"too little text: {len(documents)} "
+            f"documents of about {DOCUMENT} characters, but two splits need "
+            "at least 10: add more text")
     random.Random(SEED).shuffle(documents)
     n_val = len(documents) // 10
     write(flags.out, source, documents[n_val:], documents[:n_val],
@@ -71,25 +73,25 @@ def main():
 
 
 def is_there(out, source):
-    """Whether `out` is this dataset; an error where it is something else."""
+    """Whether `out` is this dataset; an error if it is something else."""
     found = manifest.read(out)
     if found is None:
-        check(not out.exists() or (out.is_dir() and not any(out.iterdir())),
-              f"{out} is there, and is not a dataset: name another --out")
+        require(not out.exists() or (out.is_dir() and not any(out.iterdir())),
+                f"{out} exists and is not a dataset: choose another --out")
         return False
     other = manifest.difference(found, "demo", source)
-    check(not other, f"{out} holds another dataset ({other}): name another "
-          "--out, or delete it first")
+    require(not other, f"{out} holds another dataset ({other}): choose "
+            "another --out, or delete the folder first")
     return True
 
 
 def read_library():
-    """Documents of the standard library's documentation, as strings."""
+    """The standard library's documentation, as documents (strings)."""
     yield from read_topics()
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(library.rglob("*.py"))
              if LEFT_OUT.isdisjoint(path.relative_to(library).parts)]
-    seen = set()  # methods of one name often share their words
+    seen = set()  # methods with the same name often have the same docstring
     modules = chain(map(compiled_docstrings, COMPILED),
                     map(docstrings, progress(paths, "reading modules")))
     for found in modules:
@@ -97,7 +99,7 @@ def read_library():
 
 
 def unseen(texts, seen):
-    """Those of `texts` that the set `seen` has not, and now has."""
+    """Yield the texts that are not in the set `seen`, and add them to it."""
     for text in texts:
         if text not in seen:
             seen.add(text)
@@ -105,12 +107,13 @@ def unseen(texts, seen):
 
 
 def read_topics():
-    """Documents of the topics that Python's `help()` knows."""
+    """Documents from the topics that Python's `help()` knows."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some systems leave it out
         return
-    # A section is part of several topics, underlined as its level there is.
+    # A section is part of several topics. How it is underlined depends on
+    # its level there, so the underlines go.
     heading = re.compile(r"^([^\n]+)\n([*=~-])\2{2,}\n", re.MULTILINE)
     sections = dict.fromkeys(
         section.strip() for _, topic in sorted(topics.items())
@@ -123,7 +126,7 @@ def docstrings(path):
     """The docstrings of a module's source, without importing it."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # a template, not a module
+    except (SyntaxError, ValueError):  # it is a template, not a module
         return
     nodes = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
@@ -134,7 +137,7 @@ def compiled_docstrings(name):
     """The docstrings of a module that has no source in Python."""
     try:
         module = importlib.import_module(name)
-    except ImportError:  # another system's
+    except ImportError:  # only other systems have it
         return
     yield module.__doc__ or ""
     for member in vars(module).values():
@@ -146,15 +149,15 @@ def compiled_docstrings(name):
 
 
 def read_files(sources):
-    """Documents of the text files and folders that the caller names."""
+    """Documents from the text files and folders that the caller names."""
     paths = []
     for source in sources:
-        check(source.exists(), f"{source}: there is no such file or folder")
+        require(source.exists(), f"{source}: no such file or folder")
         found = [source] if source.is_file() else sorted(
             path for path in source.rglob("*")
             if path.suffix.lower() in TEXT and path.is_file())
-        check(found, f"{source} holds no text: no file named "
-              + " or ".join(f"*{suffix}" for suffix in sorted(TEXT)))
+        require(found, f"{source} holds no text: it has no files "
+                + " or ".join(f"*{suffix}" for suffix in sorted(TEXT)))
         paths += found
     for path in progress(paths, "reading files"):
         try:
@@ -162,12 +165,12 @@ def read_files(sources):
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: byte {error.start:,} is not UTF-8: "
                             "convert the file, or leave it out") from error
-        check("\0" not in text, f"{path} is not text: leave it out")
+        require("\0" not in text, f"{path} is not text: leave it out")
         yield from gather(re.split(r"\n\s*\n", text))
 
 
 def gather(texts):
-    """Join short texts, in their order, to documents of sensible length."""
+    """Join short texts, in order, into documents of a sensible length."""
     document = ""
     for text in texts:
         document = f"{document}\n\n{text}".strip()
@@ -179,7 +182,7 @@ def gather(texts):
 
 
 def progress(paths, what):
-    import shards  # late: it costs a second run too much
+    import shards  # here, since it is slow and a second run does not need it
 
     return shards.progress(paths, desc=what, unit=" files")
 
@@ -199,7 +202,7 @@ def train_vocabulary(documents, size):
 
 
 def encode(documents, encoding):
-    """All documents, `<|endoftext|>` before each, as (n,) uint16."""
+    """All documents, with `<|endoftext|>` before each, as (n,) uint16."""
     import numpy as np
 
     lists = encoding.encode_ordinary_batch(documents)
@@ -208,7 +211,7 @@ def encode(documents, encoding):
 
 
 def write(out, source, train, val, vocabulary_size):
-    """Make the folder `out` of the two splits, lists of documents."""
+    """Make the folder `out` from the two splits, lists of documents."""
     import numpy as np
     import shards
 
@@ -229,7 +232,7 @@ def write(out, source, train, val, vocabulary_size):
             made["complete"] = True
             manifest.write(folder, made)
     except OSError:
-        # perhaps another process has made the folder meanwhile
+        # another process may have made the folder in the meantime
         if not is_there(out, source):
             raise
     print(f"{out}: {encoding.n_vocab:,} tokens in the vocabulary\n"
@@ -237,4 +240,4 @@ def write(out, source, train, val, vocabulary_size):
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

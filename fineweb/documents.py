@@ -1,4 +1,4 @@
-"""Where documents come from: Parquet or text files, here or on the hub."""
+"""Where documents come from: Parquet or text files, local or on the hub."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from workshop.errors import UserError, check
-from workshop.vocabulary import END_OF_TEXT
+from backstage.errors import UserError, require
+from backstage.vocabulary import END_OF_TEXT
 
 CACHE = Path(__file__).resolve().parent / ".cache"
 ROWS = 512  # documents in a batch, at most
@@ -19,20 +19,20 @@ NEEDS = "pip install -r fineweb/requirements.txt"
 
 @dataclass
 class Batch:
-    """Documents that follow one another in a file."""
+    """Consecutive documents of a file."""
 
     path: Path
-    file: int  # the file's place in the list of files
-    row: int  # the first document's place in the file
+    file: int  # the index of the file in the list of files
+    row: int  # the index of the first document in the file
     texts: Any  # a list of strings, or an Arrow array of them
-    done: float  # the part of the file that is read with this batch
+    done: float  # the fraction of the file that is read after this batch
 
 
 def list_files(dataset, subset, pattern):
     """The files of a dataset: (revision, [{"file": name, "bytes": size}]).
 
-    `dataset` is a folder or file here, whose revision is None, or else the
-    name of one on the hub, whose revision is a commit.
+    `dataset` is a local folder or file, whose revision is None, or else the
+    name of a dataset on the hub, whose revision is a commit.
     """
     here = Path(dataset)
     if here.is_file():
@@ -46,12 +46,13 @@ def list_files(dataset, subset, pattern):
                  and fnmatch(path.relative_to(root).as_posix(), pattern)]
     else:
         revision, found = list_hub(dataset, subset, pattern)
-    check(found, f"{dataset} has no files {subset + '/' if subset else ''}"
-          f"{pattern}: see --subset and --files")
+    require(found, f"{dataset} has no files {subset + '/' if subset else ''}"
+            f"{pattern}: see --subset and --files")
     files = [{"file": name, "bytes": size} for name, size in sorted(found)]
     for name in (entry["file"] for entry in files):
-        check(Path(name).suffix.lower() in TEXT | {".parquet"},
-              f"{name} is neither Parquet nor text: choose others by --files")
+        require(Path(name).suffix.lower() in TEXT | {".parquet"},
+                f"{name} is neither Parquet nor text: choose others with "
+                "--files")
     return revision, files
 
 
@@ -59,7 +60,7 @@ def list_hub(dataset, subset, pattern):
     """The commit and the files, [(name, bytes)], of a dataset on the hub."""
     hub = import_hub()
     try:
-        # at once where there is no network, unlike what follows
+        # without a network this fails at once, unlike what follows
         commit = hub.dataset_info(dataset).sha
         tree = hub.list_repo_tree(dataset, subset or None, recursive=True,
                                   revision=commit, repo_type="dataset")
@@ -76,9 +77,9 @@ def list_hub(dataset, subset, pattern):
 
 
 def import_hub():
-    """The hub's client, which keeps what it downloads under CACHE."""
+    """Import the hub's client, and have it keep its downloads under CACHE."""
     if not {"HF_HOME", "HF_HUB_CACHE"} & os.environ.keys():
-        # there may be too little space in the home folder
+        # the home folder may not have enough space
         os.environ["HF_HUB_CACHE"] = str(CACHE / "hub")
     try:
         import huggingface_hub
@@ -89,26 +90,26 @@ def import_hub():
 
 
 def explain(dataset, error):
-    """One line about an error of the hub's client."""
+    """One line that explains an error of the hub's client."""
     if type(error).__name__ in ("RepositoryNotFoundError",
                                 "HFValidationError"):
         return (f"{dataset}: there is no such file or folder here, and no "
                 "such dataset on the hub that you may read")
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{dataset}: the hub cannot be reached, or refuses ({first})"
+    return f"{dataset}: the hub cannot be reached, or refused ({first})"
 
 
 def fetch(dataset, revision, name):
-    """The path of one of a dataset's files, downloaded where it has to be.
+    """The path of one of a dataset's files, downloaded if necessary.
 
-    A download that was broken off goes on; one that is there is not asked
-    for again, and needs no network.
+    An interrupted download is continued. A file that is already there is
+    not downloaded again, and needs no network.
     """
     if revision is None:
         here = Path(dataset)
         return here if here.is_file() else here / name
     hub = import_hub()
-    if not sys.stderr.isatty():  # where the hub's client shows no bar
+    if not sys.stderr.isatty():  # then the hub's client shows no bar
         print(f"fetching {name}", file=sys.stderr, flush=True)
     try:
         return Path(hub.hf_hub_download(dataset, name, repo_type="dataset",
@@ -118,8 +119,8 @@ def fetch(dataset, revision, name):
 
 
 def fetch_all(dataset, revision, names):
-    """Yield the path of each file; the next one is fetched meanwhile."""
-    # a pool of daemons: a program that fails need not wait for a download
+    """Yield the path of each file, while the next one is being fetched."""
+    # its threads are daemons: if we fail, nothing waits for a download
     pool = ThreadPool(1)
     paths = [pool.apply_async(fetch, (dataset, revision, names[0]))]
     for name in names[1:]:
@@ -130,32 +131,33 @@ def fetch_all(dataset, revision, names):
 
 
 def read(path, file, row, column):
-    """Yield a file's documents in a `Batch` after another, from `row` on."""
+    """Yield a file's documents, one `Batch` after another, from `row` on."""
     if path.suffix.lower() in TEXT:
         return read_text(path, file, row)
     return read_parquet(path, file, row, column)
 
 
 def read_parquet(path, file, row, column):
-    """Each row is a document. Only its text column is read."""
+    """Each row is a document. Only the text column is read."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise UserError(f"pyarrow is missing: {NEEDS}") from error
-    damaged = f"{path} is no Parquet file, or damaged: delete it, run again"
+    damaged = (f"{path} is not a Parquet file, or is damaged: delete it and "
+               "run again")
     try:
-        # pre_buffer would keep all that has been read
+        # pre_buffer would keep everything that has been read
         table = parquet.ParquetFile(path, pre_buffer=False,
                                     buffer_size=1 << 20)
     except arrow.ArrowException as error:
         raise UserError(f"{damaged} ({first_line(error)})") from error
     schema = table.schema_arrow
-    check(column in schema.names, f"{path} has no column {column!r}: its "
-          f"columns are {', '.join(schema.names)}")
+    require(column in schema.names, f"{path} has no column {column!r}: its "
+            f"columns are {', '.join(schema.names)}")
     kind = schema.field(column).type
-    check(arrow.types.is_string(kind) or arrow.types.is_large_string(kind),
-          f"{path}: the column {column!r} holds {kind}, not text")
+    require(arrow.types.is_string(kind) or arrow.types.is_large_string(kind),
+            f"{path}: the column {column!r} holds {kind}, not text")
     sizes = [table.metadata.row_group(i).num_rows
              for i in range(table.num_row_groups)]
     total = sum(sizes)
@@ -177,13 +179,13 @@ def read_parquet(path, file, row, column):
         at += batch.num_rows
         if len(texts):
             yield Batch(path, file, at - len(texts), texts, at / total)
-    check(at == total, f"{damaged} ({at:,} of {total:,} rows)")
+    require(at == total, f"{damaged} ({at:,} of {total:,} rows)")
 
 
 def read_text(path, file, row):
-    """A document ends at a line `<|endoftext|>`, or with the file.
+    """A document ends at a line `<|endoftext|>`, or at the end of the file.
 
-    One of nothing but blanks is left out.
+    A document of nothing but blanks is left out.
     """
     total = path.stat().st_size
     texts, size, at, first = [], 0, 0, row

@@ -3,9 +3,10 @@
     python fineweb/fineweb.py                              # FineWeb-Edu, 10BT
     python fineweb/fineweb.py --dataset my/parquet --out fineweb/mine
 
-Killed at any moment and run again, it goes on where it was, and the folder
-ends up the same, byte for byte. The first shard is for validation, the others
-are for training. Documents keep their order, whatever the number of workers.
+If it is killed at any moment and run again, it goes on where it was, and the
+folder ends up the same, byte for byte. The first shard is for validation, the
+others are for training. Documents keep their order, whatever the number of
+workers.
 """
 
 import fcntl
@@ -26,13 +27,14 @@ import numpy as np
 import shards
 import tokenise
 
-from workshop import vocabulary
-from workshop.errors import UserError, check, parse_flags, start
+from backstage import vocabulary
+from backstage.command_line import parse_flags
+from backstage.errors import UserError, require, run_main
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-LEFT = (".*.npy.part", ".manifest.json.*", ".vocabulary.*")
-AHEAD = 4  # batches for each worker that are read before they are needed
+LEFT = (".*.part",)
+AHEAD = 4  # batches per worker that are read before they are needed
 
 
 @dataclass
@@ -42,37 +44,37 @@ class Flags:
     dataset: str = FINEWEB
     """A folder or a file, or the name of a dataset on the Hugging Face hub."""
     subset: str | None = None
-    """The dataset's folder to take: sample/10BT of FineWeb-Edu, else all."""
+    """Which folder of it: by default FineWeb-Edu's sample/10BT, or all."""
     files: str = "*.parquet"
     """Which of its files, as a pattern: Parquet or text."""
     text_column: str = "text"
     """The column of the Parquet files that holds the documents."""
     name: str = "fineweb"
-    """What the shards' names begin with."""
+    """What the names of the shards begin with."""
     shard_size: int = shards.SIZE
     """Tokens in a shard."""
     out: Path = HERE / "edu_fineweb10B"
-    """The folder to make."""
+    """The folder to create."""
     vocabulary: Path | None = None
-    """A dataset folder whose vocabulary to use instead of GPT-2's."""
+    """A dataset folder whose vocabulary is used instead of GPT-2's."""
     workers: int = 0
-    """Processes that tokenise; 0 is one for each core."""
+    """Processes that tokenise; 0 means one for each core."""
     download_only: bool = False
-    """Download the files for a machine without a network, and stop."""
+    """Only download the files, for a machine without a network."""
 
 
 def main():
     flags = parse_flags(Flags)
-    check(flags.shard_size > 0, "--shard-size has to be 1 or more")
-    check(flags.workers >= 0, "--workers has to be 0 or more")
-    check(re.fullmatch(r"[a-zA-Z0-9-]+", flags.name),
-          "--name has to be of letters, digits and dashes")
-    # where activate.sh leaves GPT-2's vocabulary
+    require(flags.shard_size > 0, "--shard-size must be 1 or more")
+    require(flags.workers >= 0, "--workers must be 0 or more")
+    require(re.fullmatch(r"[a-zA-Z0-9-]+", flags.name),
+            "--name must consist of letters, digits and dashes")
+    # activate.sh keeps GPT-2's vocabulary there
     os.environ.setdefault("TIKTOKEN_CACHE_DIR",
                           str(documents.CACHE / "tiktoken"))
     flags.out.mkdir(parents=True, exist_ok=True)
     with alone(flags.out):
-        for left in LEFT:  # by a process that was killed
+        for left in LEFT:  # left behind by a process that was killed
             for path in flags.out.glob(left):
                 path.unlink()
         made = begin(flags)
@@ -87,7 +89,7 @@ def main():
             encoding = vocabulary.load(flags.out)
             stream = with_progress(made, tokenise_all(
                 made, encoding, flags.workers or count_cores()))
-            with closing(stream):  # the bar, before an error is shown
+            with closing(stream):  # ends the bar before an error is shown
                 build(flags.out, made, encoding, stream)
             print(f"{flags.out}: the dataset is complete\n"
                   + manifest.table(made))
@@ -95,25 +97,25 @@ def main():
 
 @contextmanager
 def alone(folder):
-    """Hold a lock on the folder; a second process gets an error."""
+    """Lock the folder; a second process gets an error."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(f"{folder}: another process is making this dataset: "
-                        "wait for it, or name another --out") from error
+                        "wait for it, or choose another --out") from error
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
     try:
         yield
     finally:
         os.close(handle)
         with suppress(OSError):
-            folder.rmdir()  # where an error has left it empty
+            folder.rmdir()  # if an error has left it empty
 
 
 def begin(flags):
-    """The manifest of the folder, as it was left or a new one."""
+    """The manifest of the folder: as it was left, or a new one."""
     subset = flags.subset
     if subset is None:
         subset = "sample/10BT" if flags.dataset == FINEWEB else ""
@@ -127,8 +129,8 @@ def begin(flags):
     made = manifest.read(flags.out)
     other = made and manifest.difference(made, flags.name, source)
     if made is None or (other and not made["shards"]):
-        check(not any(flags.out.glob("*.npy")), f"{flags.out} holds shards "
-              "of another origin: name another --out")
+        require(not any(flags.out.glob("*.npy")), f"{flags.out} holds shards "
+                "from elsewhere: choose another --out")
         encoding = find_vocabulary(flags.vocabulary)
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
@@ -138,33 +140,34 @@ def begin(flags):
             next={"file": 0, "row": 0, "token": 0})
         manifest.write(flags.out, made)
         return made
-    check(not other, f"{flags.out} holds another dataset ({other}): name "
-          "another --out, or delete it first")
+    require(not other, f"{flags.out} holds another dataset ({other}): choose "
+            "another --out, or delete the folder first")
     for entry in made["shards"]:
-        check((flags.out / entry["file"]).exists(), f"{flags.out}: "
-              f"{entry['file']} is missing: delete the folder, begin again")
+        require((flags.out / entry["file"]).exists(), f"{flags.out}: "
+                f"{entry['file']} is missing: delete the folder and start "
+                "again")
     return made
 
 
 def find_vocabulary(folder):
     """GPT-2's vocabulary, or that of a dataset folder."""
     if folder is not None:
-        check((folder / vocabulary.SETTINGS).exists(), f"{folder} has no "
-              "vocabulary: name a dataset folder that has its own")
+        require((folder / vocabulary.SETTINGS).exists(), f"{folder} has no "
+                "vocabulary: name a dataset folder that has one")
         return tokenise.check_vocabulary(vocabulary.load(folder))
     try:
         return vocabulary.gpt2(download=True)
     except OSError as error:
         raise UserError("GPT-2's vocabulary cannot be downloaded: run this "
-                        "where there is a network once") from error
+                        "once where there is a network") from error
 
 
 def build(out, made, encoding, stream):
-    """Write the shards that are missing, and the manifest with each of them.
+    """Write the missing shards, and the manifest after each of them.
 
-    `stream` yields (batch, tokens) from where the manifest says: "next" is
-    the place of a document in the files, and how many of the tokens from
-    there on are in a shard already.
+    `stream` yields (batch, tokens) from the place that "next" in the manifest
+    names: a document in the files, and how many of the tokens from there on
+    are already in a shard.
     """
     size = made["source"]["shard_size"]
     shard = np.empty(size, np.uint16)
@@ -172,7 +175,7 @@ def build(out, made, encoding, stream):
     skip = made["next"]["token"]
 
     def finish(position):
-        """Write what is filled of the shard; the next begins at position."""
+        """Write the filled part of the shard; the next starts at position."""
         index = len(made["shards"])
         path = out / shards.file_name(
             made["name"], "train" if index else "val", index)
@@ -194,15 +197,15 @@ def build(out, made, encoding, stream):
             if filled == size:
                 finish({"file": batch.file, "row": batch.row, "token": at})
                 filled = 0
-    check(len(made["shards"]) + (filled > 0) > 1, f"{out}: the text has "
-          f"{sum(e['tokens'] for e in made['shards']) + filled:,} tokens, "
-          f"too few for shards of {size:,}: try a smaller --shard-size")
+    require(len(made["shards"]) + (filled > 0) > 1, f"{out}: the text has "
+            f"{sum(e['tokens'] for e in made['shards']) + filled:,} tokens, "
+            f"too few for shards of {size:,}: try a smaller --shard-size")
     made["complete"] = True
     finish(None)
 
 
 def tokenise_all(made, encoding, workers):
-    """Yield (batch, its tokens), the batches in order, without their texts."""
+    """Yield (batch, its tokens), in order; the batches lose their texts."""
     pool = ProcessPoolExecutor(
         workers, get_context("spawn"), tokenise.start_worker, (encoding,))
     waiting = deque()
@@ -220,9 +223,9 @@ def tokenise_all(made, encoding, workers):
         while waiting:
             yield oldest()
     except BrokenProcessPool as error:
-        raise UserError("a worker was killed: is the memory full? try fewer "
-                        "--workers; the same command goes on from the last "
-                        "shard") from error
+        raise UserError("a worker was killed, perhaps because the memory is "
+                        "full: try fewer --workers; the same command goes on "
+                        "from the last shard") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -237,14 +240,15 @@ def read_all(made):
     row = position["row"]
     for file, (entry, path) in enumerate(zip(files, paths, strict=True),
                                          start=first):
-        check(path.stat().st_size == entry["bytes"], f"{path} has changed "
-              "since the dataset was begun: delete the dataset, begin again")
+        require(path.stat().st_size == entry["bytes"], f"{path} has changed "
+                "since the dataset was started: delete the dataset and start "
+                "again")
         yield from documents.read(path, file, row, source["text_column"])
         row = 0
 
 
 def with_progress(made, stream):
-    """Pass a stream of (batch, tokens) on, and show how far it is."""
+    """Pass a stream of (batch, tokens) on, and show its progress."""
     sizes = [entry["bytes"] for entry in made["files"]]
     begun, count = time.monotonic(), 0
     with shards.progress(total=sum(sizes), unit="B", unit_scale=True,
@@ -259,10 +263,10 @@ def with_progress(made, stream):
 
 
 def count_cores():
-    if hasattr(os, "sched_getaffinity"):  # SLURM may lend us only some
+    if hasattr(os, "sched_getaffinity"):  # SLURM may give us only some
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -1,7 +1,7 @@
 """The manifest of a dataset folder: what it holds and where it came from.
 
-`manifest.json` has an entry for each shard that is complete, with its token,
-document and byte counts and its SHA-256, and their sums for the two splits.
+`manifest.json` has an entry for each complete shard, with its token, document
+and byte counts and its SHA-256, and the sums of the counts for the two splits.
 """
 
 import hashlib
@@ -10,17 +10,17 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from workshop import vocabulary
-from workshop.errors import UserError
-
-FILE = "manifest.json"
+from backstage import vocabulary
+from backstage.dataset import MANIFEST, read_manifest
+from backstage.errors import UserError
+from backstage.files import write_atomically
 
 
 def new(name, folder, source, **more):
     """The manifest, a dictionary, of a folder that has only a vocabulary.
 
-    `source` is what decides the tokens, as plain JSON: a folder that was
-    begun with another one is another dataset.
+    `source` is everything that decides the tokens, as plain JSON: a folder
+    that was started with another source is another dataset.
     """
     encoding = vocabulary.load(folder)
     return {
@@ -38,7 +38,7 @@ def new(name, folder, source, **more):
 
 
 def write(folder, manifest):
-    """Write the manifest atomically, the sums of its splits renewed."""
+    """Update the sums of the splits, and write the manifest atomically."""
     for split in "train", "val":
         own = [entry for entry in manifest["shards"]
                if f"_{split}_" in entry["file"]]
@@ -47,21 +47,21 @@ def write(folder, manifest):
             **{what: sum(entry[what] for entry in own)
                for what in ("tokens", "documents", "bytes")}}
     text = json.dumps(manifest, indent=1) + "\n"
-    vocabulary.replace(Path(folder) / FILE, text.encode())
+    write_atomically(Path(folder) / MANIFEST, text.encode())
 
 
 def read(folder):
-    """The manifest of a folder, or None where there is none."""
-    path = Path(folder) / FILE
+    """The manifest of a folder, or None if it has none."""
+    manifest = read_manifest(folder)
+    if not manifest:
+        return None
     try:
-        manifest = json.loads(path.read_bytes())
         manifest["source"], manifest["shards"]
         return manifest
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}): delete the folder and "
-                        "make the dataset again") from error
+    except KeyError as error:
+        raise UserError(
+            f"{Path(folder) / MANIFEST}: damaged (no {error}): delete the "
+            "folder and make the dataset again") from error
 
 
 def checksum(path):
@@ -74,7 +74,7 @@ def checksum(path):
 
 
 def difference(manifest, name, source):
-    """How the manifest differs from a dataset that is wanted, or ""."""
+    """How the manifest differs from the dataset we want, or ""."""
     there = {"name": manifest["name"], **manifest["source"]}
     here = {"name": name, **source}
     return ", ".join(f"{key} {there.get(key)} instead of {here.get(key)}"
@@ -83,7 +83,7 @@ def difference(manifest, name, source):
 
 
 def table(manifest):
-    """The sums of the two splits, as lines for people."""
+    """The sums of the two splits, as lines to print."""
     return "\n".join(
         f"{split:5} {sums['shards']:4,} shards {sums['documents']:12,} "
         f"documents {sums['bytes']:15,} bytes {sums['tokens']:14,} tokens"

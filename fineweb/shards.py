@@ -1,10 +1,9 @@
-"""The shards of a dataset folder, and progress while they are made.
+"""The shards of a dataset folder, and a progress bar while they are made.
 
 `<name>_val_000000.npy` and `<name>_train_000001.npy`, ... are NumPy arrays of
 uint16 token ids, in which `<|endoftext|>` precedes each document.
 """
 
-import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,8 @@ import manifest
 import numpy as np
 from tqdm import tqdm
 
-from workshop.errors import UserError, check
+from backstage.errors import UserError, require
+from backstage.files import write_atomically
 
 SIZE = 100_000_000  # tokens: 200 MB
 
@@ -27,9 +27,9 @@ def file_name(name, split, index):
 
 @contextmanager
 def new_folder(out):
-    """Give a folder to fill, which appears as `out` when it is full.
+    """Give a folder to fill, which appears as `out` once it is complete.
 
-    An error, `OSError` where `out` has come to hold files, leaves no trace.
+    An error leaves no trace. It is an `OSError` if `out` holds files by then.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
@@ -43,30 +43,26 @@ def new_folder(out):
 
 
 def find(folder):
-    """The paths of a folder's shards, in the order they were made."""
+    """The paths of a folder's shards, in the order in which they were made."""
     paths = [path for split in ("val", "train")
              for path in sorted(folder.glob(f"*_{split}_*.npy"))]
-    check(paths, f"{folder} has no shards *_val_*.npy and *_train_*.npy")
+    require(paths, f"{folder} has no shards *_val_*.npy and *_train_*.npy")
     return paths
 
 
 def write(path, tokens):
-    """Write `tokens`, uint16 of shape (n,), to `path`, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
+    """Write `tokens`, uint16 of shape (n,), to `path`, all or nothing."""
     header = np.lib.format.header_data_from_array_1_0(tokens)
+
+    def fill(file):  # np.save would not say why a write failed
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(tokens.data)
+
     try:
-        # np.save would not say why a write has failed
-        with open(part, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            file.write(tokens.data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: make room, and run the "
-                        "same command again") from error
-    finally:
-        part.unlink(missing_ok=True)
+        write_atomically(path, fill)
+    except UserError as error:
+        raise UserError(f"{error}: make room and run the same command again"
+                        ) from error
 
 
 def read(path):
@@ -74,17 +70,17 @@ def read(path):
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a shard, or damaged ({error})"
+        raise UserError(f"{path} is not a shard, or is damaged ({error})"
                         ) from error
-    check(tokens.ndim == 1 and tokens.dtype == np.uint16, f"{path} is not a "
-          f"shard: it holds {tokens.dtype} of shape {tokens.shape}")
+    require(tokens.ndim == 1 and tokens.dtype == np.uint16, f"{path} is not a "
+            f"shard: it holds {tokens.dtype} of shape {tokens.shape}")
     return tokens
 
 
 def describe(path, tokens, encoding):
     """A shard's entry in the manifest.
 
-    Its documents are those that begin in it; its bytes are the text's.
+    It counts the documents that begin in the shard, and the bytes of its text.
     """
     size = np.zeros(encoding.n_vocab, np.int64)  # bytes of each token
     for token, rank in encoding._mergeable_ranks.items():
@@ -104,7 +100,7 @@ def histogram(tokens):
 
 
 def progress(*args, **options):
-    """A tqdm bar; where no terminal shows it, a plain line at times."""
+    """A tqdm bar, or a plain line now and then if there is no terminal."""
     if sys.stderr.isatty():
         return tqdm(*args, dynamic_ncols=True, **options)
     return tqdm(*args, file=Lines(), ncols=79, mininterval=30, maxinterval=30,
@@ -112,7 +108,7 @@ def progress(*args, **options):
 
 
 class Lines:
-    """A file for tqdm: what is meant to overwrite becomes a line on stderr."""
+    """A file for tqdm: each update of the bar becomes a line on stderr."""
 
     def write(self, text):
         if text := text.strip():

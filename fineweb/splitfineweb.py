@@ -4,8 +4,8 @@
     python splitfineweb.py edu_fineweb10B/fineweb_train_000001.npy
     python splitfineweb.py edu_fineweb10B --out small  # each of its shards
 
-The parts are of one size, give or take a token, and lie in a new folder, with
-the vocabulary.
+The parts have the same size, give or take a token, and are written to a new
+folder, with the vocabulary.
 """
 
 import re
@@ -17,8 +17,9 @@ import numpy as np
 import shards
 import tyro
 
-from workshop import vocabulary
-from workshop.errors import check, parse_flags, start
+from backstage import vocabulary
+from backstage.command_line import parse_flags
+from backstage.errors import require, run_main
 
 
 @dataclass
@@ -28,31 +29,31 @@ class Flags:
     input: Annotated[Path, tyro.conf.Positional]
     """The shard, or a dataset folder: then each of its shards is split."""
     parts: int = 10
-    """How many to make of a shard."""
+    """How many parts a shard is split into."""
     out: Path | None = None
-    """The new folder: by default the shard's name without .npy, beside it."""
+    """The new folder (default: the shard's path without .npy)."""
 
 
 def main():
     flags = parse_flags(Flags)
     given = flags.input
-    check(given.exists(), f"{given}: there is no such shard or folder")
+    require(given.exists(), f"{given}: no such shard or folder")
     paths = shards.find(given) if given.is_dir() else [given]
-    check(flags.out or given.is_file(), "name the new folder: --out")
+    require(flags.out or given.is_file(), "name the new folder: --out")
     out = flags.out or given.with_suffix("")
-    check(not out.exists(), f"{out} is there already: name another --out")
+    require(not out.exists(), f"{out} already exists: choose another --out")
     with shards.new_folder(out) as folder:
         if (paths[0].parent / vocabulary.SETTINGS).exists():
             vocabulary.save(vocabulary.load(paths[0].parent), folder)
-        number = {"val": 0, "train": 1}  # of the next shard
+        number = {"val": 0, "train": 1}  # the next shard's
         for path in shards.progress(paths, unit=" shards"):
             named = re.fullmatch(r"(.+)_(train|val)_\d+", path.stem)
-            check(named, f"{path}: a shard is named <name>_train_<number>.npy "
-                  "or <name>_val_<number>.npy")
+            require(named, f"{path}: rename it: a shard is called "
+                    "<name>_train_<number>.npy or <name>_val_<number>.npy")
             name, split = named.groups()
             tokens = shards.read(path)
-            check(0 < flags.parts <= len(tokens), f"{path} has {len(tokens):,}"
-                  " tokens: --parts has to be from 1 to that")
+            require(0 < flags.parts <= len(tokens), f"{path} has "
+                    f"{len(tokens):,} tokens: --parts must be from 1 to that")
             for part in np.array_split(tokens, flags.parts):
                 target = shards.file_name(name, split, number[split])
                 shards.write(folder / target, part)
@@ -61,4 +62,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

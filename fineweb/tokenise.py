@@ -1,11 +1,11 @@
-"""From text to GPT-2's tokens: tiktoken's, on all cores.
+"""From text to GPT-2's tokens, the same as tiktoken's, on all cores.
 
-tiktoken cuts a text into words by a regular expression, and then each word
-into tokens. GPT-2's expression looks ahead, to leave the last blank of a run
-to the word that follows; an engine that has to look ahead is slow, and on
-millions of blanks in a row it panics. Here Python cuts the text before that
-blank, and within such stretches an expression that need not look ahead finds
-the same words: the same tokens, from an engine that is two times as fast.
+tiktoken splits a text into words with a regular expression, and then each
+word into tokens. GPT-2's expression looks ahead, to leave the last blank of a
+run to the word that follows. An engine that has to look ahead is slow, and
+panics on millions of blanks in a row. Here Python cuts the text before that
+blank. Within such stretches an expression without look-ahead finds the same
+words: the same tokens, from an engine that is twice as fast.
 """
 
 import multiprocessing
@@ -17,9 +17,9 @@ import threading
 import numpy as np
 import tiktoken
 
-from workshop.errors import UserError, check
+from backstage.errors import UserError, require
 
-# tiktoken has written GPT-2's expression in two ways, which mean the same
+# tiktoken has written GPT-2's expression in two ways that mean the same
 GPT2_SPLITS = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"""
     r"""| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
@@ -28,7 +28,7 @@ GPT2_SPLITS = (
 )
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"""
 
-# Rust's \s, which is not Python's
+# Rust's \s, which differs from Python's
 BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 LAST_BLANK = re.compile(f"[{BLANK}](?=[{BLANK}][^{BLANK}])")
 LONG = 1_000_000  # characters
@@ -36,7 +36,7 @@ WORDS = re.compile(f"(?s:.){{0,{LONG - 1}}}[^{BLANK}](?=[{BLANK}])")
 
 
 class Encoder:
-    """Encodes texts with a vocabulary that splits words as GPT-2's does."""
+    """Encodes texts with a vocabulary that splits words like GPT-2's."""
 
     def __init__(self, encoding):
         self.core = tiktoken.Encoding(
@@ -46,33 +46,35 @@ class Encoder:
         self.begin = np.array([encoding.eot_token], np.uint32)
 
     def __call__(self, texts):
-        """The tokens of `texts`, `<|endoftext|>` before each: (n,) uint16."""
+        """The tokens of `texts`, each after `<|endoftext|>`: (n,) uint16."""
         found = []
         for text in texts:
             found.append(self.begin)
-            # what looks like <|endoftext|> in a document is plain text
+            # <|endoftext|> inside a document is plain text
             found += [self.core.encode_to_numpy(part, disallowed_special=())
                       for part in stretches(text)]
         return np.concatenate(found).astype(np.uint16)
 
 
 def check_vocabulary(encoding):
-    """`encoding` itself, if an `Encoder` can stand in for it."""
-    check(encoding._pat_str in GPT2_SPLITS, f"the vocabulary {encoding.name} "
-          "splits text in another way than GPT-2's")
-    check(encoding.n_vocab <= 65536, f"the vocabulary {encoding.name} has "
-          f"{encoding.n_vocab:,} tokens: a shard can hold 65,536")
+    """Return `encoding` if an `Encoder` can replace it, else an error."""
+    require(encoding._pat_str in GPT2_SPLITS, f"the vocabulary "
+            f"{encoding.name} splits text differently from GPT-2's: choose "
+            "another --vocabulary")
+    require(encoding.n_vocab <= 65536, f"the vocabulary {encoding.name} has "
+            f"{encoding.n_vocab:,} tokens, but ids must be below 65,536: "
+            "choose another --vocabulary")
     return encoding
 
 
 def stretches(text):
     """Cut a text where GPT-2's expression begins a word in any case.
 
-    That is before the last blank of a run of blanks, and, in a stretch of
+    That is before the last blank of a run of blanks and, in a stretch of
     more than a million characters, before the last of its blanks that
     follows another character. A million blanks in a row, or a million
-    characters without any, are cut though they are one word: the only
-    documents whose tokens are not tiktoken's.
+    characters without a blank, are cut although they are one word: only
+    in such documents do the tokens differ from tiktoken's.
     """
     begin = 0
     for end in (*(m.end() for m in LAST_BLANK.finditer(text)), len(text)):
@@ -85,14 +87,14 @@ def stretches(text):
         begin = end
 
 
-encoder = None  # a worker's own
+encoder = None  # each worker has its own
 
 
 def start_worker(encoding):
-    """Prepare a worker process; it ends when its parent does."""
+    """Prepare a worker process, which ends when its parent does."""
     global encoder
     encoder = Encoder(encoding)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees to Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
@@ -108,10 +110,10 @@ def tokenise(batch):
         try:
             texts = texts.to_pylist()
         except UnicodeDecodeError as error:
-            raise UserError(f"{batch.path}: among the rows {batch.row:,} to "
-                            f"{batch.row + len(texts):,} is one that is not "
-                            f"UTF-8 ({error.reason})") from error
+            raise UserError(f"{batch.path}: one of the rows {batch.row:,} to "
+                            f"{batch.row + len(texts):,} is not UTF-8 "
+                            f"({error.reason}): fix the file") from error
     if None in texts:
         raise UserError(f"{batch.path}: row {batch.row + texts.index(None):,} "
-                        "has no text (null)")
+                        "has no text (null): fix the file")
     return encoder(texts)

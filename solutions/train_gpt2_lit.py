@@ -1,7 +1,7 @@
 """Train GPT-2 on many devices with Lightning: its Trainer has the loop.
 
-What is not taught stands in workshop/: the run's folder, metrics,
-checkpoints and signals (run.py), and errors for people (errors.py).
+What is not taught here is in backstage/: the flags, the run's folder with its
+metrics and checkpoints, signals, and readable error messages.
 """
 
 import math
@@ -13,13 +13,15 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from workshop import vocabulary
-from workshop.errors import check, start
-from workshop.lit import LitRun, Microbatches, get_strategy, get_world, options
-from workshop.run import compile_model, get_device, parse
+from backstage import lightning as lit
+from backstage import vocabulary
+from backstage.device import compile_model, use_device
+from backstage.errors import UserError, require, run_main
+from backstage.flags import parse
 
 # -------------------------------------------------------- model
 
@@ -36,18 +38,17 @@ class GPTConfig:
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (  # each (B, n_head, T, C // n_head)
-            part.view(B, T, self.n_head, -1).transpose(1, 2)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        B, T, _ = x.shape
+        # query, key and value head by head: a slice holds whole heads
+        qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -105,7 +106,7 @@ class GPT(L.LightningModule):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
             x = block(x)
-        # x is fp32 under autocast too: so is the softmax then
+        # x is fp32 even under autocast, so the softmax is fp32, too
         logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
         if targets is None:
             return logits
@@ -123,27 +124,42 @@ class GPT(L.LightningModule):
             idx = torch.cat((idx, tokens.gather(1, choice)), dim=1)
         return idx
 
+    def configure_model(self):
+        # fsdp2 has a mesh: each device keeps a shard of every weight. The
+        # Trainer may call this twice.
+        if self.device_mesh and not isinstance(self, FSDPModule):
+            for module in (*self.transformer.h, self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
     def configure_optimizers(self):
-        hp = self.hp
-        weights = list(self.parameters())
-        groups = [  # biases and LayerNorms are not decayed
-            {"params": [w for w in weights if w.dim() >= 2],
-             "weight_decay": hp.weight_decay},
-            {"params": [w for w in weights if w.dim() < 2],
-             "weight_decay": 0.0},
-        ]
+        hp, max_steps = self.hp, self.trainer.max_steps
+        decayed, others = [], []  # biases and LayerNorms are not decayed
+        for name, weight in self.named_parameters():
+            is_matrix = not name.endswith("bias") and "ln_" not in name
+            (decayed if is_matrix else others).append(weight)
+        groups = [{"params": decayed, "weight_decay": hp.weight_decay},
+                  {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
-        # get_lr as a factor of the maximum; OneCycleLR has another shape
+        # get_lr as a factor of the maximum (OneCycleLR has another shape).
+        # Lightning asks once more after the last step, hence min().
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step:
-            get_lr(step, self.trainer.max_steps, hp) / hp.learning_rate)
+            get_lr(min(step, max_steps - 1), max_steps, hp) / hp.learning_rate)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def training_step(self, batch):  # the mean loss of one microbatch
         return self(*batch)
 
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, **_):
+        self.norm = nn.utils.clip_grad_norm_(  # before clipping, for the log
+            self.parameters(), gradient_clip_val)
+
     def validation_step(self, batch):
         self.log("val_loss", self(*batch), sync_dist=True)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        # LitRun sets this after a signal; -1 skips the remaining batches
+        return -1 if self.stopping else None
 
 
 # --------------------------------------------------------- data
@@ -152,7 +168,7 @@ class GPT(L.LightningModule):
 def get_shards(data, split):
     """The files of a split, "train" or "val", in order."""
     shards = sorted(Path(data).glob(f"*_{split}_*.npy"))
-    check(shards, f"{data}: no shard *_{split}_*.npy is there: check --data")
+    require(shards, f"{data}: no shard *_{split}_*.npy is there: see --data")
     return shards
 
 
@@ -161,9 +177,10 @@ def load_tokens(shard):
     try:
         tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        check(False, f"{shard}: not a whole shard, make it again ({error})")
-    check(tokens.dtype == np.uint16 and tokens.ndim == 1,
-          f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
+        raise UserError(f"{shard}: not a whole shard, make it again "
+                        f"({error})") from error
+    require(tokens.dtype == np.uint16 and tokens.ndim == 1,
+            f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
     return tokens
 
 
@@ -171,8 +188,8 @@ class DataIterator:
     """This rank's microbatches, for ever: pairs x, y of int64 (B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
-    The ranks take turns: rank r begins at sample r*B, reads B samples, and
-    goes on world_size * B samples further.
+    The ranks take turns: rank r starts at sample r*B, reads B samples, and
+    then moves on by world_size * B samples.
     """
 
     def __init__(self, shards, B, T, rank, world_size, vocab_size):
@@ -181,12 +198,12 @@ class DataIterator:
         self.B, self.T, self.vocab_size = B, T, vocab_size
         self.rank, self.world_size = rank, world_size
         self.num_samples = (int(self.ends[-1]) - 1) // T
-        check(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
-              f"tokens are too few for one sample of {T} and its targets")
+        require(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
+                f"tokens are too few for one sample of {T} and its targets")
         self.seek(0)
 
     def seek(self, i):
-        """Let the ranks go on from sample i."""
+        """Let the ranks continue from sample i."""
         self.position = i + self.rank * self.B
 
     def sample(self, i):
@@ -194,7 +211,7 @@ class DataIterator:
         begin = i % self.num_samples * self.T
         end = begin + self.T + 1
         parts = []
-        while begin < end:  # a sample may go on in the next shard
+        while begin < end:  # a sample may continue in the next shard
             k = np.searchsorted(self.ends, begin, side="right")
             tokens = self.shards[k]
             first = begin - self.ends[k] + len(tokens)
@@ -208,8 +225,8 @@ class DataIterator:
     def __next__(self):
         samples = range(self.position, self.position + self.B)
         tokens = np.stack([self.sample(i) for i in samples])
-        check(tokens.max() < self.vocab_size, f"token {tokens.max()} in the "
-              f"data is not in the vocabulary of {self.vocab_size}")
+        require(tokens.max() < self.vocab_size, f"token {tokens.max()} of the "
+                f"data is not in the vocabulary of {self.vocab_size}")
         self.position += self.world_size * self.B
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return tokens[:, :-1], tokens[:, 1:]
@@ -233,7 +250,7 @@ class Hyperparameters:
     preset: Literal["tiny", "nano", "gpt2"] = "gpt2"  # model and defaults
     data: str = ""  # folder of the shards
     run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
-    resume: bool = False  # go on from the last checkpoint in --run
+    resume: bool = False  # continue from the last checkpoint in --run
     init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
@@ -244,32 +261,33 @@ class Hyperparameters:
     weight_decay: float = 0.1  # of the matrices
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
     compile: bool = False  # compile the model
-    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
-    seed: int = 1337  # of the first weights and of what is generated
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
+    seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
-    devices: int = 0  # of a node (0: one, or as many as were started)
-    strategy: str = "ddp"  # or fsdp2, fsdp, deepspeed_stage_1, _2, _3
+    devices: int = 0  # on a node (0: one, or as many as were started)
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # copies, or shards
 
 
+MODELS = {
+    "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
+    "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
+    "gpt2": GPTConfig(),
+}
 PRESETS = {
-    "tiny": (  # seconds: for tests
-        GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32),
-        Hyperparameters(
-            "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
-            sequence_length=32, learning_rate=3e-3, warmup_steps=4,
-            precision="fp32", eval_every=10, generate_every=20,
-            checkpoint_every=10)),
-    "nano": (  # minutes on a CPU
-        GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
-        Hyperparameters(
-            "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
-            sequence_length=128, learning_rate=2e-3, warmup_steps=300,
-            eval_every=200, eval_minibatches=32, generate_every=400,
-            checkpoint_every=200)),
-    "gpt2": (GPTConfig(), Hyperparameters()),
+    "tiny": Hyperparameters(  # seconds: for tests
+        "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
+        sequence_length=32, learning_rate=3e-3, warmup_steps=4,
+        precision="fp32", eval_every=10, generate_every=20,
+        checkpoint_every=10),
+    "nano": Hyperparameters(  # minutes on a CPU
+        "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
+        sequence_length=128, learning_rate=2e-3, warmup_steps=300,
+        eval_every=200, eval_minibatches=32, generate_every=400,
+        checkpoint_every=200),
+    "gpt2": Hyperparameters(),
 }
 
 # ------------------------------------------------ training loop
@@ -285,15 +303,15 @@ def write_texts(model, encoding, device, seed):
 
 
 def main():
-    hp = parse(Hyperparameters, PRESETS)
-    rank, local_rank, world_size, num_nodes = get_world(hp)
-    device = get_device(hp.device, local_rank)
+    hp = parse(Hyperparameters, PRESETS, MODELS)
+    rank, local_rank, world_size, num_nodes = lit.get_world(hp)
+    device = use_device(hp.device, local_rank)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    check(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
-          f"divide into microbatches of {B} on {world_size} process(es)")
+    require(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
+            f"divide into microbatches of {B} on {world_size} process(es)")
     accumulation_steps = S // (B * world_size)
 
     vocab_size = vocabulary.size(hp.data)
@@ -303,8 +321,8 @@ def main():
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same first weights everywhere
-    config = replace(PRESETS[hp.preset][0], vocab_size=vocab_size)
+    torch.manual_seed(hp.seed)  # the same initial weights everywhere
+    config = replace(MODELS[hp.preset], vocab_size=vocab_size)
     model = GPT(config)
     model.hp = hp
     if hp.compile:
@@ -312,13 +330,21 @@ def main():
 
     trainer = L.Trainer(
         accelerator=device.type, devices=world_size // num_nodes,
-        num_nodes=num_nodes, strategy=get_strategy(hp), max_steps=max_steps,
+        num_nodes=num_nodes, plugins=[lit.get_launcher()],
+        strategy=lit.get_strategy(hp, world_size), max_steps=max_steps,
         precision="bf16-mixed" if hp.precision == "bf16" else "32-true",
         accumulate_grad_batches=accumulation_steps, gradient_clip_val=1.0,
-        callbacks=[LitRun("lit", train_data, write_texts)], **options(hp))
-    trainer.fit(model, *(DataLoader(Microbatches(data), batch_size=None)
+        # when to validate, and on how much: in microbatches, not epochs
+        val_check_interval=hp.eval_every * accumulation_steps,
+        limit_val_batches=hp.eval_minibatches * accumulation_steps,
+        check_val_every_n_epoch=None, use_distributed_sampler=False,
+        # the rest is off: LitRun logs and saves, as the other stages do
+        num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[lit.LitRun("lit", train_data, write_texts)])
+    trainer.fit(model, *(DataLoader(lit.Microbatches(data), batch_size=None)
                          for data in (train_data, val_data)))
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

@@ -3,16 +3,76 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+# Processes that wait for one another should sleep: no test may depend on
+# how busy the machine is. This has to be set before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+MARK = f"WORKSHOP_TESTS={os.getpid()}"  # that all inherit whom tests start
+os.environ.update([MARK.split("=")])
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--whole", action="store_true", help="run the whole suite: also what "
+        "takes long or needs programs such as SLURM, MPI, a browser")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`pytest` alone leaves out marked tests; naming a file runs all of it."""
+    plain = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if plain and not config.option.whole:
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.left_out = len(left_out)
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    left_out = getattr(config, "left_out", 0)
+    if left_out:
+        terminalreporter.write_line(
+            f"{left_out} tests were left out, which take long or need SLURM, "
+            "MPI, a compiler or a browser: `pytest --whole` runs them too")
+
+
+def pytest_sessionfinish(session):
+    """No test may leave a process behind."""
+    end, left = time.monotonic() + 20, []
+    if "workshop.processes" in sys.modules:
+        sys.modules["workshop.processes"].end_all()
+    while (left := list(left_behind())) and time.monotonic() < end:
+        time.sleep(0.2)
+    for pid, command in left:
+        print(f"\nleft behind by a test: process {pid}, {command}")
+        os.kill(pid, signal.SIGKILL)
+    if left and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def left_behind():
+    """(process, its command line) of those that tests have started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = MARK.encode() in (folder / "environ").read_bytes().split(
+                b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if mine and command and int(folder.name) != os.getpid():
+            yield int(folder.name), command.decode(errors="replace")
+
 
 def needs(*programs):
-    """Skip a test that needs a program which is not installed here.
+    """Skip a test if a program that it needs is not installed.
 
     In CI, which installs all of them, a missing one is a failure instead.
     """
@@ -23,7 +83,7 @@ def needs(*programs):
 
 
 def edit(text, *pairs):
-    """The text with each old string, which is there once, made new."""
+    """The text with each old string, which occurs once, replaced by a new."""
     for old, new in pairs:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -32,7 +92,7 @@ def edit(text, *pairs):
 
 @pytest.fixture(scope="session")
 def portal(tmp_path_factory):
-    """A Python with ipykernel and nothing that trains: a portal's kernel."""
+    """A Python with ipykernel but no torch, like a portal's kernel."""
     folder = tmp_path_factory.mktemp("portal")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder],
                    check=True)

@@ -1,15 +1,25 @@
 """Datasets and runs for the tests of the stages."""
 
 import csv
+import difflib
+import math
+import os
+import signal
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiktoken
 import torch
 
-from workshop import ROOT, vocabulary
-from workshop.ranks import Launch
+from backstage import ROOT, vocabulary
+from workshop.processes import Launch
+from workshop.stages import STAGES
+
+FOLDER = Path(__file__).resolve().parent
 
 BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
     "bytes", pat_str=r"[\s\S]",
@@ -18,7 +28,7 @@ BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
 
 
 def write_shards(folder, train, val, name="test"):
-    """A dataset folder of lists of tokens: several for train, one for val."""
+    """Write lists of tokens as a dataset: several for train, one for val."""
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / f"{name}_val_000000.npy", np.asarray(val, np.uint16))
     for number, tokens in enumerate(train, 1):
@@ -43,7 +53,7 @@ class Result:
     """What a run of a stage left behind."""
 
     folder: Path
-    ranks: list  # of workshop.ranks.Rank
+    ranks: list  # of workshop.processes.Rank
 
     @property
     def status(self):
@@ -61,7 +71,7 @@ class Result:
 
     @property
     def rows(self):
-        """metrics.csv as dictionaries of floats, None where it is empty."""
+        """metrics.csv as dictionaries of floats; None for an empty field."""
         with open(self.folder / "metrics.csv", newline="") as file:
             return [{key: float(value) if value else None
                      for key, value in row.items()}
@@ -75,23 +85,106 @@ class Result:
         return torch.load(files[index], weights_only=True)
 
 
-def start_stage(stage, run, *flags, data=None, **options):
-    """Start a stage's solution on preset tiny: a `workshop.ranks.Launch`."""
+class StageLaunch(Launch):
+    """A stage's solution, started on preset tiny."""
+
+    def result(self, run, timeout=120):
+        """What it left behind, once it has ended."""
+        return Result(Path(run), self.wait(timeout))
+
+
+def start_stage(stage, run, *flags, data=None, mesh=None, **options):
+    """Start a stage's solution on preset tiny: a `StageLaunch`.
+
+    mesh: (pipeline, data, tensor) parallel, in the place of a world_size.
+    """
     given = ["--run", run, *(["--data", data] if data else [])]
     if "--resume" not in flags:
         given += ["--preset", "tiny", "--device", "cpu"]
-    script = ROOT / "solutions" / f"train_gpt2_{stage}.py"
-    return Launch(script, *given, *flags, **options)
+    if mesh:
+        pipeline, _, tensor = mesh
+        given += ["--pipeline-parallel", pipeline] * (pipeline > 1)
+        given += ["--tensor-parallel", tensor] * (tensor > 1)
+        size = math.prod(mesh)
+        options["world_size"] = size if size > 1 else None
+    return StageLaunch(STAGES[stage].solution, *given, *flags, **options)
 
 
 def train(stage, run, *flags, timeout=120, **options):
     """Run a stage's solution on preset tiny to its end: a `Result`."""
-    launch = start_stage(stage, run, *flags, **options)
-    return Result(Path(run), launch.wait(timeout))
+    return start_stage(stage, run, *flags, **options).result(run, timeout)
+
+
+def wait_for_rows(run, number):
+    """Wait until metrics.csv has that many steps."""
+    metrics, end = Path(run, "metrics.csv"), time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") <= number:
+        assert time.monotonic() < end, "the run does not get on"
+        time.sleep(0.01)
+
+
+class DieAfter:
+    """Kills every process when that many steps are done and saved."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, rank):
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self.count = 0
+        register_optimizer_step_pre_hook(self.step)
+
+    def step(self, *_):
+        self.count += 1
+        if self.count == self.steps + 2:  # then the last one is saved
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ----------------------------------------------------------- real launchers
+
+
+def run_command(*command, timeout=180):
+    """Run a launcher, and wait until everything that it started has ended."""
+    process = subprocess.Popen(
+        [str(word) for word in command], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # as activate.sh
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def tiny(run, data, *flags):
+    return ("--preset", "tiny", "--device", "cpu", "--data", data, "--run",
+            run, *flags)
+
+
+# ------------------------------------------------------------- comparing
+
+
+def agree(result, single, learning_rate=3e-3):
+    """Contract 1: losses, norms, learning rates and final weights."""
+    assert result.status == 0, result.err
+    assert result.column("step") == single.column("step")
+    for column, tolerance in (("loss", 1e-5), ("lr", 1e-9), ("norm", 1e-4)):
+        assert result.column(column) == pytest.approx(
+            single.column(column), rel=tolerance)
+    for a, b in zip(result.column("val_loss"), single.column("val_loss"),
+                    strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a == pytest.approx(b, rel=1e-5)
+    distance = weight_distance(result.checkpoint()["model"],
+                               single.checkpoint()["model"])
+    assert distance <= 0.02 * learning_rate
 
 
 def same_state(a, b):
-    """Whether two nests of dictionaries, lists and tensors are equal."""
+    """Whether two nested dictionaries or lists of tensors are equal."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -105,3 +198,16 @@ def same_state(a, b):
 def weight_distance(a, b):
     """The largest absolute difference of two models' weights."""
     return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+def code_lines(text):
+    """The lines without comments and blank lines."""
+    return [line for line in text.splitlines()
+            if line.strip() and not line.strip().startswith("#")]
+
+
+def changed_lines(old, new):
+    """How many lines of code two scripts' diff adds and removes."""
+    return sum(line[0] in "+-" and line[:3] not in ("+++", "---")
+               for line in difflib.unified_diff(
+                   code_lines(old), code_lines(new), n=0, lineterm=""))

@@ -60,7 +60,7 @@ def clone(folder):
     """A copy of the repository, in a folder whose name has spaces."""
     repo = folder / "my own clone"
     ignore = shutil.ignore_patterns(".*", "demo", "edu_*", "__pycache__")
-    for name in "workshop", "fineweb":
+    for name in "backstage", "environment", "fineweb", "workshop":
         shutil.copytree(ROOT / name, repo / name, ignore=ignore)
     (repo / "tests").mkdir()
     for name in ("activate.sh", "requirements.txt", "constraints.txt",
@@ -89,7 +89,7 @@ def environment(repo, **changes):
     """The variables of a user who has not set anything up."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("PIP_", "PYTHON", "WORKSHOP_", "TIKTOKEN_",
-                                   "VIRTUAL_ENV"))}
+                                   "VIRTUAL_ENV", "TORCH_DISABLE_", "OMP_"))}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": (repo / "wheels").as_uri(),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1", "https_proxy": CLOSED}
@@ -124,7 +124,7 @@ def refused(ran, what):
     assert re.search(what, err), err
 
 
-PACKAGES = "python -c 'import one, two, workshop; print(workshop.ROOT)'"
+PACKAGES = "python -c 'import one, two, backstage; print(backstage.ROOT)'"
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,7 @@ def test_leaves_the_shell_as_it_was(desk, shell):
     new = set(out[after.end():].split()) - set(out[:before.start()].split())
     assert not {name for name in new if "workshop" in name.lower()}
     assert new <= {"PYTHONPATH", "TIKTOKEN_CACHE_DIR", "deactivate", "PS1",
+                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
                    # shells' own
                    "PIPESTATUS", "BASH_REMATCH", "FUNCNAME", "VIRTUAL_ENV",
                    "match", "mbegin", "mend", "_OLD_VIRTUAL_PATH"}, new

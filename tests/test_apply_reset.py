@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import edit
 
-from workshop import ROOT
+from backstage import ROOT
 
 BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
 
@@ -16,7 +17,7 @@ BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
 @pytest.fixture
 def repo(tmp_path):
     """A copy of what the tools work on, with std on the desk."""
-    for folder in ("workshop", "solutions"):
+    for folder in ("backstage", "workshop", "solutions"):
         shutil.copytree(ROOT / folder, tmp_path / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "code").mkdir()
@@ -47,7 +48,8 @@ def solution(repo, stage):
 
 
 def backups(repo):
-    files = sorted(set((repo / "code").iterdir()) - {script(repo)})
+    files = sorted(set((repo / "code").iterdir())
+                   - {script(repo), repo / "code" / ".checked.json"})
     for file in files:
         assert re.fullmatch(BACKUP, file.name)  # and nothing half written
     return files
@@ -63,7 +65,7 @@ def test_apply_makes_one_change_and_keeps_what_was_there(repo):
     assert backup.read_bytes() == solution(repo, "std")
     assert str(backup.relative_to(repo)) in out
     out = workshop(repo, "apply", "ddp", "7")
-    assert "made already" in out and backups(repo) == [backup]
+    assert "already made" in out and backups(repo) == [backup]
 
 
 def test_apply_all_makes_the_solution_and_keeps_own_lines(repo):
@@ -75,7 +77,7 @@ def test_apply_all_makes_the_solution_and_keeps_own_lines(repo):
         b"import math\n", b"import math\nprint('mine')\n")
     script(repo).write_bytes(own)
     out = workshop(repo, "apply", "ddp", "--all")
-    assert "0 of 12 changes left" in out and "differs for other" in out
+    assert "0 of 12 changes left" in out and "Other differences" in out
     text = script(repo).read_bytes()
     assert text.replace(b"print('mine')\n", b"") == solution(repo, "ddp")
     assert own in [file.read_bytes() for file in backups(repo)]
@@ -102,7 +104,7 @@ def test_apply_leaves_alone_what_it_would_break(repo):
     script(repo).write_bytes(mine)
     assert "in the way" in workshop(repo, "apply", "ddp", "3", status=1)
     assert script(repo).read_bytes() == mine and not backups(repo)
-    workshop(repo, "apply", "ddp", "2")  # elsewhere: no trouble
+    workshop(repo, "apply", "ddp", "2")  # it is somewhere else
 
 
 def test_apply_works_beside_a_syntax_error(repo):
@@ -121,7 +123,7 @@ def test_reset_undo_and_back_by_date(repo):
     assert script(repo).read_bytes() == solution(repo, "ddp")
     first, = backups(repo)
     assert first.read_bytes() == mine and "reopen it" in out
-    assert "ddp already" in workshop(repo, "reset", "ddp")
+    assert "already ddp" in workshop(repo, "reset", "ddp")
     assert backups(repo) == [first]
     workshop(repo, "reset", "--undo")
     assert script(repo).read_bytes() == mine
@@ -156,6 +158,105 @@ def test_resets_at_the_same_time_lose_nothing(repo):
     assert b"# mine\n" in [file.read_bytes() for file in backups(repo)]
 
 
+def test_applies_at_the_same_time_lose_no_change(repo):
+    command = [sys.executable, "-m", "workshop", "apply", "ddp"]
+    numbers = [1, 4, 7, 9, 10, 11]
+    for _ in range(3):
+        workshop(repo, "reset", "std")
+        together = [subprocess.Popen([*command, str(number)], cwd=repo,
+                                     stdout=subprocess.DEVNULL)
+                    for number in numbers]
+        assert not any(process.wait() for process in together)
+        left = workshop(repo, "diff", "ddp")
+        assert "6 of 12 changes left" in left
+        assert not re.search(rf"^({'|'.join(map(str, numbers))}) of 12: ",
+                             left, re.MULTILINE)
+
+
+def test_what_an_editor_saves_meanwhile_stays(repo):
+    program = """if True:
+        from backstage.errors import run_main
+        from workshop.lesson import desk
+        back_up = desk.back_up
+
+        def save_and_back_up():
+            desk.DESK.write_text("# saved meanwhile\\n")
+            return back_up()
+
+        desk.back_up = save_and_back_up
+        run_main(lambda: desk.apply("ddp", [7]))"""
+    end = subprocess.run([sys.executable, "-c", program], cwd=repo, text=True,
+                         capture_output=True)
+    assert end.returncode == 1
+    assert re.fullmatch(r"error: [^\n]+ was saved meanwhile [^\n]+\n",
+                        end.stderr), end.stderr
+    assert script(repo).read_text() == "# saved meanwhile\n"
+    assert not backups(repo)
+
+
+def test_apply_says_which_lines_of_ones_own_gave_way(repo):
+    text = edit(solution(repo, "std").decode(),
+                ("            loss = loss / accumulation_steps\n",
+                 "            print('mine', loss)\n"
+                 "            loss = loss / accumulation_steps\n"))
+    script(repo).write_text(text)
+    out = workshop(repo, "apply", "ddp", "--all")
+    kept = "print('mine', loss)" in script(repo).read_text()
+    line = text[:text.index("print('mine'")].count("\n") + 1
+    said = f"\n  {line}             print('mine', loss)\n" in out
+    assert kept != said, out
+    assert ("of yours were replaced" in out) == said
+    # nothing is said where nothing was taken
+    workshop(repo, "reset", "std")
+    assert "were replaced" not in workshop(repo, "apply", "ddp", "--all")
+
+
+@pytest.mark.parametrize("words", [
+    ("diff", "ddp"), ("apply", "ddp", "3"), ("apply", "ddp", "--all")])
+def test_a_null_byte_is_one_line(repo, words):
+    broken = solution(repo, "std").replace(b"class MLP", b"class\0MLP")
+    line = broken[:broken.index(b"\0")].count(b"\n") + 1
+    script(repo).write_bytes(broken)
+    assert f"has a null byte in line {line}," in workshop(
+        repo, *words, status=1)
+    assert script(repo).read_bytes() == broken and not backups(repo)
+
+
+def test_what_cannot_be_read_does_not_break_the_list(repo):
+    folder = repo / "code"
+    (folder / "train_gpt2.20260101-000001.py").write_bytes(b"\xff\xfe\0")
+    (folder / "train_gpt2.20260101-000002.py").write_bytes(b"a\0b\n")
+    (folder / "train_gpt2.20260101-000003.py").mkdir()
+    (folder / "train_gpt2.20260101-000004.py").symlink_to("nowhere")
+    (folder / "train_gpt2.20260101-000005.py").write_bytes(
+        solution(repo, "ddp"))
+    script(repo).write_bytes(solution(repo, "std").decode().encode("utf-16"))
+    lines = workshop(repo, "reset", "--list").splitlines()
+    for k, (name, what) in enumerate((
+            ("code/train_gpt2.py", "is not UTF-8"),
+            ("20260101-000001", "is not UTF-8"),
+            ("20260101-000002", "null byte"),
+            ("20260101-000003", "cannot be read"),
+            ("20260101-000004", "is not there"),
+            ("20260101-000005", "ddp")), 1):
+        assert lines[k].startswith(name) and what in lines[k]
+    workshop(repo, "reset", "--undo")  # past those, to the newest
+    assert script(repo).read_bytes() == solution(repo, "ddp")
+
+
+def test_a_home_that_cannot_be_written_makes_no_noise(repo, monkeypatch):
+    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    runs = sorted(map(str, (ROOT / "example-logs").glob("*-*")))
+    for words in (("diff", "ddp"), ("apply", "ddp", "--all"),
+                  ("reset", "std"), ("reset", "--undo"), ("reset", "--list"),
+                  ("plot", *runs)):
+        end = subprocess.run([sys.executable, "-m", "workshop", *words],
+                             cwd=repo, capture_output=True, text=True)
+        assert end.returncode == 0 and not end.stderr, end.stderr
+
+
 def test_list_shows_the_desk_and_the_backups(repo):
     script(repo).write_bytes(solution(repo, "std") + b"print(1)\n")
     workshop(repo, "reset", "ddp")
@@ -180,7 +281,7 @@ def test_a_full_disk_keeps_the_script(repo):
     end = subprocess.run(["bash", "-c", command], cwd=repo, text=True,
                          capture_output=True)
     assert end.returncode == 1 and re.fullmatch(
-        r"error: [^\n]+ stays as it was \([^\n]+\)\n", end.stderr), end.stderr
+        r"error: [^\n]+ is unchanged \([^\n]+\)\n", end.stderr), end.stderr
     assert script(repo).read_bytes() == solution(repo, "std")
     assert not backups(repo)
 

@@ -1,222 +1,192 @@
-"""`check ddp`: planted mistakes are named, correct variants pass."""
+"""`python -m workshop check`: scripts of the table, and its manners."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from conftest import edit
+from check_cases import CASES, outcome, problem
 
-from workshop.check import main
-from workshop.diff import solution
-from workshop.errors import UserError
+from backstage import ROOT
+from backstage.errors import UserError
+from workshop import processes
+from workshop.check.command import main
+from workshop.stages import STAGES
 
-STEP = """\
-            with nullcontext() if reduce else model.no_sync():
-                loss = training_step(model, batch, device, hp.precision)
-"""
-MISTAKES = {
-    "forward on the raw model": (
-        [("loss = training_step(model, ", "loss = training_step(raw_model, ")],
-        "gradients of step 0 differ between rank 0 and rank 1",
-        "call the DDP wrapper"),
-    "logged loss not reduced": (
-        [("        dist.all_reduce(report)  # the sum over all ranks\n", ""),
-         ("(report / world_size)", "report")],
-        "the logged loss of step 0", "all_reduce it"),
-    "logged loss divided but not reduced": (
-        [("        dist.all_reduce(report)  # the sum over all ranks\n", "")],
-        "the logged loss of step 0", "not summed over ranks"),
-    "logged loss summed but not divided": (
-        [("(report / world_size)", "report")],
-        "the logged loss of step 0", "divide it by the world size"),
-    "every rank reads the same samples": (
-        [("rank, world_size, vocab_size)\n", "0, 1, vocab_size)\n")],
-        "samples of step 0", "read the same samples"),
-    "rank offsets that overlap": (
-        [("self.position = i + self.rank * self.B",
-          "self.position = i + self.rank * self.B // 2"),
-         ("self.position += self.world_size * self.B",
-          "self.position += self.B")],
-        "samples of step 0", "overlap"),
-    "accumulation not divided by the world size": (
-        [("accumulation_steps = S // (B * world_size)",
-          "accumulation_steps = S // B")],
-        "samples of step 0", "divided by the world size"),
-    "loss divided twice": (
-        [("loss = loss / accumulation_steps",
-          "loss = loss / accumulation_steps / world_size")],
-        "gradients of step 0 are off", "divided by the world size"),
-    "no division by the accumulation": (
-        [("loss = loss / accumulation_steps", "loss = loss / 1")],
-        "gradients of step 0 are off", "not divided by accumulation_steps"),
-    "another seed per rank and no broadcast": (
-        [("torch.manual_seed(hp.seed)", "torch.manual_seed(hp.seed + rank)"),
-         ("gradient_as_bucket_view=True", "init_sync=False")],
-        "rank 1 starts from other weights", "the same seed"),
-    "all ranks write the checkpoint": (
-        [("if rank == 0 and save:", "if save:")],
-        "ended with an error", "if rank == 0"),
-    "all ranks write a checkpoint of their own": (
-        [("        if rank == 0 and save:\n", "        if save:\n"
-          "            torch.save(raw_model.state_dict(),"
-          " run.folder / 'my.pt')\n"
-          "        if rank == 0 and save:\n")],
-        "rank 1 writes my.pt too", "if rank == 0"),
-    "validation loss not reduced": (
-        [("    dist.all_reduce(loss)  # the sum over all ranks\n", "")],
-        "the validation loss of step", "evaluate()"),
-    "wrapped model saved": (
-        [("run.save(step + 1, raw_model,", "run.save(step + 1, model,")],
-        "the checkpoint has other names", "raw model"),
-    "last microbatch not synchronised": (
-        [("reduce = microbatch == accumulation_steps - 1",
-          "reduce = microbatch == 0")],
-        "gradients of step 0", "no_sync()"),
-    "a script that exits early": (
-        [("        mean_loss = torch.zeros(",
-          "        if step == 2:\n            return\n"
-          "        mean_loss = torch.zeros(")],
-        "ended after 2 of 6 steps", "early return"),
-    "the local rank taken for the rank": (  # it is, on one node
-        [('rank = int(os.environ["RANK"])',
-          'rank = int(os.environ["LOCAL_RANK"])')],
-        "rank 2 called run.log()", "every node has a local rank 0"),
-    "stopped without a checkpoint": (
-        [("save = last or stop or", "save = last or")],
-        "a signal ends it without a checkpoint", "save before"),
-    "a signal is not heeded": (
-        [("        if stop:\n            break\n", "")],
-        "a signal to rank 0 does not end it", "run.stop_requested"),
-    "an error in the script": (
-        [("local_rank = int(", "local_rang = int(")],
-        "NameError", "the first error"),
-}
+SUITE = [pytest.param(  # `pytest` alone asks fewer of the right ones
+    case, id=f"{case.stage}-{case.name}",
+    marks=pytest.mark.whole if case.right and case.name != "the solution"
+    else ()) for case in CASES if case.suite]
+IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
+           "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
+           "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0",
+           "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 
 
-def plant(folder, changes, stage="ddp"):
-    """The stage's solution with these changes, [(old, new)], as a script."""
+def test_the_table_is_as_large_as_promised():
+    count = {(stage, right): sum(
+        case.stage == stage and case.right == right for case in CASES)
+        for stage in ("ddp", "lit") for right in (False, True)}
+    assert count["ddp", False] >= 60 and count["ddp", True] >= 25
+    assert count["lit", False] >= 30 and count["lit", True] >= 15
+    assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.stage}-{c.name}")
+def test_the_places_of_the_changes_are_there(case):
+    assert case.script()
+
+
+@pytest.mark.parametrize("case", SUITE)
+def test_a_script_of_the_table(case):
+    passed, says, hint, out = outcome(case)
+    assert not problem(case, passed, says, hint), out
+    assert out.count("FAIL") == (not case.right)  # one diagnosis
+
+
+def plant(folder, *changes):
+    text = STAGES["ddp"].solution.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     script = folder / "train_gpt2.py"
-    script.write_text(edit(solution(stage).read_text(), *changes))
+    script.write_text(text)
     return script
 
 
-def assert_named(stage, mistake, tmp_path, capsys):
-    """The first FAIL is the mistake's symptom, and the hint says its cause."""
-    changes, symptom, hint = mistake
-    script = plant(tmp_path, changes, stage)
-    before = script.read_bytes()
-    assert not main(stage, script)
-    lines = capsys.readouterr().out.splitlines()
-    first = next(i for i, line in enumerate(lines) if "  FAIL  " in line)
-    assert symptom in lines[first]
-    assert hint in lines[first + 1]
-    assert script.read_bytes() == before
+FORWARD = ("loss = training_step(model, ", "loss = training_step(raw_model, ")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_named(name, tmp_path, capsys):
-    assert_named("ddp", MISTAKES[name], tmp_path, capsys)
-
-
-def test_a_collective_that_only_rank_0_calls(tmp_path, capsys):
-    """It hangs: the check ends it, and shows where the ranks are."""
-    script = plant(tmp_path, [
-        ("        if rank == 0:\n            run.log(",
-         "        if rank == 0:\n            dist.barrier()\n"
-         "            run.log(")])
-    assert not main("ddp", script, patience=10)
+def test_what_follows_is_folded(tmp_path, capsys):
+    script = plant(tmp_path, FORWARD)
+    assert not main("ddp", script)
+    folded = capsys.readouterr().out
+    assert folded.count("FAIL") == 1 and "more follow from it)" in folded
+    assert not main("ddp", script, verbose=True)
     out = capsys.readouterr().out
-    line = script.read_text().splitlines().index(
-        "            dist.barrier()") + 1
-    assert f"it hangs: rank 0 waits in line {line} (barrier)" in out
-    assert "none inside `if rank == 0:`" in out
+    assert out.count("FAIL") == 1 and "  and   the final" in out
 
 
-def test_a_rank_that_decides_by_itself_to_stop(tmp_path, capsys):
-    script = plant(tmp_path, [
-        ("        mean_loss, stop = (report",
-         "        stop = run.stop_requested\n        mean_loss, _ = (report")])
-    assert not main("ddp", script, patience=10)
-    out = capsys.readouterr().out
-    assert out.count("FAIL") == 1
-    assert "a signal to rank 0 does not end them all: it hangs" in out
-    assert "-> all ranks have to stop at the same step: all_reduce" in out
-
-
-def test_a_script_that_is_no_python(tmp_path):
+def test_a_script_that_is_none(tmp_path):
     """One line that says where, before anything is started."""
-    script = plant(tmp_path, [("def main():", "def main()")])
-    line = script.read_text().splitlines().index("def main()") + 1
-    with pytest.raises(UserError, match=f"line {line}: expected ':'"):
-        main("ddp", script)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="reset std"):
         main("ddp", tmp_path / "moved.py")
+    large = tmp_path / "large.py"
+    large.write_bytes(b"#" * 20_000_000)
+    with pytest.raises(UserError, match="20 MB are too large"):
+        main("ddp", large)
 
 
-def test_a_missing_no_sync_is_a_warning(tmp_path, capsys):
-    script = plant(tmp_path, [
-        ("nullcontext() if reduce else model.no_sync()", "nullcontext()")])
-    assert main("ddp", script)
-    out = capsys.readouterr().out
-    assert "warn  gradients are reduced 4.0 times a step" in out
-    assert "warn  gradients are reduced 2.0 times a step" in out
-    assert "Mind the warning" in out
+def test_saved_during_the_check(tmp_path):
+    """It is read once."""
+    script = plant(tmp_path)
+    run = start(script, tmp_path)
+    assert "against the single-device" in run.stdout.readline()
+    script.write_text("raise SystemExit(3)\n")
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
 
 
-def test_the_same_texts_on_all_ranks_are_a_warning(tmp_path, capsys):
-    script = plant(tmp_path, [
-        ("seed = hp.seed + 1000 * step + rank", "seed = hp.seed")])
-    assert main("ddp", script)
-    assert capsys.readouterr().out.count("warn  all ranks write the same") == 2
+def test_imports_what_lies_beside_it(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("from math import inf\n")
+    assert main("ddp", plant(tmp_path, ("import math\n",
+                                        "import math\nimport mine\n")))
 
 
-def test_the_single_device_script_is_not_distributed(tmp_path, capsys):
-    assert not main("ddp", solution("std"))
-    out = capsys.readouterr().out
-    assert "2 processes\n  FAIL" in out
-    assert "each process takes itself for the only one" in out
+def start(script, temporary, **variables):
+    """A check as a program of its own, in a session of its own."""
+    temporary.mkdir(exist_ok=True)
+    code = ("import sys\nfrom backstage.errors import run_main\n"
+            "from workshop.check.command import main\n"
+            f"run_main(lambda: sys.exit(not main('ddp', {str(script)!r})))")
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True, env={
+            **os.environ, **variables, "TMPDIR": str(temporary),
+            "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
 
 
-VARIANTS = {
-    "the solution": [],
-    "renamed variables": [
-        ("mean_loss, stop", "average, stop"),
-        ("run.check_finite(step, mean_loss", "run.check_finite(step, average"),
-        ("run.log(step, mean_loss", "run.log(step, average"),
-        ("reduce = microbatch", "last_one = microbatch"),
-        ("if reduce else", "if last_one else")],
-    "require_backward_grad_sync": [
-        (STEP, "            model.require_backward_grad_sync = reduce\n"
-         "            if True:\n"
-         "                loss = training_step(model, batch, device, "
-         "hp.precision)\n")],
-    "its own sampler arithmetic": [  # rank r: a block of the minibatch
-        ("samples = range(self.position, self.position + self.B)",
-         "per = 16 // self.world_size\n"
-         "        done = (self.position - self.rank * self.B)"
-         " // self.world_size\n"
-         "        first = done // per * 16 + self.rank * per + done % per\n"
-         "        samples = range(first, first + self.B)")],
-    "gradients reduced by hand": [
-        ("DistributedDataParallel(raw_model, gradient_as_bucket_view=True)",
-         "raw_model"),
-        (STEP, "            if True:\n"
-         "                loss = training_step(model, batch, device, "
-         "hp.precision)\n"),
-        ("        norm = nn.utils",
-         "        for w in raw_model.parameters():\n"
-         "            dist.all_reduce(w.grad)\n"
-         "            w.grad /= world_size\n"
-         "        norm = nn.utils")],
-    "other print-outs, no compile": [
-        ("    if hp.compile:\n"
-         "        model = compile_model(model, device)\n", ""),
-        ("    for step in range(", "    print('rank', rank, 'is ready')\n"
-         "    for step in range(")],
-}
+def left_by(temporary):
+    """The processes that have this folder for temporary files."""
+    mark, found = f"TMPDIR={temporary}".encode(), []
+    for folder in os.listdir("/proc"):
+        if folder.isdigit():
+            try:
+                with open(f"/proc/{folder}/environ", "rb") as file:
+                    if mark in file.read():
+                        found.append(folder)
+            except OSError:
+                pass
+    return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_correct_variant_passes(name, tmp_path, capsys):
-    assert main("ddp", plant(tmp_path, VARIANTS[name])), (
-        capsys.readouterr().out)
-    out = capsys.readouterr().out
-    assert "FAIL" not in out and "warn" not in out
-    assert out.rstrip().endswith("what the single device computes.")
+HANG = ("        if rank == 0:\n            run.log(",
+        "        if rank == 0:\n            dist.barrier()\n"
+        "            run.log(")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
+@pytest.mark.parametrize(("number", "everyone", "line", "seconds"), [
+    (signal.SIGINT, True, "against the single", 0.3),  # torch is imported
+    (signal.SIGINT, False, "against the single", 2),
+    (signal.SIGTERM, False, "1 process", 0.2),
+    (signal.SIGINT, True, "2 processes", 0.5),
+    (signal.SIGTERM, True, "2 processes", 2)])  # it hangs there
+def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
+    run = start(plant(tmp_path, HANG), tmp_path / "tmp")
+    said = ""
+    while line not in said:
+        said = run.stdout.readline()
+        assert said, "it has ended"
+    time.sleep(seconds)
+    begin = time.monotonic()
+    (os.killpg if everyone else os.kill)(run.pid, number)
+    out, _ = run.communicate(timeout=60)
+    assert time.monotonic() - begin < 2
+    assert run.returncode == 128 + number
+    assert "Traceback" not in out and out.endswith("interrupted\n")
+    names = [file.name for file in (tmp_path / "tmp").iterdir()]
+    assert not [name for name in names
+                if name.startswith(("check-", "ranks-", "pymp-"))]
+    end = time.monotonic() + 2
+    while left := left_by(tmp_path / "tmp"):
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def test_nothing_is_left_after_a_check(tmp_path):
+    run = start(plant(tmp_path), tmp_path / "tmp")
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+    assert not [file for file in (tmp_path / "tmp").iterdir()
+                if file.name.startswith(("check-", "ranks-", "pymp-"))]
+    assert not os.path.exists("/proc") or not left_by(tmp_path / "tmp")
+
+
+def test_a_folder_with_a_long_name_and_a_shell_of_srun(tmp_path):
+    run = start(plant(tmp_path), tmp_path / ("long" * 25),
+                **IN_SRUN)
+    out, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, out
+
+
+def test_four_at_once(tmp_path):
+    """On a busy machine verdicts stay right, also that of a hang."""
+    runs = []
+    for number, changes in enumerate([(), (FORWARD,), (HANG,), ()]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        runs.append(start(plant(folder, *changes), folder / "tmp"))
+    outs = [run.communicate(timeout=280)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 1, 1, 0], outs
+    assert "gradients of step 0 differ" in outs[1]
+    assert "it hangs: rank 0 waits in line" in outs[2]
+
+
+def test_a_server_that_was_killed_is_replaced():
+    first = processes.get_server()
+    first.end()
+    assert processes.get_server() is not first

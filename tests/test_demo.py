@@ -1,4 +1,4 @@
-"""The demo dataset: honest, the same every time, whole or not there."""
+"""The demo dataset: honest, the same every time, complete or absent."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from workshop import ROOT, vocabulary
+from backstage import ROOT, vocabulary
 
 DEMO = ROOT / "fineweb" / "demo.py"
 
@@ -54,7 +54,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture
 def texts(tmp_path):
-    """A folder of texts, and one file beside it."""
+    """A folder of texts, and one file next to it."""
     rng = random.Random(0)
     words = "the quick brown fox jumps over a lazy dog größer 世界".split()
     (tmp_path / "texts" / "deeper").mkdir(parents=True)
@@ -99,10 +99,10 @@ def test_a_second_run_does_nothing(demo):
         [sys.executable, "-X", "importtime", DEMO, "--out", demo],
         capture_output=True, text=True, timeout=60)
     assert process.returncode == 0
-    assert process.stdout == f"{demo}: the dataset is there already\n"
+    assert process.stdout == f"{demo}: the dataset is already there\n"
     assert before == {path: path.stat().st_mtime_ns
                       for path in demo.iterdir()}
-    # what makes a second run slow is what it need not import
+    # a second run would be slow if it imported what it does not need
     for heavy in "numpy", "rustbpe", "torch", "tqdm":
         assert f" {heavy}\n" not in process.stderr
 
@@ -161,7 +161,7 @@ def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
 
 
 @pytest.mark.parametrize("make, flags, message", [
-    (None, [], "there is no such file or folder"),
+    (None, [], "no such file or folder"),
     (lambda path: path.mkdir(), [], "holds no text"),
     (lambda path: path.write_bytes(b"plain \xff\xfe" * 9999), [],
      "byte 6 is not UTF-8"),
@@ -169,9 +169,9 @@ def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
     (lambda path: path.write_text("too short"), [], "too little text"),
     (lambda path: path.write_text(""), [], "too little text"),
     (lambda path: path.write_text("text"), ["--vocabulary-size", "256"],
-     "--vocabulary-size has to be from 257"),
+     "--vocabulary-size must be from 257"),
     (lambda path: path.write_text("text"), ["--vocabulary-size", "65537"],
-     "--vocabulary-size has to be from 257"),
+     "--vocabulary-size must be from 257"),
     (lambda path: path.write_text("text"), ["--colour", "red"], "--colour"),
 ])
 def test_bad_input(make, flags, message, tmp_path):

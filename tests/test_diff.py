@@ -2,26 +2,32 @@
 
 import ast
 import itertools
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import edit
 
-from workshop import ROOT, lessons, view
-from workshop.diff import Diff, load_lesson, solution
-from workshop.errors import UserError
+from backstage import ROOT
+from backstage.errors import UserError
+from workshop.lesson import render
+from workshop.lesson.diff import Diff, load_lesson
+from workshop.stages import LESSONS, STAGES
 
-STAGES = [stage for stage in lessons.STARTS if solution(stage).exists()]
+# the one list of what a portal's kernel imports
 PORTABLE = sorted(
-    [ROOT / "workshop" / f"{name}.py" for name in (
-        "__init__", "__main__", "desk", "diff", "doctor", "environment",
-        "errors", "launchers", "notebook", "pictures", "view")]
-    + list((ROOT / "workshop" / "lessons").glob("*.py")))
-STD, DDP = (solution(stage).read_text() for stage in ("std", "ddp"))
+    ROOT / folder / name
+    for folder, names in re.findall(r'^"(\w[\w/]*)/(.+)\.py" = "py39"',
+                                    (ROOT / "pyproject.toml").read_text(),
+                                    re.MULTILINE)
+    for name in (path.name for path in (ROOT / folder).glob("*.py"))
+    if names == "*" or name[:-3] in names.strip("{}").split(","))
+STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def numbers(diff):
 # ------------------------------------------------- the lesson, the solution
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", LESSONS)
 def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
     lesson = load_lesson(stage)  # raises where a hunk or an anchor is lost
     start = look(lesson.start.path.read_text(), stage)
@@ -49,31 +55,31 @@ def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
     assert not start.others
     for item in start.left:
         assert item.title and item.why.endswith(".")
-    # not just the code: comments and blank lines, too
+    # not only the code, but comments and blank lines, too
     assert start.apply(numbers(start)) == lesson.goal.path.read_text()
 
 
 @pytest.mark.parametrize("old, new, complaint", [
-    ("B, T, C = x.shape", "B, T, C = x.size()",
-     "no change for the hunk that begins with '-B, T, C = x.shape'"),
+    ("B, T, _ = x.shape", "B, T, _ = x.size()",
+     "no change for the hunk that begins with '-B, T, _ = x.shape'"),
     ("    dist.all_reduce(loss)  # the sum over all ranks\n", "",
      "'+dist.all_reduce(loss)' is in 0 lines"),
     ("loss.backward()", "dist.all_reduce(loss)", "is in 2 lines"),
 ])
 def test_a_lesson_that_drifts_from_its_solution_is_seen(
         tmp_path, old, new, complaint):
-    for folder in ("workshop", "solutions"):
+    for folder in ("backstage", "workshop", "solutions"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     script = tmp_path / "solutions" / "train_gpt2_ddp.py"
     script.write_text(edit(DDP, (old, new)))
     end = subprocess.run(
         [sys.executable, "-c",
-         "from workshop.diff import load_lesson; load_lesson('ddp')"],
+         "from workshop.lesson.diff import load_lesson; load_lesson('ddp')"],
         cwd=tmp_path, env={}, capture_output=True, text=True)
     assert end.returncode and complaint in end.stderr
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", LESSONS)
 def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
         stage, look):
     lesson = load_lesson(stage)
@@ -106,8 +112,9 @@ def test_done_also_with_other_comments_blanks_and_line_ends(look):
     for text in variants:
         diff = look(text)
         assert not diff.left and not diff.others
-        assert view.headline(diff).startswith("Done: all 12 changes are made")
-        assert "Done" in view.to_html(diff) and "Done" in view.to_text(diff)
+        done = "Done: all 12 changes are made"
+        assert render.headline(diff).startswith(done)
+        assert done in render.to_html(diff) and done in render.to_text(diff)
 
 
 def test_the_same_code_in_another_spelling_is_made(look):
@@ -137,18 +144,18 @@ def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
     for text, left in ((STD, 12), (DDP, 0)):
         diff = look(edit(text, (old, new)))
         assert len(diff.left) == left and len(diff.others) == 1
-        assert "1 other difference" in view.headline(diff)
-        name, where = view.title(diff, diff.others[0])
+        assert "1 other difference" in render.headline(diff)
+        name, where = render.title(diff, diff.others[0])
         assert name == "Not in the lesson"
         line = edit(text, (old, new)).split(new)[0].count("\n") + 1
         assert where.startswith(f"line {line}, ")
         assert place == "MLP" or where.endswith(f"in {place}")
-        assert "Done" not in view.headline(diff)
+        assert "Done" not in render.headline(diff)
 
 
 @pytest.mark.parametrize("number, old, new", [
     (3, '"WORLD_SIZE"])', '"WORLDSIZE"])'),
-    (2, "import atexit", "import atexitt"),
+    (2, "import nullcontext", "import nulcontext"),
     (4, "device, local_rank)", "device, lokal_rank)"),
     (7, "DistributedDataParallel(raw", "DistributedDataParallell(raw"),
     (8, "if reduce else", "if not reduce else"),
@@ -169,9 +176,10 @@ def test_a_slip_in_a_change_is_that_change(look, number, old, new):
 def test_what_is_left_of_a_change_that_is_half_made(look):
     diff = look(edit(STD, ("import time\n", "import os\nimport time\n")))
     assert numbers(diff) == list(range(1, 13))
-    shown = [line for line in view.to_text(diff).splitlines() if " + " in line]
+    text = render.to_text(diff)
+    shown = [line for line in text.splitlines() if " + " in line]
     assert not any(line.endswith("import os") for line in shown)
-    assert any(line.endswith("import atexit") for line in shown)
+    assert any(line.endswith("import nullcontext") for line in shown)
     # the new line is there, the old one as well
     diff = look(edit(DDP, ('    run = Run("ddp"', '    run = Run("std", hp, '
                            'config, max_steps, device)\n    run = Run("ddp"')))
@@ -181,7 +189,7 @@ def test_what_is_left_of_a_change_that_is_half_made(look):
 
 def test_own_lines_are_differences_of_their_own_and_stay(look):
     own = 'print("hello")\n'
-    places = ("import math\n", "    device = get_device(hp.device)\n",
+    places = ("import math\n", "    device = use_device(hp.device)\n",
               "            loss = loss / accumulation_steps\n")
     for place in places:
         indent = re.match(" *", place)[0]
@@ -191,10 +199,10 @@ def test_own_lines_are_differences_of_their_own_and_stay(look):
             assert numbers(diff) == list(range(1, 13))
             made = look(diff.apply(numbers(diff)))
             assert not made.left
-    # in a script that is ready it says who may tell
+    # for a script that is ready, it says what can tell
     made = look(edit(DDP, ("import math\n", "import math\n" + own)))
     assert not made.left and len(made.others) == 1
-    assert "check ddp" in view.advice(made)
+    assert "check ddp" in render.advice(made)
 
 
 def test_moved_lines_are_told(look):
@@ -208,20 +216,20 @@ def test_moved_lines_are_told(look):
 def test_tabs_are_python_or_a_syntax_error(look):
     tabs = re.sub("^( {4})+", lambda it: "\t" * (len(it[0]) // 4), DDP,
                   flags=re.MULTILINE)
-    assert view.headline(look(tabs)).startswith("Done")
+    assert render.headline(look(tabs)).startswith("Done")
     mixed = edit(DDP, ("        dist.all_reduce(report)",
                        "\tdist.all_reduce(report)"))
     diff = look(mixed)
-    assert diff.yours.syntax_error and "Done" not in view.headline(diff)
+    assert diff.yours.syntax_error and "Done" not in render.headline(diff)
 
 
 def test_a_syntax_error_is_one_line_that_says_where(look):
     broken = edit(DDP, ("dist.all_reduce(report)", "dist.all_reduce(report"))
     diff = look(broken)
     line = broken[:broken.index("(report ")].count("\n") + 1
-    complaint = view.syntax(diff)
+    complaint = render.syntax(diff)
     assert f"line {line}" in complaint and "\n" not in complaint
-    assert complaint in view.to_text(diff)
+    assert complaint in render.to_text(diff)
     assert numbers(diff) == [9] and not diff.others
 
 
@@ -235,21 +243,20 @@ def test_scripts_that_are_none(look, tmp_path):
 
 
 def test_any_pair_of_stages_can_be_compared(look):
-    stages = ["std", *STAGES]
-    for stage, other in itertools.product(STAGES, stages):
+    for stage, other in itertools.product(LESSONS, STAGES):
         if stage != other:
-            view.to_html(look(solution(other).read_text(), stage))
+            render.to_html(look(STAGES[other].solution.read_text(), stage))
 
 
 # ------------------------------------------------------------------ the view
 
 
 def test_html_shows_lines_and_marks_the_words_that_differ(look):
-    html = view.to_html(look(edit(DDP, ('"gpt2": (GPTConfig()',
-                                        '"gpt2": (GPTConfig(1<2)'))))
+    html = render.to_html(look(edit(DDP, ('"gpt2": GPTConfig()',
+                                          '"gpt2": GPTConfig(1<2)'))))
     rows = re.findall(r'<div class="(\w*)" [^>]*data-line="(\d*)" '
                       r'data-sign="(.?)">(.*?)</div>', html)
-    line = str(DDP[:DDP.index('"gpt2": (')].count("\n") + 1)
+    line = str(DDP[:DDP.index('"gpt2": GPTConfig')].count("\n") + 1)
     old, = (row for row in rows if row[0] == "del")
     assert old[1:3] == (line, "-") and "<mark>1&lt;2</mark>" in old[3]
     new, = (row for row in rows if row[0] == "add")
@@ -261,9 +268,9 @@ def test_html_shows_lines_and_marks_the_words_that_differ(look):
 
 def test_terminal_output_has_colours_only_on_request(look):
     diff = look(STD)
-    assert "\033" not in view.to_text(diff)
-    plain = re.sub(r"\033\[\d+m", "", view.to_text(diff, colour=True))
-    assert plain == view.to_text(diff)
+    assert "\033" not in render.to_text(diff)
+    plain = re.sub(r"\033\[\d+m", "", render.to_text(diff, colour=True))
+    assert plain == render.to_text(diff)
 
 
 # ------------------------------------------------------------- other Pythons
@@ -273,7 +280,8 @@ def test_needs_no_package():
     end = subprocess.run(
         [sys.executable, "-I", "-S", "-c",
          f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-         "from workshop import __main__, notebook\n"
+         "from workshop import __main__\n"
+         "from workshop.notebook import cells as notebook\n"
          "print(notebook.diff('ddp')); notebook.diff('ddp')._repr_html_()\n"
          "notebook.cadence()._repr_html_()"],
         capture_output=True, text=True)
@@ -288,19 +296,23 @@ def test_runs_on_python_3_9():
 
 def old_pythons():
     """The Pythons of this machine from 3.9 on that are older than ours."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for minor in range(9, sys.version_info[1]):
-        name = f"python3.{minor}"
-        try:
-            subprocess.run([name, "-c", ""], check=True, capture_output=True)
-            yield name
-        except (OSError, subprocess.CalledProcessError):
-            pass
+        for name in (f"python3.{minor}", *map(str, sorted(
+                pyenv.glob(f"versions/3.{minor}.*/bin/python")))):
+            try:
+                subprocess.run([name, "-c", ""], check=True,
+                               capture_output=True)
+                yield name
+                break
+            except (OSError, subprocess.CalledProcessError):
+                pass
 
 
 @pytest.mark.parametrize("python", [sys.executable, *old_pythons()])
 def test_runs_with_the_standard_library_alone(python):
     for program in (["-m", "workshop", "diff", "ddp"],
-                    ["-c", "import workshop.notebook"]):
+                    ["-c", "import workshop.notebook.cells"]):
         end = subprocess.run([python, "-S", *program], cwd=ROOT,
                              capture_output=True, text=True)
         assert end.returncode == 0, end.stderr

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import needs
 
-from workshop import ROOT, doctor, vocabulary
-from workshop.errors import UserError
+from backstage import ROOT, vocabulary
+from backstage.errors import UserError
+from workshop import doctor
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +41,8 @@ def run(*command, cwd):
             r"(ok   |TO DO)  ([\w ]+): (.+)", line).groups()
         answers[name] = sign.strip(), answer
     assert list(answers) == [
-        "python", "environment", "packages", "device", "processes", "data",
-        "vocabulary", "write access", "SLURM"]
+        "course", "python", "environment", "packages", "device", "processes",
+        "data", "vocabulary", "write access", "SLURM"]
     assert end.returncode == any(
         sign == "TO DO" for sign, _ in answers.values())
     return answers
@@ -50,8 +51,9 @@ def run(*command, cwd):
 @pytest.fixture
 def repo(tmp_path):
     """A copy of the repository with a small demo dataset."""
-    shutil.copytree(ROOT / "workshop", tmp_path / "workshop",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("backstage", "workshop"):
+        shutil.copytree(ROOT / name, tmp_path / name,
+                        ignore=shutil.ignore_patterns("__pycache__"))
     demo = tmp_path / "fineweb" / "demo"
     demo.mkdir(parents=True)
     np.save(demo / "demo_train_000001.npy", np.zeros(1234, np.uint16))
@@ -72,6 +74,24 @@ def test_all_is_well(repo):
     assert "2 processes added up over" in answers["processes"][1]
     assert "2,234 train + 56 val tokens" in answers["data"][1]
     assert "257 tokens" in answers["vocabulary"][1]
+
+
+def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
+    monkeypatch.setattr(doctor, "ROOT", repo)
+    assert doctor.ask_course() == (
+        "commit unknown, not a git clone that you may read; site file none, "
+        f"there is no {repo}/site.sh")
+    git = ["git", "-C", repo, "-c", "user.name=me", "-c", "user.email=me@here"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (repo / "site.sh").touch()
+    subprocess.run([*git, "add", "site.sh"], check=True)
+    subprocess.run([*git, "commit", "-qm", "A site"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], text=True,
+                            capture_output=True, check=True).stdout
+    (repo / "site.sh").write_text("# edited")
+    said = re.fullmatch(r"commit (\w{7,})-dirty; site file (.+)",
+                        doctor.ask_course())
+    assert commit.startswith(said[1]) and said[2] == f"{repo}/site.sh"
 
 
 def test_without_packages_it_says_what_is_missing(repo):
@@ -107,7 +127,7 @@ def test_data_that_the_site_names(repo, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(repo / "fineweb" / "demo"))
     assert doctor.ask_data().count("2,234 train") == 2
     monkeypatch.setenv("WORKSHOP_DATA", str(repo / "lost"))
-    with pytest.raises(UserError, match="lost, which WORKSHOP_DATA names"):
+    with pytest.raises(UserError, match="lost, which does not exist"):
         doctor.ask_data()
 
 

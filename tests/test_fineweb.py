@@ -24,7 +24,7 @@ import rustbpe
 import stages
 import tiktoken
 
-from workshop import ROOT, vocabulary
+from backstage import ROOT, vocabulary
 
 FOLDER = ROOT / "fineweb"
 sys.path.insert(0, str(FOLDER))
@@ -299,7 +299,8 @@ def test_no_space_for_a_shard(corpus, whole, tmp_path):
 
     out = tmp_path / "out"
     assert refuses(run("fineweb", *corpus.flags, "--out", out,
-                       preexec_fn=limit), "File too large: make room")
+                       preexec_fn=limit), "(File too large), and is unchanged"
+                   ": make room")
     assert not list(out.glob("*.npy"))
     assert run("fineweb", *corpus.flags, "--out", out)[0] == 0
     assert contents(out) == contents(whole)
@@ -327,7 +328,7 @@ def test_two_at_once_and_other_settings(corpus, whole, tmp_path):
                    "fineweb_train_000003.npy is missing")
     (out / "manifest.json").unlink()
     assert refuses(run("fineweb", *corpus.flags, "--out", out),
-                   "holds shards of another origin")
+                   "holds shards from elsewhere")
 
 
 # ------------------------------------------------------------------ the hub
@@ -412,14 +413,14 @@ def invalid_unicode_in_text(path, texts):
     (write_parquet, ["--text-column", "score"], "holds double, not text"),
     (write_parquet, ["--files", "*.csv"], "has no files *.csv"),
     (write_parquet, ["--shard-size", 10**9], "try a smaller --shard-size"),
-    (write_parquet, ["--shard-size", 0], "--shard-size has to be 1 or more"),
-    (write_parquet, ["--name", "a/b"], "--name has to be of letters"),
+    (write_parquet, ["--shard-size", 0], "--shard-size must be 1 or more"),
+    (write_parquet, ["--name", "a/b"], "--name must consist of letters"),
     (write_parquet, ["--vocabulary", "/nowhere"], "has no vocabulary"),
     (write_parquet, ["--workers", "many"], "--workers"),
-    (broken_footer, [], "is no Parquet file, or damaged"),
-    (broken_page, [], "is no Parquet file, or damaged"),
+    (broken_footer, [], "is not a Parquet file, or is damaged"),
+    (broken_page, [], "is not a Parquet file, or is damaged"),
     (null_text, [], "row 20 has no text (null)"),
-    (invalid_unicode, [], "is one that is not UTF-8"),
+    (invalid_unicode, [], "is not UTF-8"),
     (invalid_unicode_in_text, ["--files", "*.txt"], "byte 3 is not UTF-8"),
 ])
 def test_bad_input(make, flags, message, corpus, tmp_path):
@@ -438,7 +439,7 @@ def test_bad_input(make, flags, message, corpus, tmp_path):
 def test_a_vocabulary_that_splits_otherwise(corpus, tmp_path):
     vocabulary.save(stages.BYTES, tmp_path)
     assert refuses(run("fineweb", *corpus.flags, "--vocabulary", tmp_path,
-                       "--out", tmp_path / "out"), "splits text in another")
+                       "--out", tmp_path / "out"), "splits text differently")
 
 
 @pytest.mark.parametrize("module, message", [
@@ -497,8 +498,8 @@ def test_counting_and_verifying(corpus, whole, tmp_path):
     damage(beyond, "holds ids beyond the vocabulary's 701", "--verify")
     damage(begin_late, "does not begin with a document", "--verify")
     damage(lambda _, copy: vocabulary.save(stages.BYTES, copy),
-           "the vocabulary is not the manifest's", "--verify")
-    damage(shorten, "is not a shard, or damaged")
+           "the vocabulary is not the one in the manifest", "--verify")
+    damage(shorten, "is not a shard, or is damaged")
     damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")
     damage(lambda path, _: path.unlink(), "000002.npy is missing")
     damage(lambda path, _: np.save(path, np.load(path).astype(np.int32)),
@@ -537,10 +538,10 @@ def test_splitting_changes_no_token(whole, tmp_path):
     other = tmp_path / "weights.npy"
     np.save(other, np.ones((3, 4)))
     for args, message in (
-            ([tmp_path / "none.npy"], "there is no such shard"),
-            ([other], "a shard is named"),
-            ([shard, "--parts", 0], "--parts has to be from 1"),
-            ([shard, "--out", tmp_path / "parts"], "is there already"),
+            ([tmp_path / "none.npy"], "no such shard"),
+            ([other], "a shard is called"),
+            ([shard, "--parts", 0], "--parts must be from 1"),
+            ([shard, "--out", tmp_path / "parts"], "already exists"),
             ([whole], "name the new folder")):
         assert refuses(run("splitfineweb", *args), message)
     other.rename(tmp_path / "a_train_000001.npy")
@@ -568,7 +569,7 @@ def test_training_reads_it_with_every_stage(stage, whole, tmp_path):
         assert np.isfinite(result.column("loss")).all()
     status, out, _ = run("countfineweb", plain, "--verify")
     assert status == 0
-    assert "no manifest" in out
+    assert "there is no manifest" in out
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from stages import Result, make_dataset, train
 
-from workshop import ROOT
-from workshop.ranks import launch
+from backstage import ROOT
+from workshop.processes import launch
 
 SCRIPT = ROOT / "code" / "generate.py"
 
@@ -34,7 +34,7 @@ def write(*flags):
 
 
 def texts(result):
-    """The continuations in what it printed."""
+    """The continuations that it printed."""
     assert result.status == 0, result.err
     return "\n".join(result.out.splitlines()[1:-1])
 
@@ -51,7 +51,7 @@ def test_the_cache_changes_nothing(run):
 
 
 def test_logits_are_the_models(run):
-    """Token by token with the cache, and all at once without."""
+    """One token at a time with the cache, the whole text without."""
     generate = load_script()
     state = generate.load_checkpoint(generate.find_checkpoint(run))
     model = generate.GPT(generate.GPTConfig(**state["config"]))

@@ -13,8 +13,8 @@ import urllib.request
 import pytest
 from conftest import needs
 
-from workshop import ROOT
-from workshop.diff import solution
+from backstage import ROOT
+from workshop.stages import STAGES
 
 CHROMIUM = "chromium"
 FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
@@ -28,18 +28,18 @@ TYPO = ("loss = training_step(model, batch, device, hp.precision)",
 def repo(tmp_path):
     """A copy of the repository, with std on the desk."""
     repo = tmp_path / "repo"
-    for folder in ("workshop", "solutions", "notebooks"):
+    for folder in ("backstage", "workshop", "solutions", "notebooks"):
         shutil.copytree(ROOT / folder, repo / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
     (repo / "code").mkdir()
-    shutil.copy(solution("std"), repo / "code" / "train_gpt2.py")
+    shutil.copy(STAGES["std"].solution, repo / "code" / "train_gpt2.py")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     return repo
 
 
 @pytest.fixture
 def lab(repo, tmp_path):
-    """Start JupyterLab there; returns its address."""
+    """Start JupyterLab there, and return its address."""
     servers = []
 
     def lab(**variables):
@@ -175,27 +175,27 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     lesson.run("import sys")
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
 
-    # a change by hand: it counts once it is saved
+    # a change made by hand counts as soon as it is saved
     lesson.type_over("one device: model, data, schedule, training loop.",
                      "many devices with DDP: each has a copy of the model.")
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
     lesson.save()
     assert "11 of 12 changes left" in lesson.run('diff("ddp")')
 
-    # what is copied out of the view is code, and no line to be removed
-    box = page.locator(".ws .code", has_text="get_device(hp.device, local_ran")
+    # only code can be copied from the view, without the removed lines
+    box = page.locator(".ws .code", has_text="use_device(hp.device, local_ran")
     box.evaluate("box => getSelection().selectAllChildren(box)")
     page.keyboard.press("Control+c")
     copied = page.evaluate("navigator.clipboard.readText()").splitlines()
-    added = [line for line in solution("ddp").read_text().splitlines()
-             if "get_device(hp.device, local_rank)" in line]
+    added = [line for line in STAGES["ddp"].solution.read_text().splitlines()
+             if "use_device(hp.device, local_rank)" in line]
     assert added[0] in copied
-    assert "    device = get_device(hp.device)" not in copied
+    assert "    device = use_device(hp.device)" not in copied
     assert page.evaluate("box => box.scrollWidth <= box.clientWidth",
                          box.element_handle())  # nothing sticks out
 
-    # all of it, with a mistake: one change, and the check names it
-    ready = solution("ddp").read_text()
+    # all changes with one mistake: one is left, and the check names it
+    ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))
     lesson.save()
     assert "1 of 12 changes left" in lesson.run('diff("ddp")')
@@ -210,7 +210,7 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     checked = lesson.run('check("ddp")')
     assert "4 processes" in checked and "FAIL" not in checked
 
-    # once more, from the start
+    # again, from the start
     subprocess.run([sys.executable, "-m", "workshop", "reset", "std"],
                    cwd=repo, check=True, stdout=subprocess.DEVNULL)
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
@@ -218,7 +218,8 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert backup.read_text() == ready
 
 
-@pytest.mark.parametrize("stage", ["ddp", "lit"])
+@pytest.mark.parametrize("stage", sorted(
+    path.stem for path in ROOT.glob("*.jupyterlab-workspace")))
 def test_a_workspace_opens_the_script_beside_the_lesson(
         stage, page, lab, repo):
     name = f"{stage}.jupyterlab-workspace"

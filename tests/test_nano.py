@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from stages import Result
 
-from workshop import ROOT, vocabulary
-from workshop.ranks import launch
+from backstage import ROOT, vocabulary
+from workshop.processes import launch
 
 DEMO = ROOT / "fineweb" / "demo"
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.whole
 def test_the_default_run(tmp_path):
-    """It learns, and most of the words that it writes are real ones."""
+    """It learns, and most of the words that it writes are real words."""
     if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
     result = Result(tmp_path / "run", launch(

@@ -9,20 +9,22 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from workshop import ROOT
-from workshop.diff import solution
+from backstage import ROOT
+from workshop.stages import LESSONS, STAGES
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TAUGHT = [stage for stage in LESSONS if (  # in a notebook
+    ROOT / "notebooks" / f"diff_{stage}.ipynb").exists()]
 
 
 @pytest.fixture
 def repo(tmp_path):
     """A copy of the repository, with the DDP stage on the desk."""
-    for folder in ("workshop", "solutions", "notebooks"):
+    for folder in ("backstage", "workshop", "solutions", "notebooks"):
         shutil.copytree(ROOT / folder, tmp_path / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "code").mkdir()
-    shutil.copy(solution("ddp"), tmp_path / "code" / "train_gpt2.py")
+    shutil.copy(STAGES["ddp"].solution, tmp_path / "code" / "train_gpt2.py")
     return tmp_path
 
 
@@ -67,7 +69,7 @@ def test_committed_without_outputs_for_any_python3(path):
         assert not cell.metadata
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
-            # half a screen, whose cells do not wrap
+            # fits half a screen, without wrapping
             assert max(map(len, cell.source.splitlines())) <= 62
 
 
@@ -100,7 +102,7 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
     for text in shown.values():
         assert "Traceback" not in text
 
-    script.write_text(solution("ddp").read_text().replace("def main():",
+    script.write_text(STAGES["ddp"].solution.read_text().replace("def main():",
                                                           "def main()"))
     shown = execute("diff_ddp.ipynb", only='diff("ddp")')
     assert re.search(r"Not Python yet, line \d+", shown['diff("ddp")'])
@@ -110,20 +112,36 @@ def test_lesson_lit_runs_with_the_environment_that_the_site_names(
         repo, execute):
     (repo / "site.sh").write_text(
         f"WORKSHOP_VENV={sys.prefix}\n")
-    shutil.copy(solution("lit"), repo / "code" / "train_gpt2.py")
+    shutil.copy(STAGES["lit"].solution, repo / "code" / "train_gpt2.py")
     shown = execute("diff_lit.ipynb")
     assert shown["strategies()"].count("<rect") == 2 * 4 * 3 * 4
-    assert "Done: all 12 changes are made" in shown['diff("lit")']
+    assert "Done: all 15 changes are made" in shown['diff("lit")']
     checked = shown['check("lit")']
     assert "trains in bf16" in checked and "FAIL" not in checked, checked
 
 
-@pytest.mark.parametrize("stage", ["ddp", "lit"])
+def test_every_lesson_belongs_to_a_stage():
+    found = {path.stem[len("diff_"):] for path in NOTEBOOKS
+             if path.stem.startswith("diff_")}
+    assert found == set(TAUGHT) and TAUGHT
+    assert {path.stem for path in ROOT.glob("*.jupyterlab-workspace")} == found
+
+
+@pytest.mark.parametrize("stage", TAUGHT)
+def test_a_workspace_is_like_the_others(stage):
+    """test_lab.py tries what JupyterLab shows of it."""
+    first, this = ((ROOT / f"{name}.jupyterlab-workspace").read_text()
+                   for name in (TAUGHT[0], stage))
+    assert this == first.replace(f"diff_{TAUGHT[0]}", f"diff_{stage}").replace(
+        f'"id": "{TAUGHT[0]}"', f'"id": "{stage}"')
+
+
+@pytest.mark.parametrize("stage", TAUGHT)
 def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     text = "".join(cell.source for cell in nbformat.read(
         ROOT / "notebooks" / f"diff_{stage}.ipynb", as_version=4).cells)
     lines = [line.strip() for line in
-             solution(stage).read_text().splitlines()]
+             STAGES[stage].solution.read_text().splitlines()]
     mistakes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert len(mistakes) == 3
     for mistake in mistakes:
@@ -149,7 +167,7 @@ def test_start_here_shows_the_words_and_runs_the_script(ready, execute):
     assert "rank 7" in shown["nodes()"]
     scripts_map = shown["script_map()"]
     for name in re.findall(r"^(?:class|def) (\w+)",
-                           solution("ddp").read_text(), re.MULTILINE):
+                           STAGES["ddp"].solution.read_text(), re.MULTILINE):
         assert f"<strong>{name}</strong>" in scripts_map
     assert "<h4>model</h4>" in scripts_map
     trained = shown['train("--preset", "tiny")']

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from workshop import ROOT, results
-from workshop.errors import UserError
-from workshop.peaks import num_parameters
+from backstage import ROOT
+from backstage.errors import UserError
+from backstage.flops import num_parameters
+from workshop.results import runs as results
 
 EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
                   if path.is_dir())
@@ -108,7 +109,7 @@ def test_the_model_finds_the_times_it_was_made_of():
     assert fitted.optimizer == pytest.approx(0.004)
     assert 1 / fitted.per_byte == pytest.approx(50e9)
 
-    # with one minibatch size the step's time, but not what it is made of
+    # with one minibatch size: the step's time, but not its parts
     points = {point: made.seconds(*point) for point in ladder}
     fitted = results.fit(points, num_bytes)
     assert not fitted.told_apart
@@ -153,7 +154,7 @@ def test_plot_makes_a_picture(tmp_path):
     assert "ddp x 4" in run.stdout
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
-    # one run is enough; MFU where it is known
+    # one run is enough; the MFU is shown if it is known
     shutil.copytree(results.EXAMPLES / "std-1", tmp_path / "run")
     file = tmp_path / "run" / "metrics.csv"
     with open(file, newline="") as old:
@@ -165,7 +166,7 @@ def test_plot_makes_a_picture(tmp_path):
     run = plot("-o", "one.svg", "run", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     svg = (tmp_path / "one.svg").read_text()
-    for text in ("MFU 42%", "only runs on one process so far",
+    for text in ("MFU 42%", "there are only runs on one process",
                  "needs one stage on three numbers", "no GPU metrics"):
         assert text in svg
 

@@ -25,15 +25,18 @@ from nbclient import NotebookClient
 from stages import Result, make_dataset, train, weight_distance
 from tiktoken_ext import openai_public
 
-from workshop import ROOT, vocabulary
+from backstage import ROOT, vocabulary
+from workshop.stages import FIRST, LESSONS, STAGES
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
+SUBMITTED = sorted(file.stem.split("-")[1] for file in BATCHFILES
+                   if file.stem.endswith("-2n4g"))  # stages, by their largest
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1)
 LONG = (*FLAGS, "--max-steps", 500, "--checkpoint-every", 20,
         "--eval-every", 250, "--generate-every", 500,
-        "--learning-rate", 2e-4)  # so low that rounding does not add up
+        "--learning-rate", 2e-4)  # so low that rounding errors do not grow
 
 # What is installed on the nodes of a site, in place of a GPU's.
 NVIDIA_SMI = """\
@@ -66,7 +69,7 @@ class Slurm:
                        "LAB_SUBMIT_LUA": LAB.with_name("job_submit.lua")})
 
     def __call__(self, *command, check=True, **variables):
-        """Run a command beside the clone; what it did."""
+        """Run a command in the folder of the clone; its result."""
         return subprocess.run(
             [str(word) for word in command], cwd=self.repo.parent,
             env=self.env | variables, text=True, check=check,
@@ -74,7 +77,7 @@ class Slurm:
             else None)
 
     def submit(self, name, *flags, options=()):
-        """Submit a batch file with its flags; the job's number."""
+        """Submit a batch file with flags; returns the job's number."""
         return self("sbatch", "--parsable", "--output=%j.log", *options,
                     self.repo / "batchfiles" / f"batch-{name}.sh",
                     *flags).stdout.strip()
@@ -84,7 +87,7 @@ class Slurm:
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
     def wait(self, job, states=ENDED, timeout=200):
-        """Wait for the job's end; what SLURM says of it."""
+        """Wait for the job's end; returns what SLURM says about it."""
         wait_for(lambda: self.job(job)["JobState"] in states, timeout,
                  lambda: f"{self.job(job)}\n{self.log(job)}")
         return self.job(job)
@@ -127,9 +130,10 @@ def slurm():
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
-    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache")
-    for name in ("batchfiles", "code", "fineweb", "notebooks", "solutions",
-                 "workshop"):
+    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
+                                  ".checked.json")
+    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
+                 "notebooks", "solutions", "workshop"):
         shutil.copytree(ROOT / name, repo / name, ignore=made)
     (repo / "tests").mkdir()
     for name in ("activate.sh", "requirements.txt", "constraints.txt",
@@ -155,7 +159,7 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def single(slurm, tmp_path_factory):
-    """What the single-device stage makes of the flags, without SLURM."""
+    """A run of the single-device stage with these flags, without SLURM."""
     @functools.cache
     def run(*flags):
         folder = tmp_path_factory.mktemp("single") / "run"
@@ -199,9 +203,10 @@ def test_shellcheck():
 def test_every_size_is_there():
     names = [file.stem.removeprefix("batch-") for file in BATCHFILES]
     sizes = ("1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")
+    assert SUBMITTED and set(SUBMITTED) <= set(LESSONS)
     assert sorted(names) == sorted([
-        "std-1n1g", "std-1n2g", "doctor", "fineweb",
-        *(f"{stage}-{size}" for stage in ("ddp", "lit") for size in sizes)])
+        f"{FIRST}-1n1g", f"{FIRST}-1n2g", "doctor", "fineweb",
+        *(f"{stage}-{size}" for stage in SUBMITTED for size in sizes)])
 
 
 @pytest.mark.parametrize("file", BATCHFILES, ids=lambda file: file.stem)
@@ -211,13 +216,15 @@ def test_a_file_asks_for_what_its_name_says(slurm, file):
     text = file.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.M))
     assert file.stem == f"batch-{options['job-name']}"
-    shape = re.fullmatch(r"(std|ddp|lit)-(\d)n(\d)g", options["job-name"])
+    shape = re.fullmatch(rf"({'|'.join(STAGES)})-(\d)n(\d)g",
+                         options["job-name"])
     if shape:
         stage, nodes, gpus = shape[1], shape[2], shape[3]
         assert options["nodes"] == nodes
         assert options["gpus-per-node"] == gpus
-        tasks = gpus if stage == "lit" else "1"
-        assert options["ntasks-per-node"] == tasks
+        # a process for each GPU: from srun, or from the node's torchrun
+        alone = stage == FIRST or "torchrun.sh" in text
+        assert options["ntasks-per-node"] == ("1" if alone else gpus)
         # from the stages' first file on, the rest is the same
         first = file.with_name(f"batch-{stage}-1n1g.sh").read_text()
         assert text.partition("\n\n")[2] == first.partition("\n\n")[2]
@@ -240,7 +247,7 @@ def test_what_slurm_refuses(slurm):
     ("false", "a command in .*site.sh failed"),
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
      r": run `source .*/my clone/activate\.sh`"),
-    ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* is not there: mend site"),
+    ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* not exist: fix site"),
 ])
 def test_a_site_that_is_wrong(slurm, site, reason):
     """A job says so in one line, at once, and installs nothing."""
@@ -260,7 +267,7 @@ def test_a_site_that_is_wrong(slurm, site, reason):
 
 
 def test_the_ladder(slurm):
-    """Six jobs, which a closed partition keeps from running."""
+    """Six jobs, which do not run because the partition is closed."""
     said = slurm(slurm.repo / "batchfiles" / "ladder.sh", "lit", "--seed", 5,
                  SBATCH_PARTITION="closed")
     jobs = re.findall(r"batch job (\d+)", said.stdout)
@@ -272,7 +279,7 @@ def test_the_ladder(slurm):
     assert sizes == [(size, flags) for size in (
         "1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")]
     wrong = slurm(slurm.repo / "batchfiles" / "ladder.sh", check=False)
-    assert wrong.returncode == 1 and "which stage?" in wrong.stderr
+    assert wrong.returncode == 1 and "name a stage" in wrong.stderr
 
 
 # ------------------------------------------------------------ to their end
@@ -334,24 +341,43 @@ def test_from_inside_another_job(slurm, single):
     wait_for(lambda: not slurm.processes(job), 10)
 
 
-def test_the_script_on_the_desk(slurm):
-    """It is trained with where it is at that stage, and bad input ends it."""
+@pytest.mark.parametrize("state", ["passed", "edited since", "never checked"])
+def test_the_script_on_the_desk(slurm, state):
+    """It is used if it has passed the check; bad input ends the job."""
     desk = slurm.repo / "code" / "train_gpt2.py"
     kept = desk.read_text()
     ddp = (slurm.repo / "solutions" / "train_gpt2_ddp.py").read_text()
     try:
         desk.write_text(ddp)
+        if state != "never checked":
+            subprocess.run(
+                [sys.executable, "-c",
+                 "from workshop.lesson import checked\n"
+                 "from workshop.stages import DESK\n"
+                 "checked.record('ddp', DESK.read_bytes())"],
+                cwd=slurm.repo, check=True,
+                env=os.environ | {"PYTHONPATH": str(slurm.repo)})
+        if state == "edited since":
+            desk.write_text(f"{ddp}# mine\n")
         job = slurm.submit("ddp-1n1g", "--preset", "tiny", "--data", "none")
         end = slurm.wait(job)
     finally:
         desk.write_text(kept)
+        desk.with_name(".checked.json").unlink(missing_ok=True)
     log = slurm.log(job)
-    assert f"{desk} --run" in log
+    said = log.splitlines()[0]
+    if state == "never checked":
+        assert "train_gpt2.py has never passed the check for ddp" in said
+        assert f"{slurm.repo}/solutions/train_gpt2_ddp.py --run" in log
+    else:
+        assert f"{desk} --run" in log
+        assert ("which has passed the check" in said) == (state == "passed")
+        assert said.startswith("warning: ") == (state == "edited since")
     assert log.count("none: there is no such folder: check --data") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 
 
-@pytest.mark.parametrize("stage", ["ddp", "lit"])
+@pytest.mark.parametrize("stage", SUBMITTED)
 def test_a_lesson_submits(slurm, stage, monkeypatch):
     """Its cells for SLURM, in a notebook, with what the site names."""
     site = slurm.repo / "site.sh"
@@ -425,14 +451,14 @@ def test_the_doctor_as_a_job(slurm):
         assert [line.split()[-2] for line in answers[:4]] == [
             "node1,", "node1,", "node2,", "node2,"]
     assert re.fullmatch(r"ok     all-reduce: 4 ranks over gloo, 4 MB in "
-                        r"[\d.]+ ms: [\d.]+ GB/s a rank", answers[4])
+                        r"[\d.]+ ms: [\d.]+ GB/s per rank", answers[4])
 
 
 # ------------------------------------------------------- before their end
 
 
 class Disturbed:
-    """A job that will not be left in peace."""
+    """A job that is about to be disturbed."""
 
     def __init__(self, slurm, stage):
         self.slurm, self.stage = slurm, stage
@@ -443,7 +469,7 @@ class Disturbed:
         self.starts = 0
 
     def get_going(self):
-        """Wait until it has started once more, and saved a step since."""
+        """Wait until it has started again, and saved a step since then."""
         self.starts += 1
         wait_for(lambda: self.log.count("\njob  ") + self.log.startswith("job")
                  == self.starts, explain=lambda: self.log)
@@ -474,7 +500,7 @@ class Disturbed:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stage", ["ddp", "lit"])
+@pytest.mark.parametrize("stage", SUBMITTED)
 def test_nothing_is_lost(slurm, single, stage):
     """A signal, a killed rank, a requeue, a crashed node, scancel.
 
@@ -489,7 +515,7 @@ def test_nothing_is_lost(slurm, single, stage):
     assert "stopped by SIGUSR1, checkpoint saved" in job.log
     job.kill_rank()
     job.get_going()
-    assert job.log.count("queueing again, to go on after") == 2
+    assert job.log.count("requeueing, to go on after") == 2
     slurm("scontrol", "requeue", job.job)
     job.get_going()
     node = slurm.nodes[1]
@@ -502,7 +528,7 @@ def test_nothing_is_lost(slurm, single, stage):
     wait_for(lambda: not slurm.processes(job.job), 20)
     newest = sorted((job.result.folder / "checkpoints").iterdir())[-1]
     assert newest.suffix == ".pt" and ZipFile(newest).testzip() is None
-    assert job.log.count("queueing again, to go on after") == 2
+    assert job.log.count("requeueing, to go on after") == 2
 
     slurm("scontrol", "requeue", job.job)
     assert slurm.wait(job.job)["JobState"] == "COMPLETED", job.log

@@ -1,5 +1,1 @@
-"""What is not taught: the run around a stage, and the tools of the lesson."""
-
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent  # the repository
+"""The tools of the course: python -m workshop diff | check | ..."""

@@ -1,12 +1,14 @@
-"""The tools of the lesson: python -m workshop diff | check | apply | ..."""
+"""The tools of the lessons: python -m workshop diff | check | apply | ..."""
 
 import argparse
 import os
 import sys
 
-from workshop import desk, doctor, lessons, progress, view
-from workshop.diff import Diff
-from workshop.errors import UserError, start
+from backstage.errors import UserError, run_main
+from workshop import doctor, progress
+from workshop.lesson import desk, render
+from workshop.lesson.diff import Diff
+from workshop.stages import LESSONS, STAGES
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,9 +22,9 @@ def main():
     args = parse()
     if args.command == "diff":
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(view.to_text(Diff(args.stage), colour))
+        print(render.to_text(Diff(args.stage), colour))
     elif args.command == "check":
-        check(args.stage)
+        check(args.stage, args.verbose)
     elif args.command == "apply":
         desk.apply(args.stage, args.number)
     elif args.command == "reset" and args.list:
@@ -31,6 +33,10 @@ def main():
         desk.undo()
     elif args.command == "reset":
         desk.reset(args.name)
+    elif args.command == "script":
+        path, reason = desk.choose(args.stage)
+        print(reason, file=sys.stderr, flush=True)
+        print(path)
     elif args.command == "doctor":
         sys.exit(doctor.main())
     elif args.command == "progress":
@@ -42,39 +48,46 @@ def main():
 def parse():
     """What the command line asks for."""
     parser = Parser(prog="python -m workshop",
-                    description="The tools of the lesson.")
+                    description="The tools of the lessons.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name, text):
         return commands.add_parser(name, help=text, description=text)
 
     def add_stage(command):
-        command.add_argument("stage", choices=lessons.STARTS,
+        command.add_argument("stage", choices=LESSONS,
                              help="the stage that the lesson makes")
 
     add_stage(add("diff", "Show what is left to change in your script, "
                   "and why."))
-    add_stage(add("check", "Run your script as 1, 2 and 4 processes, and "
-                  "compare with the single-device stage."))
-    apply = add("apply", "Make changes of the lesson for you; what you had "
+    check = add("check", "Run your script as 1, 2 and 4 processes, and "
+                "compare with the single-device stage.")
+    add_stage(check)
+    check.add_argument("-v", "--verbose", action="store_true",
+                       help="show every question, and what follows from a "
+                       "mistake")
+    apply = add("apply", "Make changes of the lesson for you; your version "
                 "is kept.")
     add_stage(apply)
     apply.add_argument("number", nargs="*", type=int,
-                       help="which ones, by the number that diff shows")
+                       help="their numbers, as diff shows them")
     apply.add_argument("--all", action="store_true",
-                       help="all that are left")
+                       help="make all that are left")
     reset = add("reset", "Put a stage's finished script in place of yours; "
-                "what you had is kept.")
+                "your version is kept.")
     reset.add_argument("name", nargs="?", metavar="stage|DATE",
-                       help="std, ddp, lit, or a backup's date")
+                       help=f"{', '.join(STAGES)}, or a backup's date")
     reset.add_argument("--list", action="store_true",
                        help="show the stages, and the backups by their date")
     reset.add_argument("--undo", action="store_true",
-                       help="go back to what you had before")
-    add("doctor", "Tell whether everything is there that the workshop "
-        "needs.")
-    add("progress", "Tell how far a run has got; the exit status is 0 where "
-        "it is finished.").add_argument("run", help="its folder")
+                       help="go back to your previous version")
+    add("script", "Name the script that a batch file trains with: yours if it "
+        "has passed the check.").add_argument(
+            "stage", choices=STAGES, help="the stage of the batch file")
+    add("doctor", "Check that everything the workshop needs is "
+        "there.")
+    add("progress", "Show how far a run has got; the exit status is 0 if it "
+        "is finished.").add_argument("run", help="its folder")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
     plot.add_argument("run", nargs="*", help="folders of runs (default: the "
                       "newest in runs/ and those like it)")
@@ -93,29 +106,29 @@ def parse():
     return args
 
 
-def check(stage):
+def check(stage, verbose):
     """Hand over to the checker, which needs torch."""
     try:
-        from workshop.check import main as run_check
+        from workshop.check.command import main as run_check
     except ModuleNotFoundError as error:
         raise missing(error) from error
-    sys.exit(0 if run_check(stage) else 1)
+    sys.exit(0 if run_check(stage, verbose=verbose) else 1)
 
 
 def plot(output, folders):
-    """Hand over to the picture, which needs matplotlib."""
+    """Hand over to the plots, which need matplotlib."""
     try:
-        from workshop.plot import main as draw
+        from workshop.results.plot import main as draw
     except ModuleNotFoundError as error:
         raise missing(error) from error
     draw(output, folders)
 
 
 def missing(error):
-    """The error for a package that is not there."""
+    """The error for a package that is not installed."""
     return UserError(f"{sys.executable} has no {error.name}: run `source "
                      "activate.sh` first")
 
 
 if __name__ == "__main__":
-    start(main)
+    run_main(main)

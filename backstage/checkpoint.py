@@ -1,0 +1,97 @@
+"""Checkpoints: the whole state of a run in one file, in every stage.
+
+A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
+`model` and `optimizer` (whole tensors on the CPU, by parameter name), `config`
+and `hyperparameters`.
+"""
+
+import pickle
+import zipfile
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from backstage.errors import UserError, explain, require
+from backstage.files import write_atomically
+
+FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
+
+
+def gather_state(model, optimizer):
+    """The whole state of both, on rank 0; elsewhere empty dictionaries.
+
+    However the model is wrapped or sharded, the parameters have the same
+    names as in the plain model. If the model is sharded, all ranks that hold
+    a part of it call this; if every rank holds all of it, rank 0 is enough.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # evaluation may leave it gathered
+            module.reshard()
+    weights = get_model_state_dict(model, options=options)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    for group in moments.get("param_groups", ()):
+        for name in group.keys() - {"params", *optimizer.defaults}:
+            del group[name]  # a scheduler's, which other stages do not have
+    return weights, moments
+
+
+def spread_state(state, model, optimizer=None):
+    """Load a checkpoint's state: each rank loads its part. All ranks."""
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, state["model"], options=options)
+    if optimizer is not None:
+        set_optimizer_state_dict(
+            model, optimizer, state["optimizer"], options=options)
+
+
+def is_sharded(model):
+    """Whether a rank holds only a part of the model."""
+    return any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def write_checkpoint(state, folder, step):
+    """Write `state` to folder/step_<step>.pt atomically; keep the newest two.
+
+    Raises `UserError` if it cannot be written; older checkpoints stay.
+    """
+    try:
+        write_atomically(folder / f"step_{step:08d}.pt",
+                         lambda file: torch.save(state, file))
+    except UserError as error:
+        raise UserError(f"{error}. The earlier checkpoints are complete: make "
+                        "room, and go on with --resume") from error
+    for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        old.unlink()
+
+
+def load_checkpoint(file):
+    """A checkpoint's dictionary, on the CPU; `UserError` if it is not one."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        found = state["format"]
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError,
+            pickle.UnpicklingError) as error:
+        reason = (explain(error) or str(error)).strip().splitlines()[0]
+        raise UserError(f"{file}: not a checkpoint ({reason})") from error
+    require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
+            f"this version of the course reads only format {FORMAT}: train "
+            "again, or go back to the version that wrote it")
+    return state
+
+
+def is_whole(file):
+    """Whether a checkpoint's archive is complete and its checksums hold."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

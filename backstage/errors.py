@@ -1,0 +1,120 @@
+"""Errors for people: one line that says what is wrong and what to do."""
+
+import atexit
+import errno
+import os
+import signal
+import sys
+import time
+import traceback
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class UserError(Exception):
+    """Something that the user can fix: shown as one line, no traceback."""
+
+
+def require(condition, message):
+    """Raise a `UserError` with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def run_main(main):
+    """Call `main()`, then exit; say in one line what the user can fix.
+
+    The status is 0, that of a `SystemExit`, 130 after Ctrl-C, or 1. Bugs keep
+    their traceback.
+    """
+    try:
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException as error:
+        status = report(error)
+    leave(status)
+
+
+def report(error):
+    """Say what happened; returns the exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    message = explain(error)
+    if isinstance(error, BrokenPipeError):  # for example, `| head` has ended
+        drop_output()
+    elif message is None:
+        traceback.print_exception(error)
+    else:
+        say_once(message)
+        drop_output()
+    return 1
+
+
+def leave(status):
+    """Exit; with torch.distributed, without Python's own clean-up.
+
+    If a thread of torch.distributed asks for the interpreter's lock during
+    the clean-up, the process aborts although it has done all its work. And
+    after an error in a process group no exit handler may run: one that leaves
+    the group would wait for the other ranks, with NCCL for up to ten minutes.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not isinstance(status, int):
+        sys.exit(status)
+    if status == 0 or not distributed.is_initialized():
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def drop_output():
+    """Drop unwritable output, or Python would try again when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def explain(error):
+    """One line for an error that the user can fix, or None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    kind = type(error).__name__
+    if kind == "OutOfMemoryError":  # torch's, without importing torch
+        return ("the device's memory is full: "
+                "try a smaller --microbatch-size or --sequence-length")
+    if isinstance(error, MemoryError):
+        return "the memory is full: try a smaller --microbatch-size"
+    if kind.startswith("Dist") or "gloo" in str(error):  # torch.distributed
+        reason = str(error).strip().splitlines()[0]
+        return ("lost the other processes: look for the first error above; "
+                f"--resume goes on from the last checkpoint ({reason})")
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (f"there is no room to write: {error.strerror}: make room; a "
+                "run goes on with --resume")
+    return None
+
+
+def say_once(message):
+    """Print an error once, even if every rank has it.
+
+    Rank 0 prints it at once. The others give the launcher time to end them,
+    and print theirs only if it does not: then rank 0 does not have that error.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3 + 0.5 * int(os.environ.get("LOCAL_RANK", rank)))
+    where = f"error (rank {rank})" if rank else "error"
+    print(f"{where}: {message}", file=sys.stderr, flush=True)
+
+
+def warn(message):
+    """Print one line of warning; the run goes on."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)

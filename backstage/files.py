@@ -1,0 +1,98 @@
+"""Write files all or nothing, and show paths as a person would type them.
+
+This needs only the standard library, from Python 3.9 on: the tools of the
+course use it, too.
+"""
+
+import fcntl
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError
+
+
+def write_atomically(path, data):
+    """Write all of the data to the file, or leave the file unchanged.
+
+    data: bytes, or a function that writes them to the open file it is given.
+    Raises `UserError` if they cannot be written.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            if callable(data):
+                data(file)
+            else:
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():  # a script may be executable
+            os.chmod(part, path.stat().st_mode)
+        os.replace(part, path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error.__context__, OSError):  # torch hides the cause
+            error = error.__context__
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{show_path(path)} could not be written ({reason}), "
+                        "and is unchanged") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path):
+    """Let only one process at a time read a file and replace it.
+
+    The lock is on the file itself, so that no other file is left behind.
+    Where the file system has no locks, or there is no file, none is taken.
+    """
+    file = open_locked(path)
+    try:
+        yield
+    finally:
+        if file:
+            file.close()
+
+
+def open_locked(path):
+    """The open file with the lock on it, or None where it cannot be opened."""
+    while True:
+        try:
+            file = open(path, "r+b")  # NFS locks only what may be written
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            now = os.stat(path)
+        except FileNotFoundError:  # removed while we waited
+            file.close()
+            continue
+        except OSError:
+            return file
+        if os.path.samestat(os.fstat(file.fileno()), now):
+            return file
+        file.close()  # replaced while we waited: lock the new one
+
+
+def sync_folder(folder):
+    """Make sure that a file renamed in the folder survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def show_path(path, folder=ROOT):
+    """The path from the folder on where it is inside, else from the root on.
+
+    folder: the repository, in which the lessons name files; Path.cwd() for a
+    path that somebody is to type.
+    """
+    path = Path(os.path.abspath(path))
+    inside = folder in path.parents
+    return str(path.relative_to(folder) if inside else path)

@@ -1,0 +1,127 @@
+"""The flags of a stage: what a run does, and why.
+
+The flags are the fields of the stage's `Hyperparameters`. The default of a
+flag comes from the run that is resumed, from the preset, or from the machine.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from backstage import ROOT, dataset
+from backstage.command_line import parse_flags
+from backstage.device import cpu_has_bf16, find_device
+from backstage.errors import UserError, require, warn
+from backstage.files import show_path
+from backstage.launchers import name_ranks
+
+DEMO = ROOT / "fineweb" / "demo"
+FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
+
+
+@dataclass
+class Choice:
+    """The flags that the other flags' defaults depend on."""
+
+    preset: Literal["tiny", "nano", "gpt2", ""] = ""
+    data: str = ""
+    run: str = ""
+    resume: bool = False
+    device: str = "auto"
+
+
+def parse(Hyperparameters, presets, models):
+    """The hyperparameters that the command line asks for. All ranks.
+
+    presets: name -> Hyperparameters; models: name -> GPTConfig. When a run is
+    resumed, its own hyperparameters are the defaults. Rank 0 says what was
+    chosen and why.
+    """
+    name_ranks()
+    if {"-h", "--help"} & set(sys.argv):
+        parse_flags(Hyperparameters, default=presets["nano"])
+    choice, _ = parse_flags(
+        Choice, return_unknown_args=True, add_help=False)
+    saved = read_hyperparameters(choice) if choice.resume else {}
+    device = find_device(choice.device or saved.get("device"))
+
+    fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
+    accelerated, has_fineweb = device.type != "cpu", fineweb.is_dir()
+    why = []
+    preset = choice.preset or saved.get("preset")
+    data = choice.data or saved.get("data")
+    if not preset:
+        large = accelerated and (bool(data) or has_fineweb)
+        preset = "gpt2" if large else "nano"
+        why += ["an accelerator" if accelerated else "no accelerator"]
+    if not data:
+        real = has_fineweb and preset == "gpt2"
+        data = fineweb if real else DEMO
+        if not real:
+            why += ["no FineWeb folder" if not has_fineweb else
+                    "the demo dataset suits the preset"]
+    data = Path(data).resolve()
+    require(data.is_dir() or data != DEMO, "the demo dataset is not there "
+            "yet: run `source activate.sh` or `python fineweb/demo.py`")
+
+    default = replace(
+        presets[preset], data=str(data),
+        compile=preset == "gpt2" and device.type == "cuda")
+    if device.type == "cpu" and not cpu_has_bf16():
+        default.precision = "fp32"
+    if preset == saved.get("preset"):  # whichever stage saved it
+        default = replace(default, **{
+            key: value for key, value in saved.items()
+            if hasattr(default, key)})
+    hp = parse_flags(Hyperparameters, default=default)
+    hp.preset, hp.data = preset, str(data)
+
+    require(Path(hp.data).is_dir(), f"{hp.data}: there is no such folder: "
+            "check --data")
+    check_hyperparameters(hp, models[preset], saved)
+    if os.environ.get("RANK", "0") == "0":
+        if dataset.is_unfinished(hp.data):
+            warn(f"{hp.data} is not complete: the program that builds it is "
+                 "still running, or was stopped")
+        why = f" ({', '.join(why)})" if why else ""
+        print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
+              f"device {device.type}, {hp.precision}"
+              + (f", world size {os.environ['WORLD_SIZE']}"
+                 if "WORLD_SIZE" in os.environ else ""), flush=True)
+    return hp
+
+
+def read_hyperparameters(choice):
+    """What the run to resume was started with; {} for a new run."""
+    require(choice.run, "--resume needs the run's folder: --run DIR")
+    file = Path(choice.run) / "hyperparameters.json"
+    if not file.exists():
+        return {}
+    try:
+        saved = json.loads(file.read_text())["hyperparameters"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error}): delete it, and give all "
+                        "of the run's flags again") from error
+    return {key: value for key, value in saved.items()
+            if key not in ("run", "resume", "init", "devices", "num_nodes")}
+
+
+def check_hyperparameters(hp, config, saved):
+    """Raise a `UserError` for values that no stage can train with."""
+    for name in ("minibatch_size", "microbatch_size", "sequence_length",
+                 "eval_every", "eval_minibatches", "generate_every",
+                 "checkpoint_every"):
+        flag = "--" + name.replace("_", "-")
+        require(getattr(hp, name) > 0, f"{flag} must be 1 or more")
+    require(hp.max_steps >= 0, "--max-steps must be 0 (one epoch) or more")
+    require(hp.sequence_length <= config.block_size,
+            f"--sequence-length {hp.sequence_length} is longer than the "
+            f"{config.block_size} positions of preset {hp.preset}")
+    # The position in the data follows from the step, S and T.
+    for name in ("preset", "minibatch_size", "sequence_length"):
+        flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
+        require(now == saved.get(name, now), f"{hp.run}: this run was started "
+                f"with {flag} {saved.get(name)} and cannot go on with {now}")

@@ -1,0 +1,69 @@
+"""Floating-point operations: how many a model needs, a device's peak."""
+
+import re
+
+# Dense TFLOP/s of one device: (bf16, fp32 without TF32), by words in the name
+# that the driver gives it; the first match counts. Source: the vendors' data
+# sheets (sparse figures halved).
+PEAKS = {
+    "A100": (312, 19.5),
+    "A30": (165, 10.3),
+    "A10G": (70, 31.2),
+    "A40": (149.7, 37.4),
+    "H100 PCIe": (756, 51),
+    "H100 NVL": (835, 60),
+    "H100": (989, 67),
+    "GH200": (989, 67),
+    "H200": (989, 67),
+    "H20": (148, 44),
+    "B200": (2250, 75),
+    "L40S": (362, 91.6),
+    "L4": (121, 30.3),
+    "MI300X": (1307, 163.4),
+    "MI250X": (191.5, 47.9),  # for one of its two dies, which is one device
+}
+
+
+def num_parameters(config, positions=True):
+    """How many weights a model has; config: a GPTConfig or its dictionary."""
+    if not isinstance(config, dict):
+        config = vars(config)
+    width, layers = config["n_embd"], config["n_layer"]
+    vocab = -(-config["vocab_size"] // 128) * 128
+    block = 12 * width**2 + 13 * width  # matrices, then biases and LayerNorms
+    block_size = config["block_size"] if positions else 0
+    return (vocab + block_size) * width + layers * block + 2 * width
+
+
+def flops_per_token(config, sequence_length):
+    """FLOP to train on one token, forward and backward: 6 N + 12 L H Q T.
+
+    This is the formula of the PaLM paper (arXiv:2204.02311, appendix B). N is
+    the number of parameters without the position embeddings.
+    """
+    parameters = num_parameters(config, positions=False)
+    attention = 12 * config.n_layer * config.n_embd * sequence_length
+    return 6 * parameters + attention
+
+
+def peak_flops(device, precision):
+    """FLOP/s that the device could reach, or None if that is not known."""
+    import torch
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif device.type == "xpu":
+        name = torch.xpu.get_device_name(device)
+        if "Max 1550" in name and precision == "bf16":
+            # A device may be the card or one of its two tiles. A compute unit
+            # does 512 bf16 multiplications and additions per clock, at 1.3 GHz
+            # sustained (Intel's oneAPI GPU optimization guide; torchtitan).
+            units = torch.xpu.get_device_properties(device).max_compute_units
+            return 512 * units * 1.3e9
+    else:
+        return None
+    column = ("bf16", "fp32").index(precision)
+    for part, peaks in PEAKS.items():
+        if re.search(rf"\b{part}\b", name):
+            return peaks[column] * 1e12
+    return None

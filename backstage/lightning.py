@@ -1,0 +1,298 @@
+"""The run around Lightning's Trainer: what the Lightning stage does not teach.
+
+A Trainer has its own ways to log, to save, to resume and to handle signals.
+The script switches them off, and `LitRun` puts `backstage.run.Run` in their
+place, so that a run has the same folder in every stage, and any stage goes on
+with another's checkpoint. Nothing here changes what the script tells the
+Trainer.
+"""
+
+import copy
+import logging
+import os
+import time
+import warnings
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
+
+from backstage.checkpoint import is_sharded
+from backstage.device import find_device
+from backstage.errors import require
+from backstage.run import Run
+from backstage.world import is_joined, on_every_rank
+
+for name in ("lightning.pytorch", "lightning.fabric"):  # hints, tips
+    logging.getLogger(name).setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module=r"lightning\.")
+
+
+# --------------------------------------------------------- who takes part
+
+
+def get_world(hp):
+    """Rank, local rank, world size and number of nodes.
+
+    A launcher has started the processes, or Lightning will start --devices
+    of them on this node. Raises `UserError` where the numbers do not match.
+    """
+    world_size, devices = count_processes(hp)
+    require(devices > 0, "--devices must be 1 or more")
+    require(hp.devices in (0, devices),
+            f"--devices {hp.devices}, but {devices} process(es) were started "
+            "on a node: make srun's --ntasks-per-node (torchrun's "
+            "--nproc-per-node) the same, or leave --devices out")
+    check_device(hp, devices)
+    rank, local_rank = (int(os.environ.get(name, 0))
+                        for name in ("RANK", "LOCAL_RANK"))
+    return rank, local_rank, world_size, world_size // devices
+
+
+def count_processes(hp):
+    """How many processes there are, or will be: in all, and on a node."""
+    if "RANK" not in os.environ:
+        return hp.devices or 1, hp.devices or 1
+    world_size = int(os.environ["WORLD_SIZE"])
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def check_device(hp, devices):
+    """Raise a `UserError` for what Lightning would not train on."""
+    device = find_device(hp.device).type
+    require(device != "xpu", "Lightning 2.6 does not know XPUs: use the DDP "
+            "stage, or --device cpu")
+    count = torch.accelerator.device_count()
+    require(device == "cpu" or devices <= count,
+            f"{devices} processes on a node, but {count} {device} device(s) "
+            "for each: one device a process, all visible to all of them")
+    require(hp.strategy == "ddp" or not hp.compile,
+            f"Lightning does not compile with --strategy {hp.strategy}: add "
+            "--no-compile")
+
+
+# ----------------------------------------------------- what a Trainer needs
+
+
+def get_launcher():
+    """Whom the Trainer asks for this process's rank: `plugins` takes it.
+
+    The launcher, where one has started the processes; else Lightning, which
+    then starts the others itself, on this node. Left to choose, Lightning
+    would take the shell of a SLURM job for a task that has to wait for others.
+    """
+    if "RANK" in os.environ:
+        return TorchElasticEnvironment()
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.pop("MASTER_PORT", None)  # any free one
+    return LightningEnvironment()
+
+
+def get_strategy(hp, world_size):
+    """What each process keeps of the model, as the Trainer takes it.
+
+    ddp: all of it, wrapped in DistributedDataParallel, or unwrapped where
+    there is one process alone ("auto"). fsdp2: what the module's
+    configure_model leaves it, on a mesh whose dimension "data_parallel" has
+    all processes (Lightning's default would split matrices among those of a
+    node).
+    """
+    if hp.strategy == "fsdp2":
+        return ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1)
+    if world_size > 1:
+        return DDPOnOneStream(gradient_as_bucket_view=True)
+    return "auto"
+
+
+class DDPOnOneStream(DDPStrategy):
+    """DDPStrategy that wraps the model on the CUDA stream it trains on.
+
+    To be deleted with the first Lightning after 2.6.6, which builds the
+    wrapper on a stream of its own: backward() then warns that "the
+    AccumulateGrad node's stream does not match", and the GPU waits where it
+    need not (Lightning's issue 21567, fixed by its pull request 21746).
+    """
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.options = options
+
+    def configure_ddp(self):
+        """Wrap the model. All ranks, each its own."""
+        self.model = DistributedDataParallel(
+            self.model, device_ids=self.determine_ddp_device_ids(),
+            **self.options)
+
+
+class Microbatches(IterableDataset):
+    """A DataIterator's microbatches, from where it stands, for a DataLoader.
+
+    The DataIterator knows which samples are this rank's: the DataLoader is to
+    have no sampler that shuffles or deals them out again, and no workers, each
+    of which would read all of them.
+    """
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return copy.copy(self.data)  # each sweep begins where `data` stands
+
+
+# --------------------------------------------------------------- the run
+
+
+class LitRun(L.Callback):
+    """Logs, saves, resumes and stops as the other stages do.
+
+    write_texts(model, encoding, device, seed) returns what is printed every
+    --generate-every steps.
+
+    The Trainer calls the methods that begin with "on_", and `setup`, on all
+    ranks, in the order in which they stand here. The module's `norm` is that
+    of the gradients, from configure_gradient_clipping; its `stopping` is set
+    here, and ends the training before the next batch.
+    """
+
+    def __init__(self, stage, train_data, write_texts):
+        self.stage, self.train_data = stage, train_data
+        self.write_texts = write_texts
+
+    def setup(self, trainer, module, stage):
+        """Make the run: the processes know each other now."""
+        self.hp, module.stopping = module.hp, False
+        self.device = trainer.strategy.root_device
+        self.run = Run(
+            self.stage, self.hp, module.config, trainer.max_steps, self.device)
+
+    def on_fit_start(self, trainer, module):
+        """Go on from the checkpoint: model and optimizer are in place now."""
+        self.step = self.run.restore(module, trainer.optimizers[0])
+        self.train_data.seek(self.step * self.hp.minibatch_size)
+        if self.step > 0:
+            count_from(self.step, trainer)
+
+    def on_train_start(self, trainer, module):
+        self.run.catch_signals()  # Lightning's handler waits for other ranks
+        skip_sigterm_broadcast(trainer)
+        self.begin_step()
+
+    def begin_step(self):
+        self.row = None  # what is known of a step that is done, not logged
+        self.start_time = time.perf_counter()
+        self.mean_loss = torch.zeros((), device=self.device)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        """Add up a step's losses; after its last microbatch, end the step.
+
+        Where the Trainer validates now, `on_validation_end` ends it.
+        """
+        self.mean_loss += outputs["loss"]  # is divided already
+        if trainer.global_step == self.step:
+            return
+        self.step = trainer.global_step
+        report = torch.tensor(
+            [self.mean_loss, self.run.stop_requested], device=self.device)
+        if is_joined():
+            dist.all_reduce(report)  # the sum over all ranks
+        loss, stop = (report / self.run.world_size).tolist()
+        norm = module.norm
+        if isinstance(norm, DTensor):  # each rank has that of its shards
+            norm = norm.full_tensor()
+        norm = norm.item()
+        seconds = time.perf_counter() - self.start_time
+        self.run.check_finite(self.step - 1, loss, norm)
+
+        self.row = loss, self.lr, norm, seconds
+        module.stopping = bool(stop)
+        last = self.step == trainer.max_steps
+        if last:  # makes the Trainer validate, whatever the interval
+            trainer.should_stop = True
+        elif (batch_idx + 1) % trainer.val_check_interval:
+            self.end_step(trainer, module)
+
+    def on_validation_end(self, trainer, module):
+        if self.row:  # not in the middle of a step
+            self.end_step(trainer, module,
+                          trainer.callback_metrics["val_loss"].item())
+
+    def end_step(self, trainer, module, val_loss=None):
+        """Log; save, and let the model write, where it is time to. All ranks.
+        """
+        hp, run, step = self.hp, self.run, self.step
+        loss, lr, norm, seconds = self.row
+        last = step == trainer.max_steps
+        if run.rank == 0:
+            run.log(step - 1, loss, val_loss, lr, norm, seconds)
+        if last or module.stopping or step % hp.checkpoint_every == 0:
+            if run.rank == 0 or is_sharded(module):
+                run.save(step, module, trainer.optimizers[0])
+        if run.encoding and (last or step % hp.generate_every == 0):
+            self.print_texts(module)
+        self.begin_step()
+
+    def print_texts(self, module):
+        """Rank 0 prints what each rank's model writes. All ranks."""
+        run = self.run
+        seed = self.hp.seed + 1000 * (self.step - 1) + run.rank
+        with torch.compiler.set_stance("force_eager"):  # of many lengths
+            texts = self.write_texts(module, run.encoding, self.device, seed)
+        texts = on_every_rank(texts)
+        if run.rank == 0:
+            print(*texts, sep="\n")
+
+    def on_train_epoch_end(self, trainer, module):
+        """The data has no end, so this is that of the training."""
+        trainer.should_stop = True
+
+    def on_fit_end(self, trainer, module):
+        self.run.finish()
+        if is_joined():
+            dist.destroy_process_group()
+
+
+def count_from(step, trainer):
+    """Let the Trainer count on from `step`. All ranks.
+
+    Its loops load their counters, as they do when Lightning resumes. But the
+    microbatches are those that `step` steps take now: the run before may have
+    had another number of processes. The schedule moves to its place, too.
+    """
+    batches = dict.fromkeys(("ready", "started", "processed", "completed"),
+                            step * trainer.accumulate_grad_batches)
+    steps = dict.fromkeys(("ready", "completed"), step)
+    loop = trainer.fit_loop
+    state = loop.state_dict()
+    state["epoch_loop.batch_progress"].update(total=batches, current=batches)
+    optimizer = state[
+        "epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    optimizer["step"].update(total=steps, current=steps)
+    loop.load_state_dict(state)
+    for config in trainer.lr_scheduler_configs:
+        config.scheduler.last_epoch = step - 1
+        with warnings.catch_warnings():  # of a step before the optimizer's
+            warnings.simplefilter("ignore")
+            config.scheduler.step()
+
+
+def skip_sigterm_broadcast(trainer):
+    """Spare the ranks a broadcast at every microbatch. All ranks.
+
+    Lightning 2.6 asks rank 0 before each microbatch whether it got a SIGTERM,
+    and every GPU runs empty until the answer is there; no public flag turns
+    it off (Lightning's issue 21487). Our handler has taken the signal's place:
+    the ranks tell each other once a step, together with the loss.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -1,0 +1,297 @@
+"""The run around a stage's training loop. It is the same in every stage.
+
+A run is a folder:
+
+    metrics.csv             a row for each step
+    hyperparameters.json    what the run was started with
+    checkpoints/step_00000050.pt    after 50 updates; the newest two are kept
+
+`Run` writes the folder and resumes from it. Its docstrings say who calls a
+method: all ranks, or rank 0 alone.
+"""
+
+import csv
+import datetime
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from backstage import ROOT, dataset, vocabulary
+from backstage.checkpoint import (
+    FORMAT,
+    gather_state,
+    is_sharded,
+    is_whole,
+    load_checkpoint,
+    spread_state,
+    write_checkpoint,
+)
+from backstage.device import device_name
+from backstage.errors import UserError, require, warn
+from backstage.files import show_path, write_atomically
+from backstage.flops import flops_per_token, peak_flops
+from backstage.world import (
+    get_rank_and_size,
+    keep_group,
+    on_every_rank,
+    on_rank_0,
+    wait_for_all,
+)
+
+COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
+           "tokens_per_second", "mfu")
+
+
+class Run:
+    """A run's folder, signals and log. All ranks create one."""
+
+    def __init__(self, stage, hp, config, max_steps, device):
+        self.stage, self.hp, self.config = stage, hp, config
+        self.max_steps, self.device = max_steps, device
+        keep_group()
+        self.rank, self.world_size = get_rank_and_size()
+        self.stop_signal = None
+        self.next_step = 0  # on rank 0: the step after the last logged one
+        self.metrics = None  # on rank 0: metrics.csv, open for appending
+        self.folder = Path(on_rank_0(self._make_folder))
+        self.encoding = self._load_vocabulary()
+        self.bytes_per_token = dataset.bytes_per_token(hp.data)
+        self.catch_signals()
+
+    def catch_signals(self):
+        """From now on, a signal only asks the run to stop. All ranks."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    @property
+    def stop_requested(self):
+        """Whether this process was told to stop: 1.0 or 0.0."""
+        return float(self.stop_signal is not None)
+
+    def _on_signal(self, number, frame):
+        if self.stop_signal == number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C stops at once
+        if number == signal.SIGINT and self.rank == 0:
+            print("\nCtrl-C: stopping after this step (press it again to stop "
+                  "at once, without a checkpoint)", flush=True)
+        self.stop_signal = number
+
+    def _make_folder(self):
+        hp = self.hp
+        if hp.run:
+            folder = Path(hp.run)
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = new_folder(ROOT / "runs", self.stage)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        record = {
+            "stage": self.stage, "hyperparameters": asdict(hp),
+            "config": asdict(self.config), "max_steps": self.max_steps,
+            "world_size": self.world_size,
+            "device": device_name(self.device), "torch": torch.__version__,
+        }
+        text = json.dumps(record, indent=1) + "\n"
+        file = folder / "hyperparameters.json"
+        if hp.resume:
+            write_atomically(file, text.encode())
+        else:
+            try:
+                with open(file, "x") as new:  # of two runs at once, one wins
+                    new.write(text)
+            except FileExistsError:
+                raise UserError(
+                    f"{folder} holds a run already: continue it with "
+                    "--resume, or name another folder") from None
+        print(f"run {show_path(folder, Path.cwd())}", flush=True)
+        return str(folder)
+
+    def _load_vocabulary(self):
+        """The vocabulary, or None on all ranks if one of them has none."""
+        encoding, problem = None, None
+        try:
+            encoding = vocabulary.load(self.hp.data)
+        except UserError as error:
+            problem = str(error)
+        problems = [problem for problem in on_every_rank(problem) if problem]
+        if problems and self.rank == 0:  # training works without it
+            warn(f"nothing will be generated: {problems[0]}")
+        return None if problems else encoding
+
+    # ---------------------------------------------------------- resuming
+
+    def restore(self, model, optimizer):
+        """Load the newest checkpoint; returns its step. All ranks.
+
+        Without --resume, or if there is no checkpoint yet, that is 0, with
+        the weights from --init if it is given. If the run is already
+        finished, this exits with status 0.
+        """
+        file = on_rank_0(self._find_checkpoint) if self.hp.resume else None
+        if file is None:
+            if self.hp.init:
+                state = self._load(self.hp.init)
+                spread_state(state, model)
+            if self.rank == 0:
+                self._open_metrics(0)
+            return 0
+        state = self._load(file)
+        step = state["step"]
+        if step >= self.max_steps:
+            if self.rank == 0:
+                print(f"already finished: {step} of {self.max_steps} steps")
+            sys.exit(0)
+        spread_state(state, model, optimizer)
+        if self.rank == 0:
+            self._open_metrics(step)
+            print(f"resuming after step {step - 1} from {file}", flush=True)
+        return step
+
+    def _load(self, file):
+        """The checkpoint's state, if it is of this run's model. All ranks."""
+        state, now = load_checkpoint(file), asdict(self.config)
+        require(state["config"] == now, f"{file} holds another model "
+                f"({state['config']}, not {now}): check --preset and --data")
+        return state
+
+    def _find_checkpoint(self):
+        """The newest undamaged checkpoint, or None. Rank 0 alone."""
+        folder = self.folder / "checkpoints"
+        for part in folder.glob(".*.part"):  # from a save that was killed
+            part.unlink()
+        files = sorted(folder.glob("step_*.pt"), reverse=True)
+        for file in files:
+            if is_whole(file):
+                return str(file)
+            warn(f"{file} is damaged: going on from the one before it")
+        require(not files, f"{folder}: every checkpoint is damaged: name "
+                "another --run to start again")
+        return None
+
+    # ----------------------------------------------- during the training
+
+    def check_finite(self, step, loss, norm):
+        """Stop the run before a broken model is saved. All ranks."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        raise UserError(
+            f"step {step}: the loss is {loss} and the gradient norm {norm}. "
+            "The last checkpoint is older: try a lower --learning-rate, or "
+            "--precision fp32")
+
+    def log(self, step, loss, val_loss, lr, norm, seconds):
+        """Print a line and add a row to metrics.csv. Rank 0 alone.
+
+        loss, val_loss: nats per token, val_loss None if it was not evaluated;
+        norm: of the gradient, before clipping.
+        """
+        self._check_rank("log")
+        tokens = self.hp.minibatch_size * self.hp.sequence_length
+        speed = tokens / seconds
+        mfu = None
+        peak = peak_flops(self.device, self.hp.precision)
+        if peak:
+            flops = flops_per_token(self.config, self.hp.sequence_length)
+            mfu = speed * flops / (peak * self.world_size)
+        line = (f"| step {step:4d}/{self.max_steps} | loss {loss:.6f} "
+                f"| lr: {lr:.4e} | norm: {norm:.4f} "
+                f"| dt: {1000 * seconds:6.1f} ms | tok/s: {speed:,.0f} |")
+        if mfu is not None:
+            line += f" mfu: {100 * mfu:.1f}% |"
+        if val_loss is not None:
+            line += f" val: {val_loss:.4f} |"
+            if self.bytes_per_token:
+                bits = val_loss / math.log(2) / self.bytes_per_token
+                line += f" bits/byte: {bits:.3f} |"
+        print(line, flush=True)
+        row = (step, loss, val_loss, lr, norm, seconds, speed, mfu)
+        csv.writer(self.metrics, lineterminator="\n").writerow(
+            [format_number(value) for value in row])
+        self.metrics.flush()
+        self.next_step = step + 1
+
+    def save(self, step, model, optimizer):
+        """Write the checkpoint after `step` updates.
+
+        All ranks if each holds a part of the model; rank 0 alone if each
+        holds all of it. If the run is killed or the disk is full, the
+        previous checkpoint stays unchanged.
+        """
+        if not is_sharded(model):
+            self._check_rank("save")
+        weights, moments = gather_state(model, optimizer)
+        if self.rank > 0:
+            return
+        os.fsync(self.metrics.fileno())  # its rows are saved before it
+        write_checkpoint({
+            "format": FORMAT, "stage": self.stage, "step": step,
+            "model": weights, "optimizer": moments,
+            "config": asdict(self.config), "hyperparameters": asdict(self.hp),
+        }, self.folder / "checkpoints", step)
+
+    def _check_rank(self, name):
+        require(self.rank == 0, f"rank {self.rank} called run.{name}(): "
+                "rank 0 alone logs and saves")
+
+    def finish(self):
+        """Say how the run ended, after its last step. All ranks."""
+        wait_for_all()  # a rank that leaves early can make another abort
+        if self.rank == 0:
+            self.metrics.close()
+            if self.next_step == self.max_steps:
+                print(f"finished: {show_path(self.folder, Path.cwd())}")
+            else:
+                name = ("a signal to another rank" if self.stop_signal is None
+                        else signal.Signals(self.stop_signal).name)
+                print(f"stopped by {name}, checkpoint saved; go on with: "
+                      f"--run {show_path(self.folder, Path.cwd())} --resume")
+        if self.stop_signal == signal.SIGINT:
+            sys.exit(130)
+
+    def _open_metrics(self, step):
+        """Cut metrics.csv back to the rows before `step`. Rank 0 alone."""
+        file = self.folder / "metrics.csv"
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        kept = 0
+        if step:
+            try:
+                with open(file, newline="") as old:
+                    for row in csv.reader(old):
+                        if row[:1] == [str(kept)] and kept < step:
+                            rows.writerow(row)
+                            kept += 1
+            except OSError as error:
+                warn(f"{file}: {error.strerror}")
+        if kept < step:
+            warn(f"{file} has lost the rows from step {kept} to {step - 1}")
+        write_atomically(file, text.getvalue().encode())
+        self.metrics = open(file, "a", newline="")
+
+
+def new_folder(parent, stage):
+    """Create parent/<date>-<time>-<stage>, even if others do so right now."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        folder = parent / f"{now}-{stage}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+
+
+def format_number(value):
+    """A number as in metrics.csv: nine digits, empty for None."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.9g}"

@@ -1,0 +1,901 @@
+"""Scripts for the check: wrong ones with what it is to say, and right ones.
+
+    python tests/check_cases.py              all of them, in some minutes
+    python tests/check_cases.py ddp no_sync  those of a stage, or so called
+
+Each is the stage's solution with changes, pairs of an old text that is there
+once and a new one. A wrong script has to get one diagnosis, whose first line
+and hint hold the given words; a right one passes, with these words in its
+warning if there are any. To extend the table, add an entry. What came of the
+last run of all of a stage stands in check_cases_<stage>.txt.
+"""
+
+import contextlib
+import io
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from workshop.stages import STAGES
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    stage: str
+    changes: tuple  # of pairs (old, new); a name: that whole solution
+    says: str = ""  # in the first line of the diagnosis, or of the warning
+    hint: str = ""  # in the line below it
+    right: bool = False
+    suite: bool = False  # differs in kind: pytest runs it, too
+
+    def script(self):
+        """The text of the script."""
+        if isinstance(self.changes, str):
+            return STAGES[self.changes].solution.read_text()
+        text = STAGES[self.stage].solution.read_text()
+        for old, new in self.changes:
+            assert text.count(old) == 1, (self.name, text.count(old), old)
+            text = text.replace(old, new)
+        return text
+
+
+def wrong(name, stage, changes, says, hint, suite=False):
+    return Case(name, stage, changes, says, hint, suite=suite)
+
+
+def right(name, stage, changes, warns="", suite=False):
+    return Case(name, stage, changes, warns, right=True, suite=suite)
+
+
+def outcome(case):
+    """(whether it passed, the first FAIL or warning, its hint, all of it)."""
+    from backstage.errors import UserError
+    from workshop.check.command import main
+
+    out = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="case-") as folder:
+        script = Path(folder, "train_gpt2.py")
+        script.write_text(case.script())
+        with contextlib.redirect_stdout(out):
+            try:
+                passed = main(case.stage, script)
+            except UserError as error:
+                passed = False
+                print(f"  FAIL  {error}")
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    first = next((i for i, line in enumerate(lines)
+                  if line.startswith(("FAIL", "warn"))), None)
+    says = lines[first] if first is not None else ""
+    hint = [*lines, ""][first + 1] if first is not None else ""
+    return passed, says, hint, out.getvalue()
+
+
+def problem(case, passed, says, hint):
+    """What is not as the case says, "" where all is."""
+    if passed != case.right:
+        return "passed" if passed else "refused"
+    if case.right and bool(says) != bool(case.says):
+        return "another warning"
+    if case.says not in says:
+        return "another first line"
+    return "" if case.hint in hint else "another hint"
+
+
+def run(words):
+    """Try the scripts so called; whether all came out as expected."""
+    chosen = [case for case in CASES if all(
+        word == case.stage or word in case.name for word in words)]
+    assert chosen, f"no script is so called: {' '.join(words)}"
+    good = True
+    for stage in dict.fromkeys(case.stage for case in chosen):
+        cases = [case for case in chosen if case.stage == stage]
+        good &= run_stage(stage, cases, complete=len(cases) == sum(
+            case.stage == stage for case in CASES))
+    return good
+
+
+def run_stage(stage, cases, complete):
+    begin, bad, report = time.time(), 0, []
+    for case in cases:
+        start = time.time()
+        passed, says, hint, _ = outcome(case)
+        odd = problem(case, passed, says, hint)
+        bad += bool(odd)
+        lines = [f"{'NO ' if odd else 'yes'} "
+                 f"{'right' if case.right else 'wrong'}: {case.name}"
+                 f" ({time.time() - start:.0f} s)"]
+        lines += [f"      {line}" for line in (says, hint) if says]
+        if odd:
+            lines += [f"      -- {odd}; expected: {case.says} | {case.hint}"]
+        report += lines
+        print(*lines, sep="\n", flush=True)
+    right = sum(case.right for case in cases)
+    summary = (f"{stage}, {time.strftime('%Y-%m-%d')}: {len(cases) - bad} of "
+               f"{len(cases)} as expected ({len(cases) - right} wrong, "
+               f"{right} right), {(time.time() - begin) / 60:.0f} minutes, "
+               f"Python {platform.python_version()}")
+    print(summary)
+    if complete:
+        (HERE / f"check_cases_{stage}.txt").write_text(
+            "\n".join([summary, *report]) + "\n")
+    return bad == 0
+
+
+# ------------------------------------------------------- parts of the script
+
+STEP = """\
+            with nullcontext() if reduce else model.no_sync():
+                loss = training_step(model, batch, device, hp.precision)
+"""
+SYNC = "with nullcontext() if reduce else model.no_sync():"
+REDUCE = "reduce = microbatch == accumulation_steps - 1"
+BACKWARD = "                loss.backward()\n"
+CLIP = ("        norm = nn.utils.clip_grad_norm_("
+        "raw_model.parameters(), 1.0).item()\n")
+UPDATE = "        optimizer.step()\n"
+ZERO = "        optimizer.zero_grad()\n"
+WRAP = ("    model = DistributedDataParallel("
+        "raw_model, gradient_as_bucket_view=True)\n")
+BY_HAND = """\
+        for w in raw_model.parameters():
+            dist.all_reduce(w.grad)
+            w.grad /= world_size
+"""
+REPORT = """\
+        report = torch.tensor([mean_loss, run.stop_requested], device=device)
+        dist.all_reduce(report)  # the sum over all ranks
+        mean_loss, stop = (report / world_size).tolist()
+"""
+SUM = "        dist.all_reduce(report)  # the sum over all ranks\n"
+EVALUATE = """\
+            val_loss = evaluate(
+                raw_model, val_data, hp.eval_minibatches * accumulation_steps,
+                device, hp.precision)
+"""
+LOG = """\
+        if rank == 0:
+            run.log(step, mean_loss, val_loss, lr, norm, seconds)
+"""
+SAVE = """\
+        if rank == 0 and save:
+            run.save(step + 1, raw_model, optimizer)
+"""
+TEXTS = """\
+            texts = [None] * world_size
+            dist.all_gather_object(
+                texts, write_texts(raw_model, run.encoding, device, seed))
+            if rank == 0:
+                print(*texts, sep="\\n")
+"""
+WORLD = """\
+    # The launcher says who we are (parse() translates the names of srun);
+    # without a launcher this is a world of one.
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+                          MASTER_ADDR="localhost", MASTER_PORT="0")
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+"""
+JOIN = ("    dist.init_process_group("
+        "dist.get_default_backend_for_device(device))\n")
+LEAVE = "    run.finish()\n    dist.destroy_process_group()\n"
+RESTORE = "    first_step = run.restore(raw_model, optimizer)\n"
+SEEK = "    train_data.seek(first_step * S)\n"
+SEED = ("    torch.manual_seed(hp.seed)  "
+        "# the same initial weights everywhere\n")
+MODEL = "    raw_model = GPT(config).to(device)\n"
+OPTIMIZER = "    optimizer = raw_model.configure_optimizers(hp)\n"
+RANKS = "rank, world_size, vocab_size)\n"
+DEVICE = "device = use_device(hp.device, local_rank)"
+DIVIDE = "loss = loss / accumulation_steps"
+SCORES = "betas=(0.9, 0.95), fused=True)"
+
+DDP_WRONG = (
+    # the changes of the lesson, each left out alone
+    wrong("the imports left out", "ddp",
+          (("import os\n", ""), ("import torch.distributed as dist\n", "")),
+          "NameError: name 'os' is not defined", "import"),
+    wrong("the launcher is not asked", "ddp",
+          ((WORLD, "    rank, world_size = 0, 1\n"),),
+          "NameError: name 'local_rank'", "launcher"),
+    wrong("the local rank left out of the device", "ddp",
+          (("use_device(hp.device, local_rank)", "use_device(hp.device)"),),
+          "rank 1 takes device 0, but it has local rank 1",
+          "use_device(hp.device, local_rank)", suite=True),
+    wrong("the others never joined", "ddp", ((JOIN, ""),),
+          "Default process group has not been initialized",
+          "dist.init_process_group("),
+    wrong("not wrapped, but no_sync", "ddp",
+          ((WRAP, "    model = raw_model\n"),),
+          "has no attribute 'no_sync'", "DistributedDataParallel(raw_model)"),
+    wrong("the loss not averaged over ranks", "ddp",
+          ((REPORT, "        mean_loss, stop = mean_loss.item(), "
+            "run.stop_requested\n"),),
+          "the logged loss of step 0", "all_reduce it"),
+    wrong("the validation loss not reduced", "ddp",
+          (("    dist.all_reduce(loss)  # the sum over all ranks\n", ""),),
+          "the validation loss of step", "all_reduce it in evaluate()"),
+    wrong("all ranks log", "ddp",
+          ((LOG, "        run.log(step, mean_loss, val_loss, lr, norm, "
+            "seconds)\n"),),
+          "called run.log()", "guard it with `if rank == 0:`"),
+    wrong("all ranks save", "ddp", (("if rank == 0 and save:", "if save:"),),
+          "called run.save()", "guard it with `if rank == 0:`"),
+    wrong("all ranks print their texts", "ddp",
+          ((TEXTS, "            print(write_texts(raw_model, run.encoding, "
+            "device, seed))\n"),),
+          "rank 1 prints its texts itself", "all_gather_object", suite=True),
+    # another stage's script
+    wrong("the single-device script", "ddp", "std",
+          "it never joins a process group", "workshop diff ddp", suite=True),
+    wrong("the Lightning script", "ddp", "lit", "it trains with Lightning",
+          "check lit"),
+    # devices
+    wrong("the rank for the local rank", "ddp",
+          ((DEVICE, "device = use_device(hp.device, rank)"),),
+          "rank 2 takes device 2, but it has local rank 0",
+          "a node's devices begin at 0"),
+    wrong("always the CPU", "ddp",
+          ((DEVICE, 'device = use_device("cpu", local_rank)'),),
+          'the device is always "cpu"', "--device"),
+    wrong("torch.device of the CPU", "ddp",
+          ((DEVICE, 'device = torch.device("cpu")'),),
+          'the device is always "cpu"', "use_device"),
+    wrong("always gloo", "ddp",
+          ((JOIN, '    dist.init_process_group("gloo")\n'),),
+          'the backend is always "gloo"', "get_default_backend_for_device"),
+    wrong("set_device of the rank", "ddp",
+          ((JOIN, JOIN + "    torch.cuda.set_device(rank)\n"),),
+          "rank 2 takes device 2", "local_rank"),
+    wrong("device_ids of the rank", "ddp",
+          (("raw_model, gradient_as_bucket_view=True",
+            "raw_model, device_ids=[rank]"),),
+          "rank 2 takes device 2", "local_rank"),
+    # rank and world size
+    wrong("the local rank taken for the rank", "ddp",
+          (('rank = int(os.environ["RANK"])',
+            'rank = int(os.environ["LOCAL_RANK"])'),),
+          "rank 2", "rank comes from RANK", suite=True),
+    wrong("the local world size", "ddp",
+          (('int(os.environ["WORLD_SIZE"])',
+            'int(os.environ.get("LOCAL_WORLD_SIZE", 1))'),),
+          "", "world_size comes from WORLD_SIZE"),
+    wrong("SLURM's rank with a default", "ddp",
+          (('rank = int(os.environ["RANK"])',
+            'rank = int(os.environ.get("SLURM_PROCID", 0))'),),
+          "", "rank comes from RANK"),
+    wrong("the launcher's variables without a default", "ddp",
+          (('    if "RANK" not in os.environ:\n'
+            '        os.environ.update(RANK="0", LOCAL_RANK="0", '
+            'WORLD_SIZE="1",\n                          '
+            'MASTER_ADDR="localhost", MASTER_PORT="0")\n', ""),),
+          "KeyError: 'RANK'", "plain python sets no RANK"),
+    # samples
+    wrong("every rank reads the same samples", "ddp",
+          ((RANKS, "0, 1, vocab_size)\n"),),
+          "samples of step 0", "all ranks read the same samples", suite=True),
+    wrong("rank offsets that overlap", "ddp",
+          (("self.position = i + self.rank * self.B",
+            "self.position = i + self.rank * self.B // 2"),
+           ("self.position += self.world_size * self.B",
+            "self.position += self.B")),
+          "samples of step 0", "overlap"),
+    wrong("accumulation not divided by the world size", "ddp",
+          (("accumulation_steps = S // (B * world_size)",
+            "accumulation_steps = S // B"),),
+          "samples of step 0", "divided by the world size"),
+    wrong("accumulation divided twice", "ddp",
+          (("accumulation_steps = S // (B * world_size)",
+            "accumulation_steps = max(S // (B * world_size * world_size), 1)"
+            ),), "samples of step 0", "divided by the world size twice"),
+    wrong("a stride of one rank", "ddp",
+          (("self.position += self.world_size * self.B",
+            "self.position += self.B"),), "samples of step 0", ""),
+    wrong("blocks far apart", "ddp",
+          (("self.position = i + self.rank * self.B",
+            "self.position = i + self.rank * 1000"),), "samples of step 0",
+          ""),
+    # model and optimizer
+    wrong("another seed per rank and no broadcast", "ddp",
+          (("torch.manual_seed(hp.seed)  #",
+            "torch.manual_seed(hp.seed + rank)  #"),
+           ("gradient_as_bucket_view=True", "init_sync=False")),
+          "rank 1 starts from other weights", "the same seed"),
+    wrong("no seed", "ddp", ((SEED, ""),), "it starts from other weights",
+          "torch.manual_seed"),
+    wrong("swapped decay groups", "ddp",
+          (("(decayed if is_matrix else others)",
+            "(others if is_matrix else decayed)"),),
+          "has a weight decay of", "matrices are decayed"),
+    wrong("everything is decayed", "ddp",
+          (('"weight_decay": 0.0}', '"weight_decay": hp.weight_decay}'),),
+          "has a weight decay of 0.1, not 0.0", "biases and LayerNorms"),
+    wrong("default betas", "ddp", ((SCORES, "fused=True)"),),
+          "the optimizer's betas are (0.9, 0.999), not (0.9, 0.95)",
+          "betas=(0.9, 0.95)"),
+    wrong("bf16 always", "ddp",
+          (("enabled=bf16", "enabled=True"),),
+          "with --precision fp32 it trains in bf16", "autocast", suite=True),
+    wrong("DDP of a deep copy", "ddp",
+          (("import math\n", "import copy\nimport math\n"),
+           ("DistributedDataParallel(raw_model, ",
+            "DistributedDataParallel(copy.deepcopy(raw_model), ")),
+          "optimizer updates another model", "no copy", suite=True),
+    wrong("an optimizer of a deep copy", "ddp",
+          (("import math\n", "import copy\nimport math\n"),
+           (OPTIMIZER, "    optimizer = copy.deepcopy(raw_model)"
+            ".configure_optimizers(hp)\n")),
+          "optimizer updates another model", "no copy"),
+    wrong("the learning rate times the world size", "ddp",
+          (('group["lr"] = lr', 'group["lr"] = lr * world_size'),),
+          "the learning rate of step 0", "whatever the world size"),
+    wrong("a schedule in microbatches", "ddp",
+          (("lr = get_lr(step, max_steps, hp)",
+            "lr = get_lr(step * accumulation_steps, max_steps, hp)"),),
+          "", ""),
+    wrong("a head left out of the optimizer", "ddp",
+          ((OPTIMIZER, OPTIMIZER +
+            "    optimizer.param_groups[1]['params'].pop()\n"),),
+          "the optimizer does not update", "all parameters"),
+    # gradients
+    wrong("forward on the raw model", "ddp",
+          (("loss = training_step(model, ", "loss = training_step(raw_model, "
+            ),), "gradients of step 0 differ between rank 0 and rank 1",
+          "call the DDP wrapper", suite=True),
+    wrong("not wrapped", "ddp",
+          ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():")),
+          "gradients of step 0 differ", "wrap the model"),
+    wrong("reduce is never true", "ddp",
+          ((REDUCE, "reduce = microbatch == accumulation_steps"),),
+          "gradients of step 0 differ", "every microbatch is under no_sync()",
+          suite=True),
+    wrong("only the first is reduced", "ddp",
+          ((REDUCE, "reduce = microbatch == 0"),),
+          "gradients of step 0 differ", "outside no_sync()"),
+    wrong("no_sync inverted", "ddp",
+          (("nullcontext() if reduce else model.no_sync()",
+            "model.no_sync() if reduce else nullcontext()"),),
+          "gradients of step 0 differ", "the wrong way round", suite=True),
+    wrong("loss divided by the world size, too", "ddp",
+          ((DIVIDE, DIVIDE + " / world_size"),),
+          "the gradient norm of step 0", "divided by the world size"),
+    wrong("no division by the accumulation", "ddp",
+          ((DIVIDE, "loss = loss / 1"),),
+          "the gradient norm of step 0", "not divided by accumulation_steps",
+          suite=True),
+    wrong("divided by the accumulation twice", "ddp",
+          ((DIVIDE, DIVIDE + " / accumulation_steps"),),
+          "of step 0", "divided by accumulation_steps twice"),
+    wrong("summed by hand over ranks", "ddp",
+          ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
+           (CLIP, BY_HAND.replace("            w.grad /= world_size\n", "")
+            + CLIP)),
+          "the gradient norm of step 0", "summed over ranks"),
+    wrong("not clipped", "ddp",
+          (("raw_model.parameters(), 1.0)", "raw_model.parameters(), 1e9)"),),
+          "gradients of step 0 are off", "clipped at 1e+09, not at 1.0"),
+    wrong("a norm without clipping", "ddp",
+          ((CLIP, "        norm = torch.stack([w.grad.norm() for w in "
+            "raw_model.parameters()]).norm().item()\n"),),
+          "gradients of step 0 are off", "they are not clipped", suite=True),
+    wrong("clipped after the update", "ddp",
+          ((CLIP + UPDATE, UPDATE + CLIP),),
+          "gradients of step 0 are off", "clipped after the update"),
+    wrong("clipped before the reduction", "ddp",
+          ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
+           (CLIP, CLIP + BY_HAND)),
+          "gradients of step 0 are off", "before they are reduced"),
+    wrong("every microbatch clipped", "ddp",
+          ((BACKWARD, BACKWARD + "                nn.utils.clip_grad_norm_("
+            "raw_model.parameters(), 1.0)\n"),),
+          "gradients of step 0 are off", "clipped at every microbatch",
+          suite=True),
+    wrong("gradients never zeroed", "ddp", ((ZERO, ""),),
+          "gradients of step 1 are off", "zeroed"),
+    wrong("zeroed at every microbatch", "ddp",
+          ((DIVIDE, "optimizer.zero_grad()\n                " + DIVIDE),),
+          "gradients of step 0", ""),
+    wrong("an update every microbatch", "ddp",
+          ((BACKWARD, BACKWARD + "                optimizer.step()\n"),),
+          "", ""),
+    wrong("the optimizer steps on rank 0 only", "ddp",
+          ((UPDATE, "        if rank == 0:\n            optimizer.step()\n"),
+           ), "rank 1 makes 0 updates", "outside of `if rank == 0:`",
+          suite=True),
+    # what is logged
+    wrong("logged loss divided but not reduced", "ddp", ((SUM, ""),),
+          "the logged loss of step 0", "not summed over ranks"),
+    wrong("logged loss summed but not divided", "ddp",
+          (("(report / world_size)", "report"),),
+          "the logged loss of step 0", "divide it by the world size"),
+    wrong("the last microbatch's loss logged", "ddp",
+          (("mean_loss += loss.detach()",
+            "mean_loss = loss.detach() * accumulation_steps"),),
+          "the logged loss of step 0", "one microbatch's", suite=True),
+    wrong("the norm after clipping", "ddp",
+          ((CLIP, CLIP + "        norm = min(norm, 1.0)\n"),),
+          "the gradient norm of step 0", "before clipping"),
+    wrong("validation summed and not divided", "ddp",
+          (("(loss / num_microbatches / data.world_size)",
+            "(loss / num_microbatches)"),),
+          "the validation loss of step", "divide it by the world size"),
+    wrong("validation a sum over microbatches", "ddp",
+          (("(loss / num_microbatches / data.world_size)",
+            "(loss / data.world_size)"),),
+          "the validation loss of step", "summed over microbatches"),
+    wrong("validation goes on in the data", "ddp",
+          (("    data.seek(0)\n    loss = torch.zeros(",
+            "    loss = torch.zeros("),),
+          "the validation loss of step", "data.seek(0)"),
+    wrong("never evaluated", "ddp",
+          (("if last or (step + 1) % hp.eval_every == 0:", "if False:"),),
+          "there is no validation loss at step", "--eval-every"),
+    # collectives
+    wrong("evaluated on rank 0 only", "ddp",
+          (("if last or (step + 1) % hp.eval_every == 0:",
+            "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),
+          "", "evaluate() in line", suite=True),
+    wrong("a barrier on rank 0 only", "ddp",
+          (("        if rank == 0:\n            run.log(",
+            "        if rank == 0:\n            dist.barrier()\n"
+            "            run.log("),),
+          "it hangs: rank 0 waits in line", "move it out of `if rank == 0:`",
+          suite=True),
+    wrong("texts gathered on rank 0 only", "ddp",
+          (("        if run.encoding and (last",
+            "        if rank == 0 and run.encoding and (last"),),
+          "", "which all ranks have to call"),
+    # resuming and stopping
+    wrong("seek left out", "ddp", ((SEEK, ""),), "samples of step 3",
+          "train_data.seek(first_step * S)", suite=True),
+    wrong("seek divided by the world size", "ddp",
+          ((SEEK, "    train_data.seek(first_step * S // world_size)\n"),),
+          "samples of step 3", "counted over all ranks"),
+    wrong("restored on rank 0 only", "ddp",
+          ((RESTORE, "    first_step = run.restore(raw_model, optimizer) "
+            "if rank == 0 else 0\n"),), "", "restore"),
+    wrong("another optimizer restored", "ddp",
+          ((RESTORE, "    first_step = run.restore(raw_model, "
+            "raw_model.configure_optimizers(hp))\n"),),
+          "gradients of step 4", "loads the optimizer's state", suite=True),
+    wrong("another model restored", "ddp",
+          ((RESTORE, "    other = GPT(config)\n    first_step = run.restore("
+            "other, other.configure_optimizers(hp))\n"),),
+          "does not go on from the checkpoint", "run.restore(raw_model",
+          suite=True),
+    wrong("a fresh optimizer saved", "ddp",
+          (("run.save(step + 1, raw_model, optimizer)",
+            "run.save(step + 1, raw_model, "
+            "raw_model.configure_optimizers(hp))"),),
+          "the checkpoint's state of the optimizer is off",
+          "the optimizer that makes the updates", suite=True),
+    wrong("the first weights saved", "ddp",
+          (("import math\n", "import copy\nimport math\n"),
+           (OPTIMIZER, "    first = copy.deepcopy(raw_model)\n" + OPTIMIZER),
+           ("run.save(step + 1, raw_model, optimizer)",
+            "first_optimizer = first.configure_optimizers(hp)\n"
+            "            first_optimizer.load_state_dict("
+            "optimizer.state_dict())\n"
+            "            run.save(step + 1, first, first_optimizer)")),
+          "the checkpoint's weights are off", "save the model that is trained"
+          ),
+    wrong("saved without the last step", "ddp",
+          (("save = last or stop or", "save = stop or step == 0 or not last "
+            "and"),), "the last checkpoint is of step 3", "last step"),
+    wrong("stopped without a checkpoint", "ddp",
+          (("save = last or stop or", "save = last or"),),
+          "a signal ends it without a checkpoint", "save before"),
+    wrong("a signal is not heeded", "ddp",
+          (("        if stop:\n            break\n", ""),),
+          "a signal to rank 0 does not end it", "run.stop_requested"),
+    wrong("a rank that decides by itself to stop", "ddp",
+          (("        mean_loss, stop = (report",
+            "        stop = run.stop_requested\n        mean_loss, _ = "
+            "(report"),),
+          "a signal to rank 0 does not end them all", "all_reduce",
+          suite=True),
+    # files
+    wrong("all ranks write a checkpoint of their own", "ddp",
+          ((SAVE, "        if save:\n            torch.save(raw_model."
+            "state_dict(), run.folder / 'my.pt')\n" + SAVE),),
+          "rank 1 writes my.pt too", "if rank == 0"),
+    wrong("all ranks print the log line", "ddp",
+          ((LOG, LOG + "        print(f'| step {step} | {mean_loss}')\n"),),
+          "rank 1 prints the log line too", "if rank == 0"),
+    # how it ends
+    wrong("an early return", "ddp",
+          (("        mean_loss = torch.zeros(", "        if step == 2:\n"
+            "            return\n        mean_loss = torch.zeros("),),
+          "ended after 2 of 6 steps", "early return"),
+    wrong("an error in the script", "ddp",
+          (("local_rank = int(", "local_rang = int("),),
+          "NameError: name 'local_rank'", "launcher"),
+    wrong("the wrapper asked for the optimizer", "ddp",
+          ((OPTIMIZER, "    raw_model = DistributedDataParallel(raw_model)\n"
+            + OPTIMIZER),), "object has no attribute 'configure_optimizers'",
+          "raw_model.configure_optimizers", suite=True),
+    wrong("a segmentation fault", "ddp",
+          (("        mean_loss = torch.zeros(", "        if step == 2:\n"
+            "            import ctypes\n            ctypes.string_at(0)\n"
+            "        mean_loss = torch.zeros("),),
+          "was ended by SIGSEGV", "not by an error of Python", suite=True),
+    wrong("a killed rank", "ddp",
+          (("        mean_loss = torch.zeros(", "        if step == rank == 1"
+            ":\n            os.kill(os.getpid(), 9)\n"
+            "        mean_loss = torch.zeros("),),
+          "rank 1 was ended by SIGKILL", "full memory"),
+    wrong("an endless loop", "ddp",
+          (("        mean_loss = torch.zeros(", "        while step == 2:\n"
+            "            pass\n        mean_loss = torch.zeros("),),
+          "it does not come to step 2", "a loop", suite=True),
+    wrong("prints without end", "ddp",
+          (("        mean_loss = torch.zeros(", "        while step == 2:\n"
+            "            print('x' * 1000)\n"
+            "        mean_loss = torch.zeros("),),
+          "it prints without end", "print", suite=True),
+    wrong("steps without end", "ddp",
+          (("    for step in range(first_step, max_steps):",
+            "    import itertools\n    for step in itertools.count("
+            "first_step):"),), "", ""),
+    wrong("no Python", "ddp", (("def main():", "def main()"),),
+          "expected ':'", "", suite=True),
+    wrong("a null byte", "ddp", (("def main():", "def main():\0"),),
+          "null bytes", ""),
+)
+
+DDP_RIGHT = (
+    right("the solution", "ddp", (), suite=True),
+    right("the docstring as it was", "ddp",
+          (("Train GPT-2 on many devices with DDP: each has a copy of the "
+            "model.", "Train GPT-2 on one device."),)),
+    right("the run named after the first stage", "ddp",
+          (('Run("ddp",', 'Run("std",'),), "calls itself std", suite=True),
+    right("no no_sync", "ddp", ((SYNC, "with nullcontext():"),),
+          "gradients are reduced 4.0 times a step", suite=True),
+    right("the same texts everywhere", "ddp",
+          (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
+          "all ranks write the same texts", suite=True),
+    right("the group left before the end", "ddp",
+          ((LEAVE, "    run.finish()\n"),)),
+    right("the group left at exit", "ddp",
+          ((LEAVE, "    run.finish()\n"), (JOIN, JOIN + "    import atexit\n"
+            "    atexit.register(dist.destroy_process_group)\n"))),
+    right("os._exit at the end", "ddp",
+          ((LEAVE, LEAVE + "    os._exit(0)\n"),), suite=True),
+    right("renamed variables", "ddp",
+          (("mean_loss, stop = (", "average, stop = ("),
+           ("run.check_finite(step, mean_loss",
+            "run.check_finite(step, average"),
+           ("run.log(step, mean_loss", "run.log(step, average"),
+           (REDUCE, "last_one = microbatch == accumulation_steps - 1"),
+           ("if reduce else", "if last_one else"))),
+    right("require_backward_grad_sync", "ddp",
+          ((STEP, "            model.require_backward_grad_sync = reduce\n"
+            "            if True:\n                loss = training_step("
+            "model, batch, device, hp.precision)\n"),)),
+    right("its own sampler arithmetic", "ddp",
+          (("samples = range(self.position, self.position + self.B)",
+            "per = 16 // self.world_size\n"
+            "        done = (self.position - self.rank * self.B)"
+            " // self.world_size\n"
+            "        first = done // per * 16 + self.rank * per + done % per"
+            "\n        samples = range(first, first + self.B)"),)),
+    right("gradients reduced by hand", "ddp",
+          ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
+           (CLIP, BY_HAND + CLIP)), suite=True),
+    right("no compile, other print-outs", "ddp",
+          (("    if hp.compile:\n        model = compile_model(model, device)"
+            "\n", ""), ("    for step in range(first", "    print('rank', "
+                        "rank, 'is ready')\n    for step in range(first"))),
+    right("a communication hook of its own", "ddp",
+          ((WRAP, WRAP + "    from torch.distributed.algorithms."
+            "ddp_comm_hooks import default_hooks\n    model."
+            "register_comm_hook(None, default_hooks.allreduce_hook)\n"),),
+          suite=True),
+    right("ZeroRedundancyOptimizer", "ddp",
+          ((OPTIMIZER, OPTIMIZER + "    from torch.distributed.optim import "
+            "ZeroRedundancyOptimizer\n    groups = [{'params': g['params'], "
+            "'weight_decay': g['weight_decay']} for g in "
+            "optimizer.param_groups]\n    plain = optimizer\n"
+            "    optimizer = ZeroRedundancyOptimizer(groups, "
+            "optimizer_class=torch.optim.AdamW, lr=hp.learning_rate, "
+            "betas=(0.9, 0.95))\n"),
+           (RESTORE, "    first_step = run.restore(raw_model, plain)\n"
+            "    if first_step:\n"
+            "        optimizer.load_state_dict(plain.state_dict())\n"),
+           (SAVE, "        if save:\n            optimizer."
+            "consolidate_state_dict()\n        if rank == 0 and save:\n"
+            "            plain.load_state_dict(optimizer.state_dict())\n"
+            "            run.save(step + 1, raw_model, plain)\n")),
+          suite=True),
+    right("torch.save by name", "ddp",
+          ((SAVE, SAVE + "        if rank == 0 and save:\n            torch."
+            "save(obj=step, f=run.folder / 'my.pt')\n"),), suite=True),
+    right("a log file a rank", "ddp",
+          ((LOG, LOG + "        with open(run.folder / f'rank{rank}.log', "
+            "'a') as file:\n            print(step, file=file)\n"),),
+          suite=True),
+    right("activation checkpointing of the model", "ddp",
+          (("        return model(x, y)\n",
+            "        if not torch.is_grad_enabled():\n"
+            "            return model(x, y)\n"
+            "        from torch.utils.checkpoint import checkpoint\n"
+            "        return checkpoint(model, x, y, use_reentrant=False)\n"),
+           ), suite=True),
+    right("activation checkpointing of blocks", "ddp",
+          (("            x = block(x)\n", "            from torch.utils."
+            "checkpoint import checkpoint\n            x = checkpoint(block, "
+            "x, use_reentrant=False)\n"),)),
+    right("GPT renamed", "ddp",
+          (("class GPT(nn.Module)", "class Transformer(nn.Module)"),
+           ("raw_model = GPT(config)", "raw_model = Transformer(config)"))),
+    right("GPT subclassed", "ddp",
+          (("raw_model = GPT(config)", "raw_model = MyGPT(config)"),
+           ("def training_step(", "class MyGPT(GPT):\n    pass\n\n\ndef "
+            "training_step("))),
+    right("a coding cookie", "ddp",
+          (('"""Train GPT-2 on many devices', '# -*- coding: latin-1 -*-\n'
+            '"""Train GPT-2 on many devices'),), suite=True),
+    right("device_ids of the local rank", "ddp",
+          (("raw_model, gradient_as_bucket_view=True",
+            "raw_model, device_ids=[local_rank]"),), suite=True),
+    right("nccl and set_device", "ddp",
+          ((JOIN, '    torch.cuda.set_device(local_rank)\n'
+            '    dist.init_process_group("nccl")\n'),), suite=True),
+    right("the backend left to PyTorch", "ddp",
+          ((JOIN, "    dist.init_process_group()\n"),)),
+    right("the device given to the group", "ddp",
+          ((JOIN, "    dist.init_process_group(dist.get_default_backend_for_"
+            "device(device), device_id=device)\n"),)),
+    right("no buckets as views", "ddp",
+          ((", gradient_as_bucket_view=True", ""),)),
+    right("small buckets", "ddp",
+          (("gradient_as_bucket_view=True", "bucket_cap_mb=0.01"),)),
+    right("static graph", "ddp",
+          (("gradient_as_bucket_view=True", "static_graph=True"),
+           (SYNC, "with nullcontext():")),
+          "gradients are reduced"),
+    right("an unfused optimizer", "ddp",
+          ((", fused=True)", ")"),)),
+    right("zeroed before the step", "ddp",
+          ((ZERO, ""), ("        mean_loss = torch.zeros((), device",
+                        ZERO + "        mean_loss = torch.zeros((), device")
+           )),
+    right("fully_shard in DDP's place", "ddp",
+          ((OPTIMIZER, "    from torch.distributed.fsdp import fully_shard\n"
+            "    for part in (*raw_model.transformer.h, raw_model):\n"
+            "        fully_shard(part)\n" + OPTIMIZER),
+           (WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
+           (CLIP, CLIP.replace(".item()", ".full_tensor().item()")),
+           (SAVE, SAVE.replace("rank == 0 and ", ""))),
+          "gradients are reduced 4.0 times a step", suite=True),
+    right("the loss averaged by PyTorch", "ddp",
+          (("dist.all_reduce(report)  # the sum over all ranks",
+            "dist.all_reduce(report)"),)),
+)
+
+# ------------------------------------------- the same of the Lightning script
+
+LOADER = "DataLoader(lit.Microbatches(data), batch_size=None)"
+TRAINER = "    trainer = L.Trainer(\n"
+PRECISION = ('precision="bf16-mixed" if hp.precision == "bf16" else '
+             '"32-true",')
+VALIDATE = ("    def validation_step(self, batch):\n"
+            '        self.log("val_loss", self(*batch), sync_dist=True)\n')
+LOSS = "return self(*batch)"
+
+
+def with_callback(body):
+    """Changes that put methods of a subclass in the callback's place."""
+    return ((TRAINER, f"    class Own(lit.LitRun):\n{body}\n" + TRAINER),
+            ("callbacks=[lit.LitRun(", "callbacks=[Own("))
+
+
+LIT_WRONG = (
+    wrong("the DDP script", "lit", "ddp", "it does not train with Lightning",
+          "workshop diff lit", suite=True),
+    wrong("the single-device script", "lit", "std",
+          "it does not train with Lightning", "workshop diff lit"),
+    # the Trainer's arguments, each left out alone
+    wrong("no accelerator but the CPU", "lit",
+          (("accelerator=device.type", 'accelerator="cpu"'),),
+          "the Trainer always takes the CPU", "accelerator=device.type",
+          suite=True),
+    wrong("no max_steps", "lit", ((" max_steps=max_steps,", ""),), "", ""),
+    wrong("max_steps in microbatches", "lit",
+          ((" max_steps=max_steps,",
+            " max_steps=max_steps * accumulation_steps,"),),
+          "", "max_steps"),
+    wrong("max_steps too few", "lit",
+          ((" max_steps=max_steps,", " max_steps=max_steps // 2,"),), "", ""),
+    wrong("max_epochs in its place", "lit",
+          ((" max_steps=max_steps,", " max_epochs=1,"),), "", ""),
+    wrong("accumulation missing", "lit",
+          (("accumulate_grad_batches=accumulation_steps,", ""),),
+          "", "accumulate_grad_batches", suite=True),
+    wrong("accumulation by the minibatch", "lit",
+          (("accumulate_grad_batches=accumulation_steps",
+            "accumulate_grad_batches=S // B"),),
+          "samples of step 0", "accumulate_grad_batches"),
+    wrong("precision left at its default", "lit", ((PRECISION, ""),),
+          "with --precision bf16 it trains in fp32",
+          'precision="bf16-mixed"', suite=True),
+    wrong("bf16 always", "lit", ((PRECISION, 'precision="bf16-mixed",'),),
+          "with --precision fp32 it trains in bf16", ""),
+    wrong("gradients not clipped", "lit",
+          (("gradient_clip_val=1.0,", ""),),
+          "gradients of step 0 are off", "not"),
+    wrong("gradients clipped at another norm", "lit",
+          (("gradient_clip_val=1.0,", "gradient_clip_val=0.5,"),),
+          "gradients of step 0 are off", "clipped at 0.5, not at 1.0"),
+    wrong("no callbacks", "lit",
+          (('callbacks=[lit.LitRun("lit", train_data, write_texts)]', ""),),
+          "no attribute 'stopping'", "LitRun", suite=True),
+    wrong("one device a node", "lit",
+          (("devices=world_size // num_nodes", "devices=1"),), "", ""),
+    # loss and schedule
+    wrong("loss divided twice", "lit",
+          ((LOSS, LOSS + " / self.trainer.accumulate_grad_batches"),),
+          "gradients of step 0 are off",
+          "divided by accumulation_steps twice", suite=True),
+    wrong("loss divided by the world size", "lit",
+          ((LOSS, LOSS + " / self.trainer.world_size"),),
+          "the gradient norm of step 0", "divided by the world size"),
+    wrong("loss multiplied by the accumulation", "lit",
+          ((LOSS, LOSS + " * self.trainer.accumulate_grad_batches"),),
+          "the gradient norm of step 0", "not divided by accumulation"),
+    wrong("schedule stepped per epoch", "lit",
+          ((', "interval": "step"', ""),),
+          "the learning rate of step 1", '"interval": "step"', suite=True),
+    wrong("no schedule", "lit",
+          (('return [optimizer], [{"scheduler": schedule, '
+            '"interval": "step"}]', "return optimizer"),),
+          "the learning rate of step 1", '"interval": "step"'),
+    wrong("the learning rate for the factor", "lit",
+          ((" / hp.learning_rate)", ")"),),
+          "the learning rate of step 0", "factor of the maximum"),
+    wrong("default betas", "lit", ((SCORES, "fused=True)"),),
+          "the optimizer's betas", "betas=(0.9, 0.95)"),
+    wrong("swapped decay groups", "lit",
+          (("(decayed if is_matrix else others)",
+            "(others if is_matrix else decayed)"),),
+          "has a weight decay of", "matrices are decayed"),
+    wrong("no seed", "lit", ((SEED, ""),), "it starts from other weights",
+          "torch.manual_seed"),
+    # data
+    wrong("every rank reads the same samples", "lit",
+          ((RANKS, "0, 1, vocab_size)\n"),),
+          "samples of step 0", "all ranks read the same samples"),
+    wrong("two workers read the same", "lit",
+          (("batch_size=None", "batch_size=None, num_workers=2"),),
+          "samples of step 0", "worker", suite=True),
+    wrong("batches of batches", "lit", (("batch_size=None", "batch_size=2"),
+                                        ), "", ""),
+    wrong("accumulation not divided by the world size", "lit",
+          (("accumulation_steps = S // (B * world_size)",
+            "accumulation_steps = S // B"),), "samples of step 0",
+          "accumulation_steps"),
+    wrong("the loader of a list, shuffled", "lit",
+          ((LOADER, "DataLoader([next(data) for _ in range(48)], "
+            "batch_size=None, shuffle=data is train_data)"),),
+          "samples of step 0", "order"),
+    wrong("no validation loader", "lit",
+          (("in (train_data, val_data)", "in (train_data,)"),),
+          "steps without an error", "validation", suite=True),
+    wrong("validated on the training data", "lit",
+          (("in (train_data, val_data)", "in (train_data, train_data)"),),
+          "the validation loss of step", "validation split"),
+    # validation
+    wrong("no validation step", "lit", ((VALIDATE, ""),),
+          "steps without an error", "validation_step()", suite=True),
+    wrong("validation not reduced", "lit", ((", sync_dist=True", ""),),
+          "the validation loss of step", "mean over all ranks"),
+    wrong("validation summed over ranks", "lit",
+          (("sync_dist=True", 'sync_dist=True, reduce_fx="sum"'),),
+          "the validation loss of step", ""),
+    # logging
+    wrong("logged loss of the last microbatch only", "lit", with_callback(
+        "        def on_train_batch_end(self, trainer, module, outputs, "
+        "*batch):\n            self.mean_loss.zero_()\n            loss = "
+        'outputs["loss"] * trainer.accumulate_grad_batches\n            '
+        "super().on_train_batch_end(\n                trainer, module, "
+        '{"loss": loss}, *batch)\n'),
+        "the logged loss of step 0", "one microbatch's"),
+    wrong("never fitted", "lit", (("    trainer.fit(", "    str("),),
+          "", ""),
+    wrong("an error in the script", "lit",
+          (("def training_step(self, batch):", "def train_step(self, batch):"
+            ),), "training_step", ""),
+)
+
+LIT_RIGHT = (
+    right("the solution", "lit", (), suite=True),
+    right("device given to the Trainer by auto", "lit",
+          (("accelerator=device.type", 'accelerator="auto"'),)),
+    right("precision of an own name", "lit",
+          ((PRECISION, 'precision=("32-true", "bf16-mixed")'
+            '[hp.precision == "bf16"],'),)),
+    right("the class renamed", "lit",
+          (("class GPT(L.LightningModule)", "class LitGPT(L.LightningModule)"
+            ), ("model = GPT(config)", "model = LitGPT(config)"))),
+    right("the class subclassed", "lit",
+          (("model = GPT(config)", "model = LitGPT(config)"),
+           ("class Hyperparameters:", "class Hyperparameters:"),
+           ("def get_shards(", "class LitGPT(GPT):\n    pass\n\n\n"
+            "def get_shards("))),
+    right("a batch index", "lit",
+          (("def training_step(self, batch):",
+            "def training_step(self, batch, batch_idx):"),)),
+    right("a dictionary for the loss", "lit",
+          ((LOSS, 'return {"loss": self(*batch)}'),)),
+    right("one more callback", "lit",
+          (("callbacks=[", "callbacks=[L.Callback(), "),)),
+    right("a logged training loss", "lit",
+          ((LOSS, "loss = self(*batch)\n        self.log("
+            '"train_loss", loss)\n        return loss'),)),
+    right("an unfused optimizer", "lit", ((", fused=True)", ")"),)),
+    right("a dictionary of the optimizer", "lit",
+          (('return [optimizer], [{"scheduler": schedule, '
+            '"interval": "step"}]', 'return {"optimizer": optimizer, '
+            '"lr_scheduler": {"scheduler": schedule, "interval": "step"}}'),
+           )),
+    right("activation checkpointing of blocks", "lit",
+          (("            x = block(x)\n", "            from torch.utils."
+            "checkpoint import checkpoint\n            x = checkpoint(block, "
+            "x, use_reentrant=False)\n"),)),
+    right("the same texts everywhere", "lit",
+          (("generator = torch.Generator(device).manual_seed(seed)",
+            "generator = torch.Generator(device).manual_seed(1)"),),
+          "all ranks write the same texts"),
+    right("no validation of its own name", "lit",
+          (("def validation_step(self, batch):",
+            "def validation_step(self, batch, batch_idx=0):"),)),
+    right("a coding cookie", "lit",
+          (('"""Train GPT-2 on many devices', '# -*- coding: latin-1 -*-\n'
+            '"""Train GPT-2 on many devices'),)),
+    right("the strategy fsdp2", "lit",
+          (('"fsdp2"] = "ddp"', '"fsdp2"] = "fsdp2"'),),
+          "gradients are reduced", suite=True),
+    right("a module that holds the model", "lit",
+          (("class GPT(L.LightningModule)", "class GPT(nn.Module)"),
+           ("    def configure_optimizers(self):\n"
+            "        hp, max_steps = self.hp, self.trainer.max_steps\n",
+            "    def optimizers(self, hp, max_steps):\n"),
+           ("    def training_step(self, batch):",
+            "\nclass Lit(L.LightningModule):\n"
+            "    def __init__(self, config, hp):\n"
+            "        super().__init__()\n"
+            "        self.config, self.hp = config, hp\n"
+            "        self.model = GPT(config)\n\n"
+            "    def configure_optimizers(self):\n"
+            "        return self.model.optimizers(\n"
+            "            self.hp, self.trainer.max_steps)\n\n"
+            "    def forward(self, *batch):\n"
+            "        return self.model(*batch)\n\n"
+            "    def generate(self, *args):\n"
+            "        return self.model.generate(*args)\n\n"
+            "    def training_step(self, batch):"),
+           ("    model = GPT(config)\n", "    model = Lit(config, hp)\n"),
+           ("    model.hp = hp\n", "")),
+          "the checkpoint's names begin with model.", suite=True),
+    right("one worker", "lit",
+          (("batch_size=None", "batch_size=None, num_workers=1"),),
+          suite=True),
+    right("more print-outs", "lit",
+          ((TRAINER, "    print('rank', rank, 'is ready')\n" + TRAINER),)),
+)
+
+CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT]
+
+if __name__ == "__main__":
+    sys.exit(0 if run(sys.argv[1:]) else 1)

@@ -1,0 +1,193 @@
+"""The contract that every stage of the course keeps, on each of its meshes.
+
+What is particular to a stage is in test_<stage>.py. A stage needs nothing
+here but its entry in workshop/stages.py.
+"""
+
+import csv
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from stages import (
+    FOLDER,
+    DieAfter,
+    agree,
+    same_state,
+    start_stage,
+    train,
+    wait_for_rows,
+)
+
+from workshop.check.observe import Observer
+from workshop.stages import STAGES
+
+GOLDEN = FOLDER / "golden"  # the tokens, and what was computed from them
+LEARNING_RATE = 3e-3  # of preset tiny
+PLACES = [(stage, mesh) for stage in STAGES for mesh in STAGES[stage].meshes]
+# the mesh of each stage with which most can go wrong
+LARGEST = [(stage, STAGES[stage].meshes[-1]) for stage in STAGES]
+SHARED = [place for place in LARGEST if place[1] != (1, 1, 1)]
+
+
+def name(value):
+    """The name of a test's case."""
+    return value if isinstance(value, str) else "x".join(map(str, value))
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The single-device run that all others are compared with."""
+    folder = tmp_path_factory.mktemp("single")
+    (folder / "seen").mkdir()
+    return train("std", folder / "run", data=GOLDEN,
+                 observe=Observer(folder / "seen", folder / "run"))
+
+
+# ------------------------------------------------------- the same training
+
+
+@pytest.mark.parametrize(("stage", "mesh"), PLACES, ids=name)
+def test_the_same_training(stage, mesh, single, tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    result = train(stage, tmp_path / "run", data=GOLDEN, mesh=mesh,
+                   observe=Observer(seen, tmp_path / "run"))
+    agree(result, single)
+    with open(GOLDEN / "metrics.csv", newline="") as file:
+        golden = list(csv.DictReader(file))
+    for column, tolerance in (("loss", 1e-6), ("norm", 1e-5), ("lr", 1e-8)):
+        assert result.column(column) == pytest.approx(
+            [float(row[column]) for row in golden], rel=tolerance)
+
+    pipeline, data, tensor = mesh
+    lines = [line for line in result.out.splitlines() if "| step" in line]
+    assert len(lines) == 20
+    if pipeline == 1:
+        texts = result.out.count("> Hello, I'm a language model,")
+        assert texts == 4 * data
+    ranks = [torch.load(file) for file in sorted(seen.glob("*.pt"))]
+    assert len(ranks) == pipeline * data * tensor
+    if (pipeline, tensor) == (1, 1):
+        alone = torch.load(single.folder.parent / "seen" / "0.pt")
+        for step in range(20):
+            read = [i for rank in ranks for i in rank["samples"][step]]
+            assert sorted(read) == sorted(alone["samples"][step])
+
+    mine, theirs = result.checkpoint(), single.checkpoint()
+    assert mine.keys() == theirs.keys() and mine["stage"] == stage
+    assert mine["model"].keys() == theirs["model"].keys()
+    for part in ("state", "param_groups"):
+        assert len(mine["optimizer"][part]) == len(theirs["optimizer"][part])
+    assert (mine["optimizer"]["state"].keys()
+            == theirs["optimizer"]["state"].keys())
+
+
+# ------------------------------------------------------- nothing is lost
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_on_one_process_is_exact(stage, tmp_path):
+    """Bit for bit, after an odd step, in the middle of an epoch."""
+    whole = train(stage, tmp_path / "whole", data=GOLDEN)
+    run = tmp_path / "run"
+    start_stage(stage, run, "--checkpoint-every", 7, data=GOLDEN,
+                observe=DieAfter(7)).wait()
+    again = train(stage, run, "--resume")
+    assert again.status == 0, again.err
+    assert "resuming after step 6" in again.out
+    for column in ("step", "loss", "val_loss", "lr", "norm"):
+        assert again.column(column) == whole.column(column)
+    for part in ("model", "optimizer"):
+        assert same_state(again.checkpoint()[part], whole.checkpoint()[part])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(a, b) for a, b in itertools.product(LARGEST, LARGEST) if a != b]
+    + [(place, (place[0], STAGES[place[0]].meshes[1])) for place in SHARED],
+    ids=lambda place: f"{place[0]}-{name(place[1])}")
+def test_resume_from_every_other_stage(first, then, single, tmp_path):
+    """With its optimizer, in another world, with another accumulation."""
+    run = tmp_path / "run"
+    start_stage(first[0], run, "--checkpoint-every", 7, data=GOLDEN,
+                mesh=first[1], observe=DieAfter(7)).wait()
+    result = train(then[0], run, "--resume", mesh=then[1])
+    assert result.status == 0, result.err
+    assert "resuming after step 6" in result.out
+    agree(result, single)
+
+
+@pytest.mark.parametrize(("stage", "mesh"), SHARED, ids=name)
+def test_a_signal_to_the_last_rank_stops_all(stage, mesh, tmp_path):
+    run = tmp_path / "run"
+    launch = start_stage(
+        stage, run, "--max-steps", 5000, "--eval-every", 5000,
+        "--checkpoint-every", 5000, data=GOLDEN, mesh=mesh)
+    wait_for_rows(run, 3)
+    launch.signal(signal.SIGUSR1, -1)
+    result = launch.result(run)
+    assert result.status == 0, result.err
+    assert result.checkpoint()["step"] == len(result.rows) < 5000
+    assert "stopped" in result.out and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(("stage", "mesh"), SHARED, ids=name)
+def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
+    """Without a launcher that ends them: the connection breaks."""
+    run = tmp_path / "run"
+    launch = start_stage(stage, run, "--max-steps", 5000, data=GOLDEN,
+                         mesh=mesh)
+    wait_for_rows(run, 3)
+    launch.signal(signal.SIGKILL, -1)
+    ranks = launch.wait(60)
+    assert [rank.status for rank in ranks] == [1] * (len(ranks) - 1) + [-9]
+    ours = [line for line in ranks[0].err.splitlines()
+            if line.startswith("error: lost the")]
+    assert len(ours) == 1 and "Traceback" not in ranks[0].err
+
+
+# --------------------------------------------------------- errors, launching
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--microbatch-size", 3], ["does not divide into microbatches of 3"]),
+    (["--max-stepz", 3], ["--max-stepz", "--help"]),
+    (["--data", "/no/such/folder"], ["/no/such/folder", "--data"]),
+    (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
+    (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
+], ids=lambda words: words[0])
+def test_errors_are_one_line(stage, flags, words, tmp_path):
+    result = train(stage, tmp_path / "run", *flags, data=GOLDEN,
+                   mesh=(1, min(2, STAGES[stage].meshes[-1][1]), 1))
+    assert set(rank.status for rank in result.ranks) == {1}
+    lines = result.ranks[0].err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_an_older_version_is_named(stage, single, tmp_path):
+    state = single.checkpoint()
+    torch.save({**state, "format": 1}, tmp_path / "old.pt")
+    result = train(stage, tmp_path / "run", "--init", tmp_path / "old.pt",
+                   data=GOLDEN)
+    assert result.status == 1
+    (line,) = result.err.splitlines()
+    assert "old.pt: a checkpoint of format 1" in line and "train again" in line
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_python_in_a_slurm_shell_is_one_process(stage, tmp_path):
+    """A portal's JupyterLab runs inside an allocation."""
+    env = {**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "8",
+           "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2",
+           "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0",
+           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NODELIST": "node[1-2]"}
+    result = train(stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN,
+                   env=env, timeout=60)
+    assert result.status == 0 and len(result.rows) == 2, result.err

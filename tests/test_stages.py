@@ -1,0 +1,201 @@
+"""The registry: a stage is its script, its lesson and its entry there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import edit
+
+from backstage import ROOT
+from workshop.lesson import documents
+from workshop.stages import LESSONS, STAGES
+
+ENTRY = '''\
+    Stage("other", "std", "a copy of ddp", "#123456", "torchrun",
+          ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+'''
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the repository with one stage more, a copy of ddp."""
+    clone = tmp_path_factory.mktemp("clone")
+    for folder in ("backstage", "workshop", "solutions", "example-logs"):
+        shutil.copytree(ROOT / folder, clone / folder,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    (clone / "code").mkdir()
+    script = clone / "solutions" / "train_gpt2_other.py"
+    script.write_text(edit(STAGES["ddp"].solution.read_text(),
+                           ('Run("ddp"', 'Run("other"')))
+    lesson = clone / "workshop" / "lesson" / "other.md"
+    lesson.write_text(STAGES["ddp"].lesson.read_text().replace(
+        'Run("ddp"', 'Run("other"'))
+    registry = clone / "workshop" / "stages.py"
+    registry.write_text(edit(
+        registry.read_text(), (")}\nFIRST", f"{ENTRY})}}\nFIRST")))
+    return clone
+
+
+def workshop(clone, *words, status=0):
+    """What `python -m workshop words...` prints there."""
+    env = {key: value for key, value in os.environ.items()
+           if key != "PYTHONPATH"}
+    end = subprocess.run([sys.executable, "-m", "workshop", *words],
+                         cwd=clone, env=env, capture_output=True, text=True)
+    assert end.returncode == status, end.stdout + end.stderr
+    return end.stdout + end.stderr
+
+
+def test_a_new_stage_has_a_lesson(clone):
+    workshop(clone, "reset", "std")
+    assert "12 of 12 changes left" in workshop(clone, "diff", "other")
+    assert "11 of 12 changes left" in workshop(clone, "apply", "other", "7")
+    workshop(clone, "apply", "other", "--all")
+    assert "Done: all 12 changes" in workshop(clone, "diff", "other")
+    assert "1 of 12 changes left" in workshop(clone, "diff", "ddp")
+
+
+def test_a_new_stage_can_be_put_on_the_desk(clone):
+    workshop(clone, "reset", "std")
+    assert "is now other" in workshop(clone, "reset", "other")
+    assert (clone / "code" / "train_gpt2.py").read_bytes() == (
+        clone / "solutions" / "train_gpt2_other.py").read_bytes()
+    listed = workshop(clone, "reset", "--list")
+    assert listed.startswith(f"stages: {' '.join([*STAGES, 'other'])}\n")
+    assert re.search(r"^code/train_gpt2\.py +other$", listed, re.MULTILINE)
+
+
+def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
+    for n in (1, 2, 4):
+        run = clone / "runs" / f"other-{n}"
+        shutil.copytree(clone / "example-logs" / f"ddp-{n}", run)
+        record = json.loads((run / "hyperparameters.json").read_text())
+        (run / "hyperparameters.json").write_text(
+            json.dumps(record | {"stage": "other"}))
+    shutil.copytree(clone / "example-logs" / "lit-1", clone / "runs" / "lit")
+    said = workshop(clone, "plot", "-o", "picture.svg")
+    # in the order of the registry
+    assert said == "picture.svg: lit x 1, other x 1, other x 2, other x 4\n"
+    assert "#123456" in (clone / "picture.svg").read_text()
+
+
+def test_a_new_stage_is_a_choice_of_the_command_line(clone):
+    workshop(clone, "reset", "std")
+    for command in ("diff", "apply", "check", "script"):
+        choices = re.search(r"\{(.*)\}", workshop(clone, command, "--help"))
+        assert "other" in choices[1].split(",")
+    assert "other" in workshop(clone, "reset", "--help")
+    said = workshop(clone, "script", "other")
+    assert said.startswith(f"{clone}/solutions/train_gpt2_other.py\n")
+    assert "has never passed the check for other" in said
+
+
+# Here `check other` belongs, and the contract test on the clone.
+
+
+# --------------------------------------------------------------- the entries
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
+def test_an_entry_is_whole(stage):
+    assert stage.solution.is_file()
+    assert stage.lesson.is_file() == bool(stage.after)
+    before = list(STAGES)[:list(STAGES).index(stage.name)]
+    assert stage.after in before if stage.after else not before
+    assert re.fullmatch("#[0-9a-f]{6}", stage.colour)
+    assert (1, 1, 1) in stage.meshes
+
+
+KNOW = {"stages.py",  # the registry
+        "lightning.py", "pictures.py"}  # Lightning's strategy of that name
+
+
+def test_no_other_code_knows_the_names():
+    """The names of the registry, in quotes, in the tools of the course."""
+    names = re.compile("|".join(rf"""["']{name}["']""" for name in STAGES))
+    code = [*(ROOT / "workshop").rglob("*.py"),
+            *(ROOT / "backstage").glob("*.py"),
+            ROOT / "batchfiles" / "job.sh", ROOT / "batchfiles" / "ladder.sh"]
+    found = {file.name for file in code if names.search(file.read_text())}
+    assert "stages.py" in found and found <= KNOW
+
+
+# ------------------------------------------------------------- the documents
+
+
+GOOD = """# Title
+
+About it.
+
+## 1. One
+
+Why one,
+and how.
+
+More of it.
+
+```diff
+-a = 1
++    a = 2
+```
+
+## 2. Two
+
+```diff
++# not a heading
+```
+
+Why two.
+"""
+
+
+def test_a_document_is_read():
+    one, two = documents.parse(GOOD, "x.md")
+    assert one == documents.Change(
+        "One", "Why one, and how.\n\nMore of it.", ("-a = 1", "+a = 2"))
+    assert two == documents.Change("Two", "Why two.", ("+# not a heading",))
+
+
+@pytest.mark.parametrize("old, new, complaint", [
+    ("# Title", "Title", "line 1: a lesson begins with its title"),
+    ("About it.", "", "line 1: after the title comes an introduction"),
+    (GOOD[GOOD.index("## 1"):], "", "line 1: there is no change, '## 1."),
+    ("## 1. One", "## One", "line 5: a change begins with '## 1. '"),
+    ("## 1. One", "# 1. One", "line 5: a change begins with '## 1. '"),
+    ("## 2.", "## 3.", "line 17: this is change 2, not 3"),
+    ("Why two.", "", "line 17: the change has no why"),
+    ("```diff\n-a = 1\n+    a = 2\n```\n", "",
+     "line 5: a change has one block of anchors"),
+    ("Why two.", "```diff\n+b\n```\nWhy two.",
+     "line 17: a change has one block of anchors"),
+    ("-a = 1\n+    a = 2\n", "", "line 12: the block has no anchor"),
+    ("-a = 1", "a = 1", "line 13: an anchor is a line of code after"),
+    ("-a = 1", "-", "line 13: an anchor is a line of code after"),
+    ("```diff\n-a", "```\n-a", "line 12: the block has to begin with"),
+    ("+    a = 2\n```", "+    a = 2", "line 15: an anchor is a line"),
+    ("heading\n```\n\nWhy two.", "heading", "line 17: the change has no why"),
+])
+def test_a_document_that_is_none_says_where(old, new, complaint):
+    with pytest.raises(ValueError) as error:
+        documents.parse(edit(GOOD, (old, new)), "x.md")
+    assert str(error.value).startswith(f"x.md, {complaint}")
+
+
+def test_a_block_without_an_end_is_seen_where_it_begins():
+    text = "# T\n\nI.\n\n## 1. One\n\nWhy.\n\n```diff\n+b\n"
+    with pytest.raises(ValueError, match="line 9: the block has no end"):
+        documents.parse(text, "x.md")
+
+
+@pytest.mark.parametrize("stage", LESSONS)
+def test_a_lesson_names_its_scripts(stage):
+    """A reader of the web page finds the complete script."""
+    entry = STAGES[stage]
+    text = entry.lesson.read_text()
+    assert f"(../../solutions/{entry.solution.name})" in text
+    assert f"`{STAGES[entry.after].solution.name}`" in text
+    assert max(map(len, text.splitlines())) <= 79

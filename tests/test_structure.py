@@ -1,0 +1,65 @@
+"""The structure: who imports whom, read from the code."""
+
+import ast
+import re
+
+import pytest
+
+from backstage import ROOT
+from workshop.stages import STAGES
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for package in ("backstage", "workshop")
+    for path in (ROOT / package).rglob("*.py")}
+
+
+def imported(path):
+    """The modules of the course that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] + [
+                f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name for name in names
+                  if name.split(".")[0] in ("backstage", "workshop")}
+    packages = {name for name in found if name not in MODULES}
+    return {name for name in found if name in MODULES} | {
+        f"{name}.__init__" for name in packages
+        if f"{name}.__init__" in MODULES}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_one_package(stage):
+    packages = {name.split(".")[0]
+                for name in imported(STAGES[stage].solution)}
+    assert packages == {"backstage"}
+
+
+def test_the_backstage_does_not_know_the_tools():
+    for name, path in MODULES.items():
+        if name.startswith("backstage"):
+            assert not {other for other in imported(path)
+                        if other.startswith("workshop")}, name
+
+
+def test_no_module_imports_itself_in_a_circle():
+    left = {name: imported(path) - {name} for name, path in MODULES.items()}
+    while left:
+        free = {name for name, needs in left.items()
+                if not needs & left.keys()}
+        assert free, f"a circle among {sorted(left)}"
+        left = {name: needs for name, needs in left.items()
+                if name not in free}
+
+
+def test_the_readme_has_a_line_for_each_file():
+    readme = (ROOT / "README.md").read_text()
+    for name, path in MODULES.items():
+        if path.name != "__init__.py":
+            inside = path.relative_to(ROOT / name.split(".")[0])
+            assert re.search(rf"^ +{re.escape(str(inside))} ", readme,
+                             re.MULTILINE), inside

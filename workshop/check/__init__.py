@@ -1,0 +1,16 @@
+"""Does a script compute what the single-device stage computes?
+
+`python -m workshop check ddp` runs the script on the desk on each mesh of the
+stage for a few steps of preset tiny, in fp32 on the CPU, and compares with
+`solutions/train_gpt2_std.py`: contract 1 of the course. Then it resumes a
+run, and sends a signal, as SLURM does.
+
+    observe     what is recorded in each process, from outside
+    parts       tensors of which each process has a part
+    trial       starts the script once, and collects what came
+    questions   what is asked about a trial, causes before effects
+    findings    the answers
+    causes      why an answer is not what it should be: the hints
+    endings     how a trial ended that did not end well
+    command     the check itself
+"""

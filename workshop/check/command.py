@@ -1,0 +1,257 @@
+"""The check: trials on each mesh of a stage, and one diagnosis."""
+
+import ast
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from backstage.errors import UserError, require
+from backstage.files import show_path
+from workshop import processes
+from workshop.lesson import checked
+from workshop.stages import DESK, FIRST, STAGES
+
+LARGEST = 1_000_000  # bytes of a script
+references = {}  # script -> Trial
+
+
+def main(stage, script=DESK, verbose=False):
+    """Check a script; returns whether it is right. Prints as it goes.
+
+    verbose: with every question, and what follows from a mistake.
+    """
+    with Ending() as ending:
+        data = read_script(script)
+        processes.get_server()  # imports torch, while this process does
+        from workshop.check import trial
+
+        ending.folder = trial.name_folder()
+        ending.folder.mkdir(mode=0o700)
+        try:
+            bench = trial.Bench(ending.folder, stage, script, data, say)
+            right = Check(bench, verbose).run()
+        finally:
+            remove(ending.folder)
+    if right:
+        checked.record(stage, data)
+    return right
+
+
+def read_script(script):
+    """Its bytes, read once: what is saved meanwhile is not mixed in."""
+    script = Path(script)
+    try:
+        size = script.stat().st_size
+        require(size <= LARGEST, f"{show_path(script)}: {size / 1e6:.0f} MB "
+                "are too large for a script: is it another file?")
+        data = script.read_bytes()
+        ast.parse(data, script.name)
+    except FileNotFoundError:
+        raise UserError(
+            f"{show_path(script)} is not there: was it moved? `python -m "
+            "workshop reset std` puts a new one in its place") from None
+    except OSError as error:
+        raise UserError(f"{show_path(script)}: {error.strerror}") from error
+    except (SyntaxError, ValueError, RecursionError) as error:
+        where = getattr(error, "lineno", None)
+        raise UserError(f"{show_path(script)}: "
+                        + (f"line {where}: " if where else "")
+                        + f"{getattr(error, 'msg', error)}") from error
+    return data
+
+
+def say(text=""):
+    print(text, flush=True)
+
+
+class Ending:
+    """Ends everything at once on Ctrl-C, SIGTERM, or a closed terminal.
+
+    An exception would be lost where Python cannot raise one, as in a clean-up
+    or while a module of torch is imported: the handler itself ends the
+    processes, removes the folder, and leaves.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self):
+        self.folder, self.before = None, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self.before[number] = signal.signal(number, self.leave)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def leave(self, number, frame):
+        for other in self.before:
+            signal.signal(other, signal.SIG_IGN)
+        with contextlib.suppress(Exception):
+            processes.end_all()
+        with contextlib.suppress(Exception):
+            remove(self.folder)
+        with contextlib.suppress(Exception):
+            os.write(1, b"\ninterrupted\n")
+        os._exit(128 + number)
+
+
+def remove(folder):
+    """Remove a folder, in which a process that is ending may still write."""
+    for _ in range(20):
+        if folder is None or not folder.exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
+class Check:
+    """The trials of a check, one after the other until one is not right."""
+
+    def __init__(self, bench, verbose):
+        from workshop.check.trial import STEPS, Mesh
+
+        self.bench, self.verbose = bench, verbose
+        self.meshes = [Mesh(*sizes)
+                       for sizes in STAGES[bench.stage].meshes]
+        self.steps, self.warned = STEPS, []
+
+    def run(self):
+        """Whether all of them are right."""
+        bench = self.bench
+        say(f"{bench.script.name} against the single-device stage: preset "
+            f"tiny, fp32, {self.steps} steps")
+        bench.reference = self.try_reference()
+        right = (all(map(self.try_mesh, self.meshes))
+                 and self.try_to_resume() and self.try_to_stop()
+                 and self.try_bf16())
+        if not right:
+            say("\nNot yet." + ("" if self.verbose else
+                                " With -v it tells all that it saw."))
+            return False
+        say("\nRight: " + sizes(self.meshes) + " compute what the single "
+            "device computes." + (" Mind the warning." if self.warned else ""))
+        return True
+
+    def try_reference(self):
+        """The single device's trial, once for all checks of this program."""
+        from workshop.check import endings
+        from workshop.check.trial import Mesh
+
+        solution = STAGES[FIRST].solution
+        if solution in references:
+            return references[solution]
+        reference = self.bench.try_out(
+            "reference", Mesh(), script=solution, plain=True)
+        reference.script = solution
+        require(len(reference.rows) == self.steps and reference.seen[0],
+                "the single-device stage does not run here: "
+                f"{endings.last_words(reference, 0)}")
+        references[solution] = reference
+        return reference
+
+    def try_mesh(self, mesh):
+        say("\n" + name(mesh))
+        label = f"mesh-{mesh.pp}-{mesh.dp}-{mesh.tp}"
+        trial = self.bench.try_out(label, mesh, plain=mesh.size == 1)
+        return self.judge(trial, "whole")
+
+    def try_to_resume(self):
+        """In another world: a run of the first mesh, on the second."""
+        first, *others = self.meshes
+        mesh = next((one for one in others if one.size == 2), first)
+        import torch
+
+        from workshop.check.trial import RESUMED
+
+        say(f"\n{name(mesh)}, resuming after step {RESUMED - 1} a run of "
+            f"{name(first)}")
+        self.bench.keep_first_checkpoint(
+            f"mesh-{first.pp}-{first.dp}-{first.tp}", "resumed")
+        file, = self.bench.folder.glob("resumed/checkpoints/step_*.pt")
+        trial = self.bench.try_out("resumed", mesh, "--resume")
+        trial.first_step = RESUMED
+        trial.resumed = torch.load(file, weights_only=True)
+        return self.judge(trial, "resumed")
+
+    def try_to_stop(self):
+        mesh = next((one for one in self.meshes if one.size == 2),
+                    self.meshes[-1])
+        say(f"\n{name(mesh)}, stopped early")
+        trial = self.bench.try_out("stopped", mesh, terminated=0)
+        return self.judge(trial, "stopped")
+
+    def try_bf16(self):
+        if not STAGES[self.bench.stage].trainer:
+            return True  # the script itself says it
+        say("\n1 process, --precision bf16")
+        trial = self.bench.try_out("bf16", self.meshes[0], "--precision",
+                                   "bf16", plain=True)
+        return self.judge(trial, "bf16")
+
+    def judge(self, trial, kind):
+        """Tell what came of a trial; whether it is right."""
+        from workshop.check.questions import ask
+
+        findings = ask(trial, self.bench.reference, kind)
+        wrong = [one for one in findings if one[1].verdict == "FAIL"]
+        if wrong:
+            self.tell(wrong[0][1])
+            rest = [one for one in findings if one is not wrong[0]
+                    and one[1].verdict != "ok"]
+            if self.verbose:
+                for _, finding in rest:
+                    self.tell(finding, "and")
+            elif rest:
+                say(f"        ({len(rest)} more follow"
+                    f"{'s' if len(rest) == 1 else ''} from it)")
+            return False
+        for _, finding in findings:
+            if finding.verdict == "warn":
+                self.tell(finding, seen=finding.text in self.warned)
+                self.warned.append(finding.text)
+            elif self.verbose:
+                self.tell(finding)
+        if not self.verbose:
+            titles = [question.title for question, finding in findings
+                      if finding.verdict == "ok"]
+            say("  ok    " + ("; ".join(titles) if len(titles) < 3 else
+                              f"{len(titles)} questions, from its data to "
+                              f"its checkpoints ({trial.seconds:.1f} s)"))
+        return True
+
+    def tell(self, finding, verdict=None, seen=False):
+        say(f"  {verdict or finding.verdict:4}  {finding.text}")
+        if finding.hint and not seen and finding.verdict != "ok":
+            say(f"        -> {finding.hint}")
+
+
+def name(mesh):
+    """What a trial is called."""
+    if mesh.size == 1:
+        return "1 process (plain python)"
+    shape = [f"{count} {word}" for count, word in (
+        (mesh.pp, "stages"), (mesh.dp, "data-parallel"),
+        (mesh.tp, "tensor-parallel")) if count > 1]
+    text = f"{mesh.size} processes"
+    if mesh.tp * mesh.pp > 1:
+        text += f" ({' x '.join(shape)})"
+    return text + (", as on 2 nodes" if mesh.size == 4 else "")
+
+
+def sizes(meshes):
+    numbers = sorted({mesh.size for mesh in meshes})
+    return (", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]} processes"
+            if len(numbers) > 1 else f"{numbers[0]} process(es)")
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main(sys.argv[1]) else 1)

@@ -1,0 +1,48 @@
+"""The answer to a question about a trial, and the numbers in it."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Finding:
+    """What was found: verdict is "ok", "warn" or "FAIL"."""
+
+    verdict: str
+    text: str
+    hint: str = ""
+
+
+def ok(text):
+    return Finding("ok", text)
+
+
+def warn(text, hint):
+    return Finding("warn", text, hint)
+
+
+def fail(text, hint):
+    return Finding("FAIL", text, hint)
+
+
+def relative(value, good):
+    return abs(value / good - 1) if good else float("inf")
+
+
+def number(row, column):
+    try:
+        return float(row[column])
+    except (KeyError, TypeError, ValueError):
+        return float("nan")
+
+
+def values(trial, reference, column, step):
+    return (number(trial.rows[step], column),
+            number(reference.rows[step], column))
+
+
+def percent(error):
+    return f"{error:.0%}" if error >= 0.1 else f"{error:.1%}"
+
+
+def norm_of(whole):
+    return sum(g.square().sum().item() for g in whole.tensors.values()) ** 0.5

@@ -1,0 +1,445 @@
+"""What is recorded in each process of a script, from outside.
+
+The script needs nothing for it, and nothing here waits for another process.
+A rank leaves two files in the observer's folder:
+
+    <rank>.jsonl   a line for each collective and update, written as it
+                   happens: it is there after a hang, too
+    <rank>.pt      at its end, a dictionary:
+
+        start       the weights before the first update
+        weights     those after the last
+        gradients   at each update, as the optimizer gets them: clipped
+                    (these three: what `parts.describe` says of them)
+        samples     that went through the model before each update, list of
+                    lists of their first tokens, which are their numbers
+        validated   the same of what was evaluated, in one list
+        rates       the optimizer's learning rate at each update
+        optimizers  at the first update: the groups of parameters, by name
+        clips       at each update, what was clipped since the one before
+        synced      at each update, for each microbatch whether DDP was to
+                    reduce the gradients after it
+        precision   "bf16" under autocast, "fp32" without
+        asked       what was asked for: (what, value), in their order
+        written     files that were opened to write them
+"""
+
+import functools
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+MOST = 100  # updates of which everything is recorded
+
+
+class Observer:
+    """A function of the rank for `workshop.processes.Launch`.
+
+    terminated: the rank, if any, that gets a SIGTERM in its second step.
+    """
+
+    def __init__(self, folder, run, terminated=None):
+        self.folder, self.run = str(folder), str(run)
+        self.terminated = terminated
+
+    def __call__(self, rank):
+        self.rank, self.model, self.names = rank, None, {}
+        self.script, self.owner = sys.argv[0], os.getpid()
+        self.updates = self.depth = 0
+        self.kept = []
+        self.seen = {"start": None, "weights": None, "gradients": [],
+                     "samples": [], "validated": [], "optimizers": None,
+                     "rates": [],
+                     "clips": [], "synced": [], "precision": None,
+                     "asked": [], "written": []}
+        self.begin_update()
+        self.events = os.open(f"{self.folder}/{rank}.jsonl",
+                              os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.watch_training()
+        self.watch_processes()
+        self.watch_devices()
+        self.watch_files()
+        self.watch_errors()
+        return self.finish
+
+    def finish(self):
+        file = f"{self.folder}/{self.rank}.pt"
+        try:
+            self.save(self.seen, file + ".part")
+            os.replace(file + ".part", file)
+        except (OSError, RuntimeError) as error:
+            os.write(2, f"the check could not write: {error}\n".encode())
+
+    def say(self, **event):
+        """Write a line of the record that lasts."""
+        if os.getpid() == self.owner:
+            os.write(self.events, json.dumps(event).encode() + b"\n")
+
+    def asked(self, what, value):
+        self.seen["asked"].append((what, value))
+
+    def place(self):
+        """The lines of the script that led here, the innermost first.
+
+        Each with its function, and the function that it calls.
+        """
+        frame, lines, called = sys._getframe(1), [], ""
+        while frame:
+            name = frame.f_code.co_name
+            if frame.f_code.co_filename == self.script:
+                lines.append((frame.f_lineno, name, called))
+            if name not in ("wrapper", "decorate_context", "__call__"):
+                called = name
+            frame = frame.f_back
+        return lines
+
+    # ---------------------------------------------------------- training
+
+    def watch_training(self):
+        from torch import nn
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.nn.utils import clip_grad
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        register_module_forward_pre_hook(self.on_forward)
+        register_optimizer_step_pre_hook(self.before_update)
+        register_optimizer_step_post_hook(self.after_update)
+        for name in ("clip_grad_norm_", "clip_grad_value_",
+                     "clip_grads_with_norm_"):
+            clip = self.watch_clip(getattr(nn.utils, name))
+            setattr(clip_grad, name, clip)
+            setattr(nn.utils, name, clip)
+        try:
+            from torch.distributed.pipelining import PipelineStage
+
+            infer = PipelineStage._forward_metadata_inference
+        except (ImportError, AttributeError):
+            return
+
+        def visible_infer(stage, *args, **kwargs):
+            """It sends a microbatch through once more, for its shapes."""
+            self.inferring = True
+            try:
+                return infer(stage, *args, **kwargs)
+            finally:
+                self.inferring = False
+
+        PipelineStage._forward_metadata_inference = visible_infer
+
+    def watch_clip(self, clip):
+        @functools.wraps(clip)
+        def visible_clip(parameters, limit, *args, **kwargs):
+            self.clips.append((len(self.synced) or len(self.forwards),
+                               float(limit), self.reduced))
+            return clip(parameters, limit, *args, **kwargs)
+
+        return visible_clip
+
+    def begin_update(self):
+        self.pending, self.again, self.clips = [], [], []
+        self.synced, self.forwards, self.reduced = [], [], 0
+        self.inferring = False
+
+    def on_forward(self, module, inputs):
+        import torch
+
+        if self.inferring or os.getpid() != self.owner:
+            return
+        trains = torch.is_grad_enabled()
+        if self.model is None and is_gpt(module):
+            self.model = module
+            self.names = {id(weight): plain_name(name) for name, weight
+                          in module.named_parameters()}
+            self.seen["start"] = self.state("data")
+        if hasattr(module, "require_backward_grad_sync") and trains:
+            self.synced.append(bool(module.require_backward_grad_sync))
+        tokens = inputs[0] if inputs else None
+        if not (isinstance(module, torch.nn.Embedding)
+                and isinstance(tokens, torch.Tensor) and tokens.dim() == 2):
+            return
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's second
+            self.again += tokens[:, 0].tolist()
+        elif trains:
+            self.forwards.append(len(tokens))
+            self.pending += tokens[:, 0].tolist()
+            self.seen["precision"] = (
+                "bf16" if torch.is_autocast_enabled("cpu") else
+                "fp32" if module.weight.dtype == torch.float32 else
+                f"weights of {module.weight.dtype}")
+        elif len(self.seen["validated"]) < 10_000:
+            self.seen["validated"] += tokens[:, 0].tolist()
+
+    def before_update(self, optimizer, args, kwargs):
+        self.depth += 1  # an optimizer may have another in it
+        closure = kwargs.get("closure") or (args[1] if args[1:] else None)
+        if self.depth == 1:  # a closure may be where the model is first used
+            self.counts = not makes_state() and (
+                self.model is not None or closure is not None)
+        if self.depth > 1 or not self.counts:
+            return None
+        if closure is None:
+            self.record(optimizer)
+            return None
+
+        def visible_closure():  # Lightning's: it computes the gradients
+            loss = closure()
+            self.record(optimizer)
+            return loss
+
+        return args[:1], {"closure": visible_closure}
+
+    def record(self, optimizer):
+        seen = self.seen
+        if self.updates < MOST:
+            seen["gradients"].append(self.state("grad"))
+            seen["samples"].append(self.pending or self.again)
+            seen["rates"].append(optimizer.param_groups[0].get("lr"))
+            seen["clips"].append(self.clips)
+            seen["synced"].append(self.synced)
+        if seen["optimizers"] is None:
+            seen["optimizers"] = [
+                {"names": [self.names.get(id(weight), "?")
+                           for weight in group["params"]],
+                 **{key: value for key, value in group.items()
+                    if key in ("lr", "betas", "eps", "weight_decay")}}
+                for group in optimizer.param_groups]
+        self.begin_update()
+
+    def after_update(self, optimizer, args, kwargs):
+        self.depth -= 1
+        if self.depth or not self.counts:
+            return
+        self.updates += 1
+        self.say(update=self.updates)
+        self.seen["weights"] = self.state("data")
+        if self.rank == self.terminated and self.updates == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state(self, name):
+        """The model's weights ("data") or gradients ("grad"), described."""
+        from workshop.check.parts import describe
+
+        weights = self.model.named_parameters() if self.model else ()
+        return describe((key, weight if name == "data" else weight.grad)
+                        for key, weight in weights)
+
+    # --------------------------------------------------------- processes
+
+    def watch_processes(self):
+        """Note each collective, and let what PyTorch does not keep live on.
+        """
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+        from torch.nn.parallel import DistributedDataParallel
+
+        collectives(self).__enter__()
+        initialise, destroy = (
+            dist.init_process_group, dist.destroy_process_group)
+        wrap = DistributedDataParallel.__init__
+
+        def visible_initialise(backend=None, *args, **kwargs):
+            self.asked("init_process_group", backend and str(backend))
+            kwargs.pop("device_id", None)  # gloo has none
+            if backend and "gloo" not in str(backend):
+                backend = "gloo"
+            return initialise(backend, *args, **kwargs)
+
+        def visible_destroy(group=None):
+            # The end of a gloo group joins its thread with the interpreter's
+            # lock in hand, which that thread may wait for: it never ends.
+            self.kept += list(c10d._world.pg_map)
+            return destroy(group)
+
+        def visible_wrap(ddp, module, device_ids=None, output_device=None,
+                         *args, **kwargs):
+            self.asked("DistributedDataParallel", None)
+            if device_ids:  # a CPU has no number
+                self.asked("device_ids", number(device_ids[0]))
+            wrap(ddp, module, None, None, *args, **kwargs)
+
+        for module in (dist, c10d):
+            module.init_process_group = visible_initialise
+            module.destroy_process_group = visible_destroy
+        DistributedDataParallel.__init__ = visible_wrap
+
+    def on_collective(self, name, tensors, group):
+        lines = self.place()
+        count = sum(tensor.numel() for tensor in tensors)
+        if "reduce" in name:
+            self.reduced += count
+        self.say(call=name, elements=count, group=group,
+                 lines=lines[:6], update=self.updates)
+
+    # ----------------------------------------------------------- devices
+
+    def watch_devices(self):
+        """There is no accelerator in a check: note what is asked for."""
+        import torch
+
+        from backstage import device
+
+        use = device.use_device
+
+        def visible_use(name="auto", local_rank=0):
+            self.asked("use_device", (str(name), int(local_rank)))
+            return use(name, local_rank)
+
+        def no_accelerator(check_available=False):
+            return None
+
+        def visible_set(device):
+            self.asked("set_device", number(device))
+
+        device.use_device = visible_use
+        torch.accelerator.current_accelerator = no_accelerator
+        torch.accelerator.set_device_index = visible_set
+        torch.cuda.set_device = visible_set
+        trainer = sys.modules.get("lightning.pytorch.trainer.trainer")
+        if trainer is None:
+            return
+        make, fit = trainer.Trainer.__init__, trainer.Trainer.fit
+
+        @functools.wraps(make)
+        def visible_make(self_, *args, **kwargs):
+            self.asked("Trainer", {
+                key: value if isinstance(value, (int, float, str)) else
+                type(value).__name__ for key, value in kwargs.items()})
+            return make(self_, *args, **kwargs)
+
+        @functools.wraps(fit)
+        def visible_fit(self_, *args, **kwargs):
+            loaders = [*args[1:3], kwargs.get("val_dataloaders"),
+                       kwargs.get("datamodule")]
+            self.asked("fit", sum(one is not None for one in loaders))
+            return fit(self_, *args, **kwargs)
+
+        trainer.Trainer.__init__ = visible_make
+        trainer.Trainer.fit = visible_fit
+
+    # ------------------------------------------------- files and errors
+
+    def watch_files(self):
+        import torch
+
+        self.save = torch.save
+        sys.addaudithook(self.on_event)
+
+        @functools.wraps(torch.save)
+        def visible_save(obj, f, *args, **kwargs):
+            if isinstance(f, (str, Path)):  # not opened by Python
+                self.wrote(f)
+            self.save(obj, f, *args, **kwargs)
+
+        torch.save = visible_save
+
+    def on_event(self, event, args):
+        if event == "open" and isinstance(args[0], str):
+            path, flags = args[0], args[2] or 0
+            if flags & (os.O_WRONLY | os.O_RDWR) and self.run in path:
+                self.wrote(path)
+
+    def wrote(self, path):
+        if os.getpid() == self.owner:
+            path = os.path.abspath(path)
+            folder, name = os.path.split(path)
+            name = re.sub(r"^\.(.*)\.\d+\.part$", r"\1", name)  # of its own
+            path = os.path.join(folder, name)
+            if path not in self.seen["written"]:
+                self.seen["written"].append(path)
+
+    def watch_errors(self):
+        """No launcher will end this rank: it is to speak at once."""
+        from backstage import errors
+
+        def say_now(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+
+        errors.say_once = say_now
+
+
+def collectives(observer):
+    """A dispatch mode that tells the observer of each collective.
+
+    PyTorch's own reducer comes by here as well: a communication hook in
+    Python, which would see the same, makes some scripts hang at their end.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Collectives(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace in ("c10d", "_c10d_functional"):
+                name = function._schema.name.split("::")[1].strip("_")
+                if name not in ("wait_tensor", "wrap_tensor_autograd"):
+                    source = args[1] if name in (
+                        "allgather_base", "reduce_scatter_base") else args[0]
+                    observer.on_collective(
+                        name, list(tensors_in(source)), group_of(args))
+            return function(*args, **(kwargs or {}))
+
+    return Collectives()
+
+
+def tensors_in(value):
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def group_of(args):
+    """The ranks that take part in a collective with these arguments."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    for arg in args:
+        try:
+            if isinstance(arg, str):
+                return dist.get_process_group_ranks(
+                    c10d._resolve_process_group(arg))
+            if "ScriptObject" in type(arg).__name__:
+                return dist.get_process_group_ranks(
+                    dist.ProcessGroup.unbox(arg))
+        except (RuntimeError, TypeError, ValueError, KeyError):
+            continue
+    return None
+
+
+def makes_state():
+    """Whether it is torch's own update of zeros, which makes a new state."""
+    frame = sys._getframe(2)
+    for _ in range(8):
+        if frame is None or frame.f_code.co_name == "_init_optim_state":
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def is_gpt(module):
+    """Whether it is the course's model, whatever its class is called."""
+    inside = getattr(module, "transformer", None)
+    return hasattr(inside, "wte") and hasattr(inside, "h")
+
+
+def plain_name(name):
+    from workshop.check import parts
+
+    return parts.plain_name(name)
+
+
+def number(device):
+    """The index of a device, as an int or None."""
+    if isinstance(device, int):
+        return device
+    index = getattr(device, "index", None)
+    if index is None and str(device).rpartition(":")[2].isdigit():
+        index = int(str(device).rpartition(":")[2])
+    return index

@@ -1,0 +1,126 @@
+"""A model's tensors as its ranks hold them, and put together afterwards.
+
+A rank describes what it has of each tensor without asking another rank: a
+script that is wrong must not hang in its observer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# How torch's wrappers lengthen the names of a model's parameters.
+WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
+            "_fsdp_wrapped_module.")
+
+
+def describe(named):
+    """What this rank has of tensors, pairs of a name and a tensor or None.
+
+    A dictionary for `torch.save`: `plain`, the name and shape of each tensor
+    that is whole on this rank, their elements in one vector, `flat`; and
+    `sharded`, name -> part, mesh, placements and shape of the others.
+    """
+    from torch.distributed.tensor import DTensor
+
+    plain, flat, sharded = [], [], {}
+    for name, tensor in named:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, DTensor):
+            plain.append((plain_name(name), tuple(tensor.shape)))
+            flat.append(tensor.detach().float().flatten())
+            continue
+        sharded[plain_name(name)] = {
+            "part": tensor.to_local().detach().float().clone(),
+            "mesh": tensor.device_mesh.mesh.clone(),
+            "dimensions": tensor.device_mesh.mesh_dim_names,
+            "placements": [(type(p).__name__, getattr(p, "dim", None))
+                           for p in tensor.placements],
+            "shape": tuple(tensor.shape)}
+    return {"plain": plain, "sharded": sharded,
+            "flat": torch.cat(flat) if flat else torch.zeros(0)}
+
+
+def plain_name(name):
+    """A parameter's name in the model as it is taught."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass
+class Whole:
+    """Tensors by name, put together from the parts of all ranks."""
+
+    tensors: dict
+    holes: list  # names of which no rank has some part
+    differing: dict  # rank -> the largest difference from a rank before it
+
+    def distance(self, other):
+        """The largest difference of an element, in the names of both."""
+        return max(((self.tensors[name] - tensor).abs().max().item()
+                    for name, tensor in other.tensors.items()
+                    if name in self.tensors), default=float("nan"))
+
+    def error(self, other):
+        """How far off the other it is as one vector, relatively."""
+        off = size = 0.0
+        for name, tensor in other.tensors.items():
+            mine = self.tensors.get(name, torch.zeros(()))
+            off += (mine - tensor).square().sum().item()
+            size += tensor.square().sum().item()
+        return (off / max(size, 1e-60)) ** 0.5
+
+
+def assemble(ranks):
+    """The `Whole` of what `describe` gave on each rank, a list."""
+    tensors, differing = {}, {}
+    for rank, state in enumerate(ranks):
+        parts = torch.split(state["flat"], [
+            torch.Size(shape).numel() for _, shape in state["plain"]])
+        for (name, shape), part in zip(state["plain"], parts, strict=True):
+            if name not in tensors:
+                tensors[name] = part.view(shape)
+            elif tensors[name].shape != shape:
+                differing[rank] = float("inf")
+            else:
+                note(differing, rank, tensors[name] - part.view(shape))
+    filled = {}
+    for rank, state in enumerate(ranks):
+        for name, entry in state["sharded"].items():
+            if name not in filled:
+                tensors[name] = torch.zeros(entry["shape"])
+                filled[name] = torch.zeros(entry["shape"], dtype=torch.bool)
+            at = elements(entry, rank)
+            values, done = tensors[name].view(-1), filled[name].view(-1)
+            part, again = entry["part"].flatten(), done[at]
+            note(differing, rank, (values[at] - part)[again])
+            values[at] = torch.where(again, values[at], part)
+            done[at] = True
+    holes = [name for name, mask in filled.items() if not mask.all()]
+    return Whole(tensors, holes, differing)
+
+
+def note(differing, rank, difference):
+    """Keep the largest difference of a rank from those before it."""
+    if difference.count_nonzero():  # nan is none, too
+        differing[rank] = max(differing.get(rank, 0.0),
+                              difference.abs().max().item())
+
+
+def elements(entry, rank):
+    """The flat indices of the whole tensor's elements that a rank has."""
+    shape, mesh = entry["shape"], entry["mesh"]
+    index = torch.arange(torch.Size(shape).numel()).view(shape)
+    where = (mesh == rank).nonzero()[0].tolist()
+    kinds = entry["placements"]
+    order = range(len(kinds))
+    if any(kind == "_StridedShard" for kind, _ in kinds):
+        order = reversed(order)  # FSDP has sharded what was sharded before
+    for d in order:
+        kind, dim = kinds[d]
+        if kind in ("Shard", "_StridedShard"):
+            parts = list(index.chunk(mesh.shape[d], dim))
+            parts += [index.narrow(dim, 0, 0)] * (mesh.shape[d] - len(parts))
+            index = parts[where[d]]
+    return index.flatten()

@@ -1,0 +1,631 @@
+"""The questions that a trial is asked, causes before their effects.
+
+A question is a function of the trial and of the single device's, and answers
+with a `Finding`, or with None where it has nothing to say. It states what it
+is asked about with `question(...)`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workshop.check import endings
+from workshop.check.causes import (
+    RESUMED,
+    fixed_device,
+    why_apart,
+    why_off,
+    why_rate,
+    why_samples,
+    why_scaled,
+    wrong_device,
+    wrong_setting,
+)
+from workshop.check.findings import (
+    fail,
+    number,
+    ok,
+    percent,
+    relative,
+    values,
+    warn,
+)
+from workshop.check.parts import assemble, plain_name
+from workshop.check.trial import LEARNING_RATE, STEPS
+from workshop.stages import STAGES
+
+LOSS, NORM, GRADIENT = 1e-5, 1e-4, 1e-3  # relative
+PROMPT = "> Hello, I'm a language model,"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about a trial."""
+
+    title: str  # what is right where the answer is "ok"
+    answer: object  # function of (trial, reference)
+    kinds: tuple  # of trials: "whole", "resumed", "stopped", "bf16"
+    meshes: object  # function of a mesh: whether it is asked there
+
+
+QUESTIONS = []
+
+
+def question(title, kinds=("whole",), meshes=lambda mesh: True):
+    """Ask the decorated function of trials of these kinds and meshes."""
+    def add(answer):
+        QUESTIONS.append(Question(title, answer, kinds, meshes))
+        return answer
+
+    return add
+
+
+def ask(trial, reference, kind="whole"):
+    """The findings about a trial, in the order of the questions.
+
+    Where it did not come to its end, nothing else is asked.
+    """
+    findings = []
+    for one in QUESTIONS:
+        if kind not in one.kinds or not one.meshes(trial.mesh):
+            continue
+        try:
+            finding = one.answer(trial, reference)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError,
+                TypeError, ValueError) as error:
+            finding = fail(f"it cannot be told whether {one.title}: "
+                           f"{type(error).__name__}: {error}",
+                           "what the script leaves there is not what the "
+                           "course's stages leave")
+        if finding is None:
+            continue
+        findings.append((one, finding))
+        if one.answer is how_it_ends and finding.verdict == "FAIL":
+            return early_causes(trial, reference) + findings
+    return findings
+
+
+def early_causes(trial, reference):
+    """What was wrong before it failed, as far as the record says."""
+    if not all(seen and seen["optimizers"] for seen in trial.seen):
+        return []
+    one = next(one for one in QUESTIONS if one.answer is optimizer)
+    finding = optimizer(trial, reference)
+    return [(one, finding)] if finding.verdict == "FAIL" else []
+
+
+def several(mesh):
+    return mesh.size > 1
+
+
+def shares_data(mesh):
+    return mesh.dp > 1
+
+
+# ------------------------------------------------------- how it comes to end
+
+
+@question("it runs to its end", ("whole", "resumed", "bf16"))
+def how_it_ends(trial, reference):
+    """Whether every rank comes to its end, after all steps."""
+    finding = endings.explain(trial)
+    if finding:
+        return finding
+    if len(trial.rows) < STEPS:
+        return fail(f"it ended after {len(trial.rows)} of {STEPS} steps "
+                    "without an error", endings.why_early(trial))
+    if any(seen is None for seen in trial.seen):
+        rank = trial.seen.index(None)
+        return fail(f"rank {rank} left without a trace",
+                    "let it come to the end of main(): something ends the "
+                    "process before")
+    missing = [r for r, seen in enumerate(trial.seen)
+               if len(seen["samples"]) < STEPS - trial.first_step]
+    if missing:
+        return fail(f"rank {missing[0]} makes "
+                    f"{len(trial.seen[missing[0]]['samples'])} updates in "
+                    f"{STEPS} steps", endings.why_no_update(trial))
+    return ok(f"it runs to its end ({trial.seconds:.1f} s)")
+
+
+@question("it is the stage's script")
+def stage(trial, reference):
+    """Whether it does at all what the stage is about."""
+    shows = f"`python -m workshop diff {trial.stage}` shows what is left"
+    if trial.by_trainer:
+        if not trial.asked("fit"):
+            return fail("it does not train with Lightning: trainer.fit() is "
+                        "never called", f"{shows} to change")
+    elif trial.asked("fit"):
+        return fail(f"it trains with Lightning: it is not stage "
+                    f"{trial.stage}", "`python -m workshop check lit` "
+                    "checks it")
+    elif STAGES[trial.stage].launcher == "torchrun":
+        if not trial.asked("init_process_group"):
+            return fail("it never joins a process group: it is the "
+                        "single-device script still", f"{shows} to change")
+    name = (trial.state or {}).get("stage")
+    if name not in (None, trial.stage):
+        return warn(f"the run calls itself {name}, not {trial.stage}",
+                    f'give its stage to the run: "{trial.stage}"')
+    return ok("it is the stage's script")
+
+
+# ------------------------------------------------------------------ devices
+
+
+@question("each process asks for its own device")
+def devices(trial, reference):
+    """What it would take on a machine with accelerators."""
+    per_node = trial.mesh.size // 2 if trial.mesh.size == 4 else (
+        trial.mesh.size)
+    fixed = fixed_device(trial)
+    if fixed:
+        return fixed
+    for rank in range(trial.mesh.size):
+        local = rank % per_node
+        for name, asked in trial.asked("use_device", rank):
+            if name != "auto":
+                return fail(
+                    f'the device is always "{name}"',
+                    "use_device(hp.device, local_rank) takes what --device "
+                    "asks for, an accelerator if there is one")
+            if asked != local:
+                return wrong_device(rank, local, asked)
+        for what in ("set_device", "device_ids"):
+            for asked in trial.asked(what, rank):
+                if asked is not None and asked != local:
+                    return wrong_device(rank, local, asked)
+    return ok("each process asks for its own device")
+
+
+@question("the optimizer is the single device's")
+def optimizer(trial, reference):
+    """What it updates, and how: groups of parameters by name."""
+    good = by_name(reference.seen[0]["optimizers"])
+    for rank, seen in enumerate(trial.seen):
+        mine = by_name(seen["optimizers"] or [])
+        if not set(mine) & set(good):
+            return fail(
+                f"rank {rank}'s optimizer updates another model than the one "
+                "that is trained", "wrap and optimize the same model: no "
+                "copy of it, and no optimizer made before it is sharded")
+        for name in sorted(good.keys() & mine.keys()):
+            for key in ("weight_decay", "betas", "eps"):
+                if key in mine[name] and mine[name][key] != good[name][key]:
+                    return wrong_setting(
+                        name, key, mine[name][key], good[name][key])
+    if trial.mesh.pp == 1 and good.keys() - mine.keys():
+        name = sorted(good.keys() - mine.keys())[0]
+        return fail(f"the optimizer does not update {name}",
+                    "it gets all parameters of the model")
+    return ok("the optimizer is the single device's")
+
+
+# --------------------------------------------------------------------- data
+
+
+def first_of_each(trial, name):
+    """What each data-parallel rank read: [(rank, its lists a step)].
+
+    Ranks that read the same because they share a sample are one; those that
+    get no samples, as later stages of a pipeline, are none.
+    """
+    lists = [(rank, seen[name]) for rank, seen in enumerate(trial.seen)
+             if any(seen[name])]
+    if trial.mesh.tp == 1:
+        return lists
+    groups = {}
+    for rank, one in lists:
+        groups.setdefault(json_key(one), (rank, one))
+    return list(groups.values())
+
+
+def json_key(value):
+    return repr(value)
+
+
+@question("each step reads its minibatch, each sample once",
+          ("whole", "resumed"))
+def samples(trial, reference):
+    """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
+    ranks = first_of_each(trial, "samples")
+    for step in range(trial.first_step, STEPS):
+        expected = reference.seen[0]["samples"][step]
+        read = [one[step - trial.first_step] for _, one in ranks]
+        together = sorted(i for part in read for i in part)
+        if together != sorted(expected):
+            said = "; ".join(f"rank {rank}: {shorten(part)}" for (rank, _),
+                             part in zip(ranks, read, strict=True))
+            return fail(
+                f"samples of step {step} are not {span(expected)}, each once "
+                f"({said})", why_samples(trial, reference, step, read))
+    return ok("each step reads its minibatch, each sample once")
+
+
+def span(numbers):
+    """Samples that follow each other, in words; the data begin anew."""
+    return f"{numbers[0]} to {numbers[-1]}"
+
+
+def shorten(numbers):
+    shown = ", ".join(map(str, numbers[:6]))
+    return shown + (", ..." if len(numbers) > 6 else "")
+
+
+# ------------------------------------------------------- model and optimizer
+
+
+@question("every rank starts from the same weights", ("whole", "resumed"))
+def first_weights(trial, reference):
+    if trial.first_step:
+        return resumed_weights(trial)
+    good = assemble([reference.seen[0]["start"]])
+    if not all(seen["start"] for seen in trial.seen):
+        return fail("the model is never called to train",
+                    "the loss comes from a call: model(x, y)")
+    mine = assemble([seen["start"] for seen in trial.seen])
+    if not mine.tensors:
+        return fail("the model is never called to train",
+                    "the loss comes from a call: model(x, y)")
+    missing = good.tensors.keys() - mine.tensors.keys()
+    if missing or mine.holes:
+        name = sorted(missing or mine.holes)[0]
+        return fail(f"no rank has {name}", "each weight of the single "
+                    "device has to be on some rank, whole")
+    if mine.differing:
+        rank = min(mine.differing)
+        return fail(f"rank {rank} starts from other weights than rank 0",
+                    "the ranks have to start from the same weights: the same "
+                    "seed on every rank, and DDP's broadcast left on")
+    if mine.distance(good) > 0:
+        return fail("it starts from other weights than the single device",
+                    "set the seed, torch.manual_seed(hp.seed), right before "
+                    "the model is made")
+    return ok("every rank starts from the same weights")
+
+
+def resumed_weights(trial):
+    """Those of the checkpoint that was resumed."""
+    saved = {plain_name(name): weight for name, weight
+             in trial.resumed["model"].items()}
+    mine = assemble([seen["start"] for seen in trial.seen])
+    other = [name for name, weight in mine.tensors.items()
+             if name in saved and weight.shape == saved[name].shape
+             and not torch.equal(weight, saved[name].float())]
+    if mine.differing or other:
+        rank = 0 if other else min(mine.differing)
+        return fail(f"rank {rank} does not go on from the checkpoint's "
+                    "weights", "all ranks load it, before the model is "
+                    "wrapped: run.restore(raw_model, optimizer)")
+    return ok("every rank goes on from the checkpoint")
+
+
+def by_name(groups):
+    return {name: group for group in groups for name in group["names"]
+            if name != "?"}
+
+
+@question("it trains in the precision that is asked for")
+def precision(trial, reference):
+    used = trial.seen[0]["precision"]
+    if used == "fp32":
+        return ok("--precision fp32 trains in fp32")
+    return fail(f"with --precision fp32 it trains in {used}",
+                "autocast only where --precision is bf16")
+
+
+@question("--precision bf16 trains in bf16", ("bf16",))
+def precision_bf16(trial, reference):
+    used = trial.seen[0]["precision"]
+    if used == "bf16":
+        return ok("--precision bf16 trains in bf16")
+    return fail(f"with --precision bf16 it trains in {used}",
+                'tell the Trainer: precision="bf16-mixed" is autocast, the '
+                "default is fp32")
+
+
+def first_difference(trial, reference, column, tolerance):
+    """The first step at which a column differs, and the largest difference.
+    """
+    first, largest = None, 0.0
+    rows = {int(number(row, "step")): row for row in trial.rows
+            if not np.isnan(number(row, "step"))}
+    for step in range(STEPS):
+        good = number(reference.rows[step], column)
+        value = number(rows.get(step), column)
+        if np.isnan(good) and np.isnan(value):
+            continue
+        error = relative(value, good) if good == good else float("inf")
+        largest = max(largest, error)
+        if not error <= tolerance and first is None:
+            first = step
+    return first, largest
+
+
+@question("learning rates agree")
+def rates(trial, reference):
+    """What the optimizer has, and what is logged."""
+    for step in range(STEPS):
+        good = reference.seen[0]["rates"][step]
+        value = trial.seen[0]["rates"][step]
+        if relative(value, good) > 1e-6:
+            return fail(f"the learning rate of step {step} is {value:.3e}, "
+                        f"not {good:.3e}", why_rate(trial))
+    step, _ = first_difference(trial, reference, "lr", 1e-6)
+    if step is None:
+        return ok("learning rates agree")
+    value, good = values(trial, reference, "lr", step)
+    return fail(f"the logged learning rate of step {step} is {value:.3e}, "
+                f"not {good:.3e}", why_rate(trial))
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@question("gradients are the single device's", ("whole", "resumed"))
+def gradients(trial, reference):
+    """Equal on all ranks that hold the same, and right, at every step."""
+    for step in range(trial.first_step, STEPS):
+        good = assemble([reference.seen[0]["gradients"][step]])
+        length = sum(g.square().sum().item()
+                     for g in good.tensors.values()) ** 0.5
+        mine = assemble([seen["gradients"][step - trial.first_step]
+                         for seen in trial.seen])
+        apart = {rank: off for rank, off in mine.differing.items()
+                 if off > 1e-6 * max(1.0, length)}
+        if apart:
+            rank = min(apart)
+            return fail(f"gradients of step {step} differ between rank 0 and "
+                        f"rank {rank}", RESUMED if trial.first_step
+                        else why_apart(trial))
+        error = mine.error(good)
+        if not error <= GRADIENT:
+            return fail(f"gradients of step {step} are off by "
+                        f"{percent(error)}",
+                        why_off(trial, reference, step, good, mine))
+    return ok("gradients are the single device's, on every rank")
+
+
+@question("gradient norms agree")
+def norms(trial, reference):
+    step, largest = first_difference(trial, reference, "norm", NORM)
+    if step is None:
+        return ok(f"gradient norms agree (to {largest:.0e})")
+    value, good = values(trial, reference, "norm", step)
+    hint = why_scaled(trial, reference, step)
+    if not hint and relative(value, 1.0) < 1e-3:
+        hint = "it is to be logged as it was before clipping"
+    return fail(f"the gradient norm of step {step} is {value:.4f}, not "
+                f"{good:.4f}", hint or "it is to be the norm of the reduced "
+                "gradient, over all parameters, before clipping")
+
+
+@question("gradients are reduced once a step", meshes=shares_data)
+def reductions(trial, reference):
+    """How often each gradient is all-reduced in a step."""
+    parameters = len(reference.seen[0]["start"]["flat"])
+    times = max(sum(call["elements"] for call in trial.calls(rank)
+                    if "reduce" in call["call"] and call["update"] > 0)
+                for rank in range(trial.mesh.size))
+    times /= parameters * (STEPS - 1)
+    if times < 0.5:  # they agree all the same: another way was found
+        return None
+    if times < 1.5 or trial.mesh.tp * trial.mesh.pp > 1:
+        return ok(f"gradients are reduced {times:.1f} times a step")
+    return warn(
+        f"gradients are reduced {times:.1f} times a step: right, but "
+        f"{times:.0f} times the communication", "once is enough: all "
+        "microbatches but the last under `model.no_sync()`")
+
+
+# ------------------------------------------------------ what is told of them
+
+
+@question("losses agree at every step", ("whole", "resumed"))
+def losses(trial, reference):
+    step, largest = first_difference(trial, reference, "loss", LOSS)
+    if step is None:
+        return ok(f"losses agree at every step (to {largest:.0e})")
+    value, good = values(trial, reference, "loss", step)
+    text = f"the logged loss of step {step} is {value:.6f}, not {good:.6f}"
+    W, A = trial.mesh.dp, trial.accumulation
+    ratio = value / good
+    if step == 0:
+        factors = (
+            (1 / W, "it is divided by the world size, but not summed over "
+                    "ranks: all_reduce it"),
+            (W, "it is summed over ranks: divide it by the world size"),
+            (A, "it is summed over microbatches: add what is divided by "
+                "accumulation_steps"),
+            (1 / A, "it is divided by accumulation_steps twice"),
+            (A * W, "it is a sum: divide it by the world size and by "
+                    "accumulation_steps"))
+        for factor, cause in factors:
+            if factor != 1 and relative(ratio, factor) < 0.05:
+                return fail(text, cause)
+        if relative(value, good) < 0.2:
+            return fail(text, "it is rank 0's own loss, or one microbatch's: "
+                        "the mean over the whole minibatch and all ranks has "
+                        "to be logged" + (" (all_reduce it)" if W > 1 else ""))
+    return fail(text, "the loss is the mean over the whole minibatch and "
+                "all ranks, before the update")
+
+
+@question("validation losses agree")
+def validation(trial, reference):
+    step, largest = first_difference(trial, reference, "val_loss", LOSS)
+    if step is None:
+        return ok(f"validation losses agree (to {largest:.0e})")
+    value, good = values(trial, reference, "val_loss", step)
+    if np.isnan(value):
+        return fail(f"there is no validation loss at step {step}",
+                    "it is evaluated every --eval-every steps and after the "
+                    "last one, and logged")
+    text = (f"the validation loss of step {step} is {value:.6f}, not "
+            f"{good:.6f}")
+    W, N = trial.mesh.dp, 2 * trial.accumulation
+    for factor, cause in (
+            (1 / W, "it is divided by the world size, but not summed over "
+                    "ranks: all_reduce it in evaluate()"),
+            (W, "it is summed over ranks: divide it by the world size"),
+            (N, "it is summed over microbatches: divide it by their number"),
+            (N * W, "it is a sum: divide it by the number of microbatches "
+                    "and by the world size"),
+            (1 / N, "it is divided by the number of microbatches twice")):
+        if factor != 1 and relative(value / good, factor) < 0.05:
+            return fail(text, cause)
+    if np.isnan(good):
+        return fail(f"step {step} has a validation loss, which the single "
+                    "device has not", "it is evaluated every --eval-every "
+                    "steps and after the last one")
+    if W > 1:
+        return fail(text, "it too is a mean over all ranks and their own "
+                    "samples: all_reduce it in evaluate()")
+    return fail(text, "it is the mean over the first --eval-minibatches "
+                "minibatches of the validation split: data.seek(0)")
+
+
+@question("final weights are the single device's", ("whole", "resumed"))
+def weights(trial, reference):
+    good = assemble([reference.seen[0]["weights"]])
+    mine = assemble([seen["weights"] for seen in trial.seen])
+    bound = 0.02 * LEARNING_RATE
+    if mine.differing:
+        return fail(f"the final weights of rank {min(mine.differing)} are "
+                    "not rank 0's", RESUMED if trial.first_step else
+                    "every rank has to make the same updates")
+    error = mine.distance(good)
+    if not error <= bound:
+        return fail(f"the final weights are off by up to {error:.1e} "
+                    f"({bound:.0e} is allowed)", RESUMED if trial.first_step
+                    else "some update was not the single device's")
+    return ok("final weights are the single device's, on every rank")
+
+
+# -------------------------------------------------------------- what is left
+
+
+@question("rank 0 alone logs and saves", meshes=several)
+def writers(trial, reference):
+    alone = "rank 0 alone logs and saves: `if rank == 0:`"
+    for r, seen in enumerate(trial.seen):
+        for path in seen["written"]:
+            others = [q for q in range(trial.mesh.size)
+                      if q != r and path in trial.seen[q]["written"]]
+            if others:
+                rank = max(r, *others)
+                return fail(f"rank {rank} writes {Path(path).name} too",
+                            alone)
+    for r in range(1, trial.mesh.size):
+        if "| step" in trial.ranks[r].out:
+            return fail(f"rank {r} prints the log line too", alone)
+    return ok("rank 0 alone logs and saves")
+
+
+@question("every rank writes texts of its own")
+def texts(trial, reference):
+    for r in range(1, trial.mesh.size):
+        if PROMPT in trial.ranks[r].out:
+            return fail(f"rank {r} prints its texts itself",
+                        "gather them, dist.all_gather_object, and print them "
+                        "on rank 0: they would end up between one another's "
+                        "lines")
+    written = trial.ranks[0].out.split(PROMPT)[1:]
+    if trial.mesh.size == 1 or len(written) != 4 * trial.mesh.size:
+        return None
+    if len({text[:20] for text in written}) > 4:
+        return ok("every rank writes texts of its own")
+    return warn("all ranks write the same texts",
+                "add the rank to the seed of the generation")
+
+
+@question("its checkpoints are the single device's")
+def checkpoint(trial, reference):
+    """The whole state by name: weights, and the optimizer's moments."""
+    if trial.state is None:
+        return fail("there is no checkpoint", "rank 0 saves every "
+                    "--checkpoint-every steps and after the last one: "
+                    "run.save(step + 1, raw_model, optimizer)")
+    mine, good = trial.state, reference.state
+    prefix = {name.removesuffix(plain) for name in mine["model"]
+              for plain in good["model"] if name.endswith("." + plain)}
+    inside = len(prefix) == 1 and len(mine["model"]) == len(good["model"])
+    strip = (lambda name: name.removeprefix(min(prefix))) if inside else (
+        lambda name: name)
+    model = {strip(name): weight for name, weight in mine["model"].items()}
+    if model.keys() != good["model"].keys():
+        odd = sorted(model.keys() ^ good["model"].keys())[0]
+        return fail(f"the checkpoint has other names ({odd})",
+                    "save the raw model, not its wrapper")
+    if inside and any(wrapper in min(prefix)
+                      for wrapper in ("module.", "_orig_mod.")):
+        return fail(f"the checkpoint has other names ({min(mine['model'])})",
+                    "save the raw model, not its wrapper")
+    if mine["step"] != STEPS:
+        return fail(f"the last checkpoint is of step {mine['step']}",
+                    "save after the last step as well")
+    off = max((model[name].float() - weight.float()).abs().max().item()
+              for name, weight in good["model"].items())
+    if not off <= 0.02 * LEARNING_RATE:
+        return fail(f"the checkpoint's weights are off by up to {off:.1e}",
+                    "save the model that is trained, after its update")
+    moments = state_of(mine)
+    if not moments:
+        return fail("the checkpoint has no state of the optimizer",
+                    "a resumed run needs it: run.save(step + 1, raw_model, "
+                    "optimizer), with the optimizer that makes the updates")
+    for name in state_of(good):
+        name = next((key for key in moments if strip(key) == name), name)
+        if name not in moments:
+            return fail(f"the checkpoint has no state of the optimizer for "
+                        f"{name}", "save the optimizer that makes the "
+                        "updates, with all its parameters")
+    off = moments_off(state_of(good), {
+        strip(name): entry for name, entry in moments.items()})
+    if off > 0.01:
+        return fail(f"the checkpoint's state of the optimizer is off by "
+                    f"{percent(off)}", "save the optimizer that makes the "
+                    "updates: run.save(step + 1, raw_model, optimizer)")
+    if inside:
+        return warn(f"the checkpoint's names begin with {min(prefix)}",
+                    "other stages do not go on from it: save the model "
+                    "inside")
+    return ok("its checkpoints are the single device's")
+
+
+def moments_off(good, mine):
+    """How far the running means of gradients are off, relatively."""
+    off = size = 0.0
+    for name, moments in good.items():
+        mean = moments["exp_avg"]
+        other = mine[name].get("exp_avg", torch.zeros_like(mean))
+        off += (other - mean).square().sum().item()
+        size += mean.square().sum().item()
+    return (off / size) ** 0.5
+
+
+def state_of(checkpoint):
+    state = checkpoint.get("optimizer") or {}
+    return state.get("state", {}) if isinstance(state, dict) else {}
+
+
+@question("a signal to one rank ends all of them, after a checkpoint",
+          ("stopped",))
+def stopping(trial, reference):
+    """Whether a signal to rank 0 alone ends all of them, losing nothing."""
+    steps = len(trial.rows)
+    same = ("all ranks have to stop at the same step: all_reduce "
+            "run.stop_requested, and act on the sum")
+    ended = endings.explain(trial)
+    if ended:
+        return fail(f"a signal to rank 0 does not end them all: {ended.text}",
+                    same)
+    if steps == STEPS:
+        return fail("a signal to rank 0 does not end it", same)
+    if trial.state is None or trial.state["step"] != steps:
+        return fail("a signal ends it without a checkpoint",
+                    "save before the loop ends where a stop is requested")
+    return ok("a signal to one rank ends all of them, after a checkpoint")

@@ -1,0 +1,83 @@
+"""Find and run the workshop's own Python from another, a portal's kernel."""
+
+import os
+import subprocess
+import sys
+
+from backstage import ROOT
+from backstage.errors import require
+
+PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
+HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
+                f"importlib.util.find_spec(name) for name in {PACKAGES}))")
+
+# What activate.sh does if everything is set up. The site's modules come first,
+# because the environment's Python may need their libraries.
+FROM_SITE = """
+[ ! -f site.sh ] || . ./site.sh
+exec "${WORKSHOP_VENV:-$PWD/.venv}/bin/python" "$@"
+"""
+
+
+def find():
+    """The command that starts the workshop's Python, a list.
+
+    Raises `UserError` if there is none.
+    """
+    candidates = [[sys.executable]]
+    if os.environ.get("VIRTUAL_ENV"):
+        candidates.append([os.environ["VIRTUAL_ENV"] + "/bin/python"])
+    candidates.append(["bash", "-lc", FROM_SITE, "bash"])
+    for command in candidates:
+        try:
+            probe = subprocess.run(
+                [*command, "-c", HAS_PACKAGES], cwd=ROOT, env=variables(),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, check=False)
+        except OSError:  # there is no such program
+            continue
+        if probe.returncode == 0:
+            return command
+    require(False, "the workshop's environment does not exist yet: run "
+            f"`source activate.sh` in a terminal, in {ROOT}")
+
+
+def variables():
+    """Its environment variables: as in activate.sh, without a kernel's."""
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PYTHONHOME", "MPLBACKEND")}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("TIKTOKEN_CACHE_DIR",
+                   str(ROOT / "fineweb" / ".cache" / "tiktoken"))
+    return env
+
+
+def sbatch_variables():
+    """What site.sh sets for `sbatch`: account, partition and so on."""
+    printed = subprocess.run(
+        ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2; env -0"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, check=False).stdout.decode()
+    pairs = (item.partition("=") for item in printed.split("\0"))
+    return {name: value for name, _, value in sorted(pairs)
+            if name.startswith("SBATCH_")}
+
+
+def run(*arguments):
+    """Run `python arguments...` there and print its output; its exit status.
+
+    Raises `UserError` if there is no environment.
+    """
+    with subprocess.Popen(
+            [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
+            errors="replace", stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+        except KeyboardInterrupt:  # the kernel's stop button
+            process.terminate()
+            print("interrupted")
+    return process.returncode

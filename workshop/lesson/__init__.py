@@ -1,0 +1,1 @@
+"""The lessons: what to change, what is left, and making the changes."""

@@ -1,0 +1,65 @@
+"""A record of the scripts that have passed the check.
+
+A small file next to the desk's script holds a hash of each of them:
+
+    {"<stage>": {"<SHA-256 of the script>": "2026-12-31 23:59:59"}}
+"""
+
+import hashlib
+import json
+import time
+
+from backstage.errors import UserError, warn
+from backstage.files import locked, show_path, write_atomically
+from workshop.stages import DESK
+
+RECORD = DESK.with_name(".checked.json")
+
+PASSED, EDITED, NEVER = "passed", "edited since", "never checked"
+
+
+def record(stage, data):
+    """Remember that the script with these bytes has passed for the stage.
+
+    If the record cannot be written, it warns in one line and continues.
+    """
+    try:
+        with locked(DESK):  # another check may be ending, too
+            passed = read()
+            passed.setdefault(stage, {})[digest(data)] = time.strftime(
+                "%Y-%m-%d %H:%M:%S")
+            text = json.dumps(passed, indent=1) + "\n"
+            write_atomically(RECORD, text.encode())
+    except (OSError, UserError) as error:
+        warn(f"{show_path(RECORD)} does not know of this check: batch files "
+             f"will not train with this script ({error})")
+
+
+def state(stage, data):
+    """Whether the script with these bytes has passed: `PASSED`, or
+    `EDITED` if another version of it has, or `NEVER`.
+    """
+    hashes = read().get(stage, {})
+    if digest(data) in hashes:
+        return PASSED
+    return EDITED if hashes else NEVER
+
+
+def last_passed(stage):
+    """When a script last passed for the stage, as text, or None."""
+    return max(read().get(stage, {}).values(), default=None)
+
+
+def read():
+    """What is recorded; nothing if the file is damaged or unreadable."""
+    try:
+        passed = json.loads(RECORD.read_text("utf-8"))
+        return {stage: {str(key): str(when) for key, when in hashes.items()}
+                for stage, hashes in passed.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def digest(data):
+    """The script's SHA-256."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,353 @@
+"""What is left to change in the attendee's script, and where.
+
+Only the standard library, from Python 3.9 on: a lesson runs in whichever
+kernel a portal provides. Scripts are compared by their lines of code:
+comments, blank lines, trailing spaces and line endings do not count.
+"""
+
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
+import ast
+import io
+import re
+import textwrap
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from backstage.errors import UserError, require
+from backstage.files import show_path
+from workshop.lesson import documents
+from workshop.stages import DESK, FIRST, find
+
+GAP = 2  # this many equal lines do not split a change
+LARGEST = 500_000  # characters: comparing more takes minutes
+
+# A line up to its comment: a string may contain "#", a quote may be unclosed.
+CODE = re.compile(r"""("(\\.|[^"\\])*"|'(\\.|[^'\\])*'|[^#])*""")
+
+
+class Script:
+    """The lines of a script, and which of them are code."""
+
+    def __init__(self, path, data=None):
+        """data: the bytes to look at in place of those in the file.
+
+        Raises `UserError` if it cannot be read.
+        """
+        self.path, name = Path(path), show_path(path)
+        try:
+            self.data = self.path.read_bytes() if data is None else data
+            text = self.data.decode("utf-8-sig")
+        except FileNotFoundError:
+            raise UserError(
+                f"{name} is not there: was it moved or renamed? "
+                f"`python -m workshop reset {FIRST}` puts a new one there, "
+                "`reset --list` shows what was there before") from None
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror}"
+                            ) from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is not UTF-8 text ({error})") from None
+        require(len(text) <= LARGEST, f"{name} has {len(text):,} characters: "
+                "that is not a script of this course")
+        line = text[:text.find("\0") + 1].count("\n") + 1
+        require("\0" not in text, f"{name} has a null byte in line {line}, "
+                "so it is not Python: delete that character")
+        self.raw = list(io.StringIO(text, newline=""))  # with their line ends
+        self.lines = [line.rstrip().expandtabs(4) for line in self.raw]
+        code = [CODE.match(line)[0].rstrip() for line in self.lines]
+        self.where = [i for i, line in enumerate(code) if line]
+        self.code = [code[i] for i in self.where]
+        self.syntax_error = None
+        try:
+            self.tree = ast.dump(ast.parse(text))
+        except SyntaxError as error:
+            self.syntax_error = f"line {error.lineno}: {error.msg}"
+
+    def span(self, begin, end, last=True):
+        """The range of lines of code[begin:end] and the comments above it.
+
+        last: include the comments below it.
+        """
+        edges = [-1, *self.where, len(self.lines)]
+        first = edges[begin] + 1
+        return first, edges[end + 1] if last else max(first, edges[end] + 1)
+
+    def place(self, i):
+        """The names of the class and function that line i is in."""
+        names, indent = [], len(self.lines[i]) - len(self.lines[i].lstrip())
+        for line in reversed(self.lines[:i]):
+            here = len(line) - len(line.lstrip())
+            if line and here < indent:
+                indent = here
+                found = re.match(r"\s*(?:class|def) (\w+)", line)
+                names[:0] = found.groups() if found else []
+        return ".".join(names)
+
+
+def differences(a, b):
+    """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2]."""
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return [op[1:] for op in matcher.get_opcodes() if op[0] != "equal"]
+
+
+# ----------------------------------------------------------------- a lesson
+
+
+@dataclass
+class Piece:
+    """Start's code[i1:i2], which becomes the goal's code[j1:j2]."""
+
+    change: int  # which change of the lesson it belongs to, from 0
+    i1: int
+    i2: int
+    j1: int
+    j2: int
+
+
+class Lesson:
+    """The changes from one stage to the next, and the code of each."""
+
+    def __init__(self, stage):
+        self.stage = stage
+        self.start = Script(find(find(stage).after).solution)
+        self.goal = Script(find(stage).solution)
+        self.changes = documents.load(stage)
+        self.pieces = cut(
+            hunks(self.start.code, self.goal.code), self.find_anchors(),
+            self.start, self.goal)
+
+    def find_anchors(self):
+        """[(change, i, j)]: an anchor's code line in start or in goal."""
+        changed = differences(self.start.code, self.goal.code)
+        found = []
+        for number, change in enumerate(self.changes):
+            for anchor in change.anchors:
+                old = anchor.startswith("-")
+                code = (self.start if old else self.goal).code
+                lines = [k for i1, i2, j1, j2 in changed
+                         for k in (range(i1, i2) if old else range(j1, j2))
+                         if code[k].strip() == anchor[1:]]
+                if len(lines) != 1:
+                    raise ValueError(
+                        f"lesson {self.stage}: the anchor {anchor!r} is in "
+                        f"{len(lines)} lines of the diff, not in one")
+                found.append((number, lines[0], None) if old
+                             else (number, None, lines[0]))
+        return found
+
+
+def hunks(a, b):
+    """The differences, in groups that are at most `GAP` lines apart."""
+    together = []
+    for difference in differences(a, b):
+        if together and difference[0] - together[-1][-1][1] <= GAP:
+            together[-1].append(difference)
+        else:
+            together.append([difference])
+    return together
+
+
+def cut(hunks, anchors, start, goal):
+    """The `Piece`s of the hunks: each begins at the anchors of a change."""
+    pieces = []
+    for hunk in hunks:
+        begins = {}  # change -> where it begins in this hunk
+        for i1, i2, j1, j2 in hunk:
+            for change, i, j in anchors:
+                if i is not None and i1 <= i < i2:
+                    default = (i, j1 if i == i1 else j2)
+                    begins[change] = (i, begins.get(change, default)[1])
+                elif j is not None and j1 <= j < j2:
+                    default = (i1 if j == j1 else i2, j)
+                    begins[change] = (begins.get(change, default)[0], j)
+        points = sorted((i, j, change) for change, (i, j) in begins.items())
+        if not points or points[0][:2] != (hunk[0][0], hunk[0][2]):
+            i1, i2, j1, _ = hunk[0]
+            first = ("-" + start.code[i1].strip() if i1 < i2 else
+                     "+" + goal.code[j1].strip())
+            raise ValueError(f"{show_path(goal.path)}: the lesson has no "
+                             f"change for the hunk that begins with {first!r}")
+        ends = [*points[1:], (hunk[-1][1], hunk[-1][3], None)]
+        for (i1, j1, change), (i2, j2, _) in zip(points, ends):
+            last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
+            pieces.append(Piece(
+                change, i1, min(i2, last[1]), j1, min(j2, last[3])))
+    return pieces
+
+
+@cache
+def load_lesson(stage):
+    """The `Lesson` that makes the stage."""
+    return Lesson(stage)
+
+
+# ------------------------------------------------------------- what is left
+
+
+@dataclass
+class Left:
+    """A change that is left, or, without a number, another difference."""
+
+    number: int | None  # from 1, its place in the lesson
+    title: str
+    why: str
+    edits: list[tuple]  # (i1, i2, j1, j2): lines of the script and the goal
+
+
+class Diff:
+    """What is left to change in a script until it is the stage's solution.
+
+    left: the lesson's changes, in its order, as `Left`; others: differences
+    that have nothing to do with the lesson.
+    """
+
+    def __init__(self, stage, path=DESK, data=None):
+        """Raises `UserError` if the script cannot be read."""
+        self.yours = Script(path, data)
+        self.lesson = load_lesson(stage)
+        self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
+        self.left, self.others = [], []
+        if not self.yours.syntax_error and self.yours.tree == self.goal.tree:
+            return
+        edits = {}  # change -> what is left of it
+        for change, span in self._parts():
+            for edit in self._edits(*span):
+                if change is None and self._extends_last(edit):
+                    self.others[-1].edits.append(edit)
+                elif change is None:
+                    self.others.append(Left(None, *OTHER, [edit]))
+                else:
+                    edits.setdefault(change, []).append(edit)
+        for change in sorted(edits):
+            it = self.lesson.changes[change]
+            self.left.append(
+                Left(change + 1, it.title, it.why, edits[change]))
+
+    def _parts(self):
+        """The differences, cut where another change of the lesson begins.
+
+        Yields (change or None, (i1, i2, j1, j2, last)).
+        """
+        yours, goal = self.yours.code, self.goal.code
+        for i1, i2, j1, j2 in differences(yours, goal):
+            parts = self._runs(yours[i1:i2], j1, j2)
+            ends = [i1 + end for end in distribute(
+                yours[i1:i2], [texts for *_, texts in parts])]
+            begins = [i1, *ends]
+            for k, (change, begin, end, _) in enumerate(parts):
+                a, b = yours[begins[k]:ends[k]], goal[begin:end]
+                if (a or b) and not same_code(a, b):
+                    last = (ends[k], end) == (i2, j2)
+                    yield change, (begins[k], ends[k], begin, end, last)
+
+    def _runs(self, lines, j1, j2):
+        """[(change or None, begin, end, texts)]: goal's code[j1:j2], in runs.
+
+        texts: what the script's lines of this run resemble; None for the
+        first and the last run, which take lines that resemble nothing.
+        """
+        owners = [(piece, max(piece.j1, j1), min(piece.j2, j2))
+                  for piece in self.lesson.pieces
+                  if max(piece.j1, j1) < min(piece.j2, j2)
+                  or (piece.j1 <= j1 == j2 <= piece.j2 and (
+                      piece.j1 < j1 < piece.j2
+                      or set(lines) & set(self._removed(piece))))]
+        runs, at = [(None, j1, j1, None)], j1
+        for piece, begin, end in owners:
+            if at < begin:
+                runs.append((None, at, begin, self.goal.code[at:begin]))
+            texts = self.goal.code[piece.j1:piece.j2] + self._removed(piece)
+            runs.append((piece.change, begin, end, texts))
+            at = end
+        if at < j2:
+            runs.append((None, at, j2, self.goal.code[at:j2]))
+        return [*runs, (None, j2, j2, None)]
+
+    def _removed(self, piece):
+        return self.lesson.start.code[piece.i1:piece.i2]
+
+    def _edits(self, i1, i2, j1, j2, last):
+        """The differences as edits of whole lines, with their comments."""
+        a1, a2 = self.yours.span(i1, i2, last)
+        b1, b2 = self.goal.span(j1, j2, last)
+        code = {self.yours.where[i] for i in range(i1, i2)}
+        for c1, c2, d1, d2 in differences(
+                self.yours.lines[a1:a2], self.goal.lines[b1:b2]):
+            own = d1 == d2 and not code & set(range(a1 + c1, a1 + c2))
+            if not own:  # the attendee's own comments may stay
+                yield a1 + c1, a1 + c2, b1 + d1, b1 + d2
+
+    def _extends_last(self, edit):
+        return self.others and self.others[-1].edits[-1][1] == edit[0]
+
+    def apply(self, numbers):
+        """The script's text with the changes of these numbers made."""
+        edits = sorted((edit for it in self.left if it.number in numbers
+                        for edit in it.edits), reverse=True)
+        raw = list(self.yours.raw)
+        ending = "\r\n" if any(r.endswith("\r\n") for r in raw) else "\n"
+        if raw and not raw[-1].endswith(("\r", "\n")):
+            raw[-1] += ending
+        for i1, i2, j1, j2 in edits:
+            raw[i1:i2] = [line + ending for line in self.goal.lines[j1:j2]]
+        return "".join(raw)
+
+    def own_lines(self, numbers):
+        """The lines that `apply` removes and that are in neither stage."""
+        known = {line.strip() for script in (self.lesson.start, self.goal)
+                 for line in script.lines}
+        return sorted(i for it in self.left if it.number in numbers
+                      for i1, i2, *_ in it.edits for i in range(i1, i2)
+                      if self.yours.lines[i].strip() not in {"", *known})
+
+
+OTHER = ("Not in the lesson",
+         "A slip, or something of your own? If you did not mean it, "
+         "change it back.")
+
+
+def distribute(lines, groups):
+    """Cut `lines` into one part for each group; returns where the parts end.
+
+    A group is a list of texts that its lines resemble, or None, for lines
+    that resemble nothing.
+    """
+    best = [(0, [])] * len(groups)  # the total, and each line's group
+    for line in lines:
+        reached, before = [], (-1, [])
+        for k, texts in enumerate(groups):
+            before = max(before, best[k], key=lambda it: it[0])
+            score = 0.2 if texts is None else likeness(line, texts)
+            reached.append((before[0] + score, [*before[1], k]))
+        best = reached
+    chosen = max(best, key=lambda it: it[0])[1]
+    return [sum(k <= group for k in chosen) for group in range(len(groups))]
+
+
+def likeness(line, texts):
+    """How similar a line is to the most similar text, from 0 to 2."""
+    if line in texts:
+        return 2
+    words = set(re.findall(r"\w+", line))
+    pairs = ((words, set(re.findall(r"\w+", text))) for text in texts)
+    return max((len(a & b) / (len(a | b) or 1) for a, b in pairs), default=0)
+
+
+def same_code(a, b):
+    """Whether two pieces of code differ only in quotes and line breaks."""
+    if not a or not b or indent(a[0]) != indent(b[0]):
+        return False
+    try:
+        a, b = (ast.dump(ast.parse(textwrap.dedent("\n".join(lines))))
+                for lines in (a, b))
+    except SyntaxError:
+        return False
+    return a == b
+
+
+def indent(line):
+    """How many spaces the line begins with."""
+    return len(line) - len(line.lstrip())

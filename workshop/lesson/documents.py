@@ -1,0 +1,137 @@
+"""The lessons: which change turns one stage into the next, and why.
+
+A lesson is a Markdown document, a chapter that can be read on its own. It
+begins with a title and an introduction. Then each change has a heading with
+its number, its reason in prose, and its anchors in a fenced block:
+
+    ## 3. Ask the launcher who this process is
+
+    The launcher starts the same script several times ...
+
+    ```diff
+    -rank, world_size = 0, 1
+    +if "RANK" not in os.environ:
+    ```
+
+The code itself is in solutions/ only: an anchor ties a change to the lines of
+the diff between the two stages.
+"""
+
+import re
+from dataclasses import dataclass
+
+from backstage.files import show_path
+from workshop.stages import find
+
+FENCE = "```"
+
+
+@dataclass
+class Change:
+    """One thing to teach.
+
+    why: the reason, in paragraphs with an empty line between them.
+
+    anchors: the lines of the diff where the change begins, with their sign
+    and without their indentation: "+import os", "-rank = 0". It extends
+    to the next anchor, or until three lines in a row are the same in both
+    stages; what follows those needs an anchor again. Where a change
+    begins among replaced lines, name both the first line removed and the
+    first line added.
+    """
+
+    title: str
+    why: str
+    anchors: tuple[str, ...]
+
+
+def load(stage):
+    """The `Change`s that make the stage, in the order they are taught."""
+    path = find(stage).lesson
+    return parse(path.read_text("utf-8"), show_path(path))
+
+
+def parse(text, name):
+    """The `Change`s of a document; name: what an error calls it.
+
+    Raises `ValueError` with the line in which it is not a lesson.
+    """
+    def require(condition, line, complaint):
+        if not condition:
+            raise ValueError(f"{name}, line {line}: {complaint}")
+
+    head, *sections = split(text)
+    require(head.heading.startswith("# "), head.line,
+            "a lesson begins with its title, '# ...'")
+    prose, blocks = head.parts()
+    require(prose and not blocks, head.line,
+            "after the title comes an introduction, in prose only")
+    require(sections, head.line, "there is no change, '## 1. ...'")
+    changes = []
+    for number, section in enumerate(sections, 1):
+        found = re.fullmatch(r"## (\d+)\. (\S.*)", section.heading)
+        require(found, section.line,
+                f"a change begins with '## {number}. ' and its title")
+        require(int(found[1]) == number, section.line,
+                f"this is change {number}, not {found[1]}")
+        prose, blocks = section.parts()
+        require(prose, section.line, "the change has no why")
+        require(len(blocks) == 1, section.line, "a change has one block of "
+                f"anchors, {FENCE}diff ... {FENCE}, and this has "
+                f"{len(blocks)}")
+        (line, kind, closed, rows), = blocks
+        require(kind == "diff", line, f"the block has to begin with {FENCE}"
+                "diff")
+        require(closed, line, f"the block has no end, {FENCE}")
+        require(rows, line, "the block has no anchor")
+        for k, row in enumerate(rows, line + 1):
+            require(row[:1] in ("+", "-") and row[1:].strip(), k,
+                    "an anchor is a line of code after + or -")
+        changes.append(Change(found[2], "\n\n".join(prose), tuple(
+            row[0] + row[1:].strip() for row in rows)))
+    return changes
+
+
+@dataclass
+class Section:
+    """A heading, and the lines below it."""
+
+    line: int  # the heading's, from 1
+    heading: str
+    body: list
+
+    def parts(self):
+        """The paragraphs, and the blocks (line, kind, closed, rows)."""
+        prose, blocks, fresh = [], [], True  # fresh: a paragraph begins
+        for number, row in enumerate(self.body, self.line + 1):
+            inside = blocks and not blocks[-1][2]
+            if row.startswith(FENCE) and not inside:
+                blocks.append([number, row[len(FENCE):].strip(), False, []])
+                fresh = True
+            elif row.rstrip() == FENCE:
+                blocks[-1][2] = True
+            elif inside:
+                blocks[-1][3].append(row)
+            elif not row.strip():
+                fresh = True
+            elif fresh:
+                prose.append(row.strip())
+                fresh = False
+            else:
+                prose[-1] += " " + row.strip()
+        return prose, blocks
+
+
+def split(text):
+    """The document's sections: each begins at a heading outside blocks."""
+    sections, inside = [Section(1, "", [])], False
+    for number, row in enumerate(text.splitlines(), 1):
+        if row.startswith(FENCE):  # followed by a word it closes none
+            inside = not inside or row.rstrip() != FENCE
+        if number == 1:
+            sections[0].heading = row
+        elif row.startswith("#") and not inside:
+            sections.append(Section(number, row, []))
+        else:
+            sections[-1].body.append(row)
+    return sections

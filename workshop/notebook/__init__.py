@@ -1,0 +1,1 @@
+"""What the lessons' notebooks call and show."""

@@ -1,0 +1,323 @@
+"""Pictures for the lessons: SVG, for the light and the dark theme."""
+
+import ast
+import html
+import re
+
+COLOURS = ("#3b7dd8", "#cf7a12", "#2b9a5f", "#a457c4")  # one a process
+CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
+
+
+def cadence(worlds=(1, 2, 4), microbatches=4, steps=3):
+    """Who takes which microbatch, and when, for each world size.
+
+    microbatches: in a minibatch; steps: how many of them are drawn.
+    """
+    right = 64 + (microbatches + 1) * CELL  # where the time begins
+    width = right + steps * microbatches * CELL + 36
+    out, y = dataset(width, steps), 138
+    for world in worlds:
+        turns = microbatches // world
+        out.append(text(0, y, plural(world, "process", "es"), "bold"))
+        out.append(text(right, y, f"{plural(turns, 'microbatch', 'es')} in "
+                                  "turn, then an update"))
+        y += 10
+        for i in range(steps * microbatches):
+            step, k = divmod(i, microbatches)
+            rank, turn = k % world, step * turns + k // world
+            out.append(cell(64 + k * CELL, y + step * LINE, i, rank))
+            out.append(cell(right + turn * CELL + 4 * step,
+                            y + rank * LINE, i, rank))
+        for step in range(steps):
+            out.append(text(0, y + step * LINE + 15, f"step {step}"))
+            x = right + (step + 1) * turns * CELL + 4 * step
+            out.append(line(x + 1, y - 2, x + 1, y + world * LINE - 4, 2))
+        y += max(world, steps) * LINE + 26
+    return (f'<svg viewBox="0 0 {width} {y - 26}" role="img" '
+            f'style="width: 100%; max-width: {width + 100}px; '
+            'font: 12px var(--jp-ui-font-family, sans-serif)" '
+            f'fill="currentColor">{"".join(out)}</svg>')
+
+
+def dataset(width, steps):
+    """The dataset, the epoch, and the steps that are drawn below."""
+    left, shards, minibatches = 64, 3, 18
+    out = [text(0, 15, "dataset"), text(0, 51, "epoch")]
+    length = (width - left - 2) / shards
+    for shard in range(shards):
+        out.append(frame(left + shard * length, 0, length))
+        out.append(text(left + shard * length + 6, 15,
+                        f"shard {shard + 1}: tokens"))
+    length = (width - left - 2) / minibatches
+    for step in range(minibatches):
+        out.append(frame(left + step * length, 36, length, step < steps))
+    out.append(text(left, 76, "each box a minibatch, trained on in one step;"
+                              " the filled ones below,"))
+    out.append(text(left, 92, "cut into microbatches; one colour a process "
+                              "(its GPU)"))
+    out.append(text(left, 116, "by number", "bold"))
+    out.append(text(64 + 5 * CELL, 116, "in time: processes side by side",
+                    "bold"))
+    return out
+
+
+def strategies(gpus=4):
+    """What each GPU keeps of the model's state: all of it, or a shard."""
+    rows = ("parameters", "gradients", "optimizer states")
+    names = (("ddp", 0), ("deepspeed_stage_1", 1), ("deepspeed_stage_2", 2),
+             ("fsdp2, fsdp, deepspeed_stage_3", 3))  # how many are sharded
+    left, bar, gap = 130, 96, 14
+    width, out, y = left + gpus * (bar + gap), [], 14
+    for name, sharded in names:
+        out.append(text(0, y, name, "bold"))
+        y += 10
+        for number, row in enumerate(rows):
+            out.append(text(0, y + 15, row))
+            whole = number < len(rows) - sharded
+            for gpu in range(gpus):
+                x = left + gpu * (bar + gap)
+                out.append(frame(x, y, bar))
+                part = bar if whole else bar / gpus
+                begin = x if whole else x + gpu * part
+                out.append(
+                    f'<rect x="{begin + 1:g}" y="{y + 1:g}" '
+                    f'width="{part - 2:g}" height="20" rx="2" '
+                    f'fill="{COLOURS[gpu % len(COLOURS)]}"/>')
+            y += LINE
+        y += 24
+    return (f'<svg viewBox="0 0 {width} {y - 24}" role="img" '
+            f'style="width: 100%; max-width: {width + 60}px; '
+            'font: 12px var(--jp-ui-font-family, sans-serif)" '
+            f'fill="currentColor">{"".join(out)}</svg>')
+
+
+def plural(count, word, ending):
+    """The number and the word."""
+    return f"{count} {word}{ending if count > 1 else ''}"
+
+
+def text(x, y, words, weight="normal"):
+    """Words that begin at x and stand on y."""
+    return f'<text x="{x:g}" y="{y:g}" font-weight="{weight}">{words}</text>'
+
+
+def cell(x, y, number, rank):
+    """A microbatch in the colour of its process."""
+    return (f'<rect x="{x:g}" y="{y:g}" width="{CELL - 2}" height="20" rx="3" '
+            f'fill="{COLOURS[rank]}"/><text x="{x + CELL / 2 - 1:g}" '
+            f'y="{y + 14:g}" fill="#fff" font-size="11" '
+            f'text-anchor="middle">{number}</text>')
+
+
+def frame(x, y, width, filled=False):
+    """A box of the dataset or the epoch."""
+    opacity = 0.35 if filled else 0
+    return (f'<rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
+            f'height="20" rx="2" fill-opacity="{opacity}" '
+            'stroke="currentColor" stroke-opacity="0.6"/>')
+
+
+def line(x1, y1, x2, y2, width):
+    """A line."""
+    return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
+            f'stroke="currentColor" stroke-width="{width}"/>')
+
+
+GREY = "#808080"
+
+
+def svg(width, height, parts):
+    """The picture of these parts, as wide as it needs, or as there is."""
+    return (f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
+            f'style="width: 100%; max-width: {width:g}px; '
+            'font: 12px var(--jp-ui-font-family, sans-serif)" '
+            f'fill="currentColor">{"".join(parts)}</svg>')
+
+
+def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
+    """A coloured box with words in its middle."""
+    out = (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+           f'rx="3" fill="{colour}" fill-opacity="{opacity}" '
+           f'stroke="{colour}"/>')
+    return out + middle(x + width / 2, y + height / 2 + 4, words)
+
+
+def middle(x, y, words):
+    """Words around x."""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{words}</text>'
+
+
+def arrow(x, y, end):
+    """An arrow down, from y to end."""
+    return (line(x, y, x, end - 4, 1.5) + '<path d="M'
+            f'{x - 4:g},{end - 7:g} L{x + 4:g},{end - 7:g} L{x:g},{end:g}z"/>')
+
+
+# -------------------------------------------------------------- start_here
+
+
+def data_parallel(ranks=4):
+    """A step: split the minibatch, reduce the gradients, update alike."""
+    wide, gap, left = 116, 12, 4
+    whole = ranks * wide + (ranks - 1) * gap
+    out = [text(left, 14, "the samples of a minibatch, split", "bold")]
+    for rank in range(ranks):
+        x, colour = left + rank * (wide + gap), COLOURS[rank]
+        for k in range(4):
+            out.append(cell(x + 14 + 22 * k, 22, 4 * rank + k, rank))
+        out += [arrow(x + wide / 2, 46, 66),
+                middle(x + wide / 2, 82, f"GPU {rank}: rank {rank}"),
+                box(x, 90, wide, 40, colour, "the whole model"),
+                arrow(x + wide / 2, 134, 152),
+                box(x, 154, wide, 26, colour, "its gradients"),
+                arrow(x + wide / 2, 184, 202),
+                arrow(x + wide / 2, 242, 260),
+                box(x, 262, wide, 26, GREY, "the same update")]
+    out.append(box(left, 204, whole, 34, GREY,
+                   "all-reduce: everyone gets the mean of all gradients",
+                   0.12))
+    return svg(whole + 8, 294, out)
+
+
+def words():
+    """Epoch, minibatch, microbatch, sample and tokens, each a zoom."""
+    left, width = 84, 430
+    blue = COLOURS[0]
+    rows = (
+        ("epoch", 24, 4, "18,692 steps, one minibatch each"),
+        ("minibatch", 16, 5, "512 samples of one step = 32 microbatches"),
+        ("microbatch", 16, 6, "16 samples that a GPU takes at once"),
+    )
+    out, y = [], 6
+    for name, number, chosen, about in rows:
+        step = width / number
+        out += [text(0, y + 35, name, "bold"), text(left, y + 12, about)]
+        for i in range(number):
+            out.append(box(left + i * step, y + 20, step - 3, 22, blue,
+                           opacity=0.7 if i == chosen else 0.12))
+        x = left + chosen * step  # the zoom into the chosen one
+        out.append(f'<path d="M{x:g},{y + 42} L{x + step - 3:g},{y + 42} '
+                   f'L{left + width - 3:g},{y + 64} L{left:g},{y + 64}z" '
+                   f'fill="{blue}" fill-opacity="0.12"/>')
+        y += 70
+    y += 10
+    tokens = ("The", " cat", " sat", " on", " the", " mat", ".")
+    step = width / len(tokens)
+    out.append(text(0, y + 17, "sample", "bold"))
+    for k, label in ((0, "x: T tokens"), (1, "targets y")):
+        out.append(text(0, y + 34 + 30 * k, label) if k == 0 else
+                   text(0, y + 64, label))
+        for i in range(len(tokens) - 1):
+            out.append(box(left + i * step, y + 18 + 30 * k, step - 3, 24,
+                           COLOURS[k], tokens[i + k].strip()))
+    out.append(text(left, y + 10, "T = 1024 tokens in GPT-2; the targets are "
+                                  "the same tokens, one later"))
+    return svg(left + width, y + 80, out)
+
+
+def nodes(number=2, gpus=4):
+    """Ranks count on over the nodes, local ranks begin anew on each."""
+    wide, out = 58, []
+    whole = gpus * wide + 20
+    for node in range(number):
+        x = node * (whole + 34)
+        out += [box(x + 1, 1, whole, 138, GREY, opacity=0.08),
+                text(x + 12, 20, f"node {node}", "bold")]
+        for local in range(gpus):
+            rank, at = node * gpus + local, x + 12 + local * wide
+            colour = COLOURS[local % len(COLOURS)]
+            out += [box(at, 30, wide - 6, 34, colour, f"GPU {local}", 0.4),
+                    middle(at + wide / 2 - 3, 86, "process"),
+                    f'<g font-weight="bold">'
+                    f'{middle(at + wide / 2 - 3, 106, f"rank {rank}")}</g>',
+                    middle(at + wide / 2 - 3, 126, f"local {local}")]
+        out.append(line(x + whole / 2, 139, x + whole / 2, 158, 3))
+    total = number * whole + (number - 1) * 34
+    out += [box(1, 158, total, 24, GREY, "the network between nodes: slower "
+                "than the links within one"),
+            text(2, 202, f"world size = {number} nodes x {gpus} GPUs = "
+                         f"{number * gpus} processes. Rank 0 logs and saves.")]
+    return svg(total + 4, 208, out)
+
+
+def script_map(source):
+    """Sections, classes and functions of a script, with their lines."""
+    heads = [(number, match[1]) for number, row in
+             enumerate(source.splitlines(), 1)
+             if (match := re.fullmatch(r"# -{3,} (.+)", row))]
+    heads = [(0, "beginning"), *heads, (source.count("\n") + 2, "")]
+    items = [node for node in ast.parse(source).body
+             if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    out = []
+    for (begin, name), (end, _) in zip(heads, heads[1:]):
+        rows = [describe(node) for node in items if begin < node.lineno < end]
+        if rows:
+            out.append(f"<h4>{html.escape(name)}</h4>{''.join(rows)}")
+    return "".join(out)
+
+
+def describe(node):
+    """A class or function in a row: its line, name, methods, purpose."""
+    kind = "class" if isinstance(node, ast.ClassDef) else "def"
+    methods = [child.name for child in node.body
+               if isinstance(child, ast.FunctionDef)
+               and not child.name.startswith("__")]
+    about = (ast.get_docstring(node) or "").split("\n")[0]
+    inside = f": {', '.join(methods)}" if methods and kind == "class" else ""
+    return (f'<p><span class="place">line {node.lineno}</span> {kind} '
+            f"<strong>{node.name}</strong>{inside} "
+            f'<span class="place">{html.escape(about)}</span></p>')
+
+
+# ------------------------------------------------------------- collectives
+
+
+def tensors(shown, width=560):
+    """What each rank showed: a row for each rank, a column each time.
+
+    shown: for each rank a list of [title, numbers]. Each number is coloured
+    by the ranks that are in it: its digits say which (1, 10, 100, 1000).
+    """
+    times = max(map(len, shown))
+    longest = max(len(numbers or ()) for rank in shown
+                  for _, numbers in rank)
+    wide = max(36, 6 + 9 * max((len(number(value)) for rank in shown
+                            for _, numbers in rank
+                            for value in numbers or ()), default=0))
+    step = wide * max(longest, 1) + 26
+    across = max(1, int((width - 54) // step))
+    out, top = [], 0
+    for begin in range(0, times, across):
+        for k in range(begin, min(begin + across, times)):
+            x = 54 + (k - begin) * step
+            titles = [rank[k][0] for rank in shown if k < len(rank)]
+            out.append(text(x, top + 14, html.escape(titles[0]), "bold"))
+            for rank, states in enumerate(shown):
+                numbers = states[k][1] if k < len(states) else None
+                y = top + 24 + 30 * rank
+                if k == begin:
+                    out.append(text(0, y + 16, f"rank {rank}"))
+                if numbers is None:
+                    out.append(text(x + 4, y + 16, "-"))
+                for i, value in enumerate(numbers or ()):
+                    out.append(value_box(x + i * wide, y, wide - 3, value))
+        top += 24 + 30 * len(shown) + 14
+    return svg(54 + min(across, times) * step, top, out)
+
+
+def number(value):
+    """As short as it goes."""
+    return f"{value:g}" if value < 10**6 else f"{value:.0e}"
+
+
+def value_box(x, y, width, value):
+    """A number, with a stripe in the colour of each rank that is in it."""
+    digits = f"{int(abs(value)):d}"[::-1]
+    owners = [rank for rank, digit in enumerate(digits)
+              if digit != "0" and rank < len(COLOURS)]
+    stripe = width / max(len(owners), 1)
+    stripes = "".join(
+        f'<rect x="{x + i * stripe:g}" y="{y:g}" width="{stripe:g}" '
+        f'height="24" fill="{COLOURS[rank]}" fill-opacity="0.45"/>'
+        for i, rank in enumerate(owners))
+    return (f"{stripes}{box(x, y, width, 24, GREY, number(value), 0)}")

@@ -1,0 +1,361 @@
+"""Start a script as several processes of this machine, and wait for them.
+
+This does what `torchrun` does in a tenth of the time: the processes are forked
+from a server that has already imported torch. It is for the checks and the
+tests; a real run has a real launcher.
+
+The server and all that it forks are in a session of their own: Ctrl-C in the
+terminal does not reach them, and `end_all` ends them at once.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
+           "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
+           "torch._dynamo", "backstage.lightning", "workshop.check.observe"]
+
+
+@dataclass
+class Rank:
+    """How a process ended: `status` is None if it had to be killed."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+class Launch:
+    """`script flags...` as `world_size` processes; None: plain python.
+
+    nodes: on how many nodes the processes believe they are.
+    observe: a picklable function of the rank that every process calls first;
+    what it returns is called at the end, also after an error. preload: what
+    is imported once for all of them, by the first Launch of this program.
+    place: the folder that the script imports from, its own by default.
+    within: where the folder of what they print is made.
+    """
+
+    def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
+                 observe=None, threads=1, preload=PRELOAD, place=None,
+                 within=None):
+        self.server = get_server(preload)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
+        folders.add(self.folder)
+        self.pids = []
+        port = free_port()
+        try:
+            for rank in range(world_size or 1):
+                variables = dict(os.environ if env is None else env)
+                if world_size:
+                    devices = world_size // nodes
+                    variables |= {
+                        "RANK": str(rank), "LOCAL_RANK": str(rank % devices),
+                        "GROUP_RANK": str(rank // devices),
+                        "WORLD_SIZE": str(world_size),
+                        "LOCAL_WORLD_SIZE": str(devices),
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                self.pids.append(self.server.fork(
+                    str(script), [str(flag) for flag in flags], variables,
+                    f"{self.folder}/{rank}", rank, observe, threads,
+                    str(place or Path(script).parent)))
+        except BaseException:
+            self.clear()
+            raise
+
+    def wait(self, timeout=120, gives_up=None):
+        """The `Rank`s, once all have ended; after `timeout` s it kills them.
+
+        gives_up: a function that is asked ten times a second whether to kill
+        them. One that had to be killed has its stack in `err`.
+        """
+        try:
+            late = self.wait_for_end(time.monotonic() + timeout, gives_up)
+            for pid in late:
+                self.server.kill(pid, signal.SIGUSR2)  # faulthandler's
+            if late:
+                self.wait_for_end(time.monotonic() + 0.5)
+            for pid in late:
+                self.server.kill(pid, signal.SIGKILL)
+            self.wait_for_end(time.monotonic() + 10)
+            return [Rank(None if pid in late else self.server.ended.get(pid),
+                         self.text(rank, "out"), self.text(rank, "err"))
+                    for rank, pid in enumerate(self.pids)]
+        finally:
+            self.clear()
+
+    def wait_for_end(self, end, gives_up=None):
+        """The processes that have not ended by then."""
+        while running := [pid for pid in self.pids if self.is_alive(pid)]:
+            left = end - time.monotonic()
+            if left <= 0 or (gives_up and gives_up()):
+                return running
+            self.server.listen(min(left, 0.1))
+        return []
+
+    def is_alive(self, pid):
+        self.server.listen(0)
+        return pid not in self.server.ended
+
+    def text(self, rank, name, most=1_000_000):
+        """What the rank has printed: all, or as much from both its ends."""
+        try:
+            with open(f"{self.folder}/{rank}.{name}", "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                data = file.read(most)
+                if size > 2 * most:
+                    file.seek(size - most)
+                data += file.read(most)
+        except FileNotFoundError:
+            return ""
+        return data.decode(errors="replace")
+
+    def printed(self):
+        """How many bytes the ranks have printed."""
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def clear(self):
+        for pid in self.pids:
+            self.server.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        folders.discard(self.folder)
+
+    def signal(self, number, rank=None):
+        """Send a signal to one rank, or to all."""
+        for pid in self.pids if rank is None else [self.pids[rank]]:
+            self.server.kill(pid, number)
+
+
+def launch(script, *flags, timeout=120, **options):
+    """Start `script`, wait until it has ended, return its `Rank`s."""
+    return Launch(script, *flags, **options).wait(timeout)
+
+
+def free_port():
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ------------------------------------------------------- the server, outside
+
+
+class Server:
+    """The process that forks the ranks, as the program sees it."""
+
+    def __init__(self, preload):
+        self.owner = os.getpid()
+        self.ended = {}  # process -> exit status
+        mine, its = socket.socketpair()
+        code = (f"import sys; sys.path[:] = {sys.path!r}\n"
+                "from workshop.processes import serve\n"
+                f"serve({its.fileno()}, {preload!r})")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
+            pass_fds=[its.fileno()], start_new_session=True,
+            # who waits for another is to sleep: read when torch is loaded
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+        its.close()
+        self.link = Connection(mine.detach())
+
+    def fork(self, *job):
+        """Start a rank; returns its process."""
+        # the pickle is opened where sys.path is right for it
+        self.link.send((list(sys.path), pickle.dumps(job)))
+        self.started = None
+        while self.started is None:
+            self.listen(60)
+        return self.started
+
+    def listen(self, seconds):
+        """Wait at most that long for news of processes that start or end.
+        """
+        while self.link.poll(seconds):
+            try:
+                event, pid, status = self.link.recv()
+            except (EOFError, OSError):
+                raise RuntimeError(
+                    "the server of the processes has ended") from None
+            if event == "started":
+                self.started = pid
+                return
+            self.ended[pid] = status
+            seconds = 0
+
+    def kill(self, pid, number):
+        if pid not in self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self):
+        """End the server and all that it has forked, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def activity(self):
+        """The CPU seconds of each thread, and how many threads want a CPU.
+
+        None where the system does not say (it has no /proc).
+        """
+        tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
+        if not Path("/proc/self/stat").exists():
+            return None
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(folder.name)) != self.process.pid or (
+                        folder.name == str(self.process.pid)):
+                    continue
+                for task in (folder / "task").iterdir():
+                    fields = (task / "stat").read_text().rpartition(")")[2]
+                    state, *numbers = fields.split()
+                    eager += state in "RD"
+                    tasks[task.name] = (
+                        int(numbers[10]) + int(numbers[11])) / tick
+        return tasks, eager
+
+
+the_server = None
+folders = set()  # of launches that have not been waited for
+
+
+def get_server(preload=PRELOAD):
+    """The server of this program, which is started when first asked for."""
+    global the_server
+    if the_server is None or the_server.owner != os.getpid() or (
+            the_server.process.poll() is not None):
+        the_server = Server(preload)
+    return the_server
+
+
+@atexit.register
+def end_all():
+    """End every process that this program has started, at once."""
+    global the_server
+    server, the_server = the_server, None
+    if server is not None and server.owner == os.getpid():
+        server.end()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# -------------------------------------------------------- the server, inside
+
+
+def serve(link, preload):
+    """Fork a process for each job, and tell when it ends. Never returns."""
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    link = Connection(link)
+    bell, ring = os.pipe()
+    os.set_blocking(bell, False)
+    os.set_blocking(ring, False)
+    signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([link, bell], [], [])
+        try:
+            if bell in ready:
+                os.read(bell, 1000)
+                tell_ended(link)
+            if link in ready:
+                path, job = link.recv()
+                pid = os.fork()
+                if pid == 0:
+                    for handle in (link.fileno(), bell, ring):
+                        os.close(handle)
+                    become_rank(path, job)
+                link.send(("started", pid, None))
+        except (EOFError, OSError):  # the program is gone
+            os.killpg(0, signal.SIGKILL)
+
+
+def tell_ended(link):
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            link.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+
+
+def become_rank(path, job):
+    """In a forked process. Never returns."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sys.path[:] = path
+        status = run_script(*pickle.loads(job))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def run_script(script, flags, variables, output, rank, observe, threads,
+               place):
+    """What a process does: `script flags...` as if python had started it."""
+    os.environ.clear()
+    os.environ.update(variables)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(f"{output}.{name}",
+                       os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
+    import torch
+
+    torch.set_num_threads(threads)
+    sys.argv = [script, *flags]
+    sys.path[0] = place
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    finish_once(observe(rank) if observe else None)
+    status = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # a forked process would skip them
+    return status
+
+
+def finish_once(finish):
+    """Let `finish` be called where this process ends, also by os._exit."""
+    leave, owner = os._exit, os.getpid()
+
+    def visible_exit(status):
+        os._exit = leave
+        if finish and os.getpid() == owner:  # not a worker of its own
+            finish()
+        leave(status)
+
+    os._exit = visible_exit

@@ -1,0 +1,252 @@
+"""The picture of the results: python -m workshop plot.
+
+    python -m workshop.results.plot FILE PANEL [RUN ...]    one panel, as SVG
+"""
+
+import io
+import sys
+from itertools import count
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+from backstage.errors import UserError, run_main
+from workshop.results import runs as results
+from workshop.stages import STAGES
+
+COLOURS = {name: stage.colour for name, stage in STAGES.items()}
+DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
+INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
+
+matplotlib.rcParams.update({
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.25, "font.size": 9,
+    "axes.titlesize": 10, "axes.titleweight": "bold",
+    "legend.frameon": False, "legend.fontsize": 8,
+    "svg.fonttype": "none", "svg.hashsalt": "workshop",
+})
+
+
+# ---------------------------------------- the panels: panel(axes, results)
+
+
+def loss(ax, runs):
+    """The loss curves on top of each other: wide below, narrow above."""
+    ax.set(title="loss: on top of each other", xlabel="step",
+           ylabel="loss (nats per token)")
+    for i, run in enumerate(runs):
+        steps = [row["step"] for row in run.rows]
+        ax.plot(steps, [row["loss"] for row in run.rows],
+                DASHES.get(run.world_size, "-"), label=run.name,
+                color=colour(run), linewidth=5 - 3.5 * (i + 1) / len(runs),
+                alpha=0.8)
+        evaluated = [row for row in run.rows if row["val_loss"] is not None]
+        ax.plot([row["step"] for row in evaluated],
+                [row["val_loss"] for row in evaluated], "o",
+                color=colour(run), markersize=3)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(title="points: validation", title_fontsize=8)
+
+
+def speed(ax, runs):
+    """Tokens/s of all processes and of each, and the MFU if it is known."""
+    ax.set(title="tokens/s (pale), tokens/s of each process (full)",
+           xlabel="thousand tokens/s")
+    for y, run in enumerate(runs):
+        total = run.tokens_per_second / 1000
+        ax.barh(y, total, color=colour(run), alpha=0.35)
+        ax.barh(y, total / run.world_size, height=0.4, color=colour(run))
+        text = f" {total:,.1f}"
+        if run.mfu is not None:
+            text += f", MFU {run.mfu:.0%}"
+        ax.annotate(text, (total, y), va="center")
+    ax.set_yticks(range(len(runs)), [run.name for run in runs])
+    ax.invert_yaxis()
+    ax.margins(x=0.2)
+    unknown = sorted({run.device for run in runs if run.mfu is None})
+    if unknown:
+        ax.set_xlabel("thousand tokens/s (no MFU: the peak of "
+                      f"{', '.join(unknown)} is not known)")
+
+
+def scaling(ax, runs):
+    """Efficiency against the number of processes, with ideal and model."""
+    ax.set(title="scaling efficiency", xlabel="processes",
+           ylabel="tokens/s per process ÷ tokens/s of one alone")
+    ax.axhline(1, color=INK, linestyle=":", label="ideal")
+    most = 1
+    for stage, points in results.efficiency(runs).items():
+        most = max(most, *points)
+        ax.plot(points.keys(), points.values(), "o-", label=stage,
+                color=COLOURS.get(stage))
+        model = results.fit_stage(runs, stage)
+        if model:
+            first = next(run for run in runs if run.stage == stage)
+            one = model.seconds(1, first.accumulation * first.world_size)
+            xs = [n for n in powers_of_two(first)
+                  if n <= 4 * max(points)]
+            ax.plot(xs, [one / n / model.seconds(
+                n, first.accumulation * first.world_size / n) for n in xs],
+                "--", color=COLOURS.get(stage), label=f"{stage}, the model")
+            most = max(most, *xs)
+    ax.set_ylim(0, 1.15)
+    count_axis(ax, most)
+    ax.legend(loc="lower left")
+    if most == 1:
+        note(ax, "there are only runs on one process:\nalso run on 2 and 4")
+
+
+def model(ax, runs):
+    """Where a step's time goes: the fitted parts and the measured total."""
+    ax.set(title="a step: A·t_microbatch + t_optimizer + t_exposed",
+           xlabel="ms per step")
+    stage = next((stage for stage in STAGES
+                  if results.fit_stage(runs, stage)), None)
+    if stage is None:
+        ax.set_axis_off()
+        return note(ax, "this needs one stage on three numbers\n"
+                        "of processes, for example 1, 2 and 4")
+    fitted = results.fit_stage(runs, stage)
+    runs = [run for run in runs if run.stage == stage]
+    names = ("A microbatches", "optimizer", "exposed all-reduce")
+    if not fitted.told_apart:
+        names = (names[0], "optimizer and exposed all-reduce")
+    left = [0.0] * len(runs)
+    parts = [fitted.parts(run.world_size, run.accumulation) for run in runs]
+    for i, name in enumerate(names):
+        widths = [1000 * part[i] for part in parts]
+        ax.barh(range(len(runs)), widths, left=left, label=name,
+                color=("#3b7dd8", "#2b9a5f", "#cf7a12")[i], alpha=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    ax.plot([1000 * run.seconds for run in runs], range(len(runs)), "D",
+            color=INK, markersize=5, label="measured")
+    ax.set_yticks(range(len(runs)), [
+        f"{run.name}\nA = {run.accumulation}" for run in runs])
+    ax.set_ylim(len(runs) + 0.4, -0.5)  # room for the legend below
+    ax.legend(loc="lower left", ncols=2)
+    if runs[0].device == "cpu":
+        ax.set_xlabel("ms per step (processes share this CPU's cores, so "
+                      "the model does not hold)")
+
+
+def published(ax, runs):
+    """The course's own curves: time per epoch against the number of GPUs."""
+    ax.set(title="published: one epoch, A100-40 and Max 1550",
+           xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
+    for name, points in results.PUBLISHED.items():
+        dash = "--" if name.endswith("256") else "-"
+        color = "#2b9a5f" if name.startswith("A100") else "#a457c4"
+        ax.plot(points.keys(), points.values(), "o" + dash, label=name,
+                color=color, markersize=4)
+        ax.plot(points.keys(), [points[1] / n for n in points], ":",
+                color=INK, linewidth=0.8)
+    ax.plot([], [], ":", color=INK, linewidth=0.8, label="ideal")
+    count_axis(ax, 16)
+    ax.set_yticks([5, 10, 20, 50, 100])
+    ax.yaxis.set_major_formatter(ScalarFormatter())
+    ax.minorticks_off()
+    ax.legend()
+
+
+def gpus(ax, runs):
+    """How busy the GPUs were, in the run with the most processes."""
+    ax.set(title="GPU utilisation", xlabel="seconds, a sample every 10",
+           ylabel="% of the time busy", ylim=(0, 105))
+    for run in sorted(runs, key=lambda run: -run.world_size):
+        samples = results.utilisation(run.folder)
+        if samples:
+            ax.set_title(f"GPU utilisation: {run.name}")
+            for gpu, values in samples.items():
+                ax.plot(range(0, 10 * len(values), 10), values, label=gpu)
+            return ax.legend()
+    ax.set_axis_off()
+    note(ax, "no GPU metrics in these runs:\nthe batch files record them "
+             "(gpus-*.txt)")
+
+
+PANELS = {panel.__name__: panel
+          for panel in (loss, speed, scaling, model, published, gpus)}
+
+
+# ----------------------------------------------------------------- helpers
+
+
+def colour(run):
+    """The colour of the run's stage."""
+    return COLOURS.get(run.stage, "#a457c4")
+
+
+def note(ax, text):
+    """Say what is missing, in the middle of the panel."""
+    ax.annotate(text, (0.5, 0.5), xycoords="axes fraction", alpha=0.8,
+                ha="center", va="center")
+
+
+def powers_of_two(run):
+    """The powers of two up to the run's number of microbatches per step."""
+    most = run.accumulation * run.world_size
+    for k in count():
+        if 2**k > most:
+            return
+        yield 2**k
+
+
+def count_axis(ax, most):
+    """Label the x axis with numbers of devices: 1, 2, 4, ..."""
+    ticks = [2**k for k in range(most.bit_length())]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [str(tick) for tick in ticks])
+
+
+def themed(panel, size=(6.2, 3.6)):
+    """panel(axes) as SVG, in a notebook's text colour and width."""
+    inks = dict.fromkeys((
+        "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor",
+        "xtick.color", "ytick.color"), INK)
+    file = io.StringIO()
+    with matplotlib.rc_context(inks):
+        figure = Figure(size, layout="constrained")
+        panel(figure.subplots())
+        figure.savefig(file, format="svg", transparent=True,
+                       metadata={"Date": None})
+    svg = file.getvalue()
+    return svg[svg.index("<svg"):].replace(INK, "currentColor").replace(
+        "<svg ", '<svg role="img" style="max-width: 100%; height: auto" ', 1)
+
+
+def main(output, folders=()):
+    """Draw all panels in one picture, and print which runs it shows."""
+    runs, notes = results.find(folders)
+    figure = Figure((14, 8), layout="constrained")
+    figure.suptitle(subtitle(runs))
+    for ax, panel in zip(figure.subplots(2, 3).flat, PANELS.values(),
+                         strict=True):
+        panel(ax, runs)
+    try:
+        figure.savefig(output, dpi=110)
+    except ValueError as error:  # matplotlib does not know the file's ending
+        raise UserError(f"{output}: {error}") from error
+    for text in notes:
+        print(text)
+    print(f"{output}: {', '.join(run.name for run in runs)}")
+
+
+def subtitle(runs):
+    """Which presets ran, on which devices."""
+    devices = sorted({run.device for run in runs})
+    presets = sorted({run.preset for run in runs})
+    return f"preset {', '.join(presets)} on {', '.join(devices)}"
+
+
+def write_panel():
+    """For a notebook: write one panel to a file, as SVG."""
+    output, name, *folders = sys.argv[1:]
+    runs, _ = results.find(folders)
+    svg = themed(lambda ax: PANELS[name](ax, runs))
+    Path(output).write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_main(write_panel)

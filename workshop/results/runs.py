@@ -1,0 +1,268 @@
+"""The results of the runs: read them from their folders, and fit a model.
+
+This needs only the standard library, so that a portal's kernel can list the
+runs; only `fit` needs NumPy.
+"""
+
+import csv
+import json
+import statistics
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from backstage.files import show_path
+from backstage.flops import num_parameters
+from workshop.stages import FIRST, STAGES
+
+RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
+ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
+
+# The course's own scaling plots: seconds per epoch, by the number of GPUs and
+# of samples (with other data and another epoch length than here).
+PUBLISHED = {
+    "A100-40, batch 16": {1: 155.5, 4: 43.7, 8: 21.4, 16: 11.3},
+    "A100-40, batch 256": {1: 54.0, 4: 13.9, 8: 7.1, 16: 3.8},
+    "Max 1550, batch 16": {1: 122.1, 4: 37.5, 8: 24.8, 16: 14.7},
+    "Max 1550, batch 256": {1: 41.0, 4: 11.8, 8: 8.3, 16: 6.0},
+}
+
+
+@dataclass
+class Result:
+    """A run: the contents of hyperparameters.json and metrics.csv."""
+
+    folder: Path
+    stage: str
+    world_size: int
+    device: str
+    config: dict
+    hyperparameters: dict
+    rows: list = field(repr=False)  # a dictionary of floats for each step
+
+    @property
+    def name(self):
+        return f"{self.stage} x {self.world_size}"
+
+    @property
+    def preset(self):
+        return self.hyperparameters["preset"]
+
+    @property
+    def accumulation(self):
+        """How many microbatches a process takes in a step."""
+        hp = self.hyperparameters
+        return hp["minibatch_size"] // (
+            hp["microbatch_size"] * self.world_size)
+
+    @property
+    def seconds(self):
+        """Of a step: the median, without the first fifth, the warm-up."""
+        return self.median("seconds")
+
+    @property
+    def tokens_per_second(self):
+        return self.median("tokens_per_second")
+
+    @property
+    def mfu(self):
+        """The median MFU, or None if the device's peak is not known."""
+        return self.median("mfu")
+
+    def median(self, column):
+        values = [row[column] for row in self.rows[len(self.rows) // 5:]
+                  if row[column] is not None]
+        return statistics.median(values) if values else None
+
+    def alike(self, other):
+        """Whether both train the same model on the same minibatches."""
+        return all(self.hyperparameters.get(key)
+                   == other.hyperparameters.get(key) for key in ALIKE)
+
+
+def read(folder):
+    """The run in a folder; a `UserError` if there is nothing to show."""
+    try:
+        record = json.loads((folder / "hyperparameters.json").read_text())
+        with open(folder / "metrics.csv", newline="") as file:
+            rows = [{key: float(value) if value else None
+                     for key, value in row.items()}
+                    for row in csv.DictReader(file)]
+        require(rows, f"{show_path(folder)}: no step is finished yet")
+        return Result(folder, record["stage"], record["world_size"],
+                      record["device"], record["config"],
+                      record["hyperparameters"], rows)
+    except FileNotFoundError as error:
+        raise UserError(f"{show_path(folder)}: there is no "
+                        f"{Path(error.filename).name}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{show_path(folder)}: damaged, or not a run of this "
+                        f"course ({error})") from error
+
+
+def find(folders=()):
+    """The runs to show, and lines that say what is not shown and why.
+
+    Without folders, these are the runs in runs/ that train the same as the
+    newest one; of several with the same stage and world size, the newest. If
+    runs/ holds none, they are the examples. Raises `UserError` if nothing can
+    be shown.
+    """
+    named = [Path(folder) for folder in folders]
+    results, notes = read_all(named or list_folders(RUNS))
+    if not (results or named):
+        notes.append("No run to show in runs/ yet: these are the examples "
+                     "in example-logs/.")
+        results, problems = read_all(list_folders(EXAMPLES))
+        notes += problems
+    require(results, "; ".join(notes) or "there is no run to show: train one")
+    if not named:
+        newest = results[-1]
+        same = [result for result in results if result.alike(newest)]
+        if len(same) < len(results):
+            notes.append(f"Left out: {len(results) - len(same)} runs with "
+                         "another preset, data, minibatch or length than "
+                         f"{show_path(newest.folder)}.")
+        results = list({result.name: result for result in same}.values())
+    order = [*STAGES]
+    results.sort(key=lambda result: (
+        order.index(result.stage) if result.stage in order else len(order),
+        result.world_size))
+    return results, notes
+
+
+def read_all(folders):
+    """The runs, and a line for each that cannot be read."""
+    results, problems = [], []
+    for folder in folders:
+        try:
+            results.append(read(folder))
+        except UserError as error:
+            problems.append(str(error))
+    return results, problems
+
+
+def list_folders(parent):
+    """The run folders in a folder; the one written to last comes last."""
+    def written(folder):
+        file = folder / "metrics.csv"
+        return (file if file.exists() else folder).stat().st_mtime
+
+    folders = [path for path in parent.glob("*") if path.is_dir()]
+    return sorted(folders, key=written)
+
+
+# ----------------------------------------------------------------- scaling
+
+
+def efficiency(results):
+    """Tokens/s per process, relative to one alone: {stage: {n: ratio}}.
+
+    A stage is compared with its own run on one process, or else with the first
+    stage; without either it is left out.
+    """
+    single = {result.stage: result.tokens_per_second
+              for result in results if result.world_size == 1}
+    stages = {}
+    for result in results:
+        one = single.get(result.stage, single.get(FIRST))
+        if one:
+            stages.setdefault(result.stage, {})[result.world_size] = (
+                result.tokens_per_second / result.world_size / one)
+    return stages
+
+
+def traffic(n, num_bytes):
+    """The bytes that each of n processes sends in a ring all-reduce."""
+    return 2 * (n - 1) / n * num_bytes
+
+
+@dataclass
+class Model:
+    """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
+
+    t_exposed = traffic / bandwidth is the part of the all-reduce that is not
+    hidden behind the backward pass; bandwidth is what it then seems to have.
+    """
+
+    microbatch: float
+    optimizer: float  # includes t_exposed if they cannot be told apart
+    per_byte: float  # 1 / bandwidth
+    num_bytes: int  # of the gradients
+    told_apart: bool = True
+
+    def parts(self, n, accumulation):
+        return (accumulation * self.microbatch, self.optimizer,
+                traffic(n, self.num_bytes) * self.per_byte)
+
+    def seconds(self, n, accumulation):
+        return sum(self.parts(n, accumulation))
+
+
+def fit(points, num_bytes):
+    """The `Model` nearest to {(n, accumulation): seconds}, or None.
+
+    It minimises the squares of the relative errors, with no time below zero,
+    and needs at least three world sizes. With a single minibatch size, both A
+    and the traffic are linear in 1/n, so the times of the optimizer and of the
+    all-reduce cannot be told apart: then they stay together.
+    """
+    import numpy as np
+
+    if len({n for n, _ in points}) < 3:
+        return None
+    matrix = np.array([[A, 1, traffic(n, num_bytes)] for n, A in points])
+    scale = matrix.max(axis=0)
+    rank = np.linalg.matrix_rank(matrix / scale)  # 2 or 3
+    matrix = matrix / scale / np.array(list(points.values()))[:, None]
+    best, least = None, np.inf
+    for size in range(1, rank + 1):  # how many times are above zero
+        for columns in combinations(range(rank), size):
+            part = np.linalg.lstsq(matrix[:, columns], np.ones(len(points)),
+                                   rcond=None)[0]
+            error = np.sum((matrix[:, columns] @ part - 1) ** 2)
+            if (part >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[list(columns)] = part
+    return Model(*(best / scale).tolist(), num_bytes, bool(rank == 3))
+
+
+def fit_stage(results, stage):
+    """The model of a stage's runs, or None if there are too few."""
+    runs = [result for result in results if result.stage == stage]
+    if not runs:
+        return None
+    points = {(run.world_size, run.accumulation): run.seconds for run in runs}
+    return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
+
+
+# --------------------------------------------------------- GPU utilisation
+
+
+def utilisation(folder):
+    """{"node GPU 0": [percent, ...]} from the run's files of GPU metrics.
+
+    A batch file has `nvidia-smi dmon` (words under a header) or `xpu-smi dump`
+    (commas) write them on each node, every ten seconds.
+    """
+    gpus = {}
+    for file in sorted(folder.glob("gpus-*.txt")):
+        node, header = file.stem[len("gpus-"):], []
+        for line in file.read_text(errors="replace").splitlines():
+            cells = line.split("," if "," in line else None)
+            cells = [cell.strip("# ").lower() for cell in cells]
+            cells = [cell for cell in cells if cell]
+            if "gpu" in cells or "deviceid" in cells:
+                header = cells  # it is repeated now and then
+                continue
+            values = dict(zip(header, cells))
+            gpu = values.get("gpu", values.get("deviceid"))
+            busy = values.get("sm", values.get("gpu utilization (%)"))
+            try:
+                percent = float(busy)
+            except (TypeError, ValueError):  # units, "-", or a truncated line
+                continue
+            gpus.setdefault(f"{node} GPU {gpu}", []).append(percent)
+    return gpus

@@ -1,0 +1,55 @@
+"""The stages: everything that the tools of the course know about them.
+
+A stage is its script in solutions/, its lesson in workshop/lesson/ (the first
+one needs none), and its entry here. No other place knows its name.
+Only the standard library, from Python 3.9 on.
+"""
+
+from dataclasses import dataclass
+
+from backstage import ROOT
+from backstage.errors import UserError
+
+DESK = ROOT / "code" / "train_gpt2.py"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the course."""
+
+    name: str
+    after: str  # the stage that its lesson starts from; "" for the first one
+    title: str
+    colour: str  # in the pictures
+    launcher: str  # what starts its processes: "python" or "torchrun"
+    meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
+    trainer: bool = False  # whether Lightning's Trainer has the loop
+
+    @property
+    def solution(self):
+        """The finished script."""
+        return ROOT / "solutions" / f"train_gpt2_{self.name}.py"
+
+    @property
+    def lesson(self):
+        """The document that leads to it from the previous stage."""
+        return ROOT / "workshop" / "lesson" / f"{self.name}.md"
+
+
+STAGES = {stage.name: stage for stage in (
+    Stage("std", "", "one device", "#8a8a8a", "python", ((1, 1, 1),)),
+    Stage("ddp", "std", "a process for each device, with DDP", "#3b7dd8",
+          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    Stage("lit", "ddp", "the same training with Lightning", "#cf7a12",
+          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), trainer=True),
+)}
+FIRST = next(iter(STAGES))  # where the course starts
+LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)
+
+
+def find(name):
+    """The `Stage` of that name; raises `UserError` if there is none."""
+    if name not in STAGES:
+        raise UserError(f"there is no stage {name}: choose from "
+                        f"{', '.join(STAGES)}")
+    return STAGES[name]
