@@ -15,6 +15,11 @@
 #   module load python cuda || return
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
+# An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
+# for CUDA 12: PyTorch's index for one of them, such as cu126.
+#
+#   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
+#
 # Intel Max 1550: PyTorch's index of builds for XPU (pytorch.org names it).
 #
 #   export PIP_EXTRA_INDEX_URL=https://wheels.example.org/xpu

@@ -1,23 +1,84 @@
 """The device of a process: which one it is, and what it can do."""
 
+import os
+from pathlib import Path
+
 import torch
 
 from backstage.errors import require, warn
+
+# Added to a message where each process sees one device.
+OWN_DEVICE = ("If SLURM's --gpus-per-task or --gpu-bind gave each process a "
+              "device of its own, ask for --gpus-per-node instead: each "
+              "process is to see all devices of its node, and takes the one "
+              "that has its local rank")
 
 
 def find_device(name="auto"):
     """The kind of device that a process here computes on: `torch.device`.
 
     name: "auto" (an accelerator if there is one), "cpu", "cuda", "xpu",
-    "mps". Raises `UserError` if this machine has no such device.
+    "mps". Raises `UserError` if this machine has no such device, and for
+    "auto" if it has a GPU that torch cannot use.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto" and accelerator is None:
+        gpu = find_gpu()
+        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
+                f"({build()}) finds none that it can use; {driver()}. Name a "
+                "build of PyTorch that fits in site.sh, for CUDA 12 if the "
+                "driver is older than 580 (see site.example.sh), or train on "
+                "the CPU with --device cpu")
     if name == "cpu" or (name == "auto" and accelerator is None):
         return torch.device("cpu")
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     require(name in ("auto", *here), f"--device {name} is not on this "
             f"machine: choose from {', '.join(here)}")
     return accelerator
+
+
+def find_gpu(environment=os.environ, root=Path("/")):
+    """What says that this process has a GPU, or "".
+
+    Without it a job on a GPU would train on the CPU where torch does not fit
+    the driver, and nobody would see why it is slow. CUDA_VISIBLE_DEVICES
+    hides the GPUs if it is empty. root: where /dev is found.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1", "NoDevFiles"):
+        return ""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
+        # a number, but of the last two the GPUs' numbers: 0 is the first
+        value = environment.get(name)
+        if value and (name, value) != ("SLURM_GPUS_ON_NODE", "0"):
+            return f"SLURM gave this job GPUs ({name}={value})"
+    if visible:
+        return f"this process has GPUs (CUDA_VISIBLE_DEVICES={visible})"
+    for node in sorted((root / "dev").glob("nvidia[0-9]*")):
+        if os.access(node, os.R_OK | os.W_OK):  # not if SLURM locks it
+            return f"this machine has a GPU ({node})"
+    return ""
+
+
+def driver(root=Path("/")):
+    """The version of NVIDIA's driver, as part of a sentence."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "no NVIDIA driver is loaded"
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
+    versions = [word for word in text.split() if word[0].isdigit()
+                and word.replace(".", "").isdigit() and "." in word]
+    return f"the NVIDIA driver is {versions[0] if versions else 'unknown'}"
+
+
+def build():
+    """What this PyTorch was built for."""
+    if torch.version.cuda:
+        return f"for CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"for ROCm {torch.version.hip}"
+    return "for XPUs" if torch.version.xpu else "for CPUs alone"
 
 
 def use_device(name="auto", local_rank=0):
@@ -29,11 +90,41 @@ def use_device(name="auto", local_rank=0):
     device = find_device(name)
     if device.type == "cpu":
         return device
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    require(world_size == 1 or not is_slice(device), "NCCL does not connect "
+            "the slices of GPUs (MIG), and this process has one, "
+            f"{device_name(device)}: start one process, or ask for whole GPUs")
     count = torch.accelerator.device_count()
     require(local_rank < count, f"process {local_rank} of this node has no "
-            f"{device.type} device: start no more than {count} per node")
+            f"{device.type} device: start no more than {count} per node"
+            + (f". {OWN_DEVICE}" if count == 1 else ""))
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device.type, local_rank)
+
+
+def is_slice(device):
+    """Whether the device is a part of a GPU that was divided (MIG)."""
+    return device.type == "cuda" and "MIG" in device_name(device)
+
+
+def memory_size(device):
+    """The device's memory in bytes; 0 if it is unknown."""
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        return backend.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return 0
+
+
+def pin(tensor):
+    """The tensor where a GPU can copy it from while the program goes on.
+
+    Unchanged if this process does not use a GPU.
+    """
+    if torch.cuda.is_initialized() or torch.xpu.is_initialized():
+        return tensor.pin_memory()
+    return tensor
 
 
 def cpu_has_bf16():

@@ -83,16 +83,26 @@ def explain(error):
     """One line for an error that the user can fix, or None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    kind = type(error).__name__
-    if kind == "OutOfMemoryError":  # torch's, without importing torch
+    kind = type(error).__name__  # torch's, without importing torch
+    first = (str(error).strip().splitlines() or [""])[0]
+    if kind == "OutOfMemoryError" or (
+            kind in ("RuntimeError", "AcceleratorError") and (
+                "STATUS_ALLOC_FAILED" in first  # cuBLAS's, cuDNN's
+                or first == "CUDA error: out of memory")):
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
     if isinstance(error, MemoryError):
         return "the memory is full: try a smaller --microbatch-size"
     if kind.startswith("Dist") or "gloo" in str(error):  # torch.distributed
-        reason = str(error).strip().splitlines()[0]
         return ("lost the other processes: look for the first error above; "
-                f"--resume goes on from the last checkpoint ({reason})")
+                f"--resume goes on from the last checkpoint ({first})")
+    # It names a line that may have nothing to do with it: the device computes
+    # later than the program runs, unless it is told to wait.
+    if (kind == "AcceleratorError"
+            and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
+        return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "
+                "see in which line; if it is none of yours, try another "
+                "device; --resume goes on from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in FULL:

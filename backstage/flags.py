@@ -13,7 +13,8 @@ from typing import Literal
 
 from backstage import ROOT, dataset
 from backstage.command_line import parse_flags
-from backstage.device import cpu_has_bf16, find_device
+from backstage.cores import use_cores
+from backstage.device import cpu_has_bf16, find_device, memory_size
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
 from backstage.launchers import name_ranks
@@ -30,7 +31,8 @@ class Choice:
     data: str = ""
     run: str = ""
     resume: bool = False
-    device: str = "auto"
+    device: str = ""
+    microbatch_size: int = 0
 
 
 def parse(Hyperparameters, presets, models):
@@ -46,7 +48,7 @@ def parse(Hyperparameters, presets, models):
     choice, _ = parse_flags(
         Choice, return_unknown_args=True, add_help=False)
     saved = read_hyperparameters(choice) if choice.resume else {}
-    device = find_device(choice.device or saved.get("device"))
+    device = find_device(choice.device or saved.get("device") or "auto")
 
     fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
     accelerated, has_fineweb = device.type != "cpu", fineweb.is_dir()
@@ -78,6 +80,10 @@ def parse(Hyperparameters, presets, models):
             if hasattr(default, key)})
     hp = parse_flags(Hyperparameters, default=default)
     hp.preset, hp.data = preset, str(data)
+    on_node, world_size = count_processes(hp)
+    use_cores(on_node)
+    if not choice.microbatch_size:
+        hp.microbatch_size = choose_microbatch_size(hp, world_size, device)
 
     require(Path(hp.data).is_dir(), f"{hp.data}: there is no such folder: "
             "check --data")
@@ -88,10 +94,41 @@ def parse(Hyperparameters, presets, models):
                  "still running, or was stopped")
         why = f" ({', '.join(why)})" if why else ""
         print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
-              f"device {device.type}, {hp.precision}"
+              f"device {device.type}, {hp.precision}, "
+              f"microbatches of {hp.microbatch_size}"
               + (f", world size {os.environ['WORLD_SIZE']}"
                  if "WORLD_SIZE" in os.environ else ""), flush=True)
     return hp
+
+
+def count_processes(hp):
+    """How many processes there are, or will be: on this node, and in all."""
+    started = getattr(hp, "devices", 0) or 1  # by Lightning, on this node
+    world_size = int(os.environ.get("WORLD_SIZE", started))
+    # a launcher that does not say it: as if all were here
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, on_node), max(1, world_size)
+
+
+def choose_microbatch_size(hp, world_size, device):
+    """How many samples go through the model at once, if nobody has said it.
+
+    The most that divide this process's part of the minibatch, up to what the
+    preset or the resumed run has, or what fits into the device's memory. The
+    result of the training does not depend on it.
+    """
+    most = hp.microbatch_size or 64
+    if hp.preset == "gpt2" and not hp.microbatch_size:
+        # sequences of 1,024 in bf16, not compiled: 16 of them take 16 GiB,
+        # 32 take 31, 64 take 60; fp32 takes up to twice as much
+        gibibytes = memory_size(device) / 2**30
+        most = next((size for size, least in ((64, 70), (32, 35), (16, 20))
+                     if gibibytes >= least), 8)
+        if hp.precision == "fp32":
+            most //= 2
+    part = max(1, hp.minibatch_size // world_size)
+    return max(size for size in range(1, min(part, max(1, most)) + 1)
+               if part % size == 0)
 
 
 def read_hyperparameters(choice):

@@ -3,13 +3,16 @@
 import re
 
 # Dense TFLOP/s of one device: (bf16, fp32 without TF32), by words in the name
-# that the driver gives it; the first match counts. Source: the vendors' data
-# sheets (sparse figures halved).
+# that the driver gives it; the first match counts. None: not known. Source:
+# the vendors' data sheets (sparse figures halved; those of boards with eight
+# GPUs divided by eight).
 PEAKS = {
     "A100": (312, 19.5),
     "A30": (165, 10.3),
+    "A10": (125, 31.2),
     "A10G": (70, 31.2),
     "A40": (149.7, 37.4),
+    "A6000": (154.8, 38.7),
     "H100 PCIe": (756, 51),
     "H100 NVL": (835, 60),
     "H100": (989, 67),
@@ -17,6 +20,8 @@ PEAKS = {
     "H200": (989, 67),
     "H20": (148, 44),
     "B200": (2250, 75),
+    "GB200": (2500, None),  # NVIDIA published 90 for fp32, and later 80
+    "B300": (2250, 75),
     "L40S": (362, 91.6),
     "L4": (121, 30.3),
     "MI300X": (1307, 163.4),
@@ -52,6 +57,8 @@ def peak_flops(device, precision):
 
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+        if "MIG" in name:  # a slice of an A100 is not an A100
+            return None
     elif device.type == "xpu":
         name = torch.xpu.get_device_name(device)
         if "Max 1550" in name and precision == "bf16":
@@ -64,6 +71,6 @@ def peak_flops(device, precision):
         return None
     column = ("bf16", "fp32").index(precision)
     for part, peaks in PEAKS.items():
-        if re.search(rf"\b{part}\b", name):
+        if re.search(rf"\b{part}\b", name) and peaks[column]:
             return peaks[column] * 1e12
     return None

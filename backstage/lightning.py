@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from backstage.checkpoint import is_sharded
-from backstage.device import find_device
+from backstage.device import OWN_DEVICE, find_device
 from backstage.errors import require
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
@@ -72,8 +72,9 @@ def check_device(hp, devices):
             "stage, or --device cpu")
     count = torch.accelerator.device_count()
     require(device == "cpu" or devices <= count,
-            f"{devices} processes on a node, but {count} {device} device(s) "
-            "for each: one device a process, all visible to all of them")
+            f"{devices} processes on a node, but each sees {count} {device} "
+            "device(s): start no more than that on a node"
+            + (f". {OWN_DEVICE}" if count == 1 else ""))
     require(hp.strategy == "ddp" or not hp.compile,
             f"Lightning does not compile with --strategy {hp.strategy}: add "
             "--no-compile")

@@ -58,6 +58,10 @@ class Run:
         self.max_steps, self.device = max_steps, device
         keep_group()
         self.rank, self.world_size = get_rank_and_size()
+        sizes = sorted(set(on_every_rank(hp.microbatch_size)))
+        require(len(sizes) == 1, "the ranks have microbatches of "
+                f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
+                f"less memory: add --microbatch-size {sizes[0]}")
         self.stop_signal = None
         self.next_step = 0  # on rank 0: the step after the last logged one
         self.metrics = None  # on rank 0: metrics.csv, open for appending

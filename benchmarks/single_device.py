@@ -25,7 +25,7 @@ import torch
 
 from backstage import ROOT
 from backstage.command_line import parse_flags
-from backstage.device import compile_model, cpu_has_bf16, use_device
+from backstage.device import compile_model, cpu_has_bf16, pin, use_device
 from backstage.errors import require, run_main
 
 sys.path.insert(0, str(ROOT / "solutions"))
@@ -57,7 +57,7 @@ def make(side, shape, device):
     config = std.GPTConfig(**asdict(config) | {"vocab_size": vocab_size})
     torch.manual_seed(0)
     tokens = torch.randint(vocab_size, (B, T + 1))
-    batch = tokens[:, :-1], tokens[:, 1:]
+    batch = pin(torch.stack((tokens[:, :-1], tokens[:, 1:])))
     if side == "plain":
         model = plain_model(config).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

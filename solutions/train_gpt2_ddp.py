@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from backstage import vocabulary
-from backstage.device import compile_model, use_device
+from backstage.device import compile_model, pin, use_device
 from backstage.errors import UserError, require, run_main
 from backstage.flags import parse
 from backstage.run import Run
@@ -140,9 +140,9 @@ class GPT(nn.Module):
 
 def training_step(model, batch, device, precision):
     """The mean loss of one microbatch."""
-    x, y = (tokens.to(device) for tokens in batch)
-    bf16 = precision == "bf16"
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    # from pinned memory it is copied while the program goes on
+    x, y = batch.to(device, non_blocking=batch.is_pinned())
+    with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
         return model(x, y)
 
 
@@ -169,7 +169,7 @@ def load_tokens(shard):
 
 
 class DataIterator:
-    """This rank's microbatches, for ever: pairs x, y of int64 (B, T).
+    """This rank's microbatches, for ever: x and y, int64 (2, B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
     The ranks take turns: rank r starts at sample r*B, reads B samples, and
@@ -213,7 +213,7 @@ class DataIterator:
                 f"data is not in the vocabulary of {self.vocab_size}")
         self.position += self.world_size * self.B
         tokens = torch.from_numpy(tokens.astype(np.int64))
-        return tokens[:, :-1], tokens[:, 1:]
+        return pin(torch.stack((tokens[:, :-1], tokens[:, 1:])))
 
 
 # --------------------------------- schedule and hyperparameters
@@ -238,7 +238,7 @@ class Hyperparameters:
     init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
-    microbatch_size: int = 16  # samples that go through the model at once
+    microbatch_size: int = 0  # samples at once (0: the most that fit)
     sequence_length: int = 1024  # tokens in a sample
     learning_rate: float = 6e-4  # its maximum, after the warm-up
     warmup_steps: int = 715  # steps from 0 to the learning rate
@@ -265,10 +265,9 @@ PRESETS = {
         precision="fp32", eval_every=10, generate_every=20,
         checkpoint_every=10),
     "nano": Hyperparameters(  # minutes on a CPU
-        "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
-        sequence_length=128, learning_rate=2e-3, warmup_steps=300,
-        eval_every=200, eval_minibatches=32, generate_every=400,
-        checkpoint_every=200),
+        "nano", max_steps=1200, minibatch_size=8, sequence_length=128,
+        learning_rate=2e-3, warmup_steps=300, eval_every=200,
+        eval_minibatches=32, generate_every=400, checkpoint_every=200),
     "gpt2": Hyperparameters(),
 }
 
@@ -306,7 +305,8 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     device = use_device(hp.device, local_rank)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    dist.init_process_group(dist.get_default_backend_for_device(device),
+                            device_id=None if device.type == "cpu" else device)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
@@ -330,9 +330,10 @@ def main():
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True)
+    model = raw_model
     if hp.compile:
         model = compile_model(model, device)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from backstage import vocabulary
-from backstage.device import compile_model, use_device
+from backstage.device import compile_model, pin, use_device
 from backstage.errors import UserError, require, run_main
 from backstage.flags import parse
 from backstage.run import Run
@@ -136,9 +136,9 @@ class GPT(nn.Module):
 
 def training_step(model, batch, device, precision):
     """The mean loss of one microbatch."""
-    x, y = (tokens.to(device) for tokens in batch)
-    bf16 = precision == "bf16"
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    # from pinned memory it is copied while the program goes on
+    x, y = batch.to(device, non_blocking=batch.is_pinned())
+    with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
         return model(x, y)
 
 
@@ -165,7 +165,7 @@ def load_tokens(shard):
 
 
 class DataIterator:
-    """This rank's microbatches, for ever: pairs x, y of int64 (B, T).
+    """This rank's microbatches, for ever: x and y, int64 (2, B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
     The ranks take turns: rank r starts at sample r*B, reads B samples, and
@@ -209,7 +209,7 @@ class DataIterator:
                 f"data is not in the vocabulary of {self.vocab_size}")
         self.position += self.world_size * self.B
         tokens = torch.from_numpy(tokens.astype(np.int64))
-        return tokens[:, :-1], tokens[:, 1:]
+        return pin(torch.stack((tokens[:, :-1], tokens[:, 1:])))
 
 
 # --------------------------------- schedule and hyperparameters
@@ -234,7 +234,7 @@ class Hyperparameters:
     init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
-    microbatch_size: int = 16  # samples that go through the model at once
+    microbatch_size: int = 0  # samples at once (0: the most that fit)
     sequence_length: int = 1024  # tokens in a sample
     learning_rate: float = 6e-4  # its maximum, after the warm-up
     warmup_steps: int = 715  # steps from 0 to the learning rate
@@ -261,10 +261,9 @@ PRESETS = {
         precision="fp32", eval_every=10, generate_every=20,
         checkpoint_every=10),
     "nano": Hyperparameters(  # minutes on a CPU
-        "nano", max_steps=1200, minibatch_size=8, microbatch_size=2,
-        sequence_length=128, learning_rate=2e-3, warmup_steps=300,
-        eval_every=200, eval_minibatches=32, generate_every=400,
-        checkpoint_every=200),
+        "nano", max_steps=1200, minibatch_size=8, sequence_length=128,
+        learning_rate=2e-3, warmup_steps=300, eval_every=200,
+        eval_minibatches=32, generate_every=400, checkpoint_every=200),
     "gpt2": Hyperparameters(),
 }
 

@@ -144,7 +144,7 @@ CLIP = ("        norm = nn.utils.clip_grad_norm_("
 UPDATE = "        optimizer.step()\n"
 ZERO = "        optimizer.zero_grad()\n"
 WRAP = ("    model = DistributedDataParallel("
-        "raw_model, gradient_as_bucket_view=True)\n")
+        "model, gradient_as_bucket_view=True)\n")
 BY_HAND = """\
         for w in raw_model.parameters():
             dist.all_reduce(w.grad)
@@ -187,7 +187,9 @@ WORLD = """\
     world_size = int(os.environ["WORLD_SIZE"])
 """
 JOIN = ("    dist.init_process_group("
-        "dist.get_default_backend_for_device(device))\n")
+        "dist.get_default_backend_for_device(device),\n"
+        '                            device_id=None if device.type == "cpu" '
+        "else device)\n")
 LEAVE = "    run.finish()\n    dist.destroy_process_group()\n"
 RESTORE = "    first_step = run.restore(raw_model, optimizer)\n"
 SEEK = "    train_data.seek(first_step * S)\n"
@@ -258,8 +260,8 @@ DDP_WRONG = (
           ((JOIN, JOIN + "    torch.cuda.set_device(rank)\n"),),
           "rank 2 takes device 2", "local_rank"),
     wrong("device_ids of the rank", "ddp",
-          (("raw_model, gradient_as_bucket_view=True",
-            "raw_model, device_ids=[rank]"),),
+          (("model, gradient_as_bucket_view=True",
+            "model, device_ids=[rank]"),),
           "rank 2 takes device 2", "local_rank"),
     # rank and world size
     wrong("the local rank taken for the rank", "ddp",
@@ -324,12 +326,12 @@ DDP_WRONG = (
           "the optimizer's betas are (0.9, 0.999), not (0.9, 0.95)",
           "betas=(0.9, 0.95)"),
     wrong("bf16 always", "ddp",
-          (("enabled=bf16", "enabled=True"),),
+          (('precision == "bf16"):', "True):"),),
           "with --precision fp32 it trains in bf16", "autocast", suite=True),
     wrong("DDP of a deep copy", "ddp",
           (("import math\n", "import copy\nimport math\n"),
-           ("DistributedDataParallel(raw_model, ",
-            "DistributedDataParallel(copy.deepcopy(raw_model), ")),
+           ("DistributedDataParallel(model, ",
+            "DistributedDataParallel(copy.deepcopy(model), ")),
           "optimizer updates another model", "no copy", suite=True),
     wrong("an optimizer of a deep copy", "ddp",
           (("import math\n", "import copy\nimport math\n"),
@@ -647,8 +649,8 @@ DDP_RIGHT = (
           (('"""Train GPT-2 on many devices', '# -*- coding: latin-1 -*-\n'
             '"""Train GPT-2 on many devices'),), suite=True),
     right("device_ids of the local rank", "ddp",
-          (("raw_model, gradient_as_bucket_view=True",
-            "raw_model, device_ids=[local_rank]"),), suite=True),
+          (("model, gradient_as_bucket_view=True",
+            "model, device_ids=[local_rank]"),), suite=True),
     right("nccl and set_device", "ddp",
           ((JOIN, '    torch.cuda.set_device(local_rank)\n'
             '    dist.init_process_group("nccl")\n'),), suite=True),
@@ -885,8 +887,9 @@ LIT_RIGHT = (
             "    def generate(self, *args):\n"
             "        return self.model.generate(*args)\n\n"
             "    def training_step(self, batch):"),
-           ("    model = GPT(config)\n", "    model = Lit(config, hp)\n"),
-           ("    model.hp = hp\n", "")),
+           ("    raw_model = GPT(config)\n",
+            "    raw_model = Lit(config, hp)\n"),
+           ("    raw_model.hp = hp\n", "")),
           "the checkpoint's names begin with model.", suite=True),
     right("one worker", "lit",
           (("batch_size=None", "batch_size=None, num_workers=1"),),

@@ -121,7 +121,7 @@ def test_names_of_mpich_and_intel_mpi():
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", ["ddp", "lit"])
 def test_compiled(data, single, tmp_path, stage):
-    """torch.compile around DDP on two processes; the raw model is saved."""
+    """torch.compile inside DDP, two processes; the raw model is saved."""
     needs("g++")
     result = train(stage, tmp_path / "run", "--compile", data=data,
                    world_size=2, timeout=290)

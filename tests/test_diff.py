@@ -157,7 +157,7 @@ def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
     (3, '"WORLD_SIZE"])', '"WORLDSIZE"])'),
     (2, "import nullcontext", "import nulcontext"),
     (4, "device, local_rank)", "device, lokal_rank)"),
-    (7, "DistributedDataParallel(raw", "DistributedDataParallell(raw"),
+    (7, "DistributedDataParallel(model", "DistributedDataParallell(model"),
     (8, "if reduce else", "if not reduce else"),
     (9, "    dist.all_reduce(report)", "    dist.al_reduce(report)"),
     (11, "if rank == 0 and save:", "if rank = 0 and save:"),

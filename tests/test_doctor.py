@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import needs
 
 from backstage import ROOT, vocabulary
@@ -129,6 +130,27 @@ def test_data_that_the_site_names(repo, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(repo / "lost"))
     with pytest.raises(UserError, match="lost, which does not exist"):
         doctor.ask_data()
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has a device")
+    assert "no accelerator" in doctor.ask_device()
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
+        doctor.ask_device()
+
+
+@pytest.mark.parametrize("free, enough", [(4.4e9, False), (4.6e9, True)])
+def test_room_for_two_checkpoints_and_a_part(monkeypatch, free, enough):
+    monkeypatch.setattr(shutil, "disk_usage",
+                        lambda path: shutil._ntuple_diskusage(0, 0, free))
+    if enough:
+        assert "5 GB free" in doctor.ask_write_access()
+    else:
+        with pytest.raises(UserError, match=r"only 4\.4 GB.*4\.5 GB for two"):
+            doctor.ask_write_access()
 
 
 def test_processes_that_do_not_reach_each_other(monkeypatch):

@@ -33,7 +33,8 @@ BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
 SUBMITTED = sorted(file.stem.split("-")[1] for file in BATCHFILES
                    if file.stem.endswith("-2n4g"))  # stages, by their largest
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1)
+FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
+         "--device", "cpu")  # the GPUs are not real
 LONG = (*FLAGS, "--max-steps", 500, "--checkpoint-every", 20,
         "--eval-every", 250, "--generate-every", 500,
         "--learning-rate", 2e-4)  # so low that rounding errors do not grow
@@ -359,7 +360,8 @@ def test_the_script_on_the_desk(slurm, state):
                 env=os.environ | {"PYTHONPATH": str(slurm.repo)})
         if state == "edited since":
             desk.write_text(f"{ddp}# mine\n")
-        job = slurm.submit("ddp-1n1g", "--preset", "tiny", "--data", "none")
+        job = slurm.submit("ddp-1n1g", "--preset", "tiny", "--data", "none",
+                           "--device", "cpu")
         end = slurm.wait(job)
     finally:
         desk.write_text(kept)
@@ -440,9 +442,19 @@ def test_fineweb_as_a_job(slurm):
     assert f"{expected - 20_000:,}" in count.stdout, count.stdout
 
 
-def test_the_doctor_as_a_job(slurm):
+def test_the_doctor_misses_the_gpus(slurm):
+    """SLURM gives some, which torch does not find."""
     job = slurm.submit("doctor", options=[
         "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1"])
+    state, log = slurm.wait(job)["JobState"], slurm.log(job)
+    assert state == "FAILED", log
+    line, = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert "SLURM gave this job GPUs" in line and "driver" in line
+
+
+def test_the_doctor_as_a_job(slurm):
+    job = slurm.submit("doctor", options=[
+        "--gpus-per-node=0", "--ntasks-per-node=2", "--cpus-per-task=1"])
     state, log = slurm.wait(job)["JobState"], slurm.log(job)
     assert state == "COMPLETED", log
     answers = [line for line in log.splitlines() if line.startswith("ok")]

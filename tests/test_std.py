@@ -431,7 +431,7 @@ def refused(result, *words):
     (["--max-steps", "many"], ["--max-steps", "many"]),
     (["--preset", "huge"], ["preset", "huge"]),
     (["--max-steps", -1], ["--max-steps"]),
-    (["--microbatch-size", 0], ["--microbatch-size"]),
+    (["--microbatch-size", -1], ["--microbatch-size"]),
     (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
     (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
 ])

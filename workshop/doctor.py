@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
+from backstage.cores import count_cores
 from backstage.errors import UserError, explain, require
 from backstage.launchers import name_ranks
 from workshop.interpreter import PACKAGES
 
+ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
@@ -95,12 +97,13 @@ def ask_device():
     """What torch computes on here."""
     import torch
 
+    from backstage.device import device_name, find_device
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
+        find_device()  # complains of a GPU that torch cannot use
         return (f"torch {torch.__version__}, no accelerator: "
-                f"{os.cpu_count()} CPUs, enough for preset nano")
-    from backstage.device import device_name
-
+                f"{count_cores()} CPUs, enough for preset nano")
     count = torch.accelerator.device_count()
     name = device_name(torch.device(accelerator.type, 0))
     return f"torch {torch.__version__}, {count} x {name}"
@@ -171,10 +174,11 @@ def ask_write_access():
             folder = folder.parent
         require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
                 "written: work in a clone of your own")
-    free = shutil.disk_usage(ROOT).free / 2**30
-    require(free > 1, f"{ROOT}: only {free:.1f} GiB are free on this disk: "
-            "make room")
-    return f"{ROOT}, {free:,.0f} GiB free on this disk"
+    free = shutil.disk_usage(ROOT).free / 1e9
+    require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk: "
+            f"make room; a run of preset gpt2 needs {ROOM} GB for two "
+            "checkpoints and the part of a third")
+    return f"{ROOT}, {free:,.0f} GB free on this disk"
 
 
 def ask_slurm():
@@ -203,7 +207,8 @@ def all_reduce(device):
 
     device = use_device(device, int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend)
+    device_id = None if device.type == "cpu" else device
+    dist.init_process_group(backend, device_id=device_id)
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     if dist.get_rank() == 0:
@@ -226,7 +231,9 @@ def ask_ranks():
 
     device = use_device("auto", int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=2))
+    device_id = None if device.type == "cpu" else device
+    dist.init_process_group(backend, device_id=device_id,
+                            timeout=datetime.timedelta(minutes=2))
     rank, n = dist.get_rank(), dist.get_world_size()
     devices = [None] * n
     dist.all_gather_object(

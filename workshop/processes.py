@@ -187,8 +187,7 @@ class Server:
         return self.started
 
     def listen(self, seconds):
-        """Wait at most that long for news of processes that start or end.
-        """
+        """Wait at most that long for news of starts and ends."""
         while self.link.poll(seconds):
             try:
                 event, pid, status = self.link.recv()
