@@ -54,8 +54,12 @@ def spread_state(state, model, optimizer=None):
 
 
 def is_sharded(model):
-    """Whether a rank holds only a part of the model."""
-    return any(isinstance(weight, DTensor) for weight in model.parameters())
+    """Whether a rank holds only a part of the model.
+
+    After an evaluation FSDP may have left all of it gathered.
+    """
+    return (any(isinstance(part, FSDPModule) for part in model.modules())
+            or any(isinstance(part, DTensor) for part in model.parameters()))
 
 
 def write_checkpoint(state, folder, step):

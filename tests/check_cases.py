@@ -898,7 +898,158 @@ LIT_RIGHT = (
           ((TRAINER, "    print('rank', rank, 'is ready')\n" + TRAINER),)),
 )
 
-CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT]
+FSDP_SHARD = """\
+    mesh = dist.init_device_mesh(device.type, (world_size,))
+    for module in (*raw_model.transformer.h, raw_model):
+        fully_shard(module, mesh=mesh)
+"""
+FSDP_SYNC = "            raw_model.set_requires_gradient_sync(reduce)\n"
+FSDP_STEP = FSDP_SYNC + (
+    "            loss = training_step(model, batch, device, hp.precision)\n")
+FSDP_BACKWARD = "            loss.backward()\n"
+FSDP_CLIP = (
+    "        norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)\n")
+FSDP_NORM = "        norm = norm.full_tensor().item()  # from the parts of "
+FSDP_SAVE = "        if save:  # all ranks\n"
+FSDP_CALL = "fully_shard(module, mesh=mesh)"
+FSDP_LOOP = "for module in (*raw_model.transformer.h, raw_model):"
+PARTS = "[w.grad.to_local() for w in raw_model.parameters()]"
+
+FSDP_WRONG = (
+    # the changes of the lesson, each left out alone
+    wrong("the import left out", "fsdp",
+          (("from torch.distributed.fsdp import fully_shard\n", ""),),
+          "NameError: name 'fully_shard' is not defined", "import"),
+    wrong("not sharded", "fsdp", ((FSDP_SHARD, ""),),
+          "has no attribute 'set_requires_gradient_sync'",
+          "fully_shard(raw_model, mesh=mesh)", suite=True),
+    wrong("neither sharded nor reduced", "fsdp",
+          ((FSDP_SHARD, ""), (FSDP_SYNC, ""),
+           ("norm.full_tensor().item()", "norm.item()"),
+           (FSDP_SAVE, "        if rank == 0 and save:\n")),
+          "every rank keeps the whole model", "before the optimizer is made"),
+    wrong("no_sync as for DDP", "fsdp",
+          ((FSDP_SYNC, "            raw_model.no_sync()\n"),),
+          "has no attribute 'no_sync'", "set_requires_gradient_sync(reduce)"),
+    wrong("rank 0 alone saves", "fsdp",
+          ((FSDP_SAVE, "        if rank == 0 and save:\n"),),
+          "save", "move it out of `if rank == 0 and save:`", suite=True),
+    # another stage's script
+    wrong("the DDP script", "fsdp", "ddp", "the model is wrapped in DDP",
+          "workshop diff fsdp", suite=True),
+    # sharding
+    wrong("the optimizer made before", "fsdp",
+          ((FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD),),
+          "optimizer updates another model", "made before it is sharded",
+          suite=True),
+    wrong("the blocks alone", "fsdp",
+          ((FSDP_LOOP, "for module in raw_model.transformer.h:"),
+           (FSDP_SYNC, "            for block in raw_model.transformer.h:\n"
+            "                block.set_requires_gradient_sync(reduce)\n")),
+          "", "fully_shard"),
+    wrong("another seed per rank", "fsdp",
+          (("torch.manual_seed(hp.seed)  #",
+            "torch.manual_seed(hp.seed + rank)  #"),),
+          "it starts from other weights", "the same on every rank"),
+    wrong("bf16 by a policy, always", "fsdp",
+          ((FSDP_CALL, "fully_shard(module, mesh=mesh, mp_policy="
+            "MixedPrecisionPolicy(torch.bfloat16))"),
+           ("import fully_shard\n",
+            "import MixedPrecisionPolicy, fully_shard\n")),
+          "with --precision fp32 it trains in", ""),
+    # the gradients
+    wrong("reduced on all but the last microbatch", "fsdp",
+          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(not reduce)")),),
+          "gradients of step 0 are off", "the last microbatch is not reduced",
+          suite=True),
+    wrong("never reduced", "fsdp",
+          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(False)")),),
+          "", "does the last microbatch of a step reduce them"),
+    wrong("the loss not divided", "fsdp", ((DIVIDE, "loss = loss * 1"),),
+          "the gradient norm of step 0 is",
+          "the loss is not divided by accumulation_steps"),
+    wrong("divided by the world size", "fsdp",
+          ((DIVIDE, "loss = loss / accumulation_steps / world_size"),),
+          "the gradient norm of step 0 is", "though FSDP takes the mean"),
+    wrong("not clipped", "fsdp", ((
+        "raw_model.parameters(), 1.0)", 'raw_model.parameters(), 1e9)'),),
+          "gradients of step 0 are off", "clipped at 1e+09"),
+    wrong("the norm of the part alone, for the log", "fsdp",
+          ((FSDP_CLIP, f"        part = nn.utils.get_total_norm({PARTS})\n"
+            + FSDP_CLIP), ("norm.full_tensor().item()", "part.item()")),
+          "the gradient norm of step 0", "rank 0's part alone", suite=True),
+    wrong("clipped by the norm of the part", "fsdp",
+          ((FSDP_CLIP, f"        norm = nn.utils.get_total_norm({PARTS})\n"
+            "        for w in raw_model.parameters():\n"
+            "            w.grad *= min(1.0, 1 / norm.item())\n"),
+           ("norm.full_tensor().item()", "norm.item()")),
+          "gradients of step 0 are off", "the norm of its own part"),
+    # the samples, and what is told of the losses
+    wrong("every rank reads the same samples", "fsdp",
+          ((RANKS, "0, 1, vocab_size)\n"),),
+          "samples of step 0", "all ranks read the same samples"),
+    wrong("the loss not averaged over ranks", "fsdp", ((SUM, ""),),
+          "the logged loss of step 0", "all_reduce it"),
+    wrong("the validation loss not reduced", "fsdp",
+          (("    dist.all_reduce(loss)  # the sum over all ranks\n", ""),),
+          "the validation loss of step", "all_reduce it in evaluate()"),
+    wrong("rank 0 alone evaluates", "fsdp",
+          (("if last or (step + 1) % hp.eval_every == 0:",
+            "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),
+          "", "move it out of `if rank == 0"),
+    wrong("rank 0 alone writes texts", "fsdp",
+          ((TEXTS, "            if rank == 0:\n                print("
+            "write_texts(raw_model, run.encoding, device, seed))\n"),),
+          "", "move it out of `if rank == 0:`"),
+    wrong("stopped by rank 0 alone", "fsdp",
+          (("        if stop:\n", "        if run.stop_requested:\n"),),
+          "a signal to rank 0", "all ranks have to stop at the same step"),
+)
+
+FSDP_RIGHT = (
+    right("the solution", "fsdp", (), suite=True),
+    right("gathered weights kept for the backward pass", "fsdp",
+          ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
+            "reshard_after_forward=False)"),), suite=True),
+    right("gathered weights kept for the step", "fsdp",
+          ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
+            "reshard_after_forward=False)"),
+           (FSDP_SYNC, FSDP_SYNC + "            raw_model."
+            "set_reshard_after_backward(reduce)\n"))),
+    right("FSDP's own mesh", "fsdp",
+          (("    mesh = dist.init_device_mesh(device.type, (world_size,))\n",
+            ""), (FSDP_CALL, "fully_shard(module)"))),
+    right("blocks in another order", "fsdp",
+          ((FSDP_LOOP,
+            "for module in (*reversed(raw_model.transformer.h), raw_model):"),
+           ), suite=True),
+    right("blocks by twos", "fsdp",
+          ((FSDP_LOOP, "blocks = list(raw_model.transformer.h)\n    for "
+            "module in (blocks[:2], blocks[2:], raw_model):"),)),
+    right("attention and MLP by themselves", "fsdp",
+          ((FSDP_LOOP, "parts = [part for block in raw_model.transformer.h "
+            "for part in (block.attn, block.mlp)]\n    for module in (*parts, "
+            "raw_model):"),)),
+    right("the model as one piece", "fsdp",
+          ((FSDP_LOOP, "for module in (raw_model,):"),),
+          "all weights are gathered at once", suite=True),
+    right("no set_requires_gradient_sync", "fsdp", ((FSDP_SYNC, ""),),
+          "gradients are reduced 4.0 times a step", suite=True),
+    right("the norm by item()", "fsdp",
+          (("norm.full_tensor().item()", "norm.item()"),)),
+    right("a policy that changes nothing", "fsdp",
+          ((FSDP_CALL, "fully_shard(module, mesh=mesh, mp_policy="
+            "MixedPrecisionPolicy())"),
+           ("import fully_shard\n",
+            "import MixedPrecisionPolicy, fully_shard\n"))),
+    right("the same texts everywhere", "fsdp",
+          (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
+          "all ranks write the same texts"),
+    right("an unfused optimizer", "fsdp", ((", fused=True)", ")"),)),
+)
+
+CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT, *FSDP_WRONG,
+         *FSDP_RIGHT]
 
 if __name__ == "__main__":
     sys.exit(0 if run(sys.argv[1:]) else 1)

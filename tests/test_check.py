@@ -13,7 +13,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import processes
 from workshop.check.command import main
-from workshop.stages import STAGES
+from workshop.stages import LESSONS, STAGES
 
 SUITE = [pytest.param(  # `pytest` alone asks fewer of the right ones
     case, id=f"{case.stage}-{case.name}",
@@ -28,9 +28,10 @@ IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
 def test_the_table_is_as_large_as_promised():
     count = {(stage, right): sum(
         case.stage == stage and case.right == right for case in CASES)
-        for stage in ("ddp", "lit") for right in (False, True)}
+        for stage in LESSONS for right in (False, True)}
     assert count["ddp", False] >= 60 and count["ddp", True] >= 25
     assert count["lit", False] >= 30 and count["lit", True] >= 15
+    assert count["fsdp", False] >= 20 and count["fsdp", True] >= 10
     assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
 
 

@@ -120,6 +120,18 @@ def test_lesson_lit_runs_with_the_environment_that_the_site_names(
     assert "trains in bf16" in checked and "FAIL" not in checked, checked
 
 
+@pytest.mark.whole
+def test_lesson_fsdp_runs_with_the_environment_that_the_site_names(
+        repo, execute):
+    (repo / "site.sh").write_text(
+        f"WORKSHOP_VENV={sys.prefix}\n")
+    shutil.copy(STAGES["fsdp"].solution, repo / "code" / "train_gpt2.py")
+    shown = execute("diff_fsdp.ipynb")
+    assert "Done: all 8 changes are made" in shown['diff("fsdp")']
+    checked = shown['check("fsdp")']
+    assert "4 processes" in checked and "FAIL" not in checked, checked
+
+
 def test_every_lesson_belongs_to_a_stage():
     found = {path.stem[len("diff_"):] for path in NOTEBOOKS
              if path.stem.startswith("diff_")}

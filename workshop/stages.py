@@ -24,6 +24,7 @@ class Stage:
     launcher: str  # what starts its processes: "python" or "torchrun"
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
     trainer: bool = False  # whether Lightning's Trainer has the loop
+    shards: bool = False  # whether each device holds a part of the model
 
     @property
     def solution(self):
@@ -42,6 +43,9 @@ STAGES = {stage.name: stage for stage in (
           "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
     Stage("lit", "ddp", "the same training with Lightning", "#cf7a12",
           "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), trainer=True),
+    Stage("fsdp", "ddp", "a part of the model on each device, with FSDP",
+          "#2b9a5f", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
+          shards=True),
 )}
 FIRST = next(iter(STAGES))  # where the course starts
 LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)

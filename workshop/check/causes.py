@@ -166,9 +166,17 @@ def why_off(trial, reference, step, good, mine):
     length = norm_of(mine)
     if trial.first_step and step > trial.first_step:
         return RESUMED
+    if trial.shards and synced and not synced[-1]:
+        return ("the last microbatch is not reduced: "
+                "raw_model.set_requires_gradient_sync(reduce), where reduce "
+                "is true for the last one, before the forward pass")
     scaled = why_scaled(trial, reference, step)
     if scaled:
         return scaled
+    if trial.shards and trial.mesh.dp > 1 and not first:
+        return ("each rank clips by the norm of its own part: "
+                "clip_grad_norm_(raw_model.parameters(), 1.0) takes the norm "
+                "of all parts")
     if not first:
         later = trial.seen[0]["clips"][step + 1 - trial.first_step:]
         if any(done == 0 for clips in later for done, _, _ in clips):
@@ -214,8 +222,9 @@ def why_scaled(trial, reference, step=0):
                "does it itself" if trial.by_trainer else
                "the loss is divided by accumulation_steps twice",
         A: "the loss is not divided by accumulation_steps",
-        1 / W: "the loss is divided by the world size, though DDP takes the "
-               "mean over ranks itself",
+        1 / W: "the loss is divided by the world size, though "
+               f"{'FSDP' if trial.shards else 'DDP'} takes the mean over "
+               "ranks itself",
         W: "gradients are summed over ranks: they have to be averaged",
     }
     for factor, cause in causes.items():

@@ -14,6 +14,18 @@ HINTS = (
      "callbacks=[lit.LitRun(...)]"),
     (r"'DistributedDataParallel' object has no attribute '(\w+)'",
      r"\1 is the raw model's: raw_model.\1, the wrapper has only forward"),
+    (r"'FSDP\w+' object has no attribute 'no_sync'",
+     "a sharded model has another switch: "
+     "raw_model.set_requires_gradient_sync(reduce)"),
+    (r"has no attribute 'set_requires_gradient_sync'",
+     "it is a method of what is sharded: fully_shard(raw_model, mesh=mesh) "
+     "changes the raw model in place, a wrapper has not got it"),
+    (r"'Tensor' object has no attribute 'full_tensor'",
+     "the gradients are no DTensors: is the model sharded, and does the last "
+     "microbatch of a step reduce them?"),
+    (r"got mixed torch.Tensor and DTensor",
+     "some of it is sharded and some is not: fully_shard for each block and "
+     "for the model, and the optimizer after that"),
     (r"has no attribute '(no_sync|require_backward_grad_sync)'",
      r"\1 is the wrapper's: model = DistributedDataParallel(raw_model)"),
     (r"Default process group has not been initialized",
@@ -208,6 +220,8 @@ def describe(rank, call):
     if not call["lines"]:
         return f"rank {rank} calls {call['call']}"
     line, _, called = call["lines"][0]
+    if called == "_wrapped_call_impl":  # of torch.nn.Module
+        called = "a module"
     return f"rank {rank} calls {called or call['call']} in line {line}"
 
 

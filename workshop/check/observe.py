@@ -17,8 +17,8 @@ A rank leaves two files in the observer's folder:
         rates       the optimizer's learning rate at each update
         optimizers  at the first update: the groups of parameters, by name
         clips       at each update, what was clipped since the one before
-        synced      at each update, for each microbatch whether DDP was to
-                    reduce the gradients after it
+        synced      at each update, for each microbatch whether DDP or FSDP
+                    was to reduce the gradients after it
         precision   "bf16" under autocast, "fp32" without
         asked       what was asked for: (what, value), in their order
         written     files that were opened to write them
@@ -49,6 +49,7 @@ class Observer:
         self.rank, self.model, self.names = rank, None, {}
         self.script, self.owner = sys.argv[0], os.getpid()
         self.updates = self.depth = 0
+        self.syncing = True  # what FSDP was told last
         self.kept = []
         self.seen = {"start": None, "weights": None, "gradients": [],
                      "samples": [], "validated": [], "optimizers": None,
@@ -157,6 +158,8 @@ class Observer:
             self.names = {id(weight): plain_name(name) for name, weight
                           in module.named_parameters()}
             self.seen["start"] = self.state("data")
+        if trains and module is self.model and self.sharded(module):
+            self.synced.append(self.syncing)
         if hasattr(module, "require_backward_grad_sync") and trains:
             self.synced.append(bool(module.require_backward_grad_sync))
         tokens = inputs[0] if inputs else None
@@ -267,6 +270,27 @@ class Observer:
             module.init_process_group = visible_initialise
             module.destroy_process_group = visible_destroy
         DistributedDataParallel.__init__ = visible_wrap
+        self.watch_sharding()
+
+    def watch_sharding(self):
+        from torch.distributed import fsdp
+
+        shard = fsdp.fully_shard
+        switch = fsdp.FSDPModule.set_requires_gradient_sync
+        self.sharded = lambda module: isinstance(module, fsdp.FSDPModule)
+
+        @functools.wraps(shard)
+        def visible_shard(module, *args, **kwargs):
+            self.asked("fully_shard", type(module).__name__)
+            return shard(module, *args, **kwargs)
+
+        @functools.wraps(switch)
+        def visible_switch(module, requires_gradient_sync, **kwargs):
+            self.syncing = bool(requires_gradient_sync)
+            return switch(module, requires_gradient_sync, **kwargs)
+
+        fsdp.fully_shard = visible_shard
+        fsdp.FSDPModule.set_requires_gradient_sync = visible_switch
 
     def on_collective(self, name, tensors, group):
         lines = self.place()

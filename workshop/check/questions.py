@@ -25,6 +25,7 @@ from workshop.check.causes import (
 )
 from workshop.check.findings import (
     fail,
+    norm_of,
     number,
     ok,
     percent,
@@ -146,11 +147,33 @@ def stage(trial, reference):
         if not trial.asked("init_process_group"):
             return fail("it never joins a process group: it is the "
                         "single-device script still", f"{shows} to change")
+    if trial.shards:
+        finding = whole_model(trial, shows)
+        if finding:
+            return finding
     name = (trial.state or {}).get("stage")
     if name not in (None, trial.stage):
         return warn(f"the run calls itself {name}, not {trial.stage}",
                     f'give its stage to the run: "{trial.stage}"')
     return ok("it is the stage's script")
+
+
+def whole_model(trial, shows):
+    """A `Finding` where the ranks keep the whole model."""
+    if trial.asked("DistributedDataParallel"):
+        return fail("the model is wrapped in DDP: every rank keeps all of it",
+                    f"{shows} to change")
+    state = trial.seen[0]["start"] or {}
+    if state and not state["sharded"]:
+        return fail("every rank keeps the whole model",
+                    "fully_shard(module, mesh=mesh) for each block and for "
+                    "the model, before the optimizer is made")
+    plain = [name for name, _ in state.get("plain", ())]
+    if plain:
+        return fail(f"every rank keeps all of {plain[0]}",
+                    "after its blocks shard the model itself: "
+                    "fully_shard(raw_model, mesh=mesh)")
+    return None
 
 
 # ------------------------------------------------------------------ devices
@@ -283,7 +306,7 @@ def first_weights(trial, reference):
     if mine.distance(good) > 0:
         return fail("it starts from other weights than the single device",
                     "set the seed, torch.manual_seed(hp.seed), right before "
-                    "the model is made")
+                    "the model is made, the same on every rank")
     return ok("every rank starts from the same weights")
 
 
@@ -314,7 +337,9 @@ def precision(trial, reference):
     if used == "fp32":
         return ok("--precision fp32 trains in fp32")
     return fail(f"with --precision fp32 it trains in {used}",
-                "autocast only where --precision is bf16")
+                "autocast only where --precision is bf16" if "weights" not in
+                used else "without autocast, and without a policy for the "
+                "weights' dtype: they stay in fp32")
 
 
 @question("--precision bf16 trains in bf16", ("bf16",))
@@ -396,11 +421,26 @@ def norms(trial, reference):
         return ok(f"gradient norms agree (to {largest:.0e})")
     value, good = values(trial, reference, "norm", step)
     hint = why_scaled(trial, reference, step)
+    if is_part_of_norm(trial, step, value / good):
+        hint = ("it is the norm of rank 0's part alone: "
+                "clip_grad_norm_(...).full_tensor() adds up all ranks'")
     if not hint and relative(value, 1.0) < 1e-3:
         hint = "it is to be logged as it was before clipping"
     return fail(f"the gradient norm of step {step} is {value:.4f}, not "
                 f"{good:.4f}", hint or "it is to be the norm of the reduced "
                 "gradient, over all parameters, before clipping")
+
+
+def is_part_of_norm(trial, step, ratio):
+    """Whether it is so far off as rank 0's part of the gradient is."""
+    mine = trial.seen[0]["gradients"][step]
+    if not trial.shards or not mine["sharded"]:
+        return False
+    part = sum(entry["part"].square().sum().item()
+               for entry in mine["sharded"].values()) ** 0.5
+    whole = norm_of(assemble([seen["gradients"][step]
+                              for seen in trial.seen]))
+    return relative(ratio, part / whole) < 1e-3
 
 
 @question("gradients are reduced once a step", meshes=shares_data)
@@ -417,8 +457,26 @@ def reductions(trial, reference):
         return ok(f"gradients are reduced {times:.1f} times a step")
     return warn(
         f"gradients are reduced {times:.1f} times a step: right, but "
-        f"{times:.0f} times the communication", "once is enough: all "
-        "microbatches but the last under `model.no_sync()`")
+        f"{times:.0f} times the communication", "once is enough: " + (
+            "raw_model.set_requires_gradient_sync(reduce) before each "
+            "microbatch" if trial.shards else
+            "all microbatches but the last under `model.no_sync()`"))
+
+
+@question("weights are gathered block by block", meshes=shares_data)
+def gathers(trial, reference):
+    """Whether one gather brings the whole model to every rank."""
+    parameters = len(reference.seen[0]["start"]["flat"])
+    largest = max((call["elements"] for call in trial.calls(0)
+                   if call["call"] == "allgather_base" and call["update"]),
+                  default=0)
+    if not trial.shards or trial.mesh.tp * trial.mesh.pp > 1 or not largest:
+        return None
+    if largest * trial.mesh.dp < 0.9 * parameters:
+        return ok("weights are gathered block by block")
+    return warn("all weights are gathered at once: right, but every rank "
+                "needs room for the whole model", "shard each block before "
+                "the model: fully_shard(block, mesh=mesh)")
 
 
 # ------------------------------------------------------ what is told of them

@@ -85,6 +85,11 @@ class Trial:
         return STAGES[self.stage].trainer
 
     @property
+    def shards(self):
+        """Whether the stage leaves each rank a part of the model."""
+        return STAGES[self.stage].shards
+
+    @property
     def accumulation(self):
         return MINIBATCH // (B * self.mesh.dp)
 

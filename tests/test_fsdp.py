@@ -1,0 +1,200 @@
+"""The FSDP stage: each rank holds a part, and what that costs is sent."""
+
+import collections
+
+import pytest
+from conftest import edit, needs
+from stages import agree, changed_lines, make_dataset, train
+
+from workshop.processes import Launch
+from workshop.stages import STAGES
+
+FSDP = STAGES["fsdp"].solution
+SYNC = "            raw_model.set_requires_gradient_sync(reduce)\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def single(data, tmp_path_factory):
+    """The single-device run that all others are compared with."""
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+
+
+@pytest.fixture(scope="module")
+def sizes(single):
+    """(all parameters, those in blocks), each counted once."""
+    weights = {name: weight.numel() for name, weight
+               in single.checkpoint()["model"].items()
+               if name != "lm_head.weight"}  # it is tied
+    return (sum(weights.values()),
+            sum(weights[name] for name in weights if ".h." in name))
+
+
+def test_a_small_change_of_the_ddp_stage():
+    ddp = STAGES["ddp"].solution.read_text()
+    assert 0 < changed_lines(ddp, FSDP.read_text()) <= 30
+
+
+# ------------------------------------------------ what a rank keeps
+
+
+class ShardsSeen:
+    """Says how many elements a rank keeps: of weights, gradients, moments."""
+
+    def __call__(self, rank):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self.step)
+
+    def step(self, optimizer, *_):
+        weights = [weight for group in optimizer.param_groups
+                   for weight in group["params"]]
+        kept = {"weights": weights,
+                "gradients": [weight.grad for weight in weights],
+                **{name: [optimizer.state[weight][name] for weight in weights]
+                   for name in ("exp_avg", "exp_avg_sq")}}
+        print("kept:", {name: sum(one.to_local().numel() for one in tensors)
+                        for name, tensors in kept.items()})
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_each_rank_keeps_a_part_of_everything(data, sizes, tmp_path, n):
+    result = train("fsdp", tmp_path / "run", "--max-steps", 3, data=data,
+                   world_size=n, observe=ShardsSeen())
+    assert result.status == 0, result.err
+    P, _ = sizes
+    assert P % n == 0
+    each = dict.fromkeys(("weights", "gradients", "exp_avg", "exp_avg_sq"),
+                         P // n)
+    kept = [line for line in result.out.splitlines() if "kept:" in line]
+    assert kept == [f"kept: {each}"] * (3 * n)
+
+
+# ------------------------------------------------ what a step sends
+
+
+class CollectivesSeen:
+    """Says what each step sends: how often, and how many bytes go in."""
+
+    def __call__(self, rank):
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from workshop.check.observe import tensors_in
+
+        calls, sent = collections.Counter(), collections.Counter()
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(),
+                                   kwargs=None):
+                name = function._schema.name.split("::")[1].strip("_")
+                if function.namespace in ("c10d", "_c10d_functional") and (
+                        "wait" not in name):
+                    base = name.endswith("_base")  # (output, input, ...)
+                    calls[name] += 1
+                    sent[name] += sum(tensor.nbytes for tensor
+                                      in tensors_in(args[int(base)]))
+                return function(*args, **(kwargs or {}))
+
+        def say(*_):
+            print("sent:", *(f"{name} {calls[name]} {sent[name]}"
+                             for name in sorted(calls)), sep="; ")
+            calls.clear()
+            sent.clear()
+
+        Count().__enter__()
+        register_optimizer_step_pre_hook(say)
+
+
+FLAGS = ("--preset", "tiny", "--device", "cpu", "--max-steps", 5)
+SHARD = "fully_shard(module, mesh=mesh)"
+KEEP = SHARD, "fully_shard(module, mesh=mesh, reshard_after_forward=False)"
+KEEP_LONGER = SYNC, (
+    SYNC + "            raw_model.set_reshard_after_backward(reduce)\n")
+L = 4  # blocks of preset tiny
+
+
+@pytest.mark.parametrize(("n", "A"), [(2, 2), (4, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(("changes", "gathers", "scatters"), [
+    ((), lambda A: A * (2 * L + 1), lambda A: L + 1),
+    (((SYNC, ""),), lambda A: A * (2 * L + 1), lambda A: A * (L + 1)),
+    ((KEEP,), lambda A: A * (L + 1), lambda A: L + 1),
+    ((KEEP, KEEP_LONGER), lambda A: L + 1, lambda A: L + 1),
+], ids=["solution", "no-sync", "zero-2", "zero-2-kept"])
+def test_what_a_step_sends(
+        data, sizes, tmp_path, n, A, changes, gathers, scatters):
+    """Bytes that go in, on each rank, by the formulas of the lesson.
+
+    The norm's all-reduce, of four bytes, happens inside of DTensor, where no
+    mode sees it.
+    """
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(edit(FSDP.read_text(), *changes))
+    ranks = Launch(
+        script, *FLAGS, "--run", tmp_path / "run", "--data", data,
+        "--microbatch-size", 8 // (n * A), world_size=n,
+        observe=CollectivesSeen()).wait(120)
+    P, P_b = sizes
+    gathered = 4 * P // n * (gathers(A) // (L + 1))
+    if gathers(A) == A * (2 * L + 1):  # blocks twice, the rest once
+        gathered = 4 * A * (2 * P_b + (P - P_b)) // n
+    expected = (
+        f"sent:; allgather_base {gathers(A)} {gathered}; allreduce 1 8; "
+        f"reduce_scatter_base {scatters(A)} {4 * P * scatters(A) // (L + 1)}")
+    for rank in ranks:
+        assert rank.status == 0, rank.err
+        lines = [line for line in rank.out.splitlines() if "sent:" in line]
+        assert lines[1:] == [expected] * 4  # before the first, the run begins
+
+
+# ------------------------------------------------ the same training
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
+    """Autocast computes in bf16; weights and reductions stay in fp32."""
+    std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
+    fsdp = train("fsdp", tmp_path / "fsdp", "--precision", "bf16", data=data,
+                 world_size=n)
+    assert fsdp.status == 0, fsdp.err
+    for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
+        assert fsdp.column(column) == pytest.approx(
+            std.column(column), rel=tolerance)
+
+
+def test_sizes_that_do_not_divide_evenly(data, single, tmp_path):
+    """Three ranks: FSDP pads what they do not share evenly."""
+    std = train("std", tmp_path / "std", "--minibatch-size", 6,
+                "--microbatch-size", 1, data=data)
+    fsdp = train("fsdp", tmp_path / "fsdp", "--minibatch-size", 6,
+                 "--microbatch-size", 1, data=data, world_size=3)
+    agree(fsdp, std)
+
+
+def test_rank_0_alone_cannot_save(data, tmp_path):
+    """It would wait for the others' parts: they have gone on."""
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(edit(FSDP.read_text(), (
+        "if save:  # all ranks", "if rank == 0 and save:")))
+    ranks = Launch(script, *FLAGS, "--run", tmp_path / "run", "--data", data,
+                   world_size=2).wait(120)
+    assert all(rank.status != 0 for rank in ranks)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+
+
+@pytest.mark.whole
+def test_compiled(data, single, tmp_path):
+    """The whole sharded model; its checkpoint knows nothing of it."""
+    needs("g++")
+    result = train("fsdp", tmp_path / "run", "--compile", data=data,
+                   world_size=2, timeout=290)
+    assert result.status == 0, result.err
+    assert "does not work here" not in result.err
+    assert result.column("loss") == pytest.approx(
+        single.column("loss"), rel=1e-4)
+    assert result.checkpoint()["model"].keys() == (
+        single.checkpoint()["model"].keys())
