@@ -94,7 +94,26 @@ def test_a_new_stage_is_a_choice_of_the_command_line(clone):
     assert "has never passed the check for other" in said
 
 
-# Here `check other` belongs, and the contract test on the clone.
+def test_a_new_stage_is_checked(clone):
+    workshop(clone, "reset", "other")
+    said = workshop(clone, "check", "other")
+    assert "Right: 1, 2 and 4 processes compute" in said
+    said = workshop(clone, "script", "other")
+    assert said.startswith(f"{clone}/code/train_gpt2.py\n")
+
+
+@pytest.mark.whole
+def test_a_new_stage_keeps_the_contract(clone):
+    """Each test of the contract that knows one stage at a time."""
+    shutil.copytree(ROOT / "tests", clone / "tests",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    end = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/test_contract.py",
+         "-k", "other and not from_every_other_stage"], cwd=clone, text=True,
+        env={**os.environ, "PYTHONPATH": str(clone)}, capture_output=True)
+    assert end.returncode == 0, end.stdout + end.stderr
+    assert "[100%]" in end.stdout
 
 
 # --------------------------------------------------------------- the entries
