@@ -622,11 +622,10 @@ DDP_RIGHT = (
           suite=True),
     right("torch.save by name", "ddp",
           ((SAVE, SAVE + "        if rank == 0 and save:\n            torch."
-            "save(obj=step, f=run.folder / 'my.pt')\n"),), suite=True),
+            "save(obj=step, f=run.folder / 'my.pt')\n"),)),
     right("a log file a rank", "ddp",
           ((LOG, LOG + "        with open(run.folder / f'rank{rank}.log', "
-            "'a') as file:\n            print(step, file=file)\n"),),
-          suite=True),
+            "'a') as file:\n            print(step, file=file)\n"),)),
     right("activation checkpointing of the model", "ddp",
           (("        return model(x, y)\n",
             "        if not torch.is_grad_enabled():\n"
@@ -647,13 +646,13 @@ DDP_RIGHT = (
             "training_step("))),
     right("a coding cookie", "ddp",
           (('"""Train GPT-2 on many devices', '# -*- coding: latin-1 -*-\n'
-            '"""Train GPT-2 on many devices'),), suite=True),
+            '"""Train GPT-2 on many devices'),)),
     right("device_ids of the local rank", "ddp",
           (("model, gradient_as_bucket_view=True",
             "model, device_ids=[local_rank]"),), suite=True),
     right("nccl and set_device", "ddp",
           ((JOIN, '    torch.cuda.set_device(local_rank)\n'
-            '    dist.init_process_group("nccl")\n'),), suite=True),
+            '    dist.init_process_group("nccl")\n'),)),
     right("the backend left to PyTorch", "ddp",
           ((JOIN, "    dist.init_process_group()\n"),)),
     right("the device given to the group", "ddp",
@@ -680,7 +679,7 @@ DDP_RIGHT = (
            (WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
            (CLIP, CLIP.replace(".item()", ".full_tensor().item()")),
            (SAVE, SAVE.replace("rank == 0 and ", ""))),
-          "gradients are reduced 4.0 times a step", suite=True),
+          "gradients are reduced 4.0 times a step"),
     right("the loss averaged by PyTorch", "ddp",
           (("dist.all_reduce(report)  # the sum over all ranks",
             "dist.all_reduce(report)"),)),
@@ -1010,7 +1009,7 @@ FSDP_RIGHT = (
     right("the solution", "fsdp", (), suite=True),
     right("gathered weights kept for the backward pass", "fsdp",
           ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
-            "reshard_after_forward=False)"),), suite=True),
+            "reshard_after_forward=False)"),)),
     right("gathered weights kept for the step", "fsdp",
           ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
             "reshard_after_forward=False)"),
@@ -1022,7 +1021,7 @@ FSDP_RIGHT = (
     right("blocks in another order", "fsdp",
           ((FSDP_LOOP,
             "for module in (*reversed(raw_model.transformer.h), raw_model):"),
-           ), suite=True),
+           )),
     right("blocks by twos", "fsdp",
           ((FSDP_LOOP, "blocks = list(raw_model.transformer.h)\n    for "
             "module in (blocks[:2], blocks[2:], raw_model):"),)),
@@ -1032,7 +1031,7 @@ FSDP_RIGHT = (
             "raw_model):"),)),
     right("the model as one piece", "fsdp",
           ((FSDP_LOOP, "for module in (raw_model,):"),),
-          "all weights are gathered at once", suite=True),
+          "all weights are gathered at once"),
     right("no set_requires_gradient_sync", "fsdp", ((FSDP_SYNC, ""),),
           "gradients are reduced 4.0 times a step", suite=True),
     right("the norm by item()", "fsdp",
