@@ -524,3 +524,10 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     assert result.status == 0, result.err
     assert result.err.count("nothing will be generated") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257
+
+
+def test_a_relative_folder_is_that_of_who_started_it(
+        data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    result = train("std", tmp_path / "run", "--max-steps", 1, data=data.name)
+    assert result.status == 0, result.err

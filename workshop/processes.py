@@ -180,7 +180,7 @@ class Server:
     def fork(self, *job):
         """Start a rank; returns its process."""
         # the pickle is opened where sys.path is right for it
-        self.link.send((list(sys.path), pickle.dumps(job)))
+        self.link.send((os.getcwd(), list(sys.path), pickle.dumps(job)))
         self.started = None
         while self.started is None:
             self.listen(60)
@@ -278,12 +278,12 @@ def serve(link, preload):
                 os.read(bell, 1000)
                 tell_ended(link)
             if link in ready:
-                path, job = link.recv()
+                folder, path, job = link.recv()
                 pid = os.fork()
                 if pid == 0:
                     for handle in (link.fileno(), bell, ring):
                         os.close(handle)
-                    become_rank(path, job)
+                    become_rank(folder, path, job)
                 link.send(("started", pid, None))
         except (EOFError, OSError):  # the program is gone
             os.killpg(0, signal.SIGKILL)
@@ -298,12 +298,13 @@ def tell_ended(link):
             link.send(("ended", pid, os.waitstatus_to_exitcode(status)))
 
 
-def become_rank(path, job):
+def become_rank(folder, path, job):
     """In a forked process. Never returns."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.chdir(folder)
         sys.path[:] = path
         status = run_script(*pickle.loads(job))
     except BaseException:
