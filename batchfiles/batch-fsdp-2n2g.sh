@@ -6,7 +6,7 @@
 #SBATCH --ntasks-per-node=1     # a torchrun on each node, which starts 2
 #SBATCH --cpus-per-task=16      # for each torchrun: 8 a GPU
 #SBATCH --time=01:00:00
-#SBATCH --signal=B:USR1@120     # two minutes before: save and requeue
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
 source "$(scontrol show job "$SLURM_JOB_ID" |

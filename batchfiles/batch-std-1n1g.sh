@@ -4,7 +4,7 @@
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --ntasks-per-node=1     # srun starts one process
-#SBATCH --cpus-per-task=8       # and gives it these cores
+#SBATCH --cpus-per-task=8       # for each process
 #SBATCH --time=01:00:00
 #SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append

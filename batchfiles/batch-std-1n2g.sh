@@ -1,10 +1,10 @@
 #!/bin/bash -l
-# The single-device stage on 1 node with 2 GPUs. The second stays idle.
+# The single-device stage on 1 node with 2 GPUs. The others stay idle.
 #SBATCH --job-name=std-1n2g
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=2
 #SBATCH --ntasks-per-node=1     # srun starts one process
-#SBATCH --cpus-per-task=8       # and gives it these cores
+#SBATCH --cpus-per-task=8       # for each process
 #SBATCH --time=01:00:00
 #SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append

@@ -140,15 +140,6 @@ def test_every_lesson_belongs_to_a_stage():
 
 
 @pytest.mark.parametrize("stage", TAUGHT)
-def test_a_workspace_is_like_the_others(stage):
-    """test_lab.py tries what JupyterLab shows of it."""
-    first, this = ((ROOT / f"{name}.jupyterlab-workspace").read_text()
-                   for name in (TAUGHT[0], stage))
-    assert this == first.replace(f"diff_{TAUGHT[0]}", f"diff_{stage}").replace(
-        f'"id": "{TAUGHT[0]}"', f'"id": "{stage}"')
-
-
-@pytest.mark.parametrize("stage", TAUGHT)
 def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     text = "".join(cell.source for cell in nbformat.read(
         ROOT / "notebooks" / f"diff_{stage}.ipynb", as_version=4).cells)

@@ -26,12 +26,12 @@ from stages import Result, make_dataset, train, weight_distance
 from tiktoken_ext import openai_public
 
 from backstage import ROOT, vocabulary
-from workshop.stages import FIRST, LESSONS, STAGES
+from workshop.stages import FIRST, LESSONS, SIZES, STAGES
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
-SUBMITTED = sorted(file.stem.split("-")[1] for file in BATCHFILES
-                   if file.stem.endswith("-2n4g"))  # stages, by their largest
+SUBMITTED = [stage for stage in LESSONS  # in every size
+             if set(STAGES[stage].jobs) == set(SIZES)]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
          "--device", "cpu")  # the GPUs are not real
@@ -201,13 +201,13 @@ def test_shellcheck():
     assert ran.returncode == 0, ran.stdout
 
 
-def test_every_size_is_there():
+def test_every_job_is_there():
     names = [file.stem.removeprefix("batch-") for file in BATCHFILES]
-    sizes = ("1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")
-    assert SUBMITTED and set(SUBMITTED) <= set(LESSONS)
+    assert {"ddp", "lit", "fsdp"} <= set(SUBMITTED)
     assert sorted(names) == sorted([
-        f"{FIRST}-1n1g", f"{FIRST}-1n2g", "doctor", "fineweb",
-        *(f"{stage}-{size}" for stage in SUBMITTED for size in sizes)])
+        "doctor", "fineweb", *(f"{stage.name}-{size}"
+                               for stage in STAGES.values()
+                               for size in stage.jobs)])
 
 
 @pytest.mark.parametrize("file", BATCHFILES, ids=lambda file: file.stem)
@@ -226,9 +226,7 @@ def test_a_file_asks_for_what_its_name_says(slurm, file):
         # a process for each GPU: from srun, or from the node's torchrun
         alone = stage == FIRST or "torchrun.sh" in text
         assert options["ntasks-per-node"] == ("1" if alone else gpus)
-        # from the stages' first file on, the rest is the same
-        first = file.with_name(f"batch-{stage}-1n1g.sh").read_text()
-        assert text.partition("\n\n")[2] == first.partition("\n\n")[2]
+        assert f'"$(stage {stage})"' in text
 
 
 def test_what_slurm_refuses(slurm):
@@ -277,8 +275,7 @@ def test_the_ladder(slurm):
     sizes = [re.search(r"Command=.*/batch-lit-(\dn\dg).sh (.*)", text).groups()
              for text in commands]
     flags = "--max-steps 100 --eval-every 100 --seed 5"
-    assert sizes == [(size, flags) for size in (
-        "1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")]
+    assert sizes == [(size, flags) for size in SIZES]
     wrong = slurm(slurm.repo / "batchfiles" / "ladder.sh", check=False)
     assert wrong.returncode == 1 and "name a stage" in wrong.stderr
 

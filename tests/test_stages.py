@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import edit
 
 from backstage import ROOT
+from workshop import jobs
 from workshop.lesson import documents
 from workshop.stages import LESSONS, STAGES
 
 ENTRY = '''\
-    Stage("other", "std", "a copy of ddp", "#123456", "torchrun",
-          ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    Stage("other", "std", "Other", "a copy of ddp", "#123456", "torchrun",
+          ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={"2n4g": "--seed 5"}),
 '''
 
 
@@ -27,7 +29,8 @@ def clone(tmp_path_factory):
     for folder in ("backstage", "workshop", "solutions", "example-logs"):
         shutil.copytree(ROOT / folder, clone / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
-    (clone / "code").mkdir()
+    for folder in ("code", "batchfiles"):
+        (clone / folder).mkdir()
     script = clone / "solutions" / "train_gpt2_other.py"
     script.write_text(edit(STAGES["ddp"].solution.read_text(),
                            ('Run("ddp"', 'Run("other"')))
@@ -83,6 +86,21 @@ def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
     assert "#123456" in (clone / "picture.svg").read_text()
 
 
+def test_a_new_stage_has_batch_files_and_a_workspace(clone):
+    end = subprocess.run([sys.executable, "-m", "workshop.jobs"], cwd=clone,
+                         capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    job = clone / "batchfiles" / "batch-other-2n4g.sh"
+    assert job.read_text() == edit(
+        (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text(),
+        ("# DDP on", "# Other on"), ("=ddp-2n4g", "=other-2n4g"),
+        ("stage ddp", "stage other"), ("--resume", "--resume --seed 5"))
+    assert os.access(job, os.X_OK)
+    assert list(clone.glob("batchfiles/*other*")) == [job]
+    workspace = json.loads((clone / "other.jupyterlab-workspace").read_text())
+    assert workspace["metadata"]["id"] == "other"
+
+
 def test_a_new_stage_is_a_choice_of_the_command_line(clone):
     workshop(clone, "reset", "std")
     for command in ("diff", "apply", "check", "script"):
@@ -128,6 +146,13 @@ def test_an_entry_is_whole(stage):
     assert stage.after in before if stage.after else not before
     assert re.fullmatch("#[0-9a-f]{6}", stage.colour)
     assert (1, 1, 1) in stage.meshes
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), list(jobs.files()),
+    ids=lambda value: value.name if isinstance(value, Path) else "")
+def test_what_follows_from_an_entry_is_up_to_date(path, text):
+    assert path.read_text() == text, "run python -m workshop.jobs"
 
 
 KNOW = {"stages.py",  # the registry

@@ -1,16 +1,18 @@
 """The stages: everything that the tools of the course know about them.
 
-A stage is its script in solutions/, its lesson in workshop/lesson/ (the first
-one needs none), and its entry here. No other place knows its name.
+A stage is its script in solutions/, its lesson in workshop/lesson/ with its
+notebook (the first one needs none), and its entry here. No other place knows
+its name: `python -m workshop.jobs` writes its batch files and its workspace.
 Only the standard library, from Python 3.9 on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backstage import ROOT
 from backstage.errors import UserError
 
 DESK = ROOT / "code" / "train_gpt2.py"
+SIZES = ("1n1g", "1n2g", "1n4g", "2n1g", "2n2g", "2n4g")  # nodes, GPUs on each
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,15 @@ class Stage:
 
     name: str
     after: str  # the stage that its lesson starts from; "" for the first one
+    label: str  # at the top of its batch files
     title: str
     colour: str  # in the pictures
     launcher: str  # what starts its processes: "python" or "torchrun"
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
     trainer: bool = False  # whether Lightning's Trainer has the loop
     shards: bool = False  # whether each device holds a part of the model
+    jobs: dict = field(  # its batch files: size -> flags of the script
+        default_factory=lambda: dict.fromkeys(SIZES, ""))
 
     @property
     def solution(self):
@@ -38,14 +43,16 @@ class Stage:
 
 
 STAGES = {stage.name: stage for stage in (
-    Stage("std", "", "one device", "#8a8a8a", "python", ((1, 1, 1),)),
-    Stage("ddp", "std", "a process for each device, with DDP", "#3b7dd8",
-          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
-    Stage("lit", "ddp", "the same training with Lightning", "#cf7a12",
-          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), trainer=True),
-    Stage("fsdp", "ddp", "a part of the model on each device, with FSDP",
-          "#2b9a5f", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
-          shards=True),
+    Stage("std", "", "The single-device stage", "one device", "#8a8a8a",
+          "python", ((1, 1, 1),), jobs=dict.fromkeys(SIZES[:2], "")),
+    Stage("ddp", "std", "DDP", "a process for each device, with DDP",
+          "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    Stage("lit", "ddp", "Lightning", "the same training with Lightning",
+          "#cf7a12", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
+          trainer=True),
+    Stage("fsdp", "ddp", "FSDP",
+          "a part of the model on each device, with FSDP", "#2b9a5f",
+          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), shards=True),
 )}
 FIRST = next(iter(STAGES))  # where the course starts
 LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)

@@ -1,0 +1,111 @@
+"""Writes the batch files and workspaces of all stages: python -m workshop.jobs
+
+They follow from the registry, so edit it or the templates here, and not them.
+Only the standard library, from Python 3.9 on.
+"""
+
+from backstage import ROOT
+from workshop.stages import STAGES
+
+BATCH_FILE = r"""#!/bin/bash -l
+# {what}
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --ntasks-per-node={tasks}     # {tasks_are}
+#SBATCH --cpus-per-task={cores:<7} # {cores_are}
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
+#SBATCH --requeue --open-mode=append
+
+source "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+
+train srun --kill-on-bad-exit=1 {command} \
+    "$(stage {stage})" --run "$run" --resume{flags} "$@"
+"""
+CORES = 8  # for each GPU
+
+WORKSPACE = """{
+ "data": {
+  "layout-restorer:data": {
+   "main": {
+    "dock": {
+     "type": "split-area",
+     "orientation": "horizontal",
+     "sizes": [0.5, 0.5],
+     "children": [
+      {
+       "type": "tab-area",
+       "currentIndex": 0,
+       "widgets": ["editor:code/train_gpt2.py"]
+      },
+      {
+       "type": "tab-area",
+       "currentIndex": 0,
+       "widgets": ["notebook:notebooks/diff_STAGE.ipynb"]
+      }
+     ]
+    },
+    "current": "notebook:notebooks/diff_STAGE.ipynb"
+   },
+   "left": {"collapsed": true, "visible": true, "widgets": []},
+   "right": {"collapsed": true, "visible": true, "widgets": []}
+  },
+  "editor:code/train_gpt2.py": {
+   "data": {"path": "code/train_gpt2.py", "factory": "Editor"}
+  },
+  "notebook:notebooks/diff_STAGE.ipynb": {
+   "data": {"path": "notebooks/diff_STAGE.ipynb", "factory": "Notebook"}
+  }
+ },
+ "metadata": {"id": "STAGE"}
+}
+"""
+
+
+def batch_file(stage, size):
+    """The text of a stage's batch file for "2n4g": 2 nodes, 4 GPUs each."""
+    nodes, gpus = int(size[0]), int(size[2])
+    each = " on each node" if nodes > 1 else ""
+    what = (f"{stage.label} on {count(nodes, 'node')} with "
+            f"{count(gpus, 'GPU')}{' each' if nodes > 1 else ''}")
+    if stage.launcher == "python":
+        what += "." if gpus == 1 else ". The others stay idle."
+        tasks, tasks_are = 1, "srun starts one process"
+    else:
+        what += f": {count(nodes * gpus, 'process', 'processes')}."
+        tasks = gpus
+        tasks_are = f"srun starts {count(gpus, 'process', 'processes')}{each}"
+    cores, cores_are, command = CORES, "for each process", "python"
+    if stage.launcher == "torchrun" and not stage.trainer:
+        tasks, tasks_are = 1, f"a torchrun{each}, which starts {gpus}"
+        cores, cores_are = CORES * gpus, f"for each torchrun: {CORES} a GPU"
+        command = '"$batchfiles/torchrun.sh"'
+    flags = stage.jobs[size]
+    return BATCH_FILE.format(
+        what=what, name=f"{stage.name}-{size}", nodes=nodes, gpus=gpus,
+        tasks=tasks, tasks_are=tasks_are, cores=cores, cores_are=cores_are,
+        command=command, stage=stage.name, flags=f" {flags}" if flags else "")
+
+
+def count(number, one, many=None):
+    """For example "1 node" or "2 nodes"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def files():
+    """Each file's path and text."""
+    for stage in STAGES.values():
+        for size in stage.jobs:
+            yield (ROOT / "batchfiles" / f"batch-{stage.name}-{size}.sh",
+                   batch_file(stage, size))
+        if stage.after:
+            yield (ROOT / f"{stage.name}.jupyterlab-workspace",
+                   WORKSPACE.replace("STAGE", stage.name))
+
+
+if __name__ == "__main__":
+    for path, text in files():
+        path.write_text(text)
+        path.chmod(0o755 if path.suffix == ".sh" else 0o644)
