@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import logging
 import os
 import pickle
 import runpy
@@ -262,6 +263,8 @@ def end_all():
 
 def serve(link, preload):
     """Fork a process for each job, and tell when it ends. Never returns."""
+    # Lightning loads it, and it warns where HOME cannot be written
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -354,8 +357,10 @@ def finish_once(finish):
 
     def visible_exit(status):
         os._exit = leave
-        if finish and os.getpid() == owner:  # not a worker of its own
-            finish()
-        leave(status)
+        try:
+            if finish and os.getpid() == owner:  # not a worker of its own
+                finish()
+        finally:  # also on a full disk
+            leave(status)
 
     os._exit = visible_exit
