@@ -17,10 +17,10 @@ from workshop import processes
 from workshop.check.command import main
 from workshop.stages import LESSONS, STAGES
 
-SUITE = [pytest.param(  # `pytest` alone asks fewer of the right ones
-    case, id=f"{case.stage}-{case.name}",
-    marks=pytest.mark.whole if case.right and case.name != "the solution"
-    else ()) for case in CASES if case.suite]
+SUITE = [case for case in CASES if case.suite]
+FIRST = [case for stage in LESSONS for right in (False, True)
+         for case in [case for case in SUITE if case.stage == stage
+                      and case.right == right][:1 if right else 3]]
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
            "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0",
@@ -42,7 +42,10 @@ def test_the_places_of_the_changes_are_there(case):
     assert case.script()
 
 
-@pytest.mark.parametrize("case", SUITE)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=f"{case.stage}-{case.name}",
+                 marks=() if case in FIRST else pytest.mark.whole)
+    for case in SUITE])
 def test_a_script_of_the_table(case):
     passed, says, hint, out = outcome(case)
     assert not problem(case, passed, says, hint), out
@@ -82,6 +85,7 @@ def test_a_script_that_is_none(tmp_path):
         main("ddp", large)
 
 
+@pytest.mark.whole
 def test_saved_during_the_check(tmp_path):
     """It is read once."""
     script = plant(tmp_path)
@@ -92,6 +96,7 @@ def test_saved_during_the_check(tmp_path):
     assert run.returncode == 0, out
 
 
+@pytest.mark.whole
 def test_imports_what_lies_beside_it(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("from math import inf\n")
     assert main("ddp", plant(tmp_path, ("import math\n",
@@ -171,6 +176,7 @@ def test_nothing_is_left_after_a_check(tmp_path):
     assert not os.path.exists("/proc") or not left_by(tmp_path / "tmp")
 
 
+@pytest.mark.whole
 def test_a_folder_with_a_long_name_and_a_shell_of_srun(tmp_path):
     run = start(plant(tmp_path), tmp_path / ("long" * 25),
                 **IN_SRUN)
@@ -222,6 +228,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
         small.rmdir()
 
 
+@pytest.mark.whole
 def test_four_at_once(tmp_path):
     """On a busy machine verdicts stay right, also that of a hang."""
     runs = []

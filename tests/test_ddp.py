@@ -58,6 +58,7 @@ def test_any_microbatch_is_the_same_training(
 # ----------------------------------------------------------- real launchers
 
 
+@pytest.mark.whole
 def test_torchrun(data, single, tmp_path):
     """The README's command; a rank is killed, torchrun restarts all ranks."""
     activate = (ROOT / "activate.sh").read_text()

@@ -249,6 +249,7 @@ def test_text_files_too(corpus, tmp_path):
         for token in (plain.eot_token, *plain.encode_ordinary(text))]
 
 
+@pytest.mark.whole
 # ------------------------------------------------------------- interruptions
 def test_killed_a_dozen_times_the_bytes_are_the_same(corpus, whole, tmp_path):
     out = tmp_path / "out"
@@ -550,6 +551,7 @@ def test_splitting_changes_no_token(whole, tmp_path):
     assert not (tmp_path / "a_train_000001").exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [
     re.fullmatch(r"train_gpt2_(\w+)", path.stem)[1]
     for path in sorted((ROOT / "solutions").glob("train_gpt2_*.py"))])

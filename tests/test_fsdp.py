@@ -118,6 +118,7 @@ KEEP_LONGER = SYNC, (
 L = 4  # blocks of preset tiny
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("n", "A"), [(2, 2), (4, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize(("changes", "gathers", "scatters"), [
     ((), lambda A: A * (2 * L + 1), lambda A: L + 1),
@@ -166,6 +167,7 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
             std.column(column), rel=tolerance)
 
 
+@pytest.mark.whole
 def test_sizes_that_do_not_divide_evenly(data, single, tmp_path):
     """Three ranks: FSDP pads what they do not share evenly."""
     std = train("std", tmp_path / "std", "--minibatch-size", 6,

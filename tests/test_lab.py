@@ -16,6 +16,8 @@ from conftest import needs
 from backstage import ROOT
 from workshop.stages import STAGES
 
+pytestmark = pytest.mark.whole
+
 CHROMIUM = "chromium"
 FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
          "--no-first-run --disable-background-networking "

@@ -223,6 +223,7 @@ class BroadcastsSeen:
 # ------------------------------------------------------- nothing is lost
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("first", "then"), [
     (("lit", 2, *FSDP2), ("std", None)),
     (("lit", 2, *FSDP2), ("lit", 4)),  # a resumed run keeps its strategy
@@ -241,6 +242,7 @@ def test_resume_after_an_odd_step(data, single, tmp_path, first, then):
     agree(result, single)
 
 
+@pytest.mark.whole
 def test_killed_at_random_moments(data, tmp_path):
     """kill -9, many times: the same rows and weights, bit for bit."""
     flags = ("--max-steps", 150, "--checkpoint-every", 7, "--eval-every", 9,
@@ -284,6 +286,7 @@ class SignalAfter:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("step", [7, 10, 20])  # of 20, validates after 10
 @pytest.mark.parametrize(("world_size", "flags"), [
     (None, ()), (2, ()), (2, FSDP2)], ids=str)
@@ -404,6 +407,7 @@ class CollectivesSeen:
         register_optimizer_step_pre_hook(say)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("flags", [(), FSDP2], ids=["ddp", "fsdp2"])
 def test_what_a_step_sends(data, single, tmp_path, flags):
     """The lesson says it: DDP once a step, fsdp2 at every microbatch."""
@@ -502,6 +506,7 @@ def test_launchers_of_the_ddp_stage(data, single, tmp_path, launcher):
           single)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("flags", [(), FSDP2])
 def test_python_starts_several_devices(data, single, tmp_path, flags):
     """Lightning starts the other processes itself."""

@@ -73,6 +73,7 @@ def test_committed_without_outputs_for_any_python3(path):
             assert max(map(len, cell.source.splitlines())) <= 62
 
 
+@pytest.mark.whole
 def test_lesson_ddp_runs_with_the_environment_that_the_site_names(
         repo, execute):
     (repo / "site.sh").write_text(
@@ -108,6 +109,7 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
     assert re.search(r"Not Python yet, line \d+", shown['diff("ddp")'])
 
 
+@pytest.mark.whole
 def test_lesson_lit_runs_with_the_environment_that_the_site_names(
         repo, execute):
     (repo / "site.sh").write_text(
@@ -162,6 +164,7 @@ def ready(repo):
     return repo
 
 
+@pytest.mark.whole
 def test_start_here_shows_the_words_and_runs_the_script(ready, execute):
     shown = execute("start_here.ipynb")
     assert "python:" in shown["doctor()"]
@@ -178,6 +181,7 @@ def test_start_here_shows_the_words_and_runs_the_script(ready, execute):
     assert len(list((ready / "runs").glob("*/metrics.csv"))) == 1
 
 
+@pytest.mark.whole
 def test_collectives_are_run_for_real(ready, execute):
     shown = execute("collectives.ipynb")
 
@@ -208,6 +212,7 @@ def test_collectives_are_run_for_real(ready, execute):
         assert "Traceback" not in text
 
 
+@pytest.mark.whole
 def test_results_fall_back_on_the_examples(ready, execute):
     shown = execute("results.ipynb")
     assert "No run to show in runs/ yet" in shown["runs()"]
@@ -221,6 +226,7 @@ def test_results_fall_back_on_the_examples(ready, execute):
     assert "no GPU metrics in these runs" in shown['plot("gpus")']
 
 
+@pytest.mark.whole
 def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
     (repo / "runs" / "just-begun").mkdir(parents=True)
     script = repo / "code" / "train_gpt2.py"

@@ -28,6 +28,8 @@ from tiktoken_ext import openai_public
 from backstage import ROOT, vocabulary
 from workshop.stages import FIRST, LESSONS, SIZES, STAGES
 
+pytestmark = pytest.mark.whole
+
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
 SUBMITTED = [stage for stage in LESSONS  # in every size

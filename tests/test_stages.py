@@ -112,6 +112,7 @@ def test_a_new_stage_is_a_choice_of_the_command_line(clone):
     assert "has never passed the check for other" in said
 
 
+@pytest.mark.whole
 def test_a_new_stage_is_checked(clone):
     workshop(clone, "reset", "other")
     said = workshop(clone, "check", "other")
