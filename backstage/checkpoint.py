@@ -5,10 +5,12 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 and `hyperparameters`.
 """
 
+import logging
 import pickle
 import zipfile
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,10 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from backstage.errors import UserError, explain, require
 from backstage.files import write_atomically
+from backstage.world import on_every_rank
 
+# each save would say that a tensor in parts of parts is gathered twice
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+    logging.ERROR)
+
+TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 
 
@@ -32,25 +41,84 @@ def gather_state(model, optimizer):
     names as in the plain model. If the model is sharded, all ranks that hold
     a part of it call this; if every rank holds all of it, rank 0 is enough.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # evaluation may leave it gathered
             module.reshard()
+    firsts = first_ranks(model)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = whole if len(firsts) == 1 else StateDictOptions()
     weights = get_model_state_dict(model, options=options)
     moments = get_optimizer_state_dict(model, optimizer, options=options)
+    if len(firsts) > 1:
+        weights, moments = join_stages(weights, moments, firsts)
     for group in moments.get("param_groups", ()):
         for name in group.keys() - {"params", *optimizer.defaults}:
             del group[name]  # a scheduler's, which other stages do not have
     return weights, moments
 
 
+def first_ranks(model):
+    """The first rank of each stage of a pipeline: [0] without a pipeline."""
+    if not is_sharded(model):
+        return [0]
+    firsts = {}
+    for rank, names in enumerate(on_every_rank(tuple(model.state_dict()))):
+        firsts.setdefault(names, rank)
+    return list(firsts.values())
+
+
+def join_stages(weights, moments, firsts):
+    """What `gather_state` returns, from the states of a pipeline's stages."""
+    keep = dist.get_rank() in firsts
+
+    def gather(part):
+        whole = part.full_tensor()  # from all ranks of this stage
+        return whole.cpu() if keep else None
+
+    mine = tree_map_only(DTensor, gather, (weights, moments))
+    states = [None] * dist.get_world_size()
+    dist.gather_object(mine if keep else None,
+                       states if dist.get_rank() == 0 else None)
+    if dist.get_rank() > 0:
+        return {}, {}
+    weights, moments = states[0]
+    for rank in firsts[1:]:
+        more_weights, more = states[rank]
+        weights |= more_weights
+        more["state"].pop(TIED[1], None)  # the first stage has it
+        moments["state"] |= more["state"]
+        for group, added in zip(
+                moments["param_groups"], more["param_groups"], strict=True):
+            group["params"] += [name for name in added["params"]
+                                if name != TIED[1]]
+    return weights, moments
+
+
 def spread_state(state, model, optimizer=None):
     """Load a checkpoint's state: each rank loads its part. All ranks."""
     options = StateDictOptions(full_state_dict=True)
+    if len(first_ranks(model)) > 1:
+        state = cut_state(state, model.state_dict())
     set_model_state_dict(model, state["model"], options=options)
     if optimizer is not None:
         set_optimizer_state_dict(
             model, optimizer, state["optimizer"], options=options)
+
+
+def cut_state(state, names):
+    """The part of a checkpoint's state that a pipeline's stage has."""
+    moments = state["optimizer"]
+    if TIED[0] not in names:  # the last stage has it under its other name
+        moments["state"][TIED[1]] = moments["state"].pop(TIED[0])
+        for group in moments["param_groups"]:
+            group["params"] = [TIED[1] if name == TIED[0] else name
+                               for name in group["params"]]
+    moments["state"] = {name: values for name, values
+                        in moments["state"].items() if name in names}
+    for group in moments["param_groups"]:
+        group["params"] = [name for name in group["params"] if name in names]
+    model = {name: state["model"][name] for name in names}
+    return state | {"model": model, "optimizer": moments}
 
 
 def is_sharded(model):

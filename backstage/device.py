@@ -134,10 +134,22 @@ def cpu_has_bf16():
 
 
 def compile_model(model, device):
-    """`torch.compile(model)`, or the model itself and a line of warning.
+    """`torch.compile(model)`, or the model itself and a line of warning."""
+    return torch.compile(model) if can_compile(device) else model
+
+
+def compile_blocks(blocks, device):
+    """Compile each of the modules in its place, or print a warning."""
+    if can_compile(device):
+        for block in blocks:
+            block.compile()
+
+
+def can_compile(device):
+    """Whether torch.compile works here; if not, it prints a warning.
 
     A machine may lack the compiler that torch.compile needs. That shows only
-    at the first call, so it is tried on a small function first.
+    at the first call, so it is tried on a small function.
     """
     def trial(x):
         return (x.sin() * x).sum()
@@ -149,8 +161,8 @@ def compile_model(model, device):
         reason = str(error).strip().splitlines()[0]
         warn("torch.compile does not work here, going on without it: "
              f"{reason}")
-        return model
-    return torch.compile(model)
+        return False
+    return True
 
 
 def device_name(device):

@@ -108,6 +108,8 @@ def explain(error):
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"there is no room to write: {error.strerror}: make room; a "
                 "run goes on with --resume")
+    if kind == "RuntimeError" and error.__cause__:  # a pipeline's stage failed
+        return explain(error.__cause__)
     return None
 
 

@@ -82,12 +82,14 @@ def parse(Hyperparameters, presets, models):
     hp.preset, hp.data = preset, str(data)
     on_node, world_size = count_processes(hp)
     use_cores(on_node)
+    data_size = divide_processes(hp, models[preset], world_size)
     if not choice.microbatch_size:
-        hp.microbatch_size = choose_microbatch_size(hp, world_size, device)
+        hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
 
     require(Path(hp.data).is_dir(), f"{hp.data}: there is no such folder: "
             "check --data")
     check_hyperparameters(hp, models[preset], saved)
+    check_pipeline(hp, data_size)
     if os.environ.get("RANK", "0") == "0":
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "
@@ -110,12 +112,35 @@ def count_processes(hp):
     return max(1, on_node), max(1, world_size)
 
 
-def choose_microbatch_size(hp, world_size, device):
+def divide_processes(hp, config, world_size):
+    """In how many parts the processes divide a minibatch.
+
+    That is all processes, unless some of them share each matrix or the
+    layers. Raises a `UserError` where their numbers do not fit together.
+    """
+    tensor, pipeline = (getattr(hp, name, 1) for name in (
+        "tensor_parallel", "pipeline_parallel"))
+    require(tensor > 0, "--tensor-parallel must be 1 or more")
+    require(pipeline > 0, "--pipeline-parallel must be 1 or more")
+    require(config.n_head % tensor == 0, f"--tensor-parallel {tensor} does "
+            f"not divide the {config.n_head} heads of preset {hp.preset}")
+    require(pipeline <= config.n_layer, f"--pipeline-parallel {pipeline} is "
+            f"more than the {config.n_layer} layers of preset {hp.preset}")
+    share = pipeline * tensor
+    require(world_size % share == 0, f"{world_size} process(es) do not divide "
+            f"into groups of {share} (--pipeline-parallel x "
+            "--tensor-parallel): start a multiple of that")
+    return world_size // share
+
+
+def choose_microbatch_size(hp, data_size, device):
     """How many samples go through the model at once, if nobody has said it.
 
-    The most that divide this process's part of the minibatch, up to what the
-    preset or the resumed run has, or what fits into the device's memory. The
-    result of the training does not depend on it.
+    The most that divide the part of the minibatch that one of data_size
+    groups of processes computes, up to what the preset or the resumed run
+    has, or what fits into the device's memory; and so few that each stage of
+    a pipeline has a microbatch to work on. The result of the training does
+    not depend on it.
     """
     most = hp.microbatch_size or 64
     if hp.preset == "gpt2" and not hp.microbatch_size:
@@ -126,8 +151,9 @@ def choose_microbatch_size(hp, world_size, device):
                      if gibibytes >= least), 8)
         if hp.precision == "fp32":
             most //= 2
-    part = max(1, hp.minibatch_size // world_size)
-    return max(size for size in range(1, min(part, max(1, most)) + 1)
+    part = max(1, hp.minibatch_size // data_size)
+    most = min(most, part // getattr(hp, "pipeline_parallel", 1))
+    return max(size for size in range(1, max(1, most) + 1)
                if part % size == 0)
 
 
@@ -143,7 +169,18 @@ def read_hyperparameters(choice):
         raise UserError(f"{file}: damaged ({error}): delete it, and give all "
                         "of the run's flags again") from error
     return {key: value for key, value in saved.items()
-            if key not in ("run", "resume", "init", "devices", "num_nodes")}
+            if key not in ("run", "resume", "init", "devices", "num_nodes",
+                           "tensor_parallel", "pipeline_parallel")}
+
+
+def check_pipeline(hp, data_size):
+    """Raise a `UserError` if a pipeline has too few microbatches."""
+    stages = getattr(hp, "pipeline_parallel", 1)
+    microbatches = hp.minibatch_size // (hp.microbatch_size * data_size)
+    require(stages == 1 or microbatches >= stages, f"{microbatches} "
+            f"microbatch(es) of {hp.microbatch_size} samples are too few for "
+            f"--pipeline-parallel {stages}, which needs one for each of its "
+            "stages: try a smaller --microbatch-size")
 
 
 def check_hyperparameters(hp, config, saved):

@@ -118,7 +118,16 @@ class Run:
         return str(folder)
 
     def _load_vocabulary(self):
-        """The vocabulary, or None on all ranks if one of them has none."""
+        """The vocabulary, or None on all ranks if one of them has none.
+
+        None also for a pipeline: its stages only compute batches of one size.
+        """
+        if getattr(self.hp, "pipeline_parallel", 1) > 1:
+            if self.rank == 0:
+                print("a pipeline writes no texts: python code/generate.py "
+                      f"--run {show_path(self.folder, Path.cwd())} writes "
+                      "them from the checkpoint", flush=True)
+            return None
         encoding, problem = None, None
         try:
             encoding = vocabulary.load(self.hp.data)

@@ -1,5 +1,6 @@
 """Datasets and runs for the tests of the stages."""
 
+import collections
 import csv
 import difflib
 import math
@@ -139,6 +140,52 @@ class DieAfter:
         self.count += 1
         if self.count == self.steps + 2:  # then the last one is saved
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CollectivesSeen:
+    """Says what each step sends: how often, and how many bytes go in.
+
+    all_reduce: those between DTensors, also inside of PyTorch's operations;
+    allreduce, allgather_base, send, ...: all others.
+    """
+
+    def __call__(self, rank):
+        import torch.distributed._functional_collectives as functional
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from workshop.check.observe import tensors_in
+
+        calls, sent = collections.Counter(), collections.Counter()
+
+        def note(name, tensors):
+            calls[name] += 1
+            sent[name] += sum(tensor.nbytes for tensor in tensors)
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(),
+                                   kwargs=None):
+                name = function._schema.name.split("::")[1]
+                if function.namespace == "c10d":
+                    base = name.startswith("_")  # (output, input, ...)
+                    note(name.strip("_"), tensors_in(args[int(base)]))
+                return function(*args, **(kwargs or {}))
+
+        all_reduce = functional.all_reduce
+
+        def visible_all_reduce(tensor, *args, **kwargs):
+            note("all_reduce", [tensor])
+            return all_reduce(tensor, *args, **kwargs)
+
+        def say(*_):
+            print("sent:", *(f"{name} {calls[name]} {sent[name]}"
+                             for name in sorted(calls)), sep="; ")
+            calls.clear()
+            sent.clear()
+
+        functional.all_reduce = visible_all_reduce
+        Count().__enter__()
+        register_optimizer_step_pre_hook(say)
 
 
 # ----------------------------------------------------------- real launchers

@@ -5,7 +5,7 @@ here but its entry in workshop/stages.py.
 """
 
 import csv
-import itertools
+import math
 import os
 import signal
 
@@ -26,10 +26,29 @@ from workshop.stages import STAGES
 
 GOLDEN = FOLDER / "golden"  # the tokens, and what was computed from them
 LEARNING_RATE = 3e-3  # of preset tiny
-PLACES = [(stage, mesh) for stage in STAGES for mesh in STAGES[stage].meshes]
-# the mesh of each stage with which most can go wrong
-LARGEST = [(stage, STAGES[stage].meshes[-1]) for stage in STAGES]
+
+
+def meshes(stage):
+    """(stage, mesh) of a stage; what others cover, too, is marked `whole`.
+
+    Where a mesh shares more than the data, `pytest` alone tries one process,
+    and the last mesh, with which most can go wrong.
+    """
+    *others, last = STAGES[stage].meshes
+    for mesh in others:
+        covered = last[::2] != (1, 1) and math.prod(mesh) > 1
+        yield pytest.param(stage, mesh,
+                           marks=pytest.mark.whole if covered else ())
+    yield stage, last
+
+
+PLACES = [place for stage in STAGES for place in meshes(stage)]
+# the mesh of each stage with which most can go wrong on four processes
+LARGEST = [(stage, max(
+    (mesh for mesh in STAGES[stage].meshes if math.prod(mesh) <= 4),
+    key=STAGES[stage].meshes.index)) for stage in STAGES]
 SHARED = [place for place in LARGEST if place[1] != (1, 1, 1)]
+SMALLER = [(stage, STAGES[stage].meshes[1]) for stage, _ in SHARED]
 
 
 def name(value):
@@ -70,11 +89,15 @@ def test_the_same_training(stage, mesh, single, tmp_path):
         assert texts == 4 * data
     ranks = [torch.load(file) for file in sorted(seen.glob("*.pt"))]
     assert len(ranks) == pipeline * data * tensor
-    if (pipeline, tensor) == (1, 1):
-        alone = torch.load(single.folder.parent / "seen" / "0.pt")
-        for step in range(20):
-            read = [i for rank in ranks for i in rank["samples"][step]]
-            assert sorted(read) == sorted(alone["samples"][step])
+    alone = torch.load(single.folder.parent / "seen" / "0.pt")
+    size = data * tensor
+    for step in range(20):
+        read = [sorted(rank["samples"][step]) for rank in ranks]
+        assert not any(read[size:])  # only the first stage gets tokens
+        for k in range(size):  # those who share a matrix read the same
+            assert read[k] == read[k - k % tensor]
+        assert sorted(i for row in read[:size:tensor] for i in row) == sorted(
+            alone["samples"][step])
 
     mine, theirs = result.checkpoint(), single.checkpoint()
     assert mine.keys() == theirs.keys() and mine["stage"] == stage
@@ -104,20 +127,27 @@ def test_resume_on_one_process_is_exact(stage, tmp_path):
         assert same_state(again.checkpoint()[part], whole.checkpoint()[part])
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(a, b) for a, b in itertools.product(LARGEST, LARGEST) if a != b]
-    + [(place, (place[0], STAGES[place[0]].meshes[1])) for place in SHARED],
-    ids=lambda place: f"{place[0]}-{name(place[1])}")
-def test_resume_from_every_other_stage(first, then, single, tmp_path):
-    """With its optimizer, in another world, with another accumulation."""
+@pytest.mark.parametrize("chain", [
+    pytest.param([*LARGEST, *SMALLER[::-1]], id="forward"),
+    pytest.param([*LARGEST[::-1], *SMALLER], id="backward",
+                 marks=pytest.mark.whole)])
+def test_every_stage_resumes_and_is_resumed(chain, single, tmp_path):
+    """With its optimizer, in another world, with another accumulation.
+
+    One run goes through all stages, and is killed in each but the last.
+    """
     run = tmp_path / "run"
-    start_stage(first[0], run, "--checkpoint-every", 7, data=GOLDEN,
-                mesh=first[1], observe=DieAfter(7)).wait()
-    result = train(then[0], run, "--resume", mesh=then[1])
-    assert result.status == 0, result.err
-    assert "resuming after step 6" in result.out
+    (first, mesh), *others = chain
+    start_stage(first, run, "--checkpoint-every", 1, data=GOLDEN, mesh=mesh,
+                observe=DieAfter(1)).wait()
+    for step, (stage, mesh) in enumerate(others, 2):
+        last = step == len(chain)
+        result = start_stage(
+            stage, run, "--resume", mesh=mesh,
+            observe=None if last else DieAfter(1)).result(run)
+        assert f"resuming after step {step - 1}" in result.out, result.err
     agree(result, single)
+    assert result.checkpoint()["stage"] == chain[-1][0]
 
 
 @pytest.mark.parametrize(("stage", "mesh"), SHARED, ids=name)

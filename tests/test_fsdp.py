@@ -1,10 +1,14 @@
 """The FSDP stage: each rank holds a part, and what that costs is sent."""
 
-import collections
-
 import pytest
 from conftest import edit, needs
-from stages import agree, changed_lines, make_dataset, train
+from stages import (
+    CollectivesSeen,
+    agree,
+    changed_lines,
+    make_dataset,
+    train,
+)
 
 from workshop.processes import Launch
 from workshop.stages import STAGES
@@ -77,39 +81,6 @@ def test_each_rank_keeps_a_part_of_everything(data, sizes, tmp_path, n):
 # ------------------------------------------------ what a step sends
 
 
-class CollectivesSeen:
-    """Says what each step sends: how often, and how many bytes go in."""
-
-    def __call__(self, rank):
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        from workshop.check.observe import tensors_in
-
-        calls, sent = collections.Counter(), collections.Counter()
-
-        class Count(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(),
-                                   kwargs=None):
-                name = function._schema.name.split("::")[1].strip("_")
-                if function.namespace in ("c10d", "_c10d_functional") and (
-                        "wait" not in name):
-                    base = name.endswith("_base")  # (output, input, ...)
-                    calls[name] += 1
-                    sent[name] += sum(tensor.nbytes for tensor
-                                      in tensors_in(args[int(base)]))
-                return function(*args, **(kwargs or {}))
-
-        def say(*_):
-            print("sent:", *(f"{name} {calls[name]} {sent[name]}"
-                             for name in sorted(calls)), sep="; ")
-            calls.clear()
-            sent.clear()
-
-        Count().__enter__()
-        register_optimizer_step_pre_hook(say)
-
-
 FLAGS = ("--preset", "tiny", "--device", "cpu", "--max-steps", 5)
 SHARD = "fully_shard(module, mesh=mesh)"
 KEEP = SHARD, "fully_shard(module, mesh=mesh, reshard_after_forward=False)"
@@ -130,8 +101,7 @@ def test_what_a_step_sends(
         data, sizes, tmp_path, n, A, changes, gathers, scatters):
     """Bytes that go in, on each rank, by the formulas of the lesson.
 
-    The norm's all-reduce, of four bytes, happens inside of DTensor, where no
-    mode sees it.
+    The norm is an all-reduce of one number for each parameter.
     """
     script = tmp_path / "train_gpt2.py"
     script.write_text(edit(FSDP.read_text(), *changes))
@@ -144,7 +114,8 @@ def test_what_a_step_sends(
     if gathers(A) == A * (2 * L + 1):  # blocks twice, the rest once
         gathered = 4 * A * (2 * P_b + (P - P_b)) // n
     expected = (
-        f"sent:; allgather_base {gathers(A)} {gathered}; allreduce 1 8; "
+        f"sent:; all_reduce 1 {4 * (12 * L + 4)}; "
+        f"allgather_base {gathers(A)} {gathered}; allreduce 1 8; "
         f"reduce_scatter_base {scatters(A)} {4 * P * scatters(A) // (L + 1)}")
     for rank in ranks:
         assert rank.status == 0, rank.err

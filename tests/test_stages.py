@@ -94,7 +94,8 @@ def test_a_new_stage_has_batch_files_and_a_workspace(clone):
     assert job.read_text() == edit(
         (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text(),
         ("# DDP on", "# Other on"), ("=ddp-2n4g", "=other-2n4g"),
-        ("stage ddp", "stage other"), ("--resume", "--resume --seed 5"))
+        ("stage ddp", "stage other"),
+        ("--resume", "--resume \\\n    --seed 5"))
     assert os.access(job, os.X_OK)
     assert list(clone.glob("batchfiles/*other*")) == [job]
     workspace = json.loads((clone / "other.jupyterlab-workspace").read_text())

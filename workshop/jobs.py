@@ -82,11 +82,11 @@ def batch_file(stage, size):
         tasks, tasks_are = 1, f"a torchrun{each}, which starts {gpus}"
         cores, cores_are = CORES * gpus, f"for each torchrun: {CORES} a GPU"
         command = '"$batchfiles/torchrun.sh"'
-    flags = stage.jobs[size]
+    flags = f" \\\n    {stage.jobs[size]}" if stage.jobs[size] else ""
     return BATCH_FILE.format(
         what=what, name=f"{stage.name}-{size}", nodes=nodes, gpus=gpus,
         tasks=tasks, tasks_are=tasks_are, cores=cores, cores_are=cores_are,
-        command=command, stage=stage.name, flags=f" {flags}" if flags else "")
+        command=command, stage=stage.name, flags=flags)
 
 
 def count(number, one, many=None):

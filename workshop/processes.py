@@ -31,7 +31,9 @@ from pathlib import Path
 
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
-           "torch._dynamo", "backstage.lightning", "workshop.check.observe"]
+           "torch._dynamo", "torch.distributed.pipelining",
+           "torch.distributed.tensor.parallel", "backstage.lightning",
+           "workshop.check.observe"]
 
 
 @dataclass

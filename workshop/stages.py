@@ -53,6 +53,15 @@ STAGES = {stage.name: stage for stage in (
     Stage("fsdp", "ddp", "FSDP",
           "a part of the model on each device, with FSDP", "#2b9a5f",
           "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), shards=True),
+    Stage("tp", "fsdp", "Tensor parallelism",
+          "each matrix split over devices, and FSDP", "#8e4ec6", "torchrun",
+          ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2)), shards=True,
+          jobs={"1n2g": "--tensor-parallel 2", "1n4g": "--tensor-parallel 2"}),
+    Stage("3d", "tp", "3D parallelism",
+          "a pipeline of stages, with tp and FSDP in each", "#c2375a",
+          "torchrun", ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2),
+                       (2, 2, 2)), shards=True,
+          jobs={"2n4g": "--pipeline-parallel 2 --tensor-parallel 2"}),
 )}
 FIRST = next(iter(STAGES))  # where the course starts
 LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)

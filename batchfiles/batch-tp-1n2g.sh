@@ -1,0 +1,17 @@
+#!/bin/bash -l
+# Tensor parallelism on 1 node with 2 GPUs: 2 processes.
+#SBATCH --job-name=tp-1n2g
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=2
+#SBATCH --ntasks-per-node=1     # a torchrun, which starts 2
+#SBATCH --cpus-per-task=16      # for each torchrun: 8 a GPU
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
+#SBATCH --requeue --open-mode=append
+
+source "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+
+train srun --kill-on-bad-exit=1 "$batchfiles/torchrun.sh" \
+    "$(stage tp)" --run "$run" --resume \
+    --tensor-parallel 2 "$@"

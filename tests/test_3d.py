@@ -1,0 +1,141 @@
+"""The stage 3d: the layers are cut into the stages of a pipeline."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import needs
+from stages import (
+    CollectivesSeen,
+    agree,
+    changed_lines,
+    make_dataset,
+    train,
+)
+from test_tp import C, L, T, V, kept
+
+from backstage import ROOT
+from backstage.errors import explain
+from workshop.stages import STAGES
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def single(data, tmp_path_factory):
+    """The single-device run that all others are compared with."""
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+
+
+def test_a_small_change_of_the_tp_stage():
+    tp, this = (STAGES[name].solution.read_text() for name in ("tp", "3d"))
+    assert 0 < changed_lines(tp, this) <= 90
+
+
+# ------------------------------------------------ what a step sends
+
+
+@pytest.mark.parametrize(("mesh", "B"), [
+    ((4, 1, 1), 2), ((4, 1, 1), 1), ((2, 2, 1), 1), ((2, 1, 2), 2),
+    pytest.param((2, 2, 2), 1, marks=pytest.mark.whole)], ids=str)
+def test_what_a_step_sends(data, tmp_path, mesh, B):
+    """Bytes that go in, on each rank, by the formulas of the lesson."""
+    pp, dp, tp = mesh
+    A = 8 // (dp * B)
+    result = train("3d", tmp_path / "run", "--max-steps", 4,
+                   "--microbatch-size", B, data=data, mesh=mesh,
+                   observe=CollectivesSeen())
+    assert result.status == 0, result.err
+    blocks = L // pp
+    matrix = V * C // tp
+    for number, rank in enumerate(result.ranks):
+        stage = number // (dp * tp)
+        first, last = stage == 0, stage == pp - 1
+        activations = 4 * B * T * C
+        neighbours = 2 - first - last
+        expected = [f"{name} {A * neighbours} {A * neighbours * activations}"
+                    for name in ("send", "recv")]
+        ends = first or last  # the tied gradient, the norm, the report
+        expected += [f"allreduce {2 + ends} "
+                     f"{12 + ends * 4 * matrix // dp}"]
+        layers = A * (4 * blocks + ends) if tp > 1 else 0
+        loss = 3 * A * last  # also where a row is one rank
+        if layers + loss:
+            expected += [f"all_reduce {layers + loss} "
+                         f"{layers * activations + loss * 4 * B * T}"]
+        if dp > 1:
+            inside = kept(tp)[0] // pp
+            outside = first * (matrix + T * C) + last * (matrix + 2 * C)
+            groups = blocks + ends
+            expected += [
+                f"allgather_base {ends + (A + 1) * blocks} "
+                f"{4 * ((A + 1) * inside + outside) // dp}",
+                f"reduce_scatter_base {groups} {4 * (inside + outside)}"]
+        lines = [line for line in rank.out.splitlines() if "sent:" in line]
+        assert lines[1:] == ["; ".join(["sent:", *sorted(expected)])] * 3
+
+
+# ------------------------------------------------ the same training
+
+
+def test_in_bf16_it_is_the_single_device(data, tmp_path):
+    std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
+    this = train("3d", tmp_path / "3d", "--precision", "bf16", data=data,
+                 mesh=(2, 1, 1))
+    assert this.status == 0, this.err
+    for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
+        assert this.column(column) == pytest.approx(
+            std.column(column), rel=tolerance)
+
+
+def test_stages_of_unequal_length(data, single, tmp_path):
+    """Three stages of two blocks, one and one."""
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1)
+    std = train("std", tmp_path / "std", *flags, data=data)
+    agree(train("3d", tmp_path / "run", *flags, data=data, mesh=(3, 1, 1)),
+          std)
+
+
+@pytest.mark.parametrize(("cause", "words"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), "--microbatch-size"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc] closed"), "lost the other"),
+    (ValueError("a bug"), None)], ids=repr)
+def test_an_error_within_a_stage_is_explained(cause, words):
+    """A schedule raises an error of its own in the place of any other."""
+    try:
+        raise RuntimeError("[Stage 1] failed to run forward") from cause
+    except RuntimeError as error:
+        said = explain(error)
+    assert words in said if words else said is None
+
+
+@pytest.mark.whole
+def test_compiled(data, single, tmp_path):
+    needs("g++")
+    result = train("3d", tmp_path / "run", "--compile", data=data,
+                   mesh=(2, 1, 1), timeout=290)
+    assert result.status == 0, result.err
+    assert "does not work here" not in result.err
+    assert result.column("loss") == pytest.approx(
+        single.column("loss"), rel=1e-4)
+
+
+def test_generate_writes_the_texts_of_a_pipeline(data, tmp_path):
+    """The stages do not, but say who does."""
+    result = train("3d", tmp_path / "run", "--max-steps", 2, data=data,
+                   mesh=(2, 1, 1))
+    assert result.status == 0, result.err
+    assert ">" not in result.out
+    said, = (line for line in result.out.splitlines() if "no texts" in line)
+    assert f"code/generate.py --run {tmp_path / 'run'} writes" in said
+    end = subprocess.run(
+        [sys.executable, ROOT / "code" / "generate.py", "--run",
+         tmp_path / "run", "--device", "cpu", "--max-new-tokens", "4"],
+        capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    assert "(3d, 2 steps)" in end.stdout
+    assert end.stdout.count("> Hello, I'm a language model,") == 4

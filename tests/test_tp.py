@@ -1,0 +1,145 @@
+"""The stage tp: the ranks of a row each have a part of every matrix."""
+
+import pytest
+from conftest import needs
+from stages import (
+    CollectivesSeen,
+    agree,
+    changed_lines,
+    make_dataset,
+    train,
+)
+
+from workshop.stages import STAGES
+
+L, C, V = 4, 32, 384  # blocks, width and padded vocabulary of preset tiny
+T = 32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def single(data, tmp_path_factory):
+    """The single-device run that all others are compared with."""
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+
+
+def test_a_small_change_of_the_fsdp_stage():
+    fsdp, tp = (STAGES[name].solution.read_text() for name in ("fsdp", "tp"))
+    assert 0 < changed_lines(fsdp, tp) <= 65
+
+
+# ------------------------------------------------ what a step sends
+
+
+def kept(tp):
+    """(in blocks, elsewhere): the elements that a row's rank has of each."""
+    block = (12 * C * C + 7 * C) // tp + 6 * C  # matrices; biases, LayerNorms
+    return L * block, V * C // tp + T * C + 2 * C
+
+
+@pytest.mark.parametrize(("mesh", "A"), [
+    ((1, 1, 2), 2), ((1, 2, 2), 1), ((1, 2, 2), 2)], ids=str)
+def test_what_a_step_sends(data, tmp_path, mesh, A):
+    """Bytes that go in, on each rank, by the formulas of the lesson."""
+    _, dp, tp = mesh
+    B = 8 // (dp * A)
+    result = train("tp", tmp_path / "run", "--max-steps", 4,
+                   "--microbatch-size", B, data=data, mesh=mesh,
+                   observe=CollectivesSeen())
+    assert result.status == 0, result.err
+    layers, loss = A * (4 * L + 2), 3 * A
+    expected = [f"all_reduce {layers + loss} "
+                f"{layers * 4 * B * T * C + loss * 4 * B * T}",
+                "allreduce 2 12"]  # the norm, and the report
+    if dp > 1:  # those of FSDP, with what a row's rank has
+        inside, outside = kept(tp)
+        expected += [
+            f"allgather_base {A * (2 * L + 1)} "
+            f"{4 * A * (2 * inside + outside) // dp}",
+            f"reduce_scatter_base {L + 1} {4 * (inside + outside)}"]
+    for rank in result.ranks:
+        lines = [line for line in rank.out.splitlines() if "sent:" in line]
+        # before the first step, the run begins
+        assert lines[1:] == ["; ".join(["sent:", *sorted(expected)])] * 3
+
+
+# ------------------------------------------------ the same training
+
+
+def test_in_bf16_it_is_the_single_device(data, tmp_path):
+    """Autocast computes in bf16, and so are the terms that are added up."""
+    std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
+    tp = train("tp", tmp_path / "tp", "--precision", "bf16", data=data,
+               mesh=(1, 1, 2))
+    assert tp.status == 0, tp.err
+    for column, tolerance in (("loss", 1e-3), ("norm", 2e-2)):
+        assert tp.column(column) == pytest.approx(
+            std.column(column), rel=tolerance)
+
+
+@pytest.mark.whole
+def test_sizes_that_do_not_divide_evenly(tmp_path):
+    """Three ranks share nano's three heads and a vocabulary of 384."""
+    data = make_dataset(tmp_path / "data")
+    flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
+             "--sequence-length", 32, "--microbatch-size", 4)
+    std = train("std", tmp_path / "std", *flags, data=data)
+    for mesh in ((1, 1, 3), (1, 2, 3)):
+        run = tmp_path / "x".join(map(str, mesh))
+        agree(train("tp", run, *flags, data=data, mesh=mesh), std,
+              learning_rate=2e-3)
+
+
+@pytest.mark.whole
+def test_compiled(data, single, tmp_path):
+    """Block by block; the checkpoint knows nothing of it."""
+    needs("g++")
+    result = train("tp", tmp_path / "run", "--compile", data=data,
+                   mesh=(1, 1, 2), timeout=290)
+    assert result.status == 0, result.err
+    assert "does not work here" not in result.err
+    assert result.column("loss") == pytest.approx(
+        single.column("loss"), rel=1e-4)
+    assert result.checkpoint()["model"].keys() == (
+        single.checkpoint()["model"].keys())
+
+
+def test_a_resumed_run_does_not_inherit_the_mesh(data, tmp_path):
+    first = train("tp", tmp_path / "run", "--max-steps", 2, data=data,
+                  mesh=(1, 1, 2))
+    assert first.status == 0, first.err
+    then = train("tp", tmp_path / "run", "--resume", "--max-steps", 3)
+    assert then.status == 0, then.err  # one process
+    assert "resuming after step 1" in then.out
+
+
+# ------------------------------------------------ sizes that do not fit
+
+
+@pytest.mark.parametrize(("stage", "size", "flags", "words"), [
+    ("tp", 1, ["--tensor-parallel", 2], ["1 process(es)", "multiple"]),
+    ("tp", 3, ["--tensor-parallel", 2], ["3 process(es)", "groups of 2"]),
+    ("tp", 3, ["--tensor-parallel", 3], ["--tensor-parallel 3", "4 heads"]),
+    ("tp", 1, ["--tensor-parallel", 0], ["--tensor-parallel must be 1"]),
+    ("tp", 4, ["--tensor-parallel", 2, "--microbatch-size", 8],
+     ["8 samples", "microbatches of 8 on 2 row(s)"]),
+    ("3d", 1, ["--pipeline-parallel", 0], ["--pipeline-parallel must be 1"]),
+    ("3d", 2, ["--pipeline-parallel", 2, "--tensor-parallel", 2],
+     ["2 process(es)", "groups of 4"]),
+    ("3d", 5, ["--pipeline-parallel", 5], ["more than the 4 layers"]),
+    ("3d", 2, ["--pipeline-parallel", 2, "--microbatch-size", 8],
+     ["1 microbatch(es) of 8", "--pipeline-parallel 2", "smaller"]),
+], ids=lambda value: value[0] if isinstance(value, list) else str(value))
+def test_sizes_that_do_not_fit_are_one_line(
+        data, tmp_path, stage, size, flags, words):
+    result = train(stage, tmp_path / "run", *flags, data=data,
+                   world_size=size if size > 1 else None)
+    assert result.status == 1
+    (line,) = result.ranks[0].err.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
