@@ -8,6 +8,8 @@ import sys
 import time
 import traceback
 
+from backstage import terminal
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -39,6 +41,7 @@ def run_main(main):
 
 def report(error):
     """Say what happened; returns the exit status."""
+    terminal.keep()
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -129,4 +132,5 @@ def say_once(message):
 
 def warn(message):
     """Print one line of warning; the run goes on."""
+    terminal.keep()
     print(f"warning: {message}", file=sys.stderr, flush=True)

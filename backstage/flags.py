@@ -18,6 +18,7 @@ from backstage.device import cpu_has_bf16, find_device, memory_size
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
 from backstage.launchers import name_ranks
+from backstage.spinning import share_cores
 
 DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
@@ -82,6 +83,8 @@ def parse(Hyperparameters, presets, models):
     hp.preset, hp.data = preset, str(data)
     on_node, world_size = count_processes(hp)
     use_cores(on_node)
+    if device.type == "cpu":
+        share_cores()
     data_size = divide_processes(hp, models[preset], world_size)
     if not choice.microbatch_size:
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)

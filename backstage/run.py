@@ -19,12 +19,13 @@ import math
 import os
 import signal
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from backstage import ROOT, dataset, vocabulary
+from backstage import ROOT, dataset, terminal, vocabulary
 from backstage.checkpoint import (
     FORMAT,
     gather_state,
@@ -48,6 +49,7 @@ from backstage.world import (
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu")
+KEEP_EVERY = 10  # seconds from one line that stays in a terminal to the next
 
 
 class Run:
@@ -64,6 +66,7 @@ class Run:
                 f"less memory: add --microbatch-size {sizes[0]}")
         self.stop_signal = None
         self.next_step = 0  # on rank 0: the step after the last logged one
+        self.kept_time = -math.inf  # when a line last stayed in the terminal
         self.metrics = None  # on rank 0: metrics.csv, open for appending
         self.folder = Path(on_rank_0(self._make_folder))
         self.encoding = self._load_vocabulary()
@@ -202,6 +205,9 @@ class Run:
     def log(self, step, loss, val_loss, lr, norm, seconds):
         """Print a line and add a row to metrics.csv. Rank 0 alone.
 
+        In a terminal, a line is shown in the place of the one before; some
+        stay, at least every ten seconds. Elsewhere all do.
+
         loss, val_loss: nats per token, val_loss None if it was not evaluated;
         norm: of the gradient, before clipping.
         """
@@ -223,12 +229,25 @@ class Run:
             if self.bytes_per_token:
                 bits = val_loss / math.log(2) / self.bytes_per_token
                 line += f" bits/byte: {bits:.3f} |"
-        print(line, flush=True)
+        self._show(step, line, val_loss is not None)
         row = (step, loss, val_loss, lr, norm, seconds, speed, mfu)
         csv.writer(self.metrics, lineterminator="\n").writerow(
             [format_number(value) for value in row])
         self.metrics.flush()
         self.next_step = step + 1
+
+    def _show(self, step, line, stays):
+        if not terminal.is_terminal():
+            print(line, flush=True)
+            return
+        terminal.update(line)
+        now = time.monotonic()
+        last = step + 1 == self.max_steps
+        # a text may follow, or how the run ended
+        stays = stays or last or (step + 1) % self.hp.generate_every == 0
+        if stays or self.stop_requested or now >= self.kept_time + KEEP_EVERY:
+            terminal.keep()
+            self.kept_time = now
 
     def save(self, step, model, optimizer):
         """Write the checkpoint after `step` updates.
@@ -257,6 +276,7 @@ class Run:
         """Say how the run ended, after its last step. All ranks."""
         wait_for_all()  # a rank that leaves early can make another abort
         if self.rank == 0:
+            terminal.keep()
             self.metrics.close()
             if self.next_step == self.max_steps:
                 print(f"finished: {show_path(self.folder, Path.cwd())}")

@@ -1,0 +1,107 @@
+"""A run in a terminal: one line is written again and again, a few stay."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from stages import Result, make_dataset, tiny
+
+from workshop.stages import STAGES
+
+WIDTH = 80
+QUIET = ("--eval-every", "1000", "--generate-every", "1000",
+         "--checkpoint-every", "1000")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+def in_terminal(*flags, term="xterm"):
+    """Run the stage std in a pseudo-terminal: (status, output, seconds)."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, WIDTH, 0, 0))
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("COLUMNS", "LINES")}
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, STAGES["std"].solution, *map(str, flags)],
+        stdin=its, stdout=its, stderr=its, env={**env, "TERM": term})
+    os.close(its)
+    output = b""
+    try:
+        while part := os.read(ours, 10_000):
+            output += part
+    except OSError:  # how Linux says that nobody writes there any more
+        pass
+    os.close(ours)
+    return process.wait(), output.decode(), time.monotonic() - begin
+
+
+def screen(output):
+    """The rows that a terminal shows in the end, as it was written to."""
+    rows, row, column = [], "", 0
+    for part in re.findall(r"\r|\n|\x1b\[K|[^\r\n\x1b]+", output):
+        if part == "\r":
+            column = 0
+        elif part == "\x1b[K":
+            row = row[:column]
+        elif part == "\n":
+            rows.append(row)
+            row = ""
+        else:
+            row = row[:column] + part + row[column + len(part):]
+            column += len(part)
+    return [*rows, row]
+
+
+def steps(rows):
+    """Of each row that is a whole log line: its step."""
+    found = [re.fullmatch(r"\| step +(\d+)/60 \| loss .* \| tok/s: [\d,]+ \|"
+                          r"( val: [\d.]+ \|)?", row)
+             for row in rows if "| step" in row]
+    assert all(found), rows
+    return [int(match[1]) for match in found]
+
+
+def test_one_line_shows_the_steps_and_a_few_stay(data, tmp_path):
+    run = tmp_path / "run"
+    status, output, seconds = in_terminal(
+        *tiny(run, data, "--max-steps", 60, *QUIET[2:], "--eval-every", 25))
+    assert status == 0, output
+    rows = screen(output)
+    shown = steps(rows)
+    assert {0, 24, 49, 59} <= set(shown)
+    assert len(shown) == len(set(shown)) <= 4 + seconds / 10
+    assert rows[-2].startswith("finished: ") and rows[-1] == ""
+    assert sum(row.startswith("> Hello") for row in rows) == 4
+    # every step was shown, in one row of the terminal
+    updates = re.findall(r"\r\x1b\[K(\| step [^\r\n]*)(?!\r?\n)", output)
+    assert {int(line.split()[2].split("/")[0]) for line in updates} == set(
+        range(60))
+    assert Result(run, []).column("step") == list(range(60))
+
+
+def test_an_error_has_a_row_of_its_own(data, tmp_path):
+    status, output, _ = in_terminal(*tiny(
+        tmp_path / "run", data, "--max-steps", 60, *QUIET,
+        "--learning-rate", "1e30"))
+    rows = screen(output)
+    assert status == 1 and rows[-2].startswith("error: step "), output
+    last = int(re.match(r"error: step (\d+)", rows[-2])[1]) - 1
+    assert steps(rows)[-1] == last
+
+
+def test_a_terminal_that_cannot_erase_gets_every_line(data, tmp_path):
+    status, output, _ = in_terminal(*tiny(
+        tmp_path / "run", data, "--max-steps", 60, *QUIET), term="dumb")
+    assert status == 0 and "\x1b" not in output
+    assert steps(screen(output)) == list(range(60))
