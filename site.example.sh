@@ -43,6 +43,11 @@
 # A folder that has GPT-2's vocabulary, if the nodes have no internet:
 #   export TIKTOKEN_CACHE_DIR=/shared/workshop/tiktoken
 
+# --- The lessons: only the place and the reason of each change -------------
+# The code is then one click away (in a terminal: `diff ddp --no-hints`).
+#
+#   export WORKSHOP_HINTS=yes
+
 # --- SLURM: what your site asks for, for sbatch and srun --------------------
 # sbatch reads these from the shell that has sourced activate.sh.
 #

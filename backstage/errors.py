@@ -57,13 +57,15 @@ def report(error):
 
 
 def leave(status):
-    """Exit; with torch.distributed, without Python's own clean-up.
+    """Exit; with torch.distributed or MPI, without Python's own clean-up.
 
     If a thread of torch.distributed asks for the interpreter's lock during
     the clean-up, the process aborts although it has done all its work. And
     after an error in a process group no exit handler may run: one that leaves
     the group would wait for the other ranks, with NCCL for up to ten minutes.
+    With MPI an error ends all ranks.
     """
+    leave_mpi(status)
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(status, int):
         sys.exit(status)
@@ -72,6 +74,23 @@ def leave(status):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def leave_mpi(status):
+    """Leave the other processes of MPI, or end them all after an error.
+
+    They would wait for this one for ever. MPI_Finalize waits for them in
+    turn, so after an error it must not be called.
+    """
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    sys.stdout.flush()
+    if status in (0, None) or MPI.COMM_WORLD.size == 1:
+        MPI.Finalize()
+    else:
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(status if isinstance(status, int) else 1)
 
 
 def drop_output():

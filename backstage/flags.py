@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from backstage import ROOT, dataset
+from backstage import ROOT, dataset, track
 from backstage.command_line import parse_flags
 from backstage.cores import use_cores
 from backstage.device import cpu_has_bf16, find_device, memory_size
@@ -93,6 +93,7 @@ def parse(Hyperparameters, presets, models):
             "check --data")
     check_hyperparameters(hp, models[preset], saved)
     check_pipeline(hp, data_size)
+    track.check(hp.track)
     if os.environ.get("RANK", "0") == "0":
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "

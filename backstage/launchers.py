@@ -3,6 +3,7 @@
 This needs only the standard library, from Python 3.9 on.
 """
 
+import contextlib
 import os
 import re
 
@@ -42,6 +43,21 @@ def name_ranks(env=os.environ):
             LOCAL_WORLD_SIZE=tasks.split("(")[0])
         env.setdefault("MASTER_ADDR", node.split(",")[0])
         env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
+
+
+@contextlib.contextmanager
+def without_slurm(environment=os.environ):
+    """Inside this no variable of SLURM is set.
+
+    In an allocation's shell Open MPI would take a process that plain python
+    has started for one of srun's, and end it.
+    """
+    hidden = {name: environment.pop(name) for name in list(environment)
+              if name.startswith("SLURM_")}
+    try:
+        yield
+    finally:
+        environment.update(hidden)
 
 
 def name_mpi_ranks(environment):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT, dataset, terminal, vocabulary
+from backstage import ROOT, dataset, terminal, track, vocabulary
 from backstage.checkpoint import (
     FORMAT,
     gather_state,
@@ -48,7 +48,8 @@ from backstage.world import (
 )
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
-           "tokens_per_second", "mfu")
+           "tokens_per_second", "mfu", "samples_per_second",
+           "tokens_per_second_per_device")
 KEEP_EVERY = 10  # seconds from one line that stays in a terminal to the next
 
 
@@ -68,6 +69,7 @@ class Run:
         self.next_step = 0  # on rank 0: the step after the last logged one
         self.kept_time = -math.inf  # when a line last stayed in the terminal
         self.metrics = None  # on rank 0: metrics.csv, open for appending
+        self.tracker = None  # on rank 0: the same for another tool
         self.folder = Path(on_rank_0(self._make_folder))
         self.encoding = self._load_vocabulary()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
@@ -214,26 +216,23 @@ class Run:
         self._check_rank("log")
         tokens = self.hp.minibatch_size * self.hp.sequence_length
         speed = tokens / seconds
+        each = speed / self.world_size
         mfu = None
         peak = peak_flops(self.device, self.hp.precision)
         if peak:
             flops = flops_per_token(self.config, self.hp.sequence_length)
             mfu = speed * flops / (peak * self.world_size)
-        line = (f"| step {step:4d}/{self.max_steps} | loss {loss:.6f} "
-                f"| lr: {lr:.4e} | norm: {norm:.4f} "
-                f"| dt: {1000 * seconds:6.1f} ms | tok/s: {speed:,.0f} |")
-        if mfu is not None:
-            line += f" mfu: {100 * mfu:.1f}% |"
-        if val_loss is not None:
-            line += f" val: {val_loss:.4f} |"
-            if self.bytes_per_token:
-                bits = val_loss / math.log(2) / self.bytes_per_token
-                line += f" bits/byte: {bits:.3f} |"
+        line = format_line(
+            step, self.max_steps, loss, lr, norm, seconds, speed,
+            each if self.world_size > 1 else None, mfu, val_loss,
+            self.bytes_per_token)
         self._show(step, line, val_loss is not None)
-        row = (step, loss, val_loss, lr, norm, seconds, speed, mfu)
+        row = (step, loss, val_loss, lr, norm, seconds, speed, mfu,
+               self.hp.minibatch_size / seconds, each)
         csv.writer(self.metrics, lineterminator="\n").writerow(
             [format_number(value) for value in row])
         self.metrics.flush()
+        self.tracker.log(step, dict(zip(COLUMNS[1:], row[1:], strict=True)))
         self.next_step = step + 1
 
     def _show(self, step, line, stays):
@@ -278,6 +277,7 @@ class Run:
         if self.rank == 0:
             terminal.keep()
             self.metrics.close()
+            self.tracker.close()
             if self.next_step == self.max_steps:
                 print(f"finished: {show_path(self.folder, Path.cwd())}")
             else:
@@ -308,6 +308,7 @@ class Run:
             warn(f"{file} has lost the rows from step {kept} to {step - 1}")
         write_atomically(file, text.getvalue().encode())
         self.metrics = open(file, "a", newline="")
+        self.tracker = track.start(self.hp.track, self.folder, step)
 
 
 def new_folder(parent, stage):
@@ -321,6 +322,26 @@ def new_folder(parent, stage):
             return folder
         except FileExistsError:
             continue
+
+
+def format_line(step, max_steps, loss, lr, norm, seconds, speed, each, mfu,
+                val_loss, bytes_per_token):
+    """A line of the log, 140 characters at most; None is left out.
+
+    Where there is a validation loss, the figures of each device are left
+    out: metrics.csv has them.
+    """
+    line = (f"| step {step:4d}/{max_steps} | loss {loss:.6f} "
+            f"| lr: {lr:.4e} | norm: {norm:.4f} "
+            f"| dt: {1000 * seconds:6.1f} ms | tok/s: {speed:,.0f}")
+    if val_loss is not None:
+        line += f" | val: {val_loss:.4f} |"
+        if bytes_per_token:
+            bits = val_loss / math.log(2) / bytes_per_token
+            line += f" bits/byte: {bits:.3f} |"
+        return line
+    line += " |" if each is None else f" ({each:,.0f} each) |"
+    return line if mfu is None else f"{line} mfu: {100 * mfu:.1f}% |"
 
 
 def format_number(value):

@@ -5,20 +5,61 @@ import torch.distributed as dist
 from backstage.errors import UserError, explain, require
 
 GROUPS = []  # that are kept
+THE_GROUP = []  # that was named, if one was
+
+
+class TorchGroup:
+    """torch.distributed's group, with the methods of MPI's communicators."""
+
+    @property
+    def rank(self):
+        return dist.get_rank()
+
+    @property
+    def size(self):
+        return dist.get_world_size()
+
+    def bcast(self, value):
+        """The value that rank 0 has."""
+        message = [value]
+        dist.broadcast_object_list(message, src=0)
+        return message[0]
+
+    def allgather(self, value):
+        """The values of all ranks, in rank order."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self):
+        dist.barrier()
+
+
+def use_group(group):
+    """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
+    THE_GROUP[:] = [group]
 
 
 def is_joined():
-    """Whether this process belongs to a group of processes."""
+    """Whether this process belongs to a process group of torch."""
     return dist.is_available() and dist.is_initialized()
+
+
+def get_group():
+    """The group that this process belongs to; None if it is alone."""
+    if THE_GROUP:
+        return THE_GROUP[0]
+    return TorchGroup() if is_joined() else None
 
 
 def get_rank_and_size():
     """This process's rank and the world size; 0 and 1 without a group."""
-    return (dist.get_rank(), dist.get_world_size()) if is_joined() else (0, 1)
+    group = get_group()
+    return (group.rank, group.size) if group else (0, 1)
 
 
 def keep_group():
-    """Let the process group live as long as this process does. All ranks.
+    """Let torch's process group live as long as this process. All ranks.
 
     If DDP's reducer were its last owner, the group would end as main()
     returns: there PyTorch 2.13 holds the interpreter's lock while it waits
@@ -31,29 +72,28 @@ def keep_group():
 
 def on_rank_0(function):
     """Call `function` on rank 0; all ranks get its result or error."""
-    if not is_joined():
+    group = get_group()
+    if not group:
         return function()
-    message = [None, None]
-    if dist.get_rank() == 0:
+    result, problem = None, None
+    if group.rank == 0:
         try:
-            message[0] = function()
+            result = function()
         except (UserError, OSError) as error:
-            message[1] = explain(error) or str(error)
-    dist.broadcast_object_list(message, src=0)
-    require(message[1] is None, message[1])
-    return message[0]
+            problem = explain(error) or str(error)
+    result, problem = group.bcast((result, problem))
+    require(problem is None, problem)
+    return result
 
 
 def on_every_rank(value):
     """The values that all ranks pass to this, as a list in rank order."""
-    if not is_joined():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    group = get_group()
+    return group.allgather(value) if group else [value]
 
 
 def wait_for_all():
     """Wait until every rank has arrived here. All ranks."""
-    if is_joined():
-        dist.barrier()
+    group = get_group()
+    if group:
+        group.barrier()

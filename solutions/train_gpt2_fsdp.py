@@ -250,6 +250,7 @@ class Hyperparameters:
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
+    track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
 
 
 MODELS = {

@@ -267,6 +267,7 @@ class Hyperparameters:
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
+    track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     devices: int = 0  # on a node (0: one, or as many as were started)
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # copies, or shards
 

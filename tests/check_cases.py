@@ -239,7 +239,13 @@ DDP_WRONG = (
           "rank 1 prints its texts itself", "all_gather_object", suite=True),
     # another stage's script
     wrong("the single-device script", "ddp", "std",
-          "it never joins a process group", "workshop diff ddp", suite=True),
+          "every process takes itself for rank 0: change 3 (Ask the launcher "
+          "who this process is) is missing, or the file is not saved",
+          "workshop diff ddp", suite=True),
+    wrong("every change but the launcher's", "ddp",
+          ((WORLD, "    rank, local_rank, world_size = 0, 0, 1\n"),),
+          "every process takes itself for rank 0: change 3", "save it",
+          suite=True),
     wrong("the Lightning script", "ddp", "lit", "it trains with Lightning",
           "check lit"),
     # devices
@@ -1047,8 +1053,184 @@ FSDP_RIGHT = (
     right("an unfused optimizer", "fsdp", ((", fused=True)", ")"),)),
 )
 
+MPI_AVERAGE = "        average_gradients(raw_model, comm)  # once a step\n"
+MPI_CLIP = ("        norm = nn.utils.clip_grad_norm_("
+            "raw_model.parameters(), 1.0).item()\n")
+MPI_REDUCE = ("        comm.Allreduce(MPI.IN_PLACE, gradient)  "
+              "# the sum over all ranks\n")
+MPI_MEAN = "torch.from_numpy(gradient) / comm.size)"
+MPI_SUM = "        comm.Allreduce(MPI.IN_PLACE, report)  # the sum"
+MPI_LOOP = """\
+    for weight in model.parameters():
+        gradient = weight.grad.cpu().numpy()
+        comm.Allreduce(MPI.IN_PLACE, gradient)  # the sum over all ranks
+        weight.grad.copy_(torch.from_numpy(gradient) / comm.size)
+"""
+MPI_FLAT = """\
+    gradients = [weight.grad for weight in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).numpy()
+    comm.Allreduce(MPI.IN_PLACE, flat)
+    parts = torch.from_numpy(flat / comm.size).split(
+        [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts):
+        gradient.copy_(part.view_as(gradient))
+"""
+MPI_BEGUN = """\
+    gradients = [weight.grad.numpy() for weight in model.parameters()]
+    MPI.Request.Waitall([comm.Iallreduce(MPI.IN_PLACE, gradient)
+                         for gradient in gradients])
+    for weight in model.parameters():
+        weight.grad /= comm.size
+"""
+MPI_RING = """\
+    for weight in model.parameters():
+        gradient = weight.grad.numpy()
+        parts = [gradient]
+        for _ in range(comm.size - 1):
+            part = np.empty_like(gradient)
+            EXCHANGE
+            parts.append(part)
+        in_order = [parts[(comm.rank - rank) % comm.size]
+                    for rank in range(comm.size)]  # the same sum everywhere
+        weight.grad.copy_(torch.from_numpy(sum(in_order)) / comm.size)
+"""
+NEXT = "(comm.rank + 1) % comm.size"
+BEFORE = "(comm.rank - 1) % comm.size"
+MPI_EVALUATE = ("    loss = MPI.COMM_WORLD.allreduce(loss.item())  "
+                "# the sum over all ranks\n")
+MPI_TEXTS = """\
+            texts = comm.gather(
+                write_texts(raw_model, run.encoding, device, seed))
+            if rank == 0:
+"""
+
+MPI_WRONG = (
+    wrong("the single-device script", "mpi", "std",
+          "it sends nothing by MPI", "workshop diff mpi"),
+    # the gradients
+    wrong("a sum, not divided", "mpi",
+          ((MPI_MEAN, "torch.from_numpy(gradient))"),),
+          "the gradient norm of step 0 is",
+          "summed over ranks: they have to be averaged", suite=True),
+    wrong("divided twice", "mpi",
+          ((MPI_MEAN, "torch.from_numpy(gradient) / comm.size ** 2)"),),
+          "the gradient norm of step 0 is", "by the world size twice"),
+    wrong("Reduce for Allreduce", "mpi",
+          ((MPI_REDUCE, """\
+        comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
+"""),), "gradients of step 0 differ", "leaves the sum on rank 0 alone",
+          suite=True),
+    wrong("never reduced", "mpi", ((MPI_AVERAGE, ""),),
+          "gradients of step 0 differ", "nothing reduces the gradients",
+          suite=True),
+    wrong("averaged after clipping", "mpi",
+          ((MPI_AVERAGE, ""), (MPI_CLIP, MPI_CLIP + MPI_AVERAGE)),
+          "gradients of step 0 are off", "clipped before they are reduced",
+          suite=True),
+    wrong("rank 0 alone averages", "mpi",
+          ((MPI_AVERAGE, "        if rank == 0:\n            "
+            "average_gradients(raw_model, comm)\n"),),
+          "it hangs", "move it out of `if rank == 0:`"),
+    wrong("sent to rank 0, not back", "mpi",
+          ((MPI_LOOP, """\
+    for weight in model.parameters():
+        parts = comm.gather(weight.grad)
+        if comm.rank == 0:
+            weight.grad.copy_(sum(parts) / comm.size)
+"""),), "gradients of step 0 differ", "sent, but not added up"),
+    wrong("a blocking ring", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
+              f"comm.Recv(part, {BEFORE})")),),
+          "it hangs", "each waits in Send until the other receives",
+          suite=True),
+    # the others
+    wrong("Bcast inside if rank == 0", "mpi",
+          (("    first_step = run.restore", """\
+    if rank == 0:
+        for weight in raw_model.parameters():
+            comm.Bcast(weight.detach().numpy())
+    first_step = run.restore"""),),
+          "it hangs", "move it out of `if rank == 0:`", suite=True),
+    wrong("the rank for the local rank", "mpi",
+          (("comm.Split_type(MPI.COMM_TYPE_SHARED).rank", "comm.rank"),),
+          "takes device 2, but it has local rank 0", "pass local_rank",
+          suite=True),
+    wrong("the local rank left out", "mpi",
+          ((DEVICE, "device = use_device(hp.device)"),),
+          "takes device 0, but it has local rank 1", "pass the local rank"),
+    wrong("every rank reads the same samples", "mpi",
+          ((RANKS, "0, 1, vocab_size)\n"),),
+          "samples of step 0", "all ranks read the same samples"),
+    wrong("the loss not averaged", "mpi",
+          (("        comm.Allreduce(MPI.IN_PLACE, report)  "
+            "# the sum over all ranks\n", ""),),
+          "the logged loss of step 0", "Allreduce it"),
+    wrong("the validation loss not reduced", "mpi", ((MPI_EVALUATE,
+          "    loss = loss.item()\n"),),
+          "the validation loss of step", "Allreduce it in evaluate()"),
+    wrong("rank 0 alone evaluates", "mpi",
+          (("if last or (step + 1) % hp.eval_every == 0:",
+            "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),
+          "it hangs", "move it out of `if rank == 0"),
+    wrong("all ranks log", "mpi",
+          (("        if rank == 0:\n            run.log(",
+            "        if True:\n            run.log("),),
+          "rank 1 called run.log()", "guard it with `if rank == 0:`"),
+    wrong("all ranks print their texts", "mpi",
+          ((MPI_TEXTS, """\
+            texts = [write_texts(raw_model, run.encoding, device, seed)]
+            if True:
+"""),), "rank 1 prints its texts itself", "comm.gather"),
+    wrong("another seed per rank", "mpi",
+          (("torch.manual_seed(hp.seed)  #",
+            "torch.manual_seed(hp.seed + rank)  #"),),
+          "starts from other weights", "the same seed on every rank"),
+    wrong("stopped by rank 0 alone", "mpi",
+          (("        if stop:\n", "        if run.stop_requested:\n"),),
+          "a signal to rank 0", "all ranks have to stop at the same step"),
+    wrong("MPI not imported", "mpi",
+          (("from backstage.mpi import MPI\n", ""),),
+          "name 'MPI' is not defined", "from backstage.mpi import MPI"),
+)
+
+MPI_RIGHT = (
+    right("the solution", "mpi", (), suite=True),
+    right("one flat buffer", "mpi", ((MPI_LOOP, MPI_FLAT),), suite=True),
+    right("allreduce in lower case", "mpi",
+          ((MPI_LOOP, """\
+    for weight in model.parameters():
+        total = comm.allreduce(weight.grad.cpu().numpy())
+        weight.grad.copy_(torch.from_numpy(total) / comm.size)
+"""),), suite=True),
+    right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),),
+          suite=True),
+    right("averaged at every microbatch", "mpi",
+          ((MPI_AVERAGE, ""), ("            mean_loss += loss.detach()\n",
+           "            mean_loss += loss.detach()\n"
+           "            average_gradients(raw_model, comm)\n")),
+          "gradients are reduced 4.0 times a step", suite=True),
+    right("a ring of Isend and Recv", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"sent = comm.Isend(parts[-1], {NEXT})\n"
+              f"            comm.Recv(part, {BEFORE})\n"
+              "            sent.Wait()")),)),
+    right("a ring of Sendrecv", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"comm.Sendrecv(parts[-1], {NEXT}, recvbuf=part, "
+              f"source={BEFORE})")),)),
+    right("the weights sent by rank 0", "mpi",
+          (("    first_step = run.restore", """\
+    for weight in raw_model.parameters():
+        comm.Bcast(weight.detach().numpy())
+    first_step = run.restore"""),)),
+    right("mpi4py by its own name, too", "mpi",
+          (("import torch\nfrom torch import nn\n", "import torch\n"
+            "from mpi4py import MPI as theirs\nfrom torch import nn\n"),)),
+)
+
 CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT, *FSDP_WRONG,
-         *FSDP_RIGHT]
+         *FSDP_RIGHT, *MPI_WRONG, *MPI_RIGHT]
 
 if __name__ == "__main__":
     sys.exit(0 if run(sys.argv[1:]) else 1)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from conftest import needs
 
 from backstage import ROOT, vocabulary
 from workshop.processes import Launch
@@ -108,6 +109,9 @@ def start_stage(stage, run, *flags, data=None, mesh=None, **options):
         given += ["--tensor-parallel", tensor] * (tensor > 1)
         size = math.prod(mesh)
         options["world_size"] = size if size > 1 else None
+    options["mpirun"] = STAGES[stage].launcher == "mpirun"
+    if options["mpirun"]:
+        needs("mpirun")
     return StageLaunch(STAGES[stage].solution, *given, *flags, **options)
 
 

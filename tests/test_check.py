@@ -33,6 +33,7 @@ def test_the_table_is_as_large_as_promised():
         for stage in LESSONS for right in (False, True)}
     assert count["ddp", False] >= 60 and count["ddp", True] >= 25
     assert count["lit", False] >= 30 and count["lit", True] >= 15
+    assert count["mpi", False] >= 15 and count["mpi", True] >= 7
     assert count["fsdp", False] >= 20 and count["fsdp", True] >= 10
     assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
 

@@ -254,16 +254,92 @@ def test_any_pair_of_stages_can_be_compared(look):
 def test_html_shows_lines_and_marks_the_words_that_differ(look):
     html = render.to_html(look(edit(DDP, ('"gpt2": GPTConfig()',
                                           '"gpt2": GPTConfig(1<2)'))))
-    rows = re.findall(r'<div class="(\w*)" [^>]*data-line="(\d*)" '
-                      r'data-sign="(.?)">(.*?)</div>', html)
+    rows = re.findall(r'<span class="(\w*)" data-gutter=" *(\d*) (.)">'
+                      r'(.*?)\n</span>', html)
     line = str(DDP[:DDP.index('"gpt2": GPTConfig')].count("\n") + 1)
     old, = (row for row in rows if row[0] == "del")
     assert old[1:3] == (line, "-") and "<mark>1&lt;2</mark>" in old[3]
     new, = (row for row in rows if row[0] == "add")
     assert new[1:3] == ("", "+") and "<mark>" not in new[3]
     # nothing but code can be selected: the rest is drawn by the style sheet
-    assert "content: attr(data-line)" in html
+    assert "content: attr(data-gutter)" in html
     assert re.search(r"\.del \{[^}]*user-select: none", html)
+
+
+def test_only_the_next_change_is_unfolded(look):
+    diff = look(look(STD).apply([1, 2, 4]))
+    html = render.to_html(diff)
+    open_one, *folded = re.split("<details>", html)
+    assert open_one.count("<h4>") == 1 and "<h4>3 of 12: " in open_one
+    assert open_one.count('<pre class="code">') == 1
+    assert len(folded) == 8 and "<summary>5 of 12: " in folded[0]
+    strip = re.findall(r'<span class="(\w+)" title="(\d+): .*?>(.*?)</span>',
+                       html)
+    assert [box[0] for box in strip] == [
+        "made", "made", "next", "made", *["left"] * 8]
+    assert [box[2] for box in strip[:5]] == ["✓", "✓", "3", "✓", "5"]
+    assert 'aria-label="3 of 12 changes are made; the next one is ' in html
+    # an export has no style sheet: its lines are lines, with their indents
+    code = re.search(r"<pre class=\"code\"><code>(.*?)</code>", open_one,
+                     re.DOTALL)[1]
+    code = re.sub("<.*?>", "", code).splitlines()
+    assert '    rank = int(os.environ[&quot;RANK&quot;])' in code
+
+
+def test_hints_keep_the_code_one_click_away(look):
+    diff = look(STD)
+    html = render.to_html(diff, hints=True)
+    assert html.count("<summary>Show the code</summary>") == 12
+    assert html.index("Start with something small") < html.index("Show the")
+    asks = "Which device does rank 5 take?"
+    assert asks in html and asks in " ".join(render.to_text(diff).split())
+    text = render.to_text(diff, hints=True)
+    assert "4 of 12" in text and "(line 295, in main)" in text
+    assert "local_rank)" not in text and "--no-hints" in text
+    made = look(DDP)
+    assert "Show the code" not in render.to_html(made, hints=True)
+    assert "--no-hints" not in render.to_text(made, hints=True)
+
+
+@pytest.mark.parametrize("value, folded", [
+    (None, False), ("yes", True), ("no", False), ("", False)])
+def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
+    """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""
+    for folder in ("backstage", "workshop", "solutions"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "code").mkdir()
+    shutil.copy(STAGES["std"].solution, tmp_path / "code" / "train_gpt2.py")
+    if value is not None:
+        (tmp_path / "site.sh").write_text(f"export WORKSHOP_HINTS={value}\n")
+    env = {key: value for key, value in os.environ.items()
+           if key not in ("PYTHONPATH", "WORKSHOP_HINTS")}
+
+    def show(*arguments, **more):
+        return subprocess.run([sys.executable, *arguments], cwd=tmp_path,
+                              env=env | more, capture_output=True, text=True,
+                              check=True).stdout
+
+    cell = "from workshop.notebook.cells import diff; print(diff('ddp'{}))"
+    set_for_all = {} if value is None else {"WORKSHOP_HINTS": value}
+    for shown in (show("-c", cell.format("")),
+                  show("-m", "workshop", "diff", "ddp", **set_for_all)):
+        assert ("local_rank)" not in shown) == folded
+    assert "local_rank)" in show("-c", cell.format(", hints=False"))
+    assert "local_rank)" in show("-m", "workshop", "diff", "ddp",
+                                 "--no-hints", **set_for_all)
+
+
+@pytest.mark.parametrize("stage, text, start", [
+    ("lit", STD, "ddp"), ("fsdp", edit(STD, ("import math\n", "")), "ddp"),
+    ("ddp", DDP.replace("# the sum", "# it"), None), ("ddp", STD, None),
+    ("lit", DDP, None)])
+def test_the_script_of_another_stage_is_told_where_to_start(
+        look, stage, text, start):
+    advice = render.advice(look(text, stage))
+    assert ("the lesson starts from" in advice) == bool(start)
+    if start:
+        assert advice.startswith("This is the stage std")
+        assert f"`python -m workshop reset {start}`" in advice
 
 
 def test_terminal_output_has_colours_only_on_request(look):

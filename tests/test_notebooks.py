@@ -1,15 +1,22 @@
 """The notebooks, from top to bottom, in a kernel that is not ours."""
 
+import functools
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from xml.etree import ElementTree
 
 import nbformat
 import pytest
+from conftest import needs
 from nbclient import NotebookClient
 
 from backstage import ROOT
+from workshop.notebook import cells, pictures
 from workshop.stages import LESSONS, STAGES
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -99,7 +106,9 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
     assert "is not there: was it moved" in shown['diff("ddp")']
     assert "source activate.sh" in shown['check("ddp")']
     assert "There is no SLURM" in shown["slurm()"]
-    assert shown["!squeue --me"].strip().endswith("squeue: command not found")
+    for cell in ("queue()", 'submit("ddp-1n2g", "--max-steps 100")'):
+        assert "There is no SLURM" in shown[cell]
+    assert "no job of yours has written a log yet" in shown["log()"]
     for text in shown.values():
         assert "Traceback" not in text
 
@@ -132,6 +141,101 @@ def test_lesson_fsdp_runs_with_the_environment_that_the_site_names(
     assert "Done: all 8 changes are made" in shown['diff("fsdp")']
     checked = shown['check("fsdp")']
     assert "4 processes" in checked and "FAIL" not in checked, checked
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
+        repo, execute):
+    needs("mpirun")
+    (repo / "site.sh").write_text(
+        f"WORKSHOP_VENV={sys.prefix}\n")
+    shutil.copy(STAGES["mpi"].solution, repo / "code" / "train_gpt2.py")
+    shown = execute("diff_mpi.ipynb")
+    assert "Done: all 10 changes are made" in shown['diff("mpi")']
+    checked = shown['check("mpi")']
+    assert "4 processes" in checked and "FAIL" not in checked, checked
+    assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
+
+    def said(words):
+        (text,) = (text for source, text in shown.items()
+                   if all(word in source for word in words))
+        assert "Traceback" not in text
+        return text
+
+    assert "rank 3: rank 3 of 4, local 3" in said(["Split_type"])
+    assert said(["10.0**rank", "Allreduce"]).count(">1111<") == 16
+    for rank in range(4):
+        assert (f"rank {rank}: did not finish: it still waits in line 4"
+                in said(["comm.Send"]))
+        assert (f"rank {rank}: received {10 ** ((rank - 1) % 4)}"
+                in said(["Isend"]))
+    speed = said(["plot("])
+    assert "4096 messages" in speed and "<svg" in speed
+
+
+@pytest.mark.parametrize("stage", TAUGHT)
+def test_every_lesson_has_the_same_cells(stage):
+    book = nbformat.read(ROOT / "notebooks" / f"diff_{stage}.ipynb", 4)
+    sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
+    assert sources[0].endswith(f'\n\nbeside("{stage}")')
+    help_, = (source for source in sources if source.startswith("# remove"))
+    assert all(line.startswith("# ") for line in help_.splitlines())
+    for call in (f'apply("{stage}", 3)', f'apply("{stage}", "all")',
+                 f'reset("{STAGES[stage].after}")', "undo()"):
+        assert f"# {call}  # " in help_
+    jobs = STAGES[stage].jobs
+    job = "1n2g" if "1n2g" in jobs else next(iter(jobs), "")
+    for source in (f'diff("{stage}")', f'check("{stage}")', *[
+            "slurm()", f'submit("{stage}-{job}", "--max-steps 100")',
+            "queue()", "log()"] * bool(jobs)):
+        assert source in sources
+    assert not any(source.startswith("!") for source in sources)
+
+
+def test_cells_make_changes_and_take_them_back(repo, monkeypatch, capsys):
+    """As the line says that one has removed the # from."""
+    run = functools.partial(subprocess.run, cwd=repo, text=True,
+                            capture_output=True, check=True)
+    script = repo / "code" / "train_gpt2.py"
+    shutil.copy(STAGES["std"].solution, script)
+    begin = "from workshop.notebook.cells import *\n"
+
+    def said(source):
+        return run([sys.executable, "-c", f"{begin}print({source})"],
+                   env=os.environ | {"PYTHONPATH": ""}).stdout
+
+    assert "made change 3: Ask the launcher" in said('apply("ddp", 3)')
+    assert "already made" in said('apply("ddp", 3)')
+    assert "0 of 12 changes left" in said('apply("ddp", "all")')
+    assert script.read_text() == STAGES["ddp"].solution.read_text()
+    assert "is now 20" in said("undo()")
+    assert "is now std" in said('reset("std")')
+    assert script.read_text() == STAGES["std"].solution.read_text()
+    assert "there is no change 99" in said('apply("ddp", 99)')
+    assert "which changes?" in said('apply("ddp")')
+    assert "by their numbers" in said('apply("ddp", "3")')
+    assert "there is no stage gpt" in said('reset("gpt")')
+
+
+def test_a_workspace_for_the_root_that_the_server_has(
+        repo, tmp_path, monkeypatch):
+    shutil.copy(ROOT / "ddp.jupyterlab-workspace", repo)
+    monkeypatch.setattr(cells, "ROOT", repo)
+    for root, link in ((repo, "../ddp.jupyterlab-workspace"),
+                       (repo.parent, "beside_ddp.jupyterlab-workspace"),
+                       (repo / "code", ""), (None, "")):
+        monkeypatch.setattr(cells, "server_root", lambda root=root: root)
+        assert cells.write_workspace("ddp") == link
+        assert ("side by side" in cells.beside("ddp").html) == bool(link)
+    made = (repo / "notebooks" / "beside_ddp.jupyterlab-workspace").read_text()
+    layout = json.loads(made)["data"]
+    for name in ("editor:{}/code/train_gpt2.py",
+                 "notebook:{}/notebooks/diff_ddp.ipynb"):
+        name = name.format(repo.name)
+        assert layout[name]["data"]["path"] == name.split(":")[1]
+        assert made.count(f'"{name}"') >= 2
+    assert not list(repo.glob("beside*"))
 
 
 def test_every_lesson_belongs_to_a_stage():
@@ -201,6 +305,10 @@ def test_collectives_are_run_for_real(ready, execute):
     ring = numbers("dist.isend")
     assert ring[:16] == before and ring[-16:] == ["1111"] * 16
     assert ring[-64:-48].count("1111") == 4  # after the reduce-scatter
+    (drawn,) = (html for source, html in shown.items()
+                if "dist.isend" in source)
+    assert drawn.count('stroke-width="2.5"') == 6 * 4
+    assert "4 processes, " in drawn
     (alone,) = (text for source, text in shown.items() if "sleep" in source)
     assert "rank 3: done" in alone
     assert re.search(r"rank [012]: line 6: \w*Error: Timed out .*5000ms",
@@ -210,6 +318,57 @@ def test_collectives_are_run_for_real(ready, execute):
     assert "GB/s with 16 MB" in speed and "<svg" in speed
     for text in shown.values():
         assert "Traceback" not in text
+
+
+def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
+    """It stays warm, and ends with its kernel."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    warm = cells.Warm()
+
+    def run(cell):
+        answers = list(warm.ask({"cell": cell, "ranks": 2, "seconds": 20}))
+        return answers[-1], [answer["line"] for answer in answers[:-1]]
+
+    last, said = run("mine = rank\nprint(mine, torch.__name__)\n"
+                     "show(torch.ones(2), 'now', 1, 1 - rank)")
+    assert said == ["rank 0: 0 torch", "rank 1: 1 torch"]
+    assert last["shown"] == [[["now", [1, 1], 1, 1]], [["now", [1, 1], 1, 0]]]
+    first = warm.process.pid
+    begin = time.monotonic()
+    _, said = run("print(mine)")
+    took = time.monotonic() - begin
+    assert said == [f"rank {rank}: line 1: NameError: name 'mine' is not "
+                    "defined" for rank in (0, 1)]
+    assert warm.process.pid == first
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    assert took < time.monotonic() - begin  # without importing it again
+    last, _ = run("print(")
+    assert last["error"].startswith("line 1 of this cell: ")
+    warm.process.kill()
+    warm.process.wait()
+    assert run("print(rank)")[1] == ["rank 0: 0", "rank 1: 1"]
+    warm.process.stdin.close()
+    assert warm.process.wait(20) == 0
+
+
+def test_the_picture_of_a_ring_marks_what_was_passed():
+    shown = [[["at the start", [1], None, None], ["sum", [1], 0, 2]],
+             [["at the start", [10], None, None], ["sum", [11], 0, 0]],
+             [["at the start", [100], None, None], ["sum", [110], 0, 1]]]
+    drawn = pictures.tensors(shown)
+    assert drawn.count('stroke-width="2.5"') == 3  # not at the start
+    assert drawn.count("<path") == 3
+    assert drawn.count(">from 2<") == 1  # rank 0 is not below it
+    assert "rank 1 holds 11; number 0 came from rank 0;" in drawn
+
+
+def test_boxes_that_stand_for_more_end_in_an_ellipsis():
+    drawn = pictures.words()
+    assert drawn.count("…") == 1  # of 18,692 steps
+    drawn = drawn.split("</desc>")[1]
+    about = drawn.index("= 32 microbatches")
+    assert drawn[about:drawn.index(">microbatch<")].count("<rect") == 32
 
 
 @pytest.mark.whole

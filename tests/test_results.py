@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -169,6 +170,46 @@ def test_plot_makes_a_picture(tmp_path):
     for text in ("MFU 42%", "there are only runs on one process",
                  "needs one stage on three numbers", "no GPU metrics"):
         assert text in svg
+
+
+def test_one_run_left_out_is_a_run(runs):
+    shutil.copytree(runs / "mine", runs / "other")
+    change(runs / "other", preset="tiny")
+    os.utime(runs / "other" / "metrics.csv", (1, 1))
+    _, notes = results.find()
+    assert notes[0].startswith("Left out: 1 run with another")
+
+
+def test_the_lesson_says_what_the_examples_show():
+    found, _ = results.find(EXAMPLES)
+    lesson = (ROOT / "notebooks" / "results.ipynb").read_text()
+    ratio = results.efficiency(found)["ddp"]
+    assert (f"DDP reaches {ratio[2]:.0%} on two processes and {ratio[4]:.0%} "
+            "on four") in " ".join(lesson.split()).replace('\\n", "', " ")
+
+
+def test_a_single_run_is_drawn_as_one(tmp_path):
+    def panel(name, *folders):
+        end = subprocess.run(
+            [sys.executable, "-m", "workshop.results.plot", "panel.svg", name,
+             *folders], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return end, (tmp_path / "panel.svg").read_text() if (
+            end.returncode == 0) else ""
+
+    two = str(results.EXAMPLES / "ddp-2")
+    _, svg = panel("loss", two)
+    assert "on top of" not in svg
+    root = ElementTree.fromstring(svg)  # svg, whatever its namespace
+    title, about, *_ = root
+    assert title.text == "loss" and "ddp x 2: from 7.665 to" in about.text
+    _, svg = panel("scaling", two)
+    assert "there is no run on one process" in svg
+    assert "only runs on one" not in svg
+    end, _ = panel("nonsense", two)
+    assert end.returncode == 1 and end.stderr == (
+        "error: there is no picture nonsense: choose from loss, speed, "
+        "scaling, model, published, gpus\n")
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -386,8 +386,12 @@ def test_a_lesson_submits(slurm, stage, monkeypatch):
     book = nbformat.read(
         slurm.repo / "notebooks" / f"diff_{stage}.ipynb", as_version=4)
     book.cells = [cell for cell in book.cells if cell.source.startswith(
-        ("import sys", "slurm()", "!"))]
-    submit, queue, log = book.cells[2:]
+        ("import sys", "slurm()", "submit(", "queue(", "log("))]
+    silent, queue, log = book.cells[2:]
+    submit = nbformat.v4.new_code_cell(silent.source)
+    book.cells.insert(3, submit)
+    book.cells.insert(3, nbformat.v4.new_code_cell(  # somebody answers
+        "get_ipython().kernel.raw_input = lambda question: 'y'"))
     submit.source = submit.source.replace("--max-steps 100", " ".join(
         map(str, FLAGS)).replace("--data ", "--data ../../"))
     for name in list(os.environ):
@@ -409,6 +413,7 @@ def test_a_lesson_submits(slurm, stage, monkeypatch):
     finally:
         site.write_text(right)
     assert "SBATCH_PARTITION=gpu" in shown(book.cells[1])
+    assert "Nothing is submitted." in shown(silent)  # Run All: nobody does
     assert slurm.job(job)["TimeLimit"] == "00:07:00"
     assert job in shown(queue)
     assert f"finished: {slurm.repo}/runs/{stage}-1n2g-{job}" in shown(log)

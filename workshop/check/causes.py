@@ -1,6 +1,7 @@
 """Why an answer is not what it should be: the hints of the questions."""
 
 import ast
+import re
 
 from workshop.check.findings import (
     fail,
@@ -9,9 +10,44 @@ from workshop.check.findings import (
     values,
 )
 from workshop.check.trial import STEPS, B
+from workshop.lesson import documents
+from workshop.stages import STAGES, find
 
 RESUMED = ("each rank loads the optimizer's state too: "
            "run.restore(raw_model, optimizer) on all ranks")
+
+
+def asks_the_launcher(trial):
+    """Whether the script looks anywhere for the rank of its process."""
+    return any(
+        (isinstance(node, ast.Constant) and node.value == "RANK")
+        or getattr(node, "attr", getattr(node, "id", "")) == "get_world"
+        for node in ast.walk(trial.tree()))
+
+
+def takes_itself_for_rank_0(trial):
+    """Of the unchanged script: the lesson's change that it lacks first."""
+    change = launcher_change(trial.stage)
+    return fail("every process takes itself for rank 0: "
+                f"{change} is missing, or the file is not saved",
+                f"save it (Ctrl+S, Cmd+S); `python -m workshop diff "
+                f"{trial.stage}` shows what is left to change")
+
+
+def launcher_change(stage):
+    """The change that asks the launcher for the rank, in words.
+
+    It is in the lesson of this stage, or of one that it starts from.
+    """
+    name = stage
+    while find(name).after:
+        for number, change in enumerate(documents.load(name), 1):
+            if any(re.search('"RANK"|get_world', anchor)
+                   for anchor in change.anchors):
+                where = "" if name == stage else f" of the lesson {name}"
+                return f"change {number}{where} ({change.title})"
+        name = STAGES[name].after
+    return "the change that asks the launcher"
 
 
 def wrong_device(rank, local, asked):
@@ -137,6 +173,8 @@ def why_rate(trial):
 def why_apart(trial):
     """Why ranks have other gradients: their reduction is missing."""
     synced = [flags for flags in trial.seen[0]["synced"][1:] if flags]
+    if trial.by_mpi:
+        return why_apart_by_mpi(trial)
     if not trial.asked("DistributedDataParallel"):
         return ("nothing reduces the gradients: wrap the model, "
                 "DistributedDataParallel(raw_model)")
@@ -154,6 +192,25 @@ def why_apart(trial):
                 "be outside no_sync()")
     return ("gradients are changed after they were reduced: each rank has to "
             "do the same with them")
+
+
+def why_apart_by_mpi(trial):
+    """The same, where the script itself sends them."""
+    calls = [call for call in trial.calls(0) if call["elements"] > 2
+             and call["lines"] and call["update"] < STEPS]
+    names = {call["call"] for call in calls}
+    rooted = next((call for call in calls if call["call"] == "reduce"), None)
+    if rooted:
+        return (f"Reduce (line {rooted['lines'][0][0]}) leaves the sum on "
+                "rank 0 alone: Allreduce gives it to every rank")
+    if not names:
+        return ("nothing reduces the gradients: comm.Allreduce(MPI.IN_PLACE, "
+                "gradient) for each, then divide by comm.size")
+    if not any("reduce" in name for name in names):
+        return ("they are sent, but not added up: comm.Allreduce gives every "
+                "rank the sum")
+    return ("the sum does not get back into weight.grad on every rank: copy "
+            "it there, divided by comm.size, on all of them")
 
 
 def why_off(trial, reference, step, good, mine):
@@ -222,7 +279,8 @@ def why_scaled(trial, reference, step=0):
                "does it itself" if trial.by_trainer else
                "the loss is divided by accumulation_steps twice",
         A: "the loss is not divided by accumulation_steps",
-        1 / W: "the loss is divided by the world size, though "
+        1 / W: "they are divided by the world size twice" if trial.by_mpi
+               else "the loss is divided by the world size, though "
                f"{'FSDP' if trial.shards else 'DDP'} takes the mean over "
                "ranks itself",
         W: "gradients are summed over ranks: they have to be averaged",

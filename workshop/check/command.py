@@ -2,10 +2,12 @@
 
 import ast
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import processes
+from workshop.check.board import Board
 from workshop.lesson import checked
 from workshop.stages import DESK, FIRST, STAGES
 
@@ -20,11 +23,13 @@ LARGEST = 1_000_000  # bytes of a script
 references = {}  # script -> Trial
 
 
-def main(stage, script=DESK, verbose=False):
+def main(stage, script=DESK, verbose=False, events=False):
     """Check a script; returns whether it is right. Prints as it goes.
 
-    verbose: with every question, and what follows from a mistake.
+    verbose: with every question, and what follows from a mistake. events:
+    in JSON, for a `Board` elsewhere.
     """
+    out = Events() if events else Terminal()
     with Ending() as ending:
         data = read_script(script)
         processes.get_server()  # imports torch, while this process does
@@ -33,8 +38,8 @@ def main(stage, script=DESK, verbose=False):
         ending.folder = trial.name_folder()
         ending.folder.mkdir(mode=0o700)
         try:
-            bench = trial.Bench(ending.folder, stage, script, data, say)
-            right = Check(bench, verbose).run()
+            bench = trial.Bench(ending.folder, stage, script, data, out.say)
+            right = Check(bench, verbose, out).run()
         finally:
             remove(ending.folder)
     if right:
@@ -65,8 +70,47 @@ def read_script(script):
     return data
 
 
-def say(text=""):
-    print(text, flush=True)
+class Terminal:
+    """Prints lines, and the table at the end."""
+
+    def __init__(self):
+        self.board = Board()
+        self.tty = sys.stdout.isatty()
+        self.width = shutil.get_terminal_size().columns if self.tty else 79
+
+    def say(self, text=""):
+        """Print a line; in a terminal a long one is wrapped between words."""
+        for line in text.split("\n"):
+            if self.tty:
+                indent = " " * (len(line) - len(line.lstrip()))
+                if line.startswith(("  FAIL", "  warn", "  and", "  ok")):
+                    indent = " " * 8
+                line = textwrap.fill(
+                    line, self.width, subsequent_indent=indent,
+                    break_long_words=False, break_on_hyphens=False)
+            print(line, flush=True)
+
+    def report(self, **event):
+        self.board.update(event)
+
+    def show_table(self):
+        colour = self.tty and "NO_COLOR" not in os.environ
+        self.say()
+        print(self.board.to_text(colour, self.width), flush=True)
+        self.say()
+
+
+class Events:
+    """Prints events, a line of JSON for each."""
+
+    def say(self, text=""):
+        self.report(say=text)
+
+    def report(self, **event):
+        print(json.dumps(event), flush=True)
+
+    def show_table(self):
+        pass
 
 
 class Ending:
@@ -116,10 +160,11 @@ def remove(folder):
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose):
+    def __init__(self, bench, verbose, out):
         from workshop.check.trial import STEPS, Mesh
 
-        self.bench, self.verbose = bench, verbose
+        self.bench, self.verbose, self.out = bench, verbose, out
+        self.say = out.say
         self.meshes = [Mesh(*sizes)
                        for sizes in STAGES[bench.stage].meshes]
         self.steps, self.warned = STEPS, []
@@ -127,19 +172,25 @@ class Check:
     def run(self):
         """Whether all of them are right."""
         bench = self.bench
-        say(f"{bench.script.name} against the single-device stage: preset "
-            f"tiny, fp32, {self.steps} steps")
+        self.out.report(columns=[
+            *(label(mesh) for mesh in self.meshes), "resumed", "stopped",
+            *(["bf16"] if STAGES[bench.stage].trainer else [])])
+        self.say(f"{bench.script.name} against the single-device stage: "
+                 f"preset tiny, fp32, {self.steps} steps")
         bench.reference = self.try_reference()
         right = (all(map(self.try_mesh, self.meshes))
                  and self.try_to_resume() and self.try_to_stop()
                  and self.try_bf16())
         if not right:
-            say("\nNot yet." + ("" if self.verbose else
-                                " With -v it tells all that it saw."))
-            return False
-        say("\nRight: " + sizes(self.meshes) + " compute what the single "
-            "device computes." + (" Mind the warning." if self.warned else ""))
-        return True
+            self.say("\nNot yet." + ("" if self.verbose else
+                                     " With -v it tells all that it saw."))
+        else:
+            self.out.show_table()
+            self.say("Right: " + sizes(self.meshes) + " compute what the "
+                     "single device computes."
+                     + (" Mind the warning." if self.warned else ""))
+        self.out.report(right=right)
+        return right
 
     def try_reference(self):
         """The single device's trial, once for all checks of this program."""
@@ -159,9 +210,9 @@ class Check:
         return reference
 
     def try_mesh(self, mesh):
-        say("\n" + name(mesh))
-        label = f"mesh-{mesh.pp}-{mesh.dp}-{mesh.tp}"
-        trial = self.bench.try_out(label, mesh, plain=mesh.size == 1)
+        self.begin(label(mesh), name(mesh))
+        folder = f"mesh-{mesh.pp}-{mesh.dp}-{mesh.tp}"
+        trial = self.bench.try_out(folder, mesh, plain=mesh.size == 1)
         return self.judge(trial, "whole")
 
     def try_to_resume(self):
@@ -172,8 +223,8 @@ class Check:
 
         from workshop.check.trial import RESUMED
 
-        say(f"\n{name(mesh)}, resuming after step {RESUMED - 1} a run of "
-            f"{name(first)}")
+        self.begin("resumed", f"{name(mesh)}, resuming after step "
+                   f"{RESUMED - 1} a run of {name(first)}")
         self.bench.keep_first_checkpoint(
             f"mesh-{first.pp}-{first.dp}-{first.tp}", "resumed")
         file, = self.bench.folder.glob("resumed/checkpoints/step_*.pt")
@@ -185,17 +236,31 @@ class Check:
     def try_to_stop(self):
         mesh = next((one for one in self.meshes if one.size == 2),
                     self.meshes[-1])
-        say(f"\n{name(mesh)}, stopped early")
+        self.begin("stopped", f"{name(mesh)}, stopped early")
         trial = self.bench.try_out("stopped", mesh, terminated=0)
         return self.judge(trial, "stopped")
 
     def try_bf16(self):
         if not STAGES[self.bench.stage].trainer:
             return True  # the script itself says it
-        say("\n1 process, --precision bf16")
+        self.begin("bf16", "1 process, --precision bf16")
         trial = self.bench.try_out("bf16", self.meshes[0], "--precision",
                                    "bf16", plain=True)
         return self.judge(trial, "bf16")
+
+    def begin(self, column, words):
+        self.out.report(trial=column)
+        self.say("\n" + words)
+
+    def report(self, findings, first):
+        """Report the answers; first: the `Finding` that the others follow."""
+        for question, finding in findings:
+            verdict = finding.verdict
+            if first and finding is not first and verdict != "ok":
+                verdict = "and"
+            self.out.report(answer=[question.title, verdict])
+            if verdict != "ok":
+                self.out.report(finding=[verdict, finding.text, finding.hint])
 
     def judge(self, trial, kind):
         """Tell what came of a trial; whether it is right."""
@@ -203,7 +268,11 @@ class Check:
 
         findings = ask(trial, self.bench.reference, kind)
         wrong = [one for one in findings if one[1].verdict == "FAIL"]
+        self.report(findings, wrong[0][1] if wrong else None)
+        if kind == "whole" and all(trial.seen):
+            self.out.report(picture=picture(trial, self.bench.reference))
         if wrong:
+            self.out.show_table()
             self.tell(wrong[0][1])
             rest = [one for one in findings if one is not wrong[0]
                     and one[1].verdict != "ok"]
@@ -211,8 +280,8 @@ class Check:
                 for _, finding in rest:
                     self.tell(finding, "and")
             elif rest:
-                say(f"        ({len(rest)} more follow"
-                    f"{'s' if len(rest) == 1 else ''} from it)")
+                self.say(f"        ({len(rest)} more follow"
+                         f"{'s' if len(rest) == 1 else ''} from it)")
             return False
         for _, finding in findings:
             if finding.verdict == "warn":
@@ -223,15 +292,36 @@ class Check:
         if not self.verbose:
             titles = [question.title for question, finding in findings
                       if finding.verdict == "ok"]
-            say("  ok    " + ("; ".join(titles) if len(titles) < 3 else
-                              f"{len(titles)} questions, from its data to "
-                              f"its checkpoints ({trial.seconds:.1f} s)"))
+            self.say("  ok    " + (
+                "; ".join(titles) if len(titles) < 3 else
+                f"{len(titles)} questions, from its data to its checkpoints "
+                f"({trial.seconds:.1f} s)"))
         return True
 
     def tell(self, finding, verdict=None, seen=False):
-        say(f"  {verdict or finding.verdict:4}  {finding.text}")
+        self.say(f"  {verdict or finding.verdict:4}  {finding.text}")
         if finding.hint and not seen and finding.verdict != "ok":
-            say(f"        -> {finding.hint}")
+            self.say(f"        -> {finding.hint}")
+
+
+def picture(trial, reference):
+    """Who read what, and the losses, for a notebook's picture."""
+    from workshop.check.findings import number
+
+    def losses(rows):
+        values = [number(row, "loss") for row in rows]
+        return [value if value == value else None for value in values]
+
+    return {"read": [seen["samples"] for seen in trial.seen],
+            "expected": reference.seen[0]["samples"],
+            "loss": losses(trial.rows), "single": losses(reference.rows)}
+
+
+def label(mesh):
+    """The trial's column in the table."""
+    if mesh.tp * mesh.pp == 1:
+        return str(mesh.size)
+    return "x".join(map(str, (mesh.pp, mesh.dp, mesh.tp)))
 
 
 def name(mesh):

@@ -4,11 +4,16 @@ import ast
 import re
 import signal
 
+from workshop.check.causes import asks_the_launcher, takes_itself_for_rank_0
 from workshop.check.findings import fail
 from workshop.check.trial import STEPS
+from workshop.stages import STAGES
 
+TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 # What an error says -> what to do; \1 is what the pattern has found.
 HINTS = (
+    (r"name 'MPI' is not defined",
+     "it is imported at the top: from backstage.mpi import MPI"),
     ("no attribute 'stopping'",
      "LitRun logs, saves and stops: the Trainer needs it, "
      "callbacks=[lit.LitRun(...)]"),
@@ -35,8 +40,8 @@ HINTS = (
      "the process group is joined once: init_process_group stands there "
      "twice"),
     (r"holds a run already",
-     "each process takes itself for the only one: `python -m workshop diff` "
-     "shows what is left to change"),
+     "each process takes itself for rank 0: what is wrong where the rank "
+     "is read?"),
     (r"NameError: name '(rank|local_rank|world_size)'",
      "the launcher says it in an environment variable: RANK, LOCAL_RANK, "
      "WORLD_SIZE"),
@@ -76,7 +81,9 @@ def explain(trial):
         return hangs(trial)
     killed = [r for r, rank in enumerate(trial.ranks)
               if (rank.status or 0) < 0]
-    if killed:
+    failed = [r for r, rank in enumerate(trial.ranks) if rank.status
+              and rank.status > 0]
+    if killed and not (trial.by_mpi and failed):  # by whom, if not by mpirun
         rank = killed[0]
         aborted = trial.ranks[rank].status == -signal.SIGABRT
         apart = part_ways(trial) if aborted else None
@@ -87,7 +94,8 @@ def explain(trial):
                     f"{where(trial, rank)}", "not by an error of Python: "
                     "SIGKILL is what a full memory brings, SIGSEGV and "
                     "SIGABRT come from a library")
-    bad = [r for r, rank in enumerate(trial.ranks) if rank.status != 0]
+    bad = (failed if trial.by_mpi else
+           [r for r, rank in enumerate(trial.ranks) if rank.status != 0])
     if not bad:
         return None
     said = {r: last_words(trial, r) for r in bad}
@@ -97,6 +105,11 @@ def explain(trial):
         apart = part_ways(trial)
         if apart:
             return apart
+    unasked = "holds a run already|(RANK|ADDR) expected|called run"
+    if (re.search(unasked, said[rank])
+            and STAGES[trial.stage].launcher == "torchrun"
+            and not asks_the_launcher(trial)):
+        return takes_itself_for_rank_0(trial)
     hint = (wrong_variable(trial, said[rank]) or guarded(trial, said[rank])
             or next((re.sub(f"(?s).*?(?:{pattern}).*", words, said[rank])
                      for pattern, words in HINTS
@@ -168,6 +181,8 @@ def hangs(trial):
         inside = next((name for file, _, name in stack
                        if file.endswith("distributed_c10d.py")
                        and name != "wrapper"), stack[0][2] if stack else "?")
+        inside = ([inside] + [name for file, _, name in stack
+                              if file.endswith("patient.py")])[-1]  # of MPI
         lines = [line for file, line, _ in stack
                  if file.endswith("/" + trial.script.name)]
         texts.append(f"rank {r} waits" + (f" in line {lines[0]}" if lines
@@ -179,16 +194,29 @@ def hangs(trial):
                     "the others wait for it: " + ", ".join(texts))
     apart = part_ways(trial)
     return fail(f"it hangs: {', '.join(texts)}",
-                wrong_variable(trial) or (apart.hint if apart else "") or
+                wrong_variable(trial) or all_send(trial, late) or
+                (apart.hint if apart else "") or
                 "all ranks have to call a collective (all_reduce, barrier, "
                 "...) as often and in the same order: none inside `if rank "
                 "== 0:`")
 
 
+def all_send(trial, late):
+    """A hint where each rank waits until another one receives."""
+    last = [(trial.calls(rank) or [{"call": ""}])[-1]["call"]
+            for rank in late]
+    if not last or not set(last) <= {"send", "ssend"}:
+        return ""
+    return ("each waits in Send until the other receives, and none does: "
+            "Isend and Irecv start both and wait afterwards, or Sendrecv "
+            "does both at once")
+
+
 def part_ways(trial):
     """Where the ranks first call different collectives: a `Finding`."""
     calls = [[call for call in trial.calls(rank) if not call["group"]
-              or len(call["group"]) == trial.mesh.size]
+              or len(call["group"]) == trial.mesh.size
+              if call["call"] not in TO_ONE]
              for rank in range(trial.mesh.size)]
     for index in range(max(map(len, calls))):
         row = [one[index] if index < len(one) else None for one in calls]

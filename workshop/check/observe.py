@@ -61,6 +61,7 @@ class Observer:
                               os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.watch_training()
         self.watch_processes()
+        self.watch_mpi()
         self.watch_devices()
         self.watch_files()
         self.watch_errors()
@@ -293,12 +294,22 @@ class Observer:
         fsdp.FSDPModule.set_requires_gradient_sync = visible_switch
 
     def on_collective(self, name, tensors, group):
-        lines = self.place()
         count = sum(tensor.numel() for tensor in tensors)
+        self.on_message(name, count, group)
+
+    def watch_mpi(self):
+        """Note the calls of MPI, if `Launch` has made it patient."""
+        patient = sys.modules.get("workshop.patient")
+        if patient:
+            patient.Patient.on_call = staticmethod(self.on_message)
+            patient.Patient.on_abort = staticmethod(self.finish)
+
+    def on_message(self, name, elements, group):
+        lines = self.place()
         if "reduce" in name:
-            self.reduced += count
-        self.say(call=name, elements=count, group=group,
-                 lines=lines[:6], update=self.updates)
+            self.reduced += elements
+        self.say(call=name, elements=elements, group=group, lines=lines[:6],
+                 update=self.updates)
 
     # ----------------------------------------------------------- devices
 

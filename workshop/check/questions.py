@@ -14,7 +14,9 @@ import torch
 from workshop.check import endings
 from workshop.check.causes import (
     RESUMED,
+    asks_the_launcher,
     fixed_device,
+    takes_itself_for_rank_0,
     why_apart,
     why_off,
     why_rate,
@@ -51,6 +53,13 @@ class Question:
     meshes: object  # function of a mesh: whether it is asked there
 
 
+BY_MPI = (  # what the hints call it, and what MPI does
+    ("all_reduce", "Allreduce"), ("dist.all_gather_object", "comm.gather"),
+    ("the launcher says it in an environment variable: RANK, LOCAL_RANK, "
+     "WORLD_SIZE", "MPI says it: comm.rank, comm.size, and "
+     "comm.Split_type(MPI.COMM_TYPE_SHARED).rank on its node"),
+    (", from LOCAL_RANK", ": comm.Split_type(MPI.COMM_TYPE_SHARED).rank"))
+
 QUESTIONS = []
 
 
@@ -82,6 +91,9 @@ def ask(trial, reference, kind="whole"):
                            "course's stages leave")
         if finding is None:
             continue
+        if trial.by_mpi:
+            for word, other in BY_MPI:
+                finding.hint = finding.hint.replace(word, other)
         findings.append((one, finding))
         if one.answer is how_it_ends and finding.verdict == "FAIL":
             return early_causes(trial, reference) + findings
@@ -145,8 +157,13 @@ def stage(trial, reference):
                     "checks it")
     elif STAGES[trial.stage].launcher == "torchrun":
         if not trial.asked("init_process_group"):
+            if not asks_the_launcher(trial):
+                return takes_itself_for_rank_0(trial)
             return fail("it never joins a process group: it is the "
                         "single-device script still", f"{shows} to change")
+    elif trial.by_mpi and not any(call["lines"] for call in trial.calls(0)):
+        return fail("it sends nothing by MPI: it is the single-device script "
+                    "still", f"{shows} to change")
     if trial.shards:
         finding = whole_model(trial, shows)
         if finding:
@@ -460,6 +477,7 @@ def reductions(trial, reference):
         f"{times:.0f} times the communication", "once is enough: " + (
             "raw_model.set_requires_gradient_sync(reduce) before each "
             "microbatch" if trial.shards else
+            "average them after the last microbatch" if trial.by_mpi else
             "all microbatches but the last under `model.no_sync()`"))
 
 

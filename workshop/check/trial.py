@@ -90,6 +90,11 @@ class Trial:
         return STAGES[self.stage].shards
 
     @property
+    def by_mpi(self):
+        """Whether the stage's processes are a world of MPI."""
+        return STAGES[self.stage].launcher == "mpirun"
+
+    @property
     def accumulation(self):
         return MINIBATCH // (B * self.mesh.dp)
 
@@ -133,6 +138,8 @@ class Bench:
             "--run", run, *mesh.flags(), *flags,
             world_size=None if plain else mesh.size,
             nodes=2 if mesh.size == 4 else 1,
+            mpirun=STAGES[self.stage].launcher == "mpirun" and (
+                script is None),  # the reference knows nothing of it
             observe=Observer(observed, run, terminated),
             env=quiet_environment(self.folder / "tmp"),
             place=script.parent if script else self.place,

@@ -10,7 +10,7 @@ import time
 from backstage.errors import UserError, require
 from backstage.files import locked, show_path, write_atomically
 from workshop.lesson import checked
-from workshop.lesson.diff import Diff, Script, differences
+from workshop.lesson.diff import Diff, Script, nearest, read_stages
 from workshop.stages import DESK, LESSONS, STAGES, find
 
 REOPEN = ("If it is open in an editor, reopen it there (JupyterLab: File > "
@@ -124,19 +124,6 @@ def list_all():
             f", with {count} lines of code changed" if count else ""))
     if len(kept) > 1:
         print("`python -m workshop reset DATE` puts that version back")
-
-
-def read_stages():
-    """The finished scripts: {name: `Script`}."""
-    return {stage.name: Script(stage.solution)
-            for stage in STAGES.values() if stage.solution.exists()}
-
-
-def nearest(script, stages):
-    """(how many lines of code differ, the stage with the fewest)."""
-    return min((sum(i2 - i1 + j2 - j1 for i1, i2, j1, j2 in
-                    differences(stage.code, script.code)), name)
-               for name, stage in stages.items())
 
 
 def choose(stage):

@@ -19,9 +19,10 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop.lesson import documents
-from workshop.stages import DESK, FIRST, find
+from workshop.stages import DESK, FIRST, STAGES, find
 
 GAP = 2  # this many equal lines do not split a change
+FEW = 10  # with so many lines changed, a script is still nearly a stage's
 LARGEST = 500_000  # characters: comparing more takes minutes
 
 # A line up to its comment: a string may contain "#", a quote may be unclosed.
@@ -91,6 +92,19 @@ def differences(a, b):
     """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2]."""
     matcher = SequenceMatcher(None, a, b, autojunk=False)
     return [op[1:] for op in matcher.get_opcodes() if op[0] != "equal"]
+
+
+def read_stages():
+    """The finished scripts: {name: `Script`}."""
+    return {stage.name: Script(stage.solution)
+            for stage in STAGES.values() if stage.solution.exists()}
+
+
+def nearest(script, stages):
+    """(how many lines of code differ, the stage with the fewest)."""
+    return min((sum(i2 - i1 + j2 - j1 for i1, i2, j1, j2 in
+                    differences(stage.code, script.code)), name)
+               for name, stage in stages.items())
 
 
 # ----------------------------------------------------------------- a lesson
@@ -195,6 +209,7 @@ class Left:
     title: str
     why: str
     edits: list[tuple]  # (i1, i2, j1, j2): lines of the script and the goal
+    predict: str = ""  # a question to answer first
 
 
 class Diff:
@@ -223,8 +238,8 @@ class Diff:
                     edits.setdefault(change, []).append(edit)
         for change in sorted(edits):
             it = self.lesson.changes[change]
-            self.left.append(
-                Left(change + 1, it.title, it.why, edits[change]))
+            self.left.append(Left(
+                change + 1, it.title, it.why, edits[change], it.predict))
 
     def _parts(self):
         """The differences, cut where another change of the lesson begins.
@@ -294,6 +309,16 @@ class Diff:
         for i1, i2, j1, j2 in edits:
             raw[i1:i2] = [line + ending for line in self.goal.lines[j1:j2]]
         return "".join(raw)
+
+    def other_stage(self):
+        """The stage that the script is, if the lesson is not about it, or "".
+
+        It may have a few lines changed.
+        """
+        here = (self.lesson.start.path, self.goal.path)
+        stages = read_stages()
+        count, name = nearest(self.yours, stages)
+        return "" if count > FEW or stages[name].path in here else name
 
     def own_lines(self, numbers):
         """The lines that `apply` removes and that are in neither stage."""

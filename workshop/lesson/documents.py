@@ -13,6 +13,9 @@ its number, its reason in prose, and its anchors in a fenced block:
     +if "RANK" not in os.environ:
     ```
 
+A paragraph that begins with `**Predict.**` is a question to answer before the
+change is made.
+
 The code itself is in solutions/ only: an anchor ties a change to the lines of
 the diff between the two stages.
 """
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from backstage.files import show_path
 from workshop.stages import find
 
-FENCE = "```"
+FENCE, PREDICT = "```", "**Predict.** "
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Change:
     title: str
     why: str
     anchors: tuple[str, ...]
+    predict: str = ""  # a question, or "" where the lesson has none
 
 
 def load(stage):
@@ -75,7 +79,11 @@ def parse(text, name):
         require(int(found[1]) == number, section.line,
                 f"this is change {number}, not {found[1]}")
         prose, blocks = section.parts()
+        asked = [part for part in prose if part.startswith(PREDICT)]
+        prose = [part for part in prose if part not in asked]
         require(prose, section.line, "the change has no why")
+        require(len(asked) < 2, section.line, "the change asks to predict "
+                "more than one thing")
         require(len(blocks) == 1, section.line, "a change has one block of "
                 f"anchors, {FENCE}diff ... {FENCE}, and this has "
                 f"{len(blocks)}")
@@ -88,7 +96,8 @@ def parse(text, name):
             require(row[:1] in ("+", "-") and row[1:].strip(), k,
                     "an anchor is a line of code after + or -")
         changes.append(Change(found[2], "\n\n".join(prose), tuple(
-            row[0] + row[1:].strip() for row in rows)))
+            row[0] + row[1:].strip() for row in rows),
+            "".join(asked)[len(PREDICT):]))
     return changes
 
 

@@ -1,6 +1,7 @@
 """What is left to change, for people: in a terminal and in a notebook."""
 
 import html
+import os
 import re
 import textwrap
 import time
@@ -8,40 +9,89 @@ from difflib import SequenceMatcher
 
 from backstage.files import show_path
 from workshop.lesson import checked
+from workshop.stages import DESK, find
 
 CONTEXT = 2  # unchanged lines shown above and below a change
 
 # JupyterLab's variables follow its theme; other pages keep their own colours.
 # The style sheet draws the numbers and signs, so they cannot be selected, and
-# whoever copies from the view copies only code.
+# whoever copies from the view copies only code. Blue and orange differ for
+# every eye, and what is removed has stripes besides.
+BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
 STYLE = """<style>
 .ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
   font: 13px/1.45 var(--jp-code-font-family, monospace) }
-.ws p, .ws h4 { margin: 4px 0; line-height: 1.4;
+.ws p, .ws h4, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
   font-family: var(--jp-ui-font-family, sans-serif) }
-.ws h4 { margin-top: 18px; font-size: 14px; font-weight: 600 }
-.ws .place { font-weight: 400; opacity: .75 }
-.ws .good { border-left: 4px solid #2ea043; padding-left: 8px }
-.ws .bad { border-left: 4px solid #f85149; padding-left: 8px }
-.ws .code { border: 1px solid rgba(128, 128, 128, .35) }
-.ws .code div { position: relative; min-height: 1.45em;
-  padding: 0 4px 0 calc(68px + var(--hang)); text-indent: calc(-1*var(--hang));
-  white-space: pre-wrap; overflow-wrap: anywhere }
-.ws .code div::before, .ws .code div::after { position: absolute; top: 0;
-  text-indent: 0 }
-.ws .code div::before { content: attr(data-line); width: 38px; left: 0;
-  text-align: right; opacity: .6 }
-.ws .code div::after { content: attr(data-sign); left: 50px;
+.ws h4 { margin-top: 12px; font-size: 14px; font-weight: 600 }
+.ws summary { cursor: pointer; font-size: 13px }
+.ws .place { font-weight: 400; opacity: .8 }
+.ws .good { border-left: 4px solid rgb(BLUE); padding-left: 8px }
+.ws .bad { border-left: 4px dashed rgb(ORANGE); padding-left: 8px }
+.ws .ask { border-left: 4px dotted currentColor; padding-left: 8px }
+.ws details details { margin-left: 16px }
+.ws .strip { display: flex; flex-wrap: wrap; gap: 4px; font-size: 12px }
+.ws .strip span { min-width: 22px; padding: 1px 2px; text-align: center;
+  border: 1px solid currentColor; border-radius: 3px }
+.ws .strip .made { background: rgb(BLUE); color: #fff }
+.ws .strip .next { outline: 2px solid rgb(ORANGE); font-weight: 700 }
+.ws pre.code { margin: 4px 0; padding: 0; max-height: 26em; overflow: auto;
+  border: 1px solid rgba(128, 128, 128, .35); background: none;
+  font: inherit; color: inherit; white-space: pre }
+.ws pre.code code { display: inline-block; min-width: 100%; padding: 0;
+  background: none; font: inherit; color: inherit; white-space: pre }
+.ws pre.code span { display: block; padding-right: 4px }
+.ws pre.code span::before { content: attr(data-gutter); position: sticky;
+  left: 0; display: inline-block; width: 64px; margin-right: 6px;
+  background-color: var(--jp-layout-color0, Canvas); white-space: pre }
+.ws pre.code .add { background: rgba(BLUE, .2) }
+.ws pre.code .add::before { box-shadow: inset -5px 0 rgb(BLUE);
   font-weight: 700 }
-.ws .code div.gap { min-height: 4px;
-  border-top: 1px dashed rgba(128, 128, 128, .5) }
-.ws .add { background: rgba(46, 160, 67, .2) }
-.ws .del { background: rgba(248, 81, 73, .16);
+.ws pre.code .del { background: rgba(ORANGE, .2);
   user-select: none; -webkit-user-select: none }
+.ws pre.code .del::before { font-weight: 700; background-image:
+  repeating-linear-gradient(135deg, rgb(ORANGE) 0 3px, transparent 3px 6px);
+  background-position: right; background-size: 5px 100%;
+  background-repeat: no-repeat }
 .ws mark { color: inherit; background: none }
-.ws .add mark { background: rgba(46, 160, 67, .42) }
-.ws .del mark { background: rgba(248, 81, 73, .40) }
-</style>"""
+.ws .add mark { background: rgba(BLUE, .4) }
+.ws .del mark { background: rgba(ORANGE, .45) }
+.ws .hint { margin-left: 24px }
+.ws .beside { display: flex; flex-wrap: wrap; gap: 8px 24px;
+  align-items: flex-start }
+.ws .beside > div { flex: 1 1 420px; max-width: 600px }
+.ws table.check { margin: 4px 0; font-family:
+  var(--jp-ui-font-family, sans-serif); font-size: 12px }
+.ws table.check caption { position: absolute; clip-path: inset(50%) }
+.ws table.check tr, .ws table.check tr:hover { background: none }
+.ws table.check th, .ws table.check td { padding: 1px 6px;
+  text-align: center; color: inherit;
+  border: 1px solid rgba(128, 128, 128, .35) }
+.ws table.check th[scope=row] { text-align: left; font-weight: 400 }
+.ws table.check td { min-width: 20px; font-weight: 700 }
+.ws table.check .yes { background: rgba(BLUE, .35) }
+.ws table.check .no { background: rgb(ORANGE); color: #000 }
+.ws table.check .hm { border: 2px dashed rgb(ORANGE) }
+.ws table.check .and { background: repeating-linear-gradient(135deg,
+  rgba(ORANGE, .35) 0 3px, transparent 3px 7px) }
+</style>""".replace("BLUE", BLUE).replace("ORANGE", ORANGE)
+
+# Shift+Enter scrolls on to the next cell, before the output is there. This
+# brings the top of the view back, if some of it is still in sight. Whoever
+# runs the cell with Ctrl+Enter stays in it, and nothing moves.
+KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
+  const view = script.closest(".ws"), cell = script.closest(".jp-Cell");
+  const pane = script.closest(".jp-WindowedPanel-outer");
+  if (!pane || cell.classList.contains("jp-mod-active")) return;
+  const {top, bottom} = view.getBoundingClientRect();
+  const edge = pane.getBoundingClientRect().top;
+  if (top < edge && bottom > edge) pane.scrollTop += top - edge - 4;
+}, 100))(document.currentScript)</script>"""
+
+
+def wants_hints(environment=os.environ):
+    """Whether site.sh asks for reasons without the code: WORKSHOP_HINTS."""
+    return environment.get("WORKSHOP_HINTS", "no") not in ("", "no", "0")
 
 
 def is_checked(diff):
@@ -73,6 +123,12 @@ def advice(diff):
         return ("It passed the check: what you wrote differently may "
                 "stay." if diff.left or diff.others else
                 "It passed the check, too.")
+    other = diff.other_stage() if diff.left else ""
+    if other:
+        start = find(stage).after
+        return (f"This is the stage {other}, but the lesson starts from "
+                f"{start}: `python -m workshop reset {start}`, or reset("
+                f'"{start}") in a cell, puts it there and keeps yours.')
     if diff.left or diff.yours.syntax_error:
         return "Change the script, save it (Ctrl+S, Cmd+S), then look again."
     if diff.others:
@@ -106,12 +162,11 @@ def title(diff, item):
     return f"{number}{item.title}", where
 
 
-def rows(diff, edits):
+def rows(yours, goal, edits):
     """The rows (line number or None, sign, [(text, differs)]) of a change.
 
     The sign is " ", "-", "+", or "" for a row that stands for a gap.
     """
-    yours, goal = diff.yours.lines, diff.goal.lines
     shown = max(0, edits[0][0] - CONTEXT)
     for i1, i2, j1, j2 in edits:
         if shown + CONTEXT < i1 - CONTEXT:
@@ -166,8 +221,11 @@ def syntax(diff):
 # ----------------------------------------------------------------- terminal
 
 
-def to_text(diff, colour=False):
-    """The view as text; colour: with a terminal's escape sequences."""
+def to_text(diff, colour=False, hints=False):
+    """The view as text; colour: with a terminal's escape sequences.
+
+    hints: without the code.
+    """
     def paint(text, *codes):
         start = "".join(f"\033[{code}m" for code in codes)
         return f"{start}{text}\033[0m" if colour and codes and text else text
@@ -180,12 +238,20 @@ def to_text(diff, colour=False):
         name, where = title(diff, item)
         out += ["", f"{paint(name, 1)} ({where})",
                 *wrap(item.why)]
-        for line, sign, parts in rows(diff, item.edits):
+        if item.predict:
+            out += ["", *wrap(f"Predict: {item.predict}")]
+        if hints:
+            continue
+        for line, sign, parts in rows(
+                diff.yours.lines, diff.goal.lines, item.edits):
             codes = {"-": [31], "+": [32]}.get(sign, [])
             text = "".join(paint(part, *codes, *[7] * differs)
                            for part, differs in parts)
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())
+    if hints and diff.left + diff.others:
+        out += ["", "The code: `python -m workshop diff "
+                f"{diff.lesson.stage} --no-hints`"]
     return "\n".join(out)
 
 
@@ -200,37 +266,96 @@ def wrap(text):
 # ----------------------------------------------------------------- notebook
 
 
-def to_html(diff):
-    """The view as HTML, for the light and the dark theme."""
+def to_html(diff, hints=False):
+    """The view as HTML: the next change, the others folded below it.
+
+    It fits a laptop's screen, so that what there is to do is in sight after
+    Shift+Enter. hints: the code is folded, too.
+    """
     done = is_checked(diff) or not (
         diff.left or diff.others or diff.yours.syntax_error)
-    out = [paragraph(f"<strong>{html.escape(headline(diff))}</strong>",
-                     "good" if done else "")]
+    name = show_path(diff.yours.path)
+    first = html.escape(headline(diff)).replace(name, link(diff, name))
+    out = [paragraph(f"<strong>{first}</strong>", "good" if done else ""),
+           strip(diff)]
     if diff.yours.syntax_error:
         out.append(paragraph(html.escape(syntax(diff)), "bad"))
     out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
-    for item in diff.left + diff.others:
+    for number, item in enumerate(diff.left + diff.others):
         name, where = (html.escape(text) for text in title(diff, item))
-        out.append(f'<h4>{name} <span class="place">({where})</span></h4>')
-        out += [paragraph(quote(part)) for part in item.why.split("\n\n")]
-        out.append('<div class="code">')
-        for line, sign, parts in rows(diff, item.edits):
-            kind = {"-": "del", "+": "add", "": "gap"}.get(sign, "")
-            text = "".join(
-                f"<mark>{breakable(part)}</mark>" if differs
-                else breakable(part) for part, differs in parts)
-            code = "".join(part for part, _ in parts)
-            hang = len(code) - len(code.lstrip()) + 4  # where it wraps to
-            out.append(f'<div class="{kind}" style="--hang: {hang}ch" '
-                       f'data-line="{line or ""}" data-sign="{sign}">'
-                       f'{text}</div>')
-        out.append("</div>")
-    return box("\n".join(out))
+        line = re.match(r"line (\d+)", where)
+        where = link(diff, line[0], line[1]) + where[line.end():]
+        where = f'<span class="place">({where})</span>'
+        if number == 0:
+            out.append(f"<h4>{name} {where}</h4>{change(diff, item, hints)}")
+        else:
+            out.append(f"<details><summary>{name} {where}</summary>"
+                       f"{change(diff, item, hints)}</details>")
+    return box("\n".join([*out, KEEP_IN_SIGHT]))
 
 
-def breakable(code):
-    """HTML of code that may wrap after an opening bracket."""
-    return html.escape(code).replace("(", "(<wbr>")
+def strip(diff):
+    """A box for each change: made, the next one, or still to come."""
+    left = [item.number for item in diff.left]
+    boxes = []
+    for number, change in enumerate(diff.lesson.changes, 1):
+        state = ("next" if [number] == left[:1] else
+                 "left" if number in left else "made")
+        boxes.append(
+            f'<span class="{state}" title="{number}: '
+            f'{html.escape(change.title)} ({state})">'
+            f'{"✓" if state == "made" else number}</span>')
+    about = f"{diff.total - len(left)} of {diff.total} changes are made"
+    if left:
+        about += f"; the next one is change {left[0]}"
+    return (f'<div class="strip" role="img" aria-label="{about}">'
+            f'{"".join(boxes)}</div>')
+
+
+def link(diff, text, line=""):
+    """HTML: JupyterLab opens the attendee's script beside, at the line."""
+    if diff.yours.path != DESK:
+        return text
+    path = f"../{show_path(DESK)}{line and f'#line={int(line) - 1}'}"
+    return f'<a href="{path}">{text}</a>'
+
+
+def change(diff, item, hints):
+    """Why, what to predict, and the code."""
+    why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
+    if item.predict:
+        why.append(paragraph(
+            f"<strong>Predict:</strong> {quote(item.predict)}", "ask"))
+    code = code_box(rows(diff.yours.lines, diff.goal.lines, item.edits))
+    if hints:
+        code = f"<details><summary>Show the code</summary>{code}</details>"
+    return "".join(why) + code
+
+
+def between(old, new):
+    """The changes from a script's text to another's: (HTML, text)."""
+    old, new = old.splitlines(), new.splitlines()
+    edits = [edit for tag, *edit in match(old, new).get_opcodes()
+             if tag != "equal"]
+    view = list(rows(old, new, edits))
+    text = "\n".join(f"{line or '':>5} {sign or '...'} "
+                     + "".join(part for part, _ in parts)
+                     for line, sign, parts in view)
+    return box(code_box(view)), text
+
+
+def code_box(view):
+    """The HTML of rows of code."""
+    lines = []
+    for line, sign, parts in view:
+        kind = {"-": "del", "+": "add", "": "gap"}.get(sign, "")
+        text = "".join(
+            f"<mark>{html.escape(part)}</mark>" if differs
+            else html.escape(part) for part, differs in parts)
+        # a line's end of its own: an export has no style sheet
+        lines.append(f'<span class="{kind}" data-gutter="{line or "":>5} '
+                     f'{sign or "⋯"}">{text}\n</span>')
+    return f'<pre class="code"><code>{"".join(lines)}</code></pre>'
 
 
 def paragraph(text, kind=""):

@@ -4,24 +4,29 @@ They work in any kernel: whatever needs torch runs in the course's own
 interpreter. An error is shown as one line.
 """
 
+import contextlib
 import functools
 import html
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
+from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import interpreter
+from workshop.check.board import Board
 from workshop.doctor import ask_slurm
-from workshop.lesson import render
+from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import pictures
 from workshop.results import runs as results
-from workshop.stages import DESK, FIRST
+from workshop.stages import DESK, FIRST, find
 
 
 class Shown:
@@ -46,9 +51,9 @@ def complaint(error):
 def in_one_line(function):
     """Let a cell show what the user can fix, instead of a traceback."""
     @functools.wraps(function)
-    def call(*args):
+    def call(*args, **options):
         try:
-            return function(*args)
+            return function(*args, **options)
         except UserError as error:
             return complaint(error)
     return call
@@ -62,35 +67,235 @@ def picture(svg):
 # ------------------------------------------------------------ every lesson
 
 
-def diff(stage):
-    """What is left to change in your script, and why."""
-    try:
-        changes = Diff(stage)
-    except UserError as error:
-        return complaint(error)
-    return Shown(render.to_html(changes), render.to_text(changes))
+@functools.lru_cache(1)  # a site.sh may load modules, which takes seconds
+def site_wants_hints():
+    """Whether the instructor has set hints for all, in site.sh."""
+    return render.wants_hints(interpreter.site_variables())
 
 
+@in_one_line
+def compare(first, then):
+    """The changes from one stage's solution to another's."""
+    old, new = (find(stage).solution.read_text() for stage in (first, then))
+    return Shown(*render.between(old, new))
+
+
+@in_one_line
+def diff(stage, hints=None):
+    """What is left to change in your script, and why.
+
+    hints: whether the code stays folded; left out, it is as site.sh says.
+    """
+    if hints is None:
+        hints = site_wants_hints()
+    changes = Diff(stage)
+    return Shown(render.to_html(changes, hints),
+                 render.to_text(changes, hints=hints))
+
+
+@in_one_line
 def check(stage):
-    """Compare your script with the single-device stage, on real processes."""
+    """Compare your script with the single-device stage, on real processes.
+
+    Shows a table that fills while the check runs.
+    """
+    board = Board()
+    show = live(lambda: Shown(
+        render.box(board.to_html(check_pictures(board))), board.to_text()))
+    board.update({"say": "The processes start, which takes some seconds."})
+    show(now=True)
+
+    def on_line(line):
+        try:
+            board.update(json.loads(line))
+        except ValueError:  # an error, in its one line
+            board.update({"finding": ["FAIL", line.strip(), ""]})
+        show()
+
     try:
-        interpreter.run("-m", "workshop", "check", stage)
-    except UserError as error:
-        return complaint(error)
+        interpreter.run("-m", "workshop", "check", stage, "--events",
+                        on_line=on_line)
+    finally:
+        if board.right is None:
+            board.update({"say": "The check did not come to its end."})
+            board.right = False
+        show(now=True)
+
+
+def check_pictures(board):
+    """The pictures beside the table, as far as there are any."""
+    if not board.pictures:
+        return ""
+    last = list(board.pictures.values())[-1]
+    losses = {name: seen["loss"] for name, seen in board.pictures.items()}
+    return (f"<div>{pictures.reads(last['expected'], last['read'])}"
+            f"{pictures.errors(last['single'], losses)}</div>")
+
+
+def live(make):
+    """A function that shows make() in the cell, each time in its own place.
+
+    It does so a few times a second at most, but always with now=True.
+    """
+    from IPython.display import display
+
+    handle, last = None, 0.0
+
+    def show(now=False):
+        nonlocal handle, last
+        if not now and time.monotonic() - last < 0.3:
+            return
+        last = time.monotonic()
+        if handle is None:
+            handle = display(make(), display_id=True)
+        else:
+            handle.update(make())
+
+    return show
+
+
+def beside(stage):
+    """Links: to the script, and to a workspace that puts it beside this."""
+    path = show_path(DESK)
+    lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
+             "(drag the tab to the left)"]
+    workspace = write_workspace(stage)
+    if workspace:
+        lines.append(f'<a href="{workspace}">Script and lesson side by side'
+                     "</a>: opens both anew (save first)")
+    return Shown(render.box("".join(map(render.paragraph, lines))),
+                 f"Your script is {path}")
+
+
+def write_workspace(stage):
+    """A workspace file for the root that JupyterLab shows, or "".
+
+    Its paths begin at that root: the files in the repository's folder are
+    for a root that is this folder. Returns the link from a lesson to it.
+    """
+    source = ROOT / f"{stage}.jupyterlab-workspace"
+    root = server_root()
+    try:
+        prefix = ROOT.resolve().relative_to(root).as_posix() + "/"
+        text = source.read_text("utf-8")
+        if prefix == "./":
+            return f"../{source.name}"
+        for path in ("code/train_gpt2.py", f"notebooks/diff_{stage}.ipynb"):
+            text = text.replace(path, prefix + path)
+        here = ROOT / "notebooks" / f"beside_{source.name}"
+        here.write_text(text, "utf-8")
+        return here.name
+    except (OSError, TypeError, ValueError):  # not there, or not known
+        return ""
+
+
+def server_root():
+    """The folder whose files JupyterLab shows, or None if nothing tells."""
+    try:
+        from jupyter_core.paths import jupyter_runtime_dir
+
+        record = Path(jupyter_runtime_dir(),
+                      f"jpserver-{os.environ['JPY_PARENT_PID']}.json")
+        return Path(json.loads(record.read_text())["root_dir"]).resolve()
+    except (ImportError, KeyError, OSError, ValueError):
+        return None
+
+
+@in_one_line
+def apply(stage, *numbers):
+    """Make changes for me, by their numbers, or "all" that are left."""
+    require(numbers, f'which changes? apply("{stage}", 3) makes change 3, '
+            f'apply("{stage}", "all") all that are left')
+    if numbers == ("all",):
+        numbers = ()
+    require(all(isinstance(number, int) for number in numbers),
+            'name changes by their numbers, or "all"')
+    desk.apply(stage, numbers)
+
+
+@in_one_line
+def reset(name):
+    """Start from a stage, or from a backup by its date; mine is kept."""
+    desk.reset(name)
+
+
+@in_one_line
+def undo():
+    """Go back to the previous version of my script."""
+    desk.undo()
+
+
+# ------------------------------------------------------------------- SLURM
+
+NO_SLURM = ("There is no SLURM on this machine, so the cells that submit jobs "
+            "do nothing. Read on: on a cluster's login node or in its portal "
+            "they work.")
 
 
 def slurm():
-    """Prepare this kernel for `!sbatch`, and say whether SLURM is here."""
+    """Say whether SLURM is here, and what the site asks for."""
     if shutil.which("sbatch") is None:
-        return complaint("There is no SLURM on this machine, so the next "
-                         "cells do not find its commands. Read on: on a "
-                         "cluster's login node or in its portal they work.")
+        return complaint(NO_SLURM)
     os.environ.update(interpreter.sbatch_variables())
     try:
         answer = ask_slurm()
     except UserError as error:
         return complaint(error)
     return Shown(render.box(render.paragraph(render.quote(answer))), answer)
+
+
+@in_one_line
+def submit(name, flags=""):
+    """Submit batchfiles/batch-NAME.sh, after a question.
+
+    flags: for the script, as on the command line. Nobody answers where the
+    notebook runs by itself, and nothing is submitted.
+    """
+    require(shutil.which("sbatch"), NO_SLURM)
+    names = sorted(path.stem[len("batch-"):] for path in
+                   (ROOT / "batchfiles").glob("batch-*.sh"))
+    require(name in names, f"there is no batch file {name}: choose from "
+            f"{', '.join(names)}")
+    command = f"sbatch batch-{name}.sh {flags}".strip()
+    try:
+        sure = input(f"Submit a job, `{command}`? [y/N] ")
+    except (EOFError, NotImplementedError, RuntimeError):
+        sure = ""
+    if sure.strip().lower() not in ("y", "yes"):
+        return print(f"Nothing is submitted. (`{command}` needs a y.)")
+    os.environ.update(interpreter.sbatch_variables())
+    return print_slurm("sbatch", ROOT / "batchfiles" / f"batch-{name}.sh",
+                       *shlex.split(flags))
+
+
+@in_one_line
+def queue():
+    """My jobs: PD waits, with the reason; R runs, with its nodes."""
+    require(shutil.which("squeue"), NO_SLURM)
+    print_slurm("squeue", "--me")
+
+
+def print_slurm(*command):
+    """Run it, and print what it says; a `UserError` if it fails."""
+    end = subprocess.run(command, capture_output=True, text=True, check=False)
+    require(end.returncode == 0, (end.stderr or end.stdout).strip())
+    print((end.stdout + end.stderr).rstrip())
+
+
+@in_one_line
+def log(lines=25):
+    """The end of my newest job's log."""
+    logs = [path for folder in {Path.cwd(), ROOT}
+            for path in folder.glob("slurm-*.out")
+            if path.stat().st_uid == os.getuid()]
+    require(logs, "no job of yours has written a log yet (slurm-*.out): it "
+            "begins where the job begins")
+    newest = max(logs, key=lambda path: path.stat().st_mtime)
+    text = newest.read_text("utf-8", "replace").splitlines()
+    print(f"{show_path(newest)}:", *text[-lines:], sep="\n")
+
+
+# ---------------------------------------------------------------- pictures
 
 
 def cadence():
@@ -178,29 +383,89 @@ def ranks(line, cell):
         display(complaint(error))
 
 
-def run_ranks(cell, number, seconds="20"):
+def mpi(line, cell):
+    """%%mpi [N [SECONDS]]: run the cell as N ranks of MPI, by mpirun.
+
+    SECONDS: after which all are ended, if they wait for one another.
+    """
     from IPython.display import display
 
+    try:
+        number, seconds, *_ = [*(line.split() or ["4"]), "20"]
+        run_ranks(cell, number, seconds, mpirun=True)
+    except UserError as error:
+        display(complaint(error))
+
+
+class Warm:
+    """The program that runs this kernel's `%%ranks`, with torch imported."""
+
+    process = None
+
+    def start(self):
+        """Start it, if it is not there. Raises `UserError`."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = interpreter.start("-m", "workshop.notebook.ranks")
+
+    def ask(self, request):
+        """Its answers to a request, as they come."""
+        self.start()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                try:
+                    answer = json.loads(line)
+                except ValueError:  # a complaint of Python's own
+                    print(line, end="")
+                    continue
+                yield answer
+                if "line" not in answer:
+                    return
+            yield {"error": "the processes have ended: run the cell again"}
+        except KeyboardInterrupt:  # the kernel's stop button
+            self.process.kill()  # what it has started ends with it
+            yield {"error": "interrupted"}
+        except OSError as error:
+            yield {"error": f"the processes have ended ({error}): run the "
+                   "cell again"}
+
+
+warm = Warm()
+
+
+def run_ranks(cell, number, seconds="20", mpirun=False):
+    name = "%%mpi" if mpirun else "%%ranks"
     require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
-            "write %%ranks N or %%ranks N SECONDS, with N from 1 to 8")
-    with tempfile.TemporaryDirectory() as folder:
-        source, output = Path(folder, "cell.py"), Path(folder, "output.json")
-        # line 1 has %%ranks, so that errors name the lines that one sees
-        source.write_text("\n" + cell, encoding="utf-8")
-        interpreter.run("-m", "workshop.notebook.ranks", str(source),
-                        str(output), number, seconds)
-        if not output.exists():  # it has printed why
-            return
-        seen = json.loads(output.read_text())
-    if any(seen["shown"]):
-        display(picture(pictures.tensors(seen["shown"])))
-    if seen["svg"]:
-        display(picture(seen["svg"]))
+            f"write {name} N or {name} N SECONDS, with N from 1 to 8")
+    who = pictures.plural(int(number), "process", "es")
+    state = Shown(render.box(render.paragraph(f"{who} at work …")),
+                  f"{who} at work ...")
+    show, begin = live(lambda: state), time.monotonic()
+    show(now=True)
+    # line 1 has %%ranks, so that errors name the lines that one sees
+    for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
+                            "seconds": int(seconds)}):
+        if "line" in answer:
+            print(answer["line"])
+        elif "error" in answer:
+            state = complaint(answer["error"])
+        else:
+            took = f"{who}, {time.monotonic() - begin:.1f} s"
+            parts = [answer["svg"] or "",
+                     render.paragraph(f'<span class="place">{took}</span>')]
+            if any(answer["shown"]):
+                parts.insert(0, pictures.tensors(answer["shown"]))
+            state = Shown(render.box("".join(parts)), took)
+    show(now=True)
 
 
 def load_ipython_extension(ipython):
     """Called by `%load_ext workshop.notebook.cells`."""
     ipython.register_magic_function(ranks, "cell")
+    ipython.register_magic_function(mpi, "cell")
+    with contextlib.suppress(UserError):  # the first cell will tell
+        warm.start()
 
 
 # ----------------------------------------------------------------- results

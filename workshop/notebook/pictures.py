@@ -2,9 +2,11 @@
 
 import ast
 import html
+import math
 import re
 
-COLOURS = ("#3b7dd8", "#cf7a12", "#2b9a5f", "#a457c4")  # one a process
+# one a process; white words can be read on them
+COLOURS = ("#2166c0", "#a85500", "#1f7a4a", "#8e44ad")
 CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
 
@@ -33,10 +35,12 @@ def cadence(worlds=(1, 2, 4), microbatches=4, steps=3):
             x = right + (step + 1) * turns * CELL + 4 * step
             out.append(line(x + 1, y - 2, x + 1, y + world * LINE - 4, 2))
         y += max(world, steps) * LINE + 26
-    return (f'<svg viewBox="0 0 {width} {y - 26}" role="img" '
-            f'style="width: 100%; max-width: {width + 100}px; '
-            'font: 12px var(--jp-ui-font-family, sans-serif)" '
-            f'fill="currentColor">{"".join(out)}</svg>')
+    return svg(width, y - 26, out, "Who takes which microbatch, and when",
+               f"{steps} steps of {microbatches} microbatches. "
+               + " ".join(f"{plural(world, 'process', 'es')}: "
+                          f"{plural(microbatches // world, 'turn', 's')} in "
+                          "each step, side by side, then an update."
+                          for world in worlds), 100)
 
 
 def dataset(width, steps):
@@ -85,10 +89,11 @@ def strategies(gpus=4):
                     f'fill="{COLOURS[gpu % len(COLOURS)]}"/>')
             y += LINE
         y += 24
-    return (f'<svg viewBox="0 0 {width} {y - 24}" role="img" '
-            f'style="width: 100%; max-width: {width + 60}px; '
-            'font: 12px var(--jp-ui-font-family, sans-serif)" '
-            f'fill="currentColor">{"".join(out)}</svg>')
+    return svg(width, y - 24, out, f"What each of {gpus} GPUs keeps",
+               " ".join(f"{name}: "
+                        f"{', '.join(rows[len(rows) - sharded:]) or 'nothing'}"
+                        " sharded, the rest whole on each GPU."
+                        for name, sharded in names), 60)
 
 
 def plural(count, word, ending):
@@ -126,12 +131,17 @@ def line(x1, y1, x2, y2, width):
 GREY = "#808080"
 
 
-def svg(width, height, parts):
-    """The picture of these parts, as wide as it needs, or as there is."""
+def svg(width, height, parts, title, about, more=0):
+    """The picture of these parts, as wide as it needs, or as there is.
+
+    title, about: what it is and what it shows, for who cannot see it.
+    more: how much wider it may be.
+    """
     return (f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
-            f'style="width: 100%; max-width: {width:g}px; '
+            f'style="width: 100%; max-width: {width + more:g}px; '
             'font: 12px var(--jp-ui-font-family, sans-serif)" '
-            f'fill="currentColor">{"".join(parts)}</svg>')
+            f'fill="currentColor"><title>{html.escape(title)}</title>'
+            f'<desc>{html.escape(about)}</desc>{"".join(parts)}</svg>')
 
 
 def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
@@ -176,23 +186,30 @@ def data_parallel(ranks=4):
     out.append(box(left, 204, whole, 34, GREY,
                    "all-reduce: everyone gets the mean of all gradients",
                    0.12))
-    return svg(whole + 8, 294, out)
+    return svg(whole + 8, 294, out, "A step of data parallelism",
+               f"The samples of a minibatch are split among {ranks} GPUs. "
+               "Each has the whole model and computes gradients of its own. "
+               "An all-reduce gives everyone their mean, and all make the "
+               "same update.")
 
 
 def words():
     """Epoch, minibatch, microbatch, sample and tokens, each a zoom."""
     left, width = 84, 430
     blue = COLOURS[0]
-    rows = (
-        ("epoch", 24, 4, "18,692 steps, one minibatch each"),
-        ("minibatch", 16, 5, "512 samples of one step = 32 microbatches"),
-        ("microbatch", 16, 6, "16 samples that a GPU takes at once"),
+    rows = (  # the boxes of which there are more than can be drawn
+        ("epoch", 24, 4, "18,692 steps, one minibatch each", 18_692),
+        ("minibatch", 32, 5, "512 samples of one step = 32 microbatches", 32),
+        ("microbatch", 16, 6, "16 samples that a GPU takes at once", 16),
     )
     out, y = [], 6
-    for name, number, chosen, about in rows:
+    for name, number, chosen, about, all_of_them in rows:
         step = width / number
         out += [text(0, y + 35, name, "bold"), text(left, y + 12, about)]
         for i in range(number):
+            if i == number - 2 and all_of_them > number:
+                out.append(middle(left + (i + 0.5) * step, y + 34, "…"))
+                continue
             out.append(box(left + i * step, y + 20, step - 3, 22, blue,
                            opacity=0.7 if i == chosen else 0.12))
         x = left + chosen * step  # the zoom into the chosen one
@@ -212,7 +229,9 @@ def words():
                            COLOURS[k], tokens[i + k].strip()))
     out.append(text(left, y + 10, "T = 1024 tokens in GPT-2; the targets are "
                                   "the same tokens, one later"))
-    return svg(left + width, y + 80, out)
+    return svg(left + width, y + 80, out, "What an epoch is made of",
+               "; ".join(f"{row[0]}: {row[3]}" for row in rows)
+               + "; sample: T tokens and, one later, its targets.")
 
 
 def nodes(number=2, gpus=4):
@@ -237,7 +256,12 @@ def nodes(number=2, gpus=4):
                 "than the links within one"),
             text(2, 202, f"world size = {number} nodes x {gpus} GPUs = "
                          f"{number * gpus} processes. Rank 0 logs and saves.")]
-    return svg(total + 4, 208, out)
+    return svg(total + 4, 208, out, "Ranks and local ranks",
+               "Ranks count on over the nodes, local ranks begin at 0 on "
+               "each: " + "; ".join(
+                   f"node {rank // gpus}, GPU {rank % gpus}: rank {rank}, "
+                   f"local rank {rank % gpus}"
+                   for rank in range(number * gpus)))
 
 
 def script_map(source):
@@ -275,34 +299,64 @@ def describe(node):
 def tensors(shown, width=560):
     """What each rank showed: a row for each rank, a column each time.
 
-    shown: for each rank a list of [title, numbers]. Each number is coloured
-    by the ranks that are in it: its digits say which (1, 10, 100, 1000).
+    shown: for each rank a list of [title, numbers, came, source]. Each number
+    is coloured by the ranks that are in it: its digits say which (1, 10, 100,
+    1000). Where numbers[came] has come from rank `source` since the time
+    before, it is marked, with an arrow from there; came is None elsewhere.
     """
     times = max(map(len, shown))
     longest = max(len(numbers or ()) for rank in shown
-                  for _, numbers in rank)
+                  for _, numbers, *_ in rank)
     wide = max(36, 6 + 9 * max((len(number(value)) for rank in shown
-                            for _, numbers in rank
+                            for _, numbers, *_ in rank
                             for value in numbers or ()), default=0))
     step = wide * max(longest, 1) + 26
+    pitch = 44 if any(came is not None for rank in shown
+                      for _, _, came, _ in rank) else 30
     across = max(1, int((width - 54) // step))
-    out, top = [], 0
+    out, top, told = [], 0, []
     for begin in range(0, times, across):
         for k in range(begin, min(begin + across, times)):
             x = 54 + (k - begin) * step
             titles = [rank[k][0] for rank in shown if k < len(rank)]
             out.append(text(x, top + 14, html.escape(titles[0]), "bold"))
+            told.append(f"{titles[0]}:")
             for rank, states in enumerate(shown):
-                numbers = states[k][1] if k < len(states) else None
-                y = top + 24 + 30 * rank
+                _, numbers, came, source = (
+                    states[k] if k < len(states) else ("", None, None, None))
+                y = top + 24 + pitch * rank + (pitch - 30)
                 if k == begin:
                     out.append(text(0, y + 16, f"rank {rank}"))
                 if numbers is None:
                     out.append(text(x + 4, y + 16, "-"))
                 for i, value in enumerate(numbers or ()):
                     out.append(value_box(x + i * wide, y, wide - 3, value))
-        top += 24 + 30 * len(shown) + 14
-    return svg(54 + min(across, times) * step, top, out)
+                told.append(f"rank {rank} holds "
+                            + (" ".join(map(number, numbers or ()))
+                               or "nothing") + ";")
+                if came is not None:
+                    out += passed(x + came * wide, y, wide - 3, source,
+                                  rank - 1 if rank else None, pitch)
+                    told.append(f"number {came} came from rank {source};")
+        top += 24 + pitch * len(shown) + 14
+    return svg(54 + min(across, times) * step, top, out,
+               f"What each of {len(shown)} ranks holds", " ".join(told))
+
+
+def passed(x, y, width, source, above, pitch):
+    """A mark around a number that has just come, and the arrow it came by.
+
+    above: the rank in the row above; an arrow from another rank has its name.
+    """
+    at = x + width / 2
+    out = [f'<rect x="{x - 1:g}" y="{y - 1:g}" width="{width + 2:g}" '
+           'height="26" rx="4" fill="none" stroke="currentColor" '
+           'stroke-width="2.5"/>', arrow(at, y - pitch + 25, y - 2)
+           if source == above else arrow(at, y - 12, y - 2)]
+    if source != above:
+        out.append(f'<text x="{at + 6:g}" y="{y - 4:g}" font-size="10">from '
+                   f'{source}</text>')
+    return out
 
 
 def number(value):
@@ -321,3 +375,116 @@ def value_box(x, y, width, value):
         f'height="24" fill="{COLOURS[rank]}" fill-opacity="0.45"/>'
         for i, rank in enumerate(owners))
     return (f"{stripes}{box(x, y, width, 24, GREY, number(value), 0)}")
+
+
+# ------------------------------------------------------------------- check
+
+
+def reads(expected, read):
+    """Which rank read which sample, a row for each step.
+
+    expected: the samples of each step; read: for each rank, those it read in
+    each step. One that several ranks read has all of their colours.
+    """
+    ranks, left = range(len(read)), 52
+    out = [text(0, 14, "who read which sample", "bold")]
+    for rank in ranks:
+        x = left + rank * 70
+        out += [cell(x, 24, rank, rank % len(COLOURS)),
+                text(x + CELL + 2, 38, f"rank {rank}")]
+    y, most, told = 54, max(map(len, expected)), []
+    for step, samples in enumerate(expected):
+        out.append(text(0, y + 15, f"step {step}"))
+        found = [part[step] if step < len(part) else [] for part in read]
+        for k, sample in enumerate(samples):
+            owners = [rank for rank in ranks if sample in found[rank]]
+            out.append(sample_box(left + k * CELL, y, sample, owners))
+        others = sum(one not in samples for part in found for one in part)
+        if others:
+            out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
+        told.append(f"step {step}: " + ", ".join(
+            f"rank {rank} read {' '.join(map(str, found[rank])) or 'nothing'}"
+            for rank in ranks) + ".")
+        y += LINE
+    return svg(left + most * CELL + 34, y, out,
+               "Which rank read which sample", " ".join(told))
+
+
+def sample_box(x, y, sample, owners):
+    """A sample, in the colours of the ranks that read it."""
+    colours = [COLOURS[rank % len(COLOURS)] for rank in owners]
+    if len(colours) == 1:
+        return cell(x, y, sample, owners[0] % len(COLOURS))
+    part = (CELL - 2) / max(len(colours), 1)
+    stripes = "".join(
+        f'<rect x="{x + i * part:g}" y="{y:g}" width="{part:g}" height="20" '
+        f'fill="{colour}"/>' for i, colour in enumerate(colours))
+    white = ' fill="#fff"' if colours else ""
+    return (f'{stripes}<rect x="{x:g}" y="{y:g}" width="{CELL - 2}" '
+            'height="20" rx="3" fill="none" stroke="currentColor" '
+            'stroke-width="1.5" stroke-dasharray="3 2"/>'
+            f'<text x="{x + CELL / 2 - 1:g}" y="{y + 14:g}"{white} '
+            f'font-size="11" text-anchor="middle">{sample}</text>')
+
+
+def errors(single, losses, allowed=1e-5):
+    """|loss - that of the single device| by step, on a logarithmic axis.
+
+    single: the single device's losses; losses: {number of processes: losses};
+    allowed: what rounding may make of it, relatively. None is a missing loss.
+    """
+    left, top, width, height = 52, 30, 330, 150
+    low, high = -9, 1  # powers of ten; equal ones are on the axis
+
+    def place(error):
+        power = math.log10(error) if error > 0 else low
+        return top + height * (high - min(max(power, low), high)) / (
+            high - low)
+
+    out = [text(0, 14, "|loss - single device|, by step", "bold")]
+    for power in range(low, high + 1, 2):
+        label = "equal" if power == low else f"1e{power:+d}"
+        y = place(10**power) if power > low else place(0)
+        out += [text(0, y + 4, label),
+                f'<line x1="{left}" y1="{y:g}" x2="{left + width}" '
+                f'y2="{y:g}" stroke="currentColor" stroke-opacity="0.25"/>']
+    steps = len(single)
+    xs = [left + (step + 0.5) * width / steps for step in range(steps)]
+    out += [middle(x, top + height + 16, str(step))
+            for step, x in enumerate(xs)]
+    bound = place(allowed * max(value or 0 for value in single))
+    out += [f'<line x1="{left}" y1="{bound:g}" x2="{left + width}" '
+            f'y2="{bound:g}" stroke="currentColor" stroke-width="1.5" '
+            'stroke-dasharray="6 4"/>',
+            f'<text x="{left + width}" y="{bound - 5:g}" text-anchor="end">'
+            "rounding, at most</text>"]
+    told = []
+    for k, (name, values) in enumerate(losses.items()):
+        colour = COLOURS[k % len(COLOURS)]
+        points = [(x, place(abs(mine - good))) for x, mine, good in zip(
+            xs, values, single) if mine is not None and good is not None]
+        out.append(f'<polyline points="'
+                   f'{" ".join(f"{x:g},{y:g}" for x, y in points)}" '
+                   f'fill="none" stroke="{colour}" stroke-width="2"/>')
+        out += [marker(k, x, y, colour) for x, y in points]
+        x = left + 110 * k
+        out += [marker(k, x + 6, top + height + 32, colour),
+                text(x + 16, top + height + 36, plural(
+                    int(name), "process", "es") if name.isdigit() else name)]
+        told.append(f"{name}: " + " ".join(
+            f"{abs(mine - good):.0e}" for mine, good in zip(values, single)
+            if mine is not None and good is not None) + ".")
+    return svg(left + width + 4, top + height + 44, out,
+               "How far the loss is from the single device's",
+               "By step, on 1, 2 and more processes. " + " ".join(told))
+
+
+def marker(k, x, y, colour):
+    """A point of the k-th curve: curves differ in shape, too."""
+    corners = ((), (-4, -4, 4, -4, 4, 4, -4, 4), (0, -5, 5, 4, -5, 4),
+               (0, -5, 5, 0, 0, 5, -5, 0))[k % 4]
+    if not corners:
+        return f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{colour}"/>'
+    points = " ".join(f"{x + corners[i]:g},{y + corners[i + 1]:g}"
+                      for i in range(0, len(corners), 2))
+    return f'<polygon points="{points}" fill="{colour}"/>'

@@ -1,14 +1,23 @@
-"""Run a cell of a lesson as several processes: `%%ranks` starts this.
+"""Run cells of a lesson as several processes: `%%ranks` talks to this.
 
-    python -m workshop.notebook.ranks CELL OUTPUT RANKS SECONDS
+    python -m workshop.notebook.ranks
 
-The cell's code can use `torch`, `dist`, `time`, `rank`, `world_size`, and
+It serves a kernel as long as that lives. PyTorch is imported once: each cell
+gets new processes, forked with it, and so begins within a moment, with nothing
+left of the cell before. A request is a line of JSON on the standard input:
+
+    {"cell": code, "ranks": 4, "seconds": 20, "mpirun": false}
+
+A collective that waits longer than `seconds` for the others raises an error.
+With mpirun, for `%%mpi`, they are ranks of MPI: the cell has `MPI`, `comm` and
+`np` in the place of `dist`, and all end after `seconds`.
+The answers are lines, too: {"line": text}, then {"shown": [...], "svg": text}
+or {"error": text}. The cell's code can use `torch`, `dist`, `time`, `rank`,
+`world_size`, and
 
     show(tensor, title)           draw what each rank holds at this point
+    show(tensor, title, i, r)     ... where number i has just come from rank r
     plot(xs, ys, xlabel, ylabel)  draw rank 0's curve
-
-A collective that waits longer than SECONDS for the others raises an error.
-What the ranks print is printed; what is to be drawn goes to OUTPUT, as JSON.
 """
 
 import datetime
@@ -22,51 +31,79 @@ import traceback
 import warnings
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from backstage.errors import run_main
+from workshop import processes
 
-from backstage.errors import require, run_main
-from workshop.processes import launch
+PRELOAD = ["torch", "torch.distributed"]
 
 
 def main():
-    cell, output, ranks, seconds = sys.argv[1:]
+    processes.get_server(PRELOAD)  # imports torch meanwhile
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer(**request)
+
+
+def answer(cell, ranks, seconds, mpirun=False):
+    """Run a cell on so many ranks, and print the answers."""
     try:
-        compile(Path(cell).read_text(), "cell", "exec")
+        compile(cell, "cell", "exec")
     except SyntaxError as error:
-        require(False, f"line {error.lineno} of this cell: {error.msg}")
+        say(error=f"line {error.lineno} of this cell: {error.msg}")
+        return
     with tempfile.TemporaryDirectory() as folder:
-        ended = launch(
-            __file__, cell, folder, seconds, world_size=int(ranks),
-            timeout=120, preload=["torch", "torch.distributed"])
+        source = Path(folder, "cell.py")
+        source.write_text(cell, encoding="utf-8")
+        ended = processes.launch(
+            __file__, source, folder, seconds, *["mpirun"] * mpirun,
+            world_size=ranks, timeout=seconds if mpirun else 120,
+            preload=PRELOAD, mpirun=mpirun, patient=False)
         said = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
-                print(f"rank {rank}: {line}")
+                say(line=f"rank {rank}: {line}")
             file = Path(folder, f"{rank}.json")
             if file.exists():
                 said.append(json.loads(file.read_text()))
             else:
                 why = (process.err.strip().splitlines() or ["killed"])[-1]
-                print(f"rank {rank}: did not finish: {why}")
+                waits = re.search(r'File "cell", line (\d+)', process.err)
+                if mpirun and waits:
+                    why = f"it still waits in line {waits[1]}"
+                say(line=f"rank {rank}: did not finish: {why}")
                 said.append({"shown": [], "svg": None})
-    Path(output).write_text(json.dumps({
-        "shown": [one["shown"] for one in said], "svg": said[0]["svg"]}))
+    say(shown=[one["shown"] for one in said], svg=said[0]["svg"])
 
 
-def run_cell(cell, folder, seconds):
+def say(**answer):
+    print(json.dumps(answer), flush=True)
+
+
+def run_cell(cell, folder, seconds, mpirun=None):
     """Run the cell, in each rank."""
+    import torch  # is there already, in a forked process
+    import torch.distributed as dist
+
     warnings.simplefilter("ignore", FutureWarning)  # torch renames things
-    dist.init_process_group(
-        "gloo", timeout=datetime.timedelta(seconds=float(seconds)))
-    rank = dist.get_rank()
+    if mpirun:
+        import numpy as np
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+        rank, world_size = comm.rank, comm.size
+        messages = {"MPI": MPI, "comm": comm, "np": np}
+    else:
+        dist.init_process_group(
+            "gloo", timeout=datetime.timedelta(seconds=float(seconds)))
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        messages = {"dist": dist}
     said = {"shown": [], "svg": None}
 
-    def show(value, title=""):
+    def show(value, title="", came=None, source=None):
         if isinstance(value, (list, tuple)):
             value = torch.cat([part.flatten() for part in value])
         numbers = None if value is None else value.flatten().tolist()
-        said["shown"].append([title, numbers])
+        said["shown"].append([title, numbers, came, source])
 
     def plot(xs, ys, xlabel, ylabel):
         from workshop.results.plot import themed
@@ -78,11 +115,13 @@ def run_cell(cell, folder, seconds):
         if rank == 0:
             said["svg"] = themed(curve)
 
-    names = {"torch": torch, "dist": dist, "time": time, "rank": rank,
-             "world_size": dist.get_world_size(), "show": show, "plot": plot}
+    names = {"torch": torch, "time": time, "rank": rank, **messages,
+             "world_size": world_size, "show": show, "plot": plot}
+    failed = False
     try:
-        exec(compile(Path(cell).read_text(), "cell", "exec"), names)
+        exec(compile(Path(cell).read_text("utf-8"), "cell", "exec"), names)
     except Exception as error:
+        failed = True
         lines = [frame.lineno for frame in traceback.extract_tb(
             error.__traceback__) if frame.filename == "cell"]
         # leave out the place in the C++ source
@@ -90,11 +129,17 @@ def run_cell(cell, folder, seconds):
         print(f"line {lines[-1]}: {type(error).__name__}: {reason[0]}"
               if reason else f"line {lines[-1]}: {type(error).__name__}")
     Path(folder, f"{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+    if not mpirun:
+        dist.destroy_process_group()
+    elif failed:  # the others would wait for this rank
+        sys.stdout.flush()
+        comm.Abort(1)
+    else:
+        MPI.Finalize()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or sys.argv[4:] == ["mpirun"]:
         run_cell(*sys.argv[1:])
     else:
         run_main(main)

@@ -3,6 +3,7 @@
     python -m workshop.results.plot FILE PANEL [RUN ...]    one panel, as SVG
 """
 
+import html
 import io
 import sys
 from itertools import count
@@ -12,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from backstage.errors import UserError, run_main
+from backstage.errors import UserError, require, run_main
 from workshop.results import runs as results
 from workshop.stages import STAGES
 
@@ -34,8 +35,8 @@ matplotlib.rcParams.update({
 
 def loss(ax, runs):
     """The loss curves on top of each other: wide below, narrow above."""
-    ax.set(title="loss: on top of each other", xlabel="step",
-           ylabel="loss (nats per token)")
+    title = "loss: on top of each other" if len(runs) > 1 else "loss"
+    ax.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     for i, run in enumerate(runs):
         steps = [row["step"] for row in run.rows]
         ax.plot(steps, [row["loss"] for row in run.rows],
@@ -76,8 +77,8 @@ def scaling(ax, runs):
     ax.set(title="scaling efficiency", xlabel="processes",
            ylabel="tokens/s per process ÷ tokens/s of one alone")
     ax.axhline(1, color=INK, linestyle=":", label="ideal")
-    most = 1
-    for stage, points in results.efficiency(runs).items():
+    most, found = 1, results.efficiency(runs)
+    for stage, points in found.items():
         most = max(most, *points)
         ax.plot(points.keys(), points.values(), "o-", label=stage,
                 color=COLOURS.get(stage))
@@ -94,7 +95,9 @@ def scaling(ax, runs):
     ax.set_ylim(0, 1.15)
     count_axis(ax, most)
     ax.legend(loc="lower left")
-    if most == 1:
+    if not found:
+        note(ax, "there is no run on one process\nto compare with")
+    elif most == 1:
         note(ax, "there are only runs on one process:\nalso run on 2 and 4")
 
 
@@ -201,19 +204,39 @@ def count_axis(ax, most):
 
 
 def themed(panel, size=(6.2, 3.6)):
-    """panel(axes) as SVG, in a notebook's text colour and width."""
+    """panel(axes) as SVG, in a notebook's text colour and width.
+
+    Its title and description, for who cannot see it, are those of the axes.
+    """
     inks = dict.fromkeys((
         "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor",
         "xtick.color", "ytick.color"), INK)
     file = io.StringIO()
     with matplotlib.rc_context(inks):
         figure = Figure(size, layout="constrained")
-        panel(figure.subplots())
+        ax = figure.subplots()
+        panel(ax)
         figure.savefig(file, format="svg", transparent=True,
                        metadata={"Date": None})
     svg = file.getvalue()
-    return svg[svg.index("<svg"):].replace(INK, "currentColor").replace(
+    svg = svg[svg.index("<svg"):].replace(INK, "currentColor").replace(
         "<svg ", '<svg role="img" style="max-width: 100%; height: auto" ', 1)
+    end = svg.index(">") + 1
+    return f"{svg[:end]}{about(ax)}{svg[end:]}"
+
+
+def about(ax):
+    """<title> and <desc> of a panel: its axes, and what is drawn there."""
+    title = ax.get_title() or ax.get_ylabel()
+    words = [f"{ax.get_ylabel() or 'bars'} by {ax.get_xlabel() or 'number'}"]
+    words += [text.get_text().replace("\n", " ") for text in ax.texts]
+    for line in ax.get_lines():
+        name = line.get_label()
+        ys = list(line.get_ydata())
+        if ys and not name.startswith("_"):
+            words.append(f"{name}: from {ys[0]:.4g} to {ys[-1]:.4g}")
+    return (f"<title>{html.escape(title)}</title>"
+            f"<desc>{html.escape('; '.join(words))}.</desc>")
 
 
 def main(output, folders=()):
@@ -243,6 +266,8 @@ def subtitle(runs):
 def write_panel():
     """For a notebook: write one panel to a file, as SVG."""
     output, name, *folders = sys.argv[1:]
+    require(name in PANELS, f"there is no picture {name}: choose from "
+            f"{', '.join(PANELS)}")
     runs, _ = results.find(folders)
     svg = themed(lambda ax: PANELS[name](ax, runs))
     Path(output).write_text(svg, encoding="utf-8")

@@ -122,7 +122,8 @@ def find(folders=()):
         newest = results[-1]
         same = [result for result in results if result.alike(newest)]
         if len(same) < len(results):
-            notes.append(f"Left out: {len(results) - len(same)} runs with "
+            count = len(results) - len(same)
+            notes.append(f"Left out: {count} run{'s' * (count > 1)} with "
                          "another preset, data, minibatch or length than "
                          f"{show_path(newest.folder)}.")
         results = list({result.name: result for result in same}.values())

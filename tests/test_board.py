@@ -1,0 +1,126 @@
+"""The check's table: in a terminal and in a notebook, and its pictures."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from test_check import FORWARD, plant
+
+from workshop.check.board import Board
+from workshop.check.command import main
+from workshop.notebook import pictures
+
+
+def board_of(script, capsys):
+    """A check's `Board`, from its events."""
+    board = Board()
+    right = main("ddp", script, events=True)
+    for line in capsys.readouterr().out.splitlines():
+        board.update(json.loads(line))
+    assert board.right == right
+    return board
+
+
+def test_a_table_of_a_wrong_script(tmp_path, capsys):
+    board = board_of(plant(tmp_path, FORWARD), capsys)
+    assert board.columns == ["1", "2", "4", "resumed", "stopped"]
+    gradients = board.answers["gradients are the single device's"]
+    assert gradients == {"1": "ok", "2": "FAIL"}
+    assert board.answers["losses agree at every step"]["2"] == "and"
+    assert [verdict for verdict, *_ in board.findings].count("FAIL") == 1
+
+    html = board.to_html()
+    ElementTree.fromstring(html)
+    before, folded = html.split("<details>")
+    assert "<strong>FAIL</strong> gradients of step 0 differ" in before
+    assert "call the DDP wrapper" in before and "the final" not in before
+    assert "more follow from it</summary>" in folded
+    assert "the final weights" in folded
+    assert html.count('<td class="no"') == 1 and "✗" in html
+
+    seen = board.pictures["2"]  # each on its own, rounding the first only
+    off = [abs(mine - good) for mine, good in zip(
+        seen["loss"], seen["single"], strict=True)]
+    assert off[0] < 1e-5 < min(off[1:])
+    drawn = pictures.errors(seen["single"], {"2": seen["loss"]})
+    heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", re.search(
+        r'polyline points="(.*?)"', drawn)[1])]
+    line = float(re.search(r'y1="([\d.]+)"[^>]*stroke-dash', drawn)[1])
+    assert heights[0] > line > max(heights[1:])  # y counts downwards
+
+
+def test_a_picture_of_the_samples(tmp_path, capsys):
+    """From the script itself: every rank reads rank 0's samples."""
+    wrong = ("rank, world_size, vocab_size)\n        for split",
+             "0, world_size, vocab_size)\n        for split")
+    board = board_of(plant(tmp_path, wrong), capsys)
+    seen = board.pictures["2"]
+    assert seen["read"][0] == seen["read"][1]
+    drawn = pictures.reads(seen["expected"], seen["read"])
+    # half of the samples were read by both, the other half by nobody
+    assert drawn.count("stroke-dasharray") == 16 * 6
+    seen = board.pictures["1"]
+    drawn = pictures.reads(seen["expected"], seen["read"])
+    assert "stroke-dasharray" not in drawn
+    about = ElementTree.fromstring(drawn).find("desc").text
+    assert about.startswith("step 0: rank 0 read 0 1 2 3 4 5 6")
+
+
+def test_the_same_in_a_terminal(tmp_path, capsys):
+    assert main("ddp", plant(tmp_path))
+    out = capsys.readouterr().out
+    rows = {line[:-23].strip(): line[-23:].split() for line in
+            out.splitlines() if line.endswith(" ok") or " ok " in line[-23:]}
+    assert rows["gradients are the single device's"] == ["ok"] * 4
+    assert rows["checkpoint"] == ["ok"]  # the end of a long question
+    assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 120])
+def test_no_word_is_broken(width):
+    board = Board()
+    title = "a signal to one rank ends all of them, after a checkpoint"
+    for event in ({"columns": ["1", "2", "stopped"]}, {"trial": "stopped"},
+                  {"answer": [title, "warn"]}):
+        board.update(event)
+    text = board.to_text(width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert [word for word in text.split() if word != "!"] == [
+        "1", "2", "stopped", *title.split()]
+    painted = board.to_text(colour=True, width=width)
+    assert re.sub(r"\033\[\d+m", "", painted).split() == text.split()
+
+
+@pytest.mark.parametrize("losses", [[None, 5.0], [5.0, 5.0], []])
+def test_losses_that_are_missing_are_drawn(losses):
+    ElementTree.fromstring(pictures.errors([5.0, 4.0], {"1": losses}))
+
+
+def test_every_picture_has_a_title_and_a_description():
+    shown = [[["a", [1, 10], 1, 1]], [["a", [1, 10], 0, 0]]]
+    drawn = [pictures.cadence(), pictures.strategies(), pictures.words(),
+             pictures.data_parallel(), pictures.nodes(),
+             pictures.tensors(shown), pictures.reads([[0, 1]], [[[0, 1]]]),
+             pictures.errors([1.0], {"1": [1.0]})]
+    for svg in drawn:
+        title, about, *_ = ElementTree.fromstring(svg)
+        assert (title.tag, about.tag) == ("title", "desc")
+        assert len(title.text) > 10 < len(about.text)
+        assert 'role="img"' in svg[:200]
+
+
+def luminance(colour):
+    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else
+              ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear,
+                                     strict=True))
+
+
+@pytest.mark.parametrize("colour", pictures.COLOURS)
+def test_white_words_can_be_read_on_the_colours(colour):
+    assert 1.05 / (luminance(colour) + 0.05) >= 4.5
+    for ground in ("#ffffff", "#111111"):  # JupyterLab's themes: for shapes
+        light, dark = sorted((luminance(colour), luminance(ground)))[::-1]
+        assert (light + 0.05) / (dark + 0.05) >= 3

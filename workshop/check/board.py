@@ -1,0 +1,119 @@
+"""What a check has answered so far: a table of questions and trials.
+
+The check reports events, dictionaries that JSON can hold, and a `Board` shows
+them, in the program itself or in a notebook:
+
+    columns   [name, ...] of the trials, before the first of them
+    trial     the name of the trial that begins
+    answer    [title of the question, verdict] in this trial; the verdict is
+              "ok", "warn", "FAIL", or "and" for what follows from a FAIL
+    finding   [verdict, text, hint], for those that are not ok
+    picture   {"read": the samples of each step by each rank, "expected":
+              those of each step, "loss": [...], "single": [...]}
+    say       a line of text
+    right     whether the script is right, at the end
+
+Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
+"""
+
+import html
+import textwrap
+
+from workshop.lesson.render import paragraph, quote
+
+MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
+SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
+         "and": ("and", "·")}
+MEANING = {"ok": "right", "warn": "right, with a warning",
+           "FAIL": "the first that is wrong", "and": "follows from it"}
+
+
+class Board:
+    """A check, as far as it has come."""
+
+    def __init__(self):
+        self.columns, self.trial, self.answers = [], "", {}
+        self.findings, self.pictures = [], {}  # of each trial
+        self.last, self.right = "", None
+
+    def update(self, event):
+        """Take in an event."""
+        (kind, value), = event.items()
+        if kind == "columns":
+            self.columns = value
+        elif kind == "trial":
+            self.trial = value
+        elif kind == "answer":
+            self.answers.setdefault(value[0], {})[self.trial] = value[1]
+        elif kind == "finding":
+            if value not in self.findings:
+                self.findings.append(value)
+        elif kind == "picture":
+            self.pictures[self.trial] = value
+        elif kind == "say" and value.strip():
+            self.last = value.strip()
+        elif kind == "right":
+            self.right = value
+
+    def to_text(self, colour=False, width=79):
+        """The table, for a terminal of this width; no word is broken."""
+        sizes = [max(3, len(name) + 1) for name in self.columns]
+        room = max(20, width - sum(sizes))
+        lines = [" " * room + "".join(
+            f"{name:>{size}}"
+            for name, size in zip(self.columns, sizes))]
+        for title, verdicts in self.answers.items():
+            *above, last = textwrap.wrap(title, room - 1,
+                                         break_on_hyphens=False,
+                                         break_long_words=False)
+            lines += above
+            marks = [MARKS.get(verdicts.get(name), "")
+                     for name in self.columns]
+            cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
+            if colour:  # blue and yellow: they differ for every eye
+                cells = [f"\033[{34 if mark == 'ok' else 33}m{cell}\033[0m"
+                         for mark, cell in zip(marks, cells)]
+            lines.append((f"{last:{room}}" + "".join(cells)).rstrip())
+        return "\n".join(lines)
+
+    def to_html(self, pictures=""):
+        """The table, the diagnosis under it, and its consequences folded.
+
+        pictures: HTML that stands beside the table.
+        """
+        head = "".join(
+            f'<th scope="col">{html.escape(name)}'
+            f'{"…" if self.is_running(name) else ""}</th>'
+            for name in self.columns)
+        rows = "".join(
+            f'<tr><th scope="row">{html.escape(title)}</th>'
+            f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
+            "</tr>" for title, verdicts in self.answers.items())
+        out = ['<table class="check"><caption>Which question is answered, and '
+               f"how, on how many processes</caption><tr><td></td>{head}</tr>"
+               f"{rows}</table>" if self.columns else ""]
+        out += [self.diagnosis(*finding) for finding in self.findings
+                if finding[0] != "and"]
+        rest = [self.diagnosis(*finding) for finding in self.findings
+                if finding[0] == "and"]
+        if rest:
+            out.append(f"<details><summary>{len(rest)} more follow"
+                       f"{'s' if len(rest) == 1 else ''} from it</summary>"
+                       f"{''.join(rest)}</details>")
+        kind = {True: "good", False: "bad"}.get(self.right, "")
+        out.append(paragraph(f"<strong>{quote(self.last)}</strong>", kind))
+        return (f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
+                "</div>")
+
+    def is_running(self, name):
+        return self.right is None and name == self.trial
+
+    def cell(self, verdicts, name):
+        kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
+        about = MEANING.get(verdicts.get(name), "not asked")
+        return f'<td class="{kind}" title="{about}">{sign}</td>'
+
+    def diagnosis(self, verdict, text, hint):
+        out = paragraph(f"<strong>{verdict}</strong> {quote(text)}",
+                        "bad" if verdict == "FAIL" else "ask")
+        return out + (paragraph(f"→ {quote(hint)}", "hint") if hint else "")

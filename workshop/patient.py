@@ -1,0 +1,209 @@
+"""MPI as checks and tests use it: who waits for the others sleeps.
+
+An MPI library looks for messages without pause while it waits. Four ranks on
+two cores then take the cores from one another, and nobody sees from outside
+whether they compute or wait for ever. Here COMM_WORLD is a communicator whose
+ranks sleep until all have come to a collective, and only then call MPI's own.
+If they have not come to the same collective, they wait on, where MPI would
+hang, fail or mix up messages, as it happens. A `Send` waits until its message
+is received, which MPI allows and does with long messages.
+"""
+
+import time
+
+from mpi4py import MPI
+
+COLLECTIVES = (
+    "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv",
+    "Barrier", "Bcast", "Gather", "Gatherv", "Reduce", "Reduce_scatter",
+    "Reduce_scatter_block", "Scan", "Scatter", "Scatterv", "allgather",
+    "allreduce", "alltoall", "barrier", "bcast", "gather", "reduce", "scan",
+    "scatter")
+ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
+BEGUN = (  # they return a request
+    "Iallgather", "Iallgatherv", "Iallreduce", "Ialltoall", "Ibarrier",
+    "Ibcast", "Igather", "Igatherv", "Ireduce", "Ireduce_scatter",
+    "Ireduce_scatter_block", "Iscatter", "Iscatterv", "Irecv", "Isend",
+    "Issend", "irecv", "isend", "issend")
+LONGEST = 0.02  # seconds between two looks
+
+
+def install(nodes=1):
+    """Let MPI.COMM_WORLD be patient; returns its class.
+
+    nodes: on how many nodes the ranks are to believe they are.
+    """
+    MPI.COMM_WORLD = Patient.adopt(MPI.COMM_WORLD)
+    Patient.nodes = nodes
+    Patient.world_size = MPI.COMM_WORLD.size
+    return Patient
+
+
+class Patient(MPI.Intracomm):
+    """A communicator whose ranks sleep while they wait.
+
+    on_call: called with each call's (name, number of elements, group), where
+    the group is None for all ranks.
+    """
+
+    on_call = staticmethod(lambda name, elements, group: None)
+    on_abort = staticmethod(lambda: None)
+    nodes = world_size = 1
+
+    @classmethod
+    def adopt(cls, comm):
+        """The same communicator, patient. All its ranks."""
+        patient = cls(comm)
+        # what the ranks say of themselves is apart from their messages
+        patient.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
+        return patient
+
+    def tell(self, name, args):
+        group = None
+        if self.size < self.world_size:
+            world = MPI.COMM_WORLD.Get_group()
+            group = self.Get_group().Translate_ranks(None, world)
+        self.on_call(name.lower(), count(args), group)
+
+    def meet(self, name, elements):
+        """Sleep until all ranks have come to this collective."""
+        if name not in ALIKE:
+            elements = ""
+        mine = f"{name} {elements}".encode().ljust(40)
+        theirs = bytearray(40 * self.size)
+        sleep_until(self.apart.Iallgather(mine, theirs).Test)
+        if bytes(theirs) != mine * self.size:
+            sleep_until(lambda: False)
+
+    def Split(self, *args, **kwargs):
+        return self.adopt(MPI.Intracomm(self).Split(*args, **kwargs))
+
+    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+        if self.nodes > 1 and split_type == MPI.COMM_TYPE_SHARED:
+            node = self.rank * self.nodes // self.size
+            return self.Split(node, self.rank)
+        return self.adopt(
+            MPI.Intracomm(self).Split_type(split_type, key, info))
+
+    def Dup(self, info=None):
+        return self.adopt(MPI.Intracomm(self).Dup(info))
+
+    def Abort(self, errorcode=0):
+        self.on_abort()
+        super().Abort(errorcode)
+
+
+class PatientRequest(MPI.Request):
+    """A request whose `Wait` sleeps."""
+
+    def Wait(self, status=None):
+        sleep_until(lambda: self.Test(status))
+        return True
+
+    def wait(self, status=None):
+        result = []
+
+        def done():
+            flag, message = self.test(status)
+            result[:] = [message]
+            return flag
+
+        sleep_until(done)
+        return result[0]
+
+    @classmethod
+    def Waitall(cls, requests, statuses=None):
+        for request in requests:
+            sleep_until(request.Test)
+        return True
+
+    @classmethod
+    def waitall(cls, requests, statuses=None):
+        return [request.wait() for request in requests]
+
+
+MPI.Request = PatientRequest
+
+
+def sleep_until(done):
+    """Return once done() is true; the pauses between two looks grow."""
+    pause = 2e-5
+    while not done():
+        time.sleep(pause)
+        pause = min(LONGEST, 1.5 * pause)
+
+
+def count(args):
+    """How many elements the first buffer or object among `args` has."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and arg:
+            return count(arg)
+        if hasattr(arg, "numel"):
+            return arg.numel()
+        if isinstance(getattr(arg, "size", None), int):
+            return arg.size
+        if isinstance(arg, (int, float)):
+            return 1
+    return 0
+
+
+# --------------------------------------------------- the methods of a Patient
+
+
+def add(name, method):
+    """Give `Patient` the method, which stack traces call by that name."""
+    method.__code__ = method.__code__.replace(co_name=name)
+    method.__name__ = name
+    setattr(Patient, name, method)
+
+
+def collective(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, *args, **kwargs):
+        self.tell(name, [*args, *kwargs.values()])
+        self.meet(name, count([*args, *kwargs.values()]))
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def begun(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, *args, **kwargs):
+        self.tell(name, [*args, *kwargs.values()])
+        return PatientRequest(plain(self, *args, **kwargs))
+
+    return method
+
+
+def send(name, begin):
+    def method(self, message, *args, **kwargs):
+        self.tell(name, [message])
+        sleep_until(begin(self, message, *args, **kwargs).Test)
+
+    return method
+
+
+def receive(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
+               status=None):
+        self.tell(name, [buf])
+        sleep_until(lambda: self.Iprobe(source, tag))
+        return plain(self, buf, source, tag, status)
+
+    return method
+
+
+for one in COLLECTIVES:
+    add(one, collective(one))
+for one in BEGUN:
+    add(one, begun(one))
+for one, other in (("Send", "Issend"), ("Ssend", "Issend"),
+                   ("send", "issend"), ("ssend", "issend")):
+    add(one, send(one, getattr(MPI.Intracomm, other)))
+add("Recv", receive("Recv"))
+add("recv", receive("recv"))
