@@ -28,7 +28,7 @@ FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 class Choice:
     """The flags that the other flags' defaults depend on."""
 
-    preset: Literal["tiny", "nano", "gpt2", ""] = ""
+    preset: Literal["tiny", "nano", "gpt2", "gpt2-xl", ""] = ""
     data: str = ""
     run: str = ""
     resume: bool = False
@@ -61,7 +61,7 @@ def parse(Hyperparameters, presets, models):
         preset = "gpt2" if large else "nano"
         why += ["an accelerator" if accelerated else "no accelerator"]
     if not data:
-        real = has_fineweb and preset == "gpt2"
+        real = has_fineweb and preset.startswith("gpt2")
         data = fineweb if real else DEMO
         if not real:
             why += ["no FineWeb folder" if not has_fineweb else
@@ -72,7 +72,7 @@ def parse(Hyperparameters, presets, models):
 
     default = replace(
         presets[preset], data=str(data),
-        compile=preset == "gpt2" and device.type == "cuda")
+        compile=preset.startswith("gpt2") and device.type == "cuda")
     if device.type == "cpu" and not cpu_has_bf16():
         default.precision = "fp32"
     if preset == saved.get("preset"):  # whichever stage saved it

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
 from backstage.device import compile_blocks, pin, use_device
@@ -98,6 +99,7 @@ class GPT(nn.Module):
         })
         self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
+        self.recompute = False
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -117,7 +119,10 @@ class GPT(nn.Module):
             positions = torch.arange(idx.shape[1], device=idx.device)
             x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
-            x = block(x)
+            if self.recompute:  # in the backward pass, from x alone
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         if not self.lm_head:  # not in the last stage
             return x
         # x is fp32 even under autocast, so the softmax is fp32, too
@@ -272,7 +277,7 @@ def get_lr(step, max_steps, hp):
 class Hyperparameters:
     """Train GPT-2."""
 
-    preset: Literal["tiny", "nano", "gpt2"] = "gpt2"  # model and defaults
+    preset: Literal["tiny", "nano", "gpt2", "gpt2-xl"] = "gpt2"  # the model
     data: str = ""  # folder of the shards
     run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
     resume: bool = False  # continue from the last checkpoint in --run
@@ -288,6 +293,7 @@ class Hyperparameters:
     tensor_parallel: int = 1  # processes that share each matrix
     pipeline_parallel: int = 1  # stages that the blocks are divided into
     compile: bool = False  # compile the model
+    recompute: bool = False  # compute activations twice, keep few
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
@@ -301,6 +307,7 @@ MODELS = {
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
 }
 PRESETS = {
     "tiny": Hyperparameters(  # seconds: for tests
@@ -313,6 +320,8 @@ PRESETS = {
         learning_rate=2e-3, warmup_steps=300, eval_every=200,
         eval_minibatches=32, generate_every=400, checkpoint_every=200),
     "gpt2": Hyperparameters(),
+    "gpt2-xl": Hyperparameters(  # 25 GB of state: for several GPUs
+        "gpt2-xl", microbatch_size=4, learning_rate=2e-4, recompute=True),
 }
 
 # ------------------------------------------------ training loop
@@ -379,6 +388,7 @@ def main():
     torch.manual_seed(hp.seed)  # the same initial weights everywhere
     config = replace(MODELS[hp.preset], vocab_size=vocab_size)
     raw_model = GPT(config).to(device)
+    raw_model.recompute = hp.recompute
     parallelize(raw_model, mesh["tp"])
     cut(raw_model, pp_rank, pp_size)
     if hp.compile:  # the whole model cannot be compiled with DTensors in it

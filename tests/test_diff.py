@@ -294,7 +294,8 @@ def test_hints_keep_the_code_one_click_away(look):
     asks = "Which device does rank 5 take?"
     assert asks in html and asks in " ".join(render.to_text(diff).split())
     text = render.to_text(diff, hints=True)
-    assert "4 of 12" in text and "(line 295, in main)" in text
+    line = STD.splitlines().index("    device = use_device(hp.device)") + 1
+    assert "4 of 12" in text and f"(line {line}, in main)" in text
     assert "local_rank)" not in text and "--no-hints" in text
     made = look(DDP)
     assert "Show the code" not in render.to_html(made, hints=True)

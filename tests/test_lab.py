@@ -25,6 +25,78 @@ FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
 TYPO = ("loss = training_step(model, batch, device, hp.precision)",
         "loss = training_step(raw_model, batch, device, hp.precision)")
 
+IN_SIGHT = """where => {
+  const box = document.querySelector(where)?.getBoundingClientRect();
+  const pane = document.querySelector(".jp-NotebookPanel:not(.lm-mod-hidden) "
+    + ".jp-WindowedPanel-outer").getBoundingClientRect();
+  return box && box.top >= pane.top && box.bottom <= pane.bottom;
+}"""
+
+# The texts in the lesson's views whose contrast is below 4.5:1: the colours
+# as the browser computes them, over all that is painted beneath.
+FAINT = """() => {
+  const read = colour => {
+    const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
+  const over = (top, below) => [0, 1, 2].map(
+    i => top[i] * top[3] + below[i] * (1 - top[3]));
+  const light = colour => {
+    const [r, g, b] = colour.map(v => v / 255).map(
+      v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const page = node => {  // what is painted under it
+    const stack = [];
+    for (let n = node; n; n = n.parentElement) {
+      stack.push(read(getComputedStyle(n).backgroundColor));
+    }
+    let colour = [255, 255, 255];
+    for (const layer of stack.reverse()) colour = over(layer, colour);
+    return colour;
+  };
+  const opacity = node => node
+    ? getComputedStyle(node).opacity * opacity(node.parentElement) : 1;
+  const faint = [];
+  let seen = 0;
+  const judge = (words, ink, ground, alpha) => {
+    seen += 1;
+    ink = over([...ink.slice(0, 3), ink[3] * alpha], ground);
+    const [a, b] = [light(ink), light(ground)].sort((x, y) => y - x);
+    const ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) faint.push(`${words}: ${ratio.toFixed(2)}`);
+  };
+  for (const view of document.querySelectorAll(".ws")) {
+    const walk = document.createTreeWalker(view, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const node = walk.currentNode.parentElement, words =
+        walk.currentNode.textContent.trim();
+      if (!words || /^(STYLE|SCRIPT|title|desc)$/.test(node.nodeName)
+          || !node.getClientRects().length) continue;
+      if (node.nodeName != "text") {
+        judge(words, read(getComputedStyle(node).color), page(node),
+              opacity(node));
+        continue;
+      }
+      const svg = node.closest("svg"), box = node.getBoundingClientRect();
+      const x = box.x + box.width / 2, y = box.y + box.height / 2;
+      let ground = page(svg);
+      for (const one of svg.querySelectorAll("rect, text")) {
+        if (one === node) break;
+        const r = one.getBoundingClientRect(), s = getComputedStyle(one);
+        if (one.nodeName == "rect" && s.fill != "none" && r.left <= x
+            && x <= r.right && r.top <= y && y <= r.bottom) {
+          const fill = read(s.fill);
+          ground = over([...fill.slice(0, 3), fill[3] * s.fillOpacity],
+                        ground);
+        }
+      }
+      judge(words, read(getComputedStyle(node).fill), ground, opacity(node));
+    }
+  }
+  return seen < 50 ? ["there is too little text"] : faint;
+}"""
+
 
 @pytest.fixture
 def repo(tmp_path):
@@ -33,6 +105,8 @@ def repo(tmp_path):
     for folder in ("backstage", "workshop", "solutions", "notebooks"):
         shutil.copytree(ROOT / folder, repo / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
+    for workspace in ROOT.glob("*.jupyterlab-workspace"):
+        shutil.copy(workspace, repo)
     (repo / "code").mkdir()
     shutil.copy(STAGES["std"].solution, repo / "code" / "train_gpt2.py")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
@@ -44,7 +118,7 @@ def lab(repo, tmp_path):
     """Start JupyterLab there, and return its address."""
     servers = []
 
-    def lab(**variables):
+    def lab(root=repo, **variables):
         home = tmp_path / "home"
         settings = home / "settings/@jupyterlab/apputils-extension"
         settings.mkdir(parents=True)
@@ -68,7 +142,7 @@ def lab(repo, tmp_path):
                 [sys.executable, "-m", "jupyterlab", "--no-browser",
                  "--allow-root", "--ip=127.0.0.1", f"--port={port}",
                  "--ServerApp.port_retries=0", "--IdentityProvider.token=",
-                 f"--ServerApp.root_dir={repo}"],
+                 f"--ServerApp.root_dir={root}"],
                 env=env, stdout=file, stderr=subprocess.STDOUT))
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
@@ -133,12 +207,23 @@ class Lesson:
             "'.jp-NotebookPanel').getBoundingClientRect().left")
         self.runs = 0
 
-    def run(self, source, which=0):
+    def choose_theme(self, dark):
+        name = "Dark" if dark else "Light"
+        self.page.locator(".lm-MenuBar-item", has_text="Settings").click()
+        self.page.locator(".lm-Menu-item", has_text="Theme").first.hover()
+        self.page.locator(".lm-Menu-item", has_text=re.compile(
+            f"JupyterLab {name}$")).click()
+        self.page.wait_for_function(
+            "light => document.body.dataset.jpThemeLight == light",
+            arg=str(not dark).lower())
+        self.page.wait_for_timeout(300)  # the style sheets are there
+
+    def run(self, source, which=0, key="Control+Enter"):
         """Run the cell; returns what it shows, as text."""
         cell = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
                                  has_text=source).nth(which)
         cell.locator(".cm-content").click()
-        self.page.keyboard.press("Control+Enter")
+        self.page.keyboard.press(key)
         self.runs += 1
         self.expect(cell.locator(".jp-InputPrompt")).to_have_text(
             f"[{self.runs}]:", timeout=120_000)
@@ -174,8 +259,15 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
         spec = json.load(answer)["kernelspecs"]["python3"]["spec"]
     assert (str(portal) in spec["argv"][0]) == (kernel != "ours")
     lesson = Lesson(page, url)
-    lesson.run("import sys")
+    assert "side by side" in lesson.run("import sys")
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
+    # the next change only; Shift+Enter leaves it in sight
+    assert page.locator(".ws pre.code:visible").count() == 1
+    assert page.locator(".ws .strip span").count() == 12
+    for _ in range(2):
+        lesson.run('diff("ddp")', key="Shift+Enter")
+        page.wait_for_function(IN_SIGHT, arg=".ws .strip")
+        page.wait_for_function(IN_SIGHT, arg=".ws h4")
 
     # a change made by hand counts as soon as it is saved
     lesson.type_over("one device: model, data, schedule, training loop.",
@@ -185,6 +277,7 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert "11 of 12 changes left" in lesson.run('diff("ddp")')
 
     # only code can be copied from the view, without the removed lines
+    page.locator(".ws summary", has_text="4 of 12").click()
     box = page.locator(".ws .code", has_text="use_device(hp.device, local_ran")
     box.evaluate("box => getSelection().selectAllChildren(box)")
     page.keyboard.press("Control+c")
@@ -193,8 +286,23 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
              if "use_device(hp.device, local_rank)" in line]
     assert added[0] in copied
     assert "    device = use_device(hp.device)" not in copied
-    assert page.evaluate("box => box.scrollWidth <= box.clientWidth",
-                         box.element_handle())  # nothing sticks out
+    assert copied[0] and all(map(str.strip, copied[:3]))  # no line is two
+    # long lines scroll inside their box, and wrap nowhere
+    page.set_viewport_size({"width": 1000, "height": 720})
+    line = box.locator("span.add").first
+    one = page.locator(".ws pre.code span").first.bounding_box()["height"]
+    assert line.bounding_box()["height"] == pytest.approx(one, abs=1)
+    assert box.evaluate("box => getComputedStyle(box).overflowX") == "auto"
+    view = page.locator(".ws", has=page.locator(".strip"))
+    assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
+    page.set_viewport_size({"width": 1280, "height": 720})
+
+    # a line's number opens the script there
+    place = page.locator(".ws a", has_text=re.compile(r"^line \d+$")).first
+    number = place.inner_text().split()[1]
+    place.click()
+    lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
+        f"Ln {number}, Col 1", timeout=30_000)
 
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
@@ -205,6 +313,16 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert page.locator(".ws .add mark").all_inner_texts() == ["model"]
     checked = lesson.run('check("ddp")')
     assert "FAIL" in checked and "raw model" in checked
+    assert page.locator("table.check:visible td.no").count() == 1
+    page.locator(".ws summary", has_text="more follow from it").click()
+    assert page.locator(".ws svg desc").count() == 2  # beside it
+    lesson.run("cadence()")
+    for dark in (False, True):
+        lesson.choose_theme(dark)
+        faint = page.evaluate(FAINT)
+        assert not faint, faint
+    page.add_style_tag(content=".ws h4 { color: #666 !important }")
+    assert page.evaluate(FAINT)  # it would be seen
 
     lesson.paste(ready)
     lesson.save()
@@ -225,9 +343,27 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
 def test_a_workspace_opens_the_script_beside_the_lesson(
         stage, page, lab, repo):
     name = f"{stage}.jupyterlab-workspace"
-    shutil.copy(ROOT / name, repo)
     # where `jupyter lab NAME` leads the browser
     page.goto(f"{lab()}/lab/tree/{name}")
+    see_both(page, stage)
+
+
+def test_a_lesson_puts_the_script_beside_it_whatever_the_root(
+        page, lab, repo):
+    """As in a portal, whose root is the home."""
+    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
+    url = lab(root=repo.parent)
+    page.goto(f"{url}/lab/tree/repo/notebooks/diff_ddp.ipynb")
+    bar = page.locator("#jp-bottom-panel")
+    bar.get_by_text("| Idle").wait_for(timeout=90_000)
+    cell = page.locator(".jp-CodeCell", has_text="import sys").first
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    cell.get_by_text("side by side").click(timeout=60_000)
+    see_both(page, "ddp")
+
+
+def see_both(page, stage):
     script = page.locator(".jp-FileEditor:visible")
     lesson = page.locator(".jp-NotebookPanel:visible")
     script.locator("text=Train GPT-2").first.wait_for(timeout=90_000)

@@ -1,0 +1,105 @@
+"""Activation checkpointing and the model that needs it: gpt2-xl."""
+
+import importlib.util
+
+import pytest
+import torch
+from conftest import needs
+from stages import agree, make_dataset, train
+
+from backstage.flops import num_parameters
+from workshop.notebook.memory import saved_bytes
+from workshop.stages import STAGES
+
+spec = importlib.util.spec_from_file_location("std", STAGES["std"].solution)
+std = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(std)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def single(data, tmp_path_factory):
+    """The run that keeps its activations."""
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+
+
+@pytest.mark.parametrize("precision, flags", [
+    ("fp32", []), ("bf16", []),
+    pytest.param("fp32", ["--compile"], marks=pytest.mark.whole)], ids=str)
+def test_one_device_computes_exactly_the_same(data, tmp_path, precision,
+                                              flags):
+    if flags:
+        needs("g++")
+    kept, again = (train("std", tmp_path / name, "--precision", precision,
+                         *flags, *more, data=data, timeout=290)
+                   for name, more in (("kept", []),
+                                      ("again", ["--recompute"])))
+    assert again.status == 0, again.err
+    assert "does not work here" not in again.err
+    tolerance = 1e-6 if flags else 0
+    for column in ("loss", "norm"):
+        assert again.column(column) == pytest.approx(
+            kept.column(column), rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("stage, mesh, flags", [
+    pytest.param("ddp", (1, 2, 1), [], marks=pytest.mark.whole),
+    pytest.param("lit", (1, 2, 1), ["--strategy", "ddp"],
+                 marks=pytest.mark.whole),
+    pytest.param("lit", (1, 2, 1), ["--strategy", "fsdp2"],
+                 marks=pytest.mark.whole),
+    ("fsdp", (1, 2, 1), []),
+    pytest.param("tp", (1, 2, 2), [], marks=pytest.mark.whole),
+    ("3d", (2, 1, 2), []),
+    pytest.param("3d", (2, 2, 2), ["--microbatch-size", 1],
+                 marks=pytest.mark.whole),
+], ids=str)
+def test_every_stage_computes_what_one_device_computes(
+        data, single, tmp_path, stage, mesh, flags):
+    result = train(stage, tmp_path / "run", "--recompute", *flags, data=data,
+                   mesh=mesh)
+    agree(result, single)
+
+
+def test_a_run_goes_on_with_it_or_without_it(data, single, tmp_path):
+    run = tmp_path / "run"
+    half = train("std", run, "--recompute", "--max-steps", 20,
+                 "--checkpoint-every", 7, data=data)
+    assert half.status == 0, half.err
+    sorted((run / "checkpoints").glob("*.pt"))[-1].unlink()
+    assert train("std", run, "--no-recompute", "--resume").status == 0
+    assert half.column("loss") == single.column("loss")
+
+
+@pytest.mark.parametrize("L, H, C, B", [(6, 4, 64, 2), (4, 3, 192, 3)])
+def test_only_the_inputs_of_the_blocks_are_kept(L, H, C, B):
+    """By the formulas of the lesson sharding, in fp32."""
+    T, V = 64, 512
+    model = std.GPT(std.GPTConfig(T, V, L, H, C))
+    x, y = torch.randint(V, (2, B, T))
+    # ln_f with its input, the softmax; positions; the number of targets
+    ends = 4 * (2 * B * T * C + 2 * B * T + B * T * V) + 8 * T + 4
+    block = 4 * (16 * B * T * C + 4 * B * T + B * H * T)
+    assert saved_bytes(model, x, y) == L * block + ends
+    model.recompute = True
+    assert saved_bytes(model, x, y) == L * 4 * B * T * C + ends
+
+
+def test_gpt2_xl_has_1558_million_parameters():
+    config = std.MODELS["gpt2-xl"]
+    with torch.device("meta"):
+        model = std.GPT(config)
+    number = sum(weight.numel() for weight in model.parameters())
+    assert number == num_parameters(config) == 1_557_686_400
+    assert std.PRESETS["gpt2-xl"].recompute
+
+
+def test_25_heads_have_no_half(data, tmp_path):
+    result = train("tp", tmp_path / "run", "--preset", "gpt2-xl", data=data,
+                   mesh=(1, 1, 2))
+    assert result.status != 0
+    assert "--tensor-parallel 2 does not divide the 25 heads" in result.err

@@ -1,0 +1,52 @@
+"""What a model keeps in memory, and what its processes send: measured."""
+
+import collections
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def saved_bytes(model, x, y):
+    """The bytes of activations that are kept for the backward pass.
+
+    x, y: int64 (B, T). What autograd saves is counted once for each storage,
+    and neither are the weights counted, nor x and y, which are there anyway.
+    """
+    known = {tensor.untyped_storage().data_ptr()
+             for tensor in (*model.parameters(), x, y)}
+    kept, alive = {}, []
+
+    def pack(tensor):
+        alive.append(tensor)  # so that no other tensor gets its address
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x, y)
+    return sum(kept.values())
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this process sends: `calls` and `bytes`, by operation.
+
+    Bytes are those that go into a collective. In the backward pass, too; but
+    what DTensor computes inside, such as the sum of a norm, is not seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = collections.Counter(), collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1].strip("_")
+        if function.namespace in ("c10d", "_c10d_functional") and not (
+                name.startswith("wait") or name == "barrier"):
+            base = name.endswith("_base")  # (output, input, ...)
+            leaves = torch.utils._pytree.tree_leaves(args[int(base)])
+            self.calls[name] += 1
+            self.bytes[name] += sum(tensor.nbytes for tensor in leaves
+                                    if isinstance(tensor, torch.Tensor))
+        return function(*args, **(kwargs or {}))
