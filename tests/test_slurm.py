@@ -307,6 +307,16 @@ def test_runs_to_their_end(slurm, single):
         assert f"world size {n}" in log or n == 1
 
 
+@pytest.mark.parametrize(("name", "n"), [("tp-1n4g", 4), ("3d-2n4g", 8)])
+def test_a_mesh_on_the_nodes(slurm, single, name, n):
+    """With its batch file's flags, the losses of one device."""
+    job = slurm.submit(name, *FLAGS, options=["--cpus-per-task=1"])
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    result = slurm.result(name, job)
+    assert world_size(result) == n
+    agree(result, single(*FLAGS))
+
+
 def test_from_inside_another_job(slurm, single):
     """As from a portal's JupyterLab: its variables are not the new job's."""
     file = slurm.repo / "batchfiles" / "batch-ddp-2n4g.sh"
