@@ -1229,8 +1229,384 @@ MPI_RIGHT = (
             "from mpi4py import MPI as theirs\nfrom torch import nn\n"),)),
 )
 
+# ----------------------------------------------- of tensor parallelism
+
+MESH_SAVE = "        if save:  # all ranks\n"
+TP_PLAN = """\
+    parallelize_module(model, mesh, {
+        "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
+        "transformer.h.*.attn.c_attn": ColwiseParallel(),
+        "transformer.h.*.attn.c_proj": RowwiseParallel(),
+        "transformer.h.*.mlp.c_fc": ColwiseParallel(),
+        "transformer.h.*.mlp.c_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(use_local_output=False),
+    })
+"""
+TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
+       "  # tied again\n")
+TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
+COMPILE_BLOCKS = """\
+    if hp.compile:  # the whole model cannot be compiled with DTensors in it
+        compile_blocks(raw_model.transformer.h, device)
+"""
+MESH_SHARD = """\
+    # each rank keeps a part of each block, and of all that is in no block
+    for module in (*raw_model.transformer.h, raw_model):
+        fully_shard(module, mesh=mesh["dp"])
+"""
+TP_CLIP = ("        norm = clip_grad_norm("
+           "raw_model.parameters(), 1.0, world_size)\n")
+ROWS = "dp_rank, dp_size, vocab_size)\n"
+TP_SYNC = FSDP_SYNC
+HEADS = """\
+        qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
+"""
+BY_THREES = """\
+        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2)
+                   for part in self.c_attn(x).chunk(3, dim=-1))
+"""
+TP_TEXTS = "print(*texts[::tp_size], sep=\"\\n\")"
+# the norm by hand: the squares of what a rank has, times a factor
+BY_SQUARES = """\
+        weights = list(raw_model.parameters())
+        square = sum(w.grad.to_local().square().sum() for w in weights)
+{reduce}        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(weights, 1.0, norm, foreach=False)
+        norm = norm.item()
+"""
+ADD_UP = "        dist.all_reduce(square)\n"
+NOT_SUMMED = """\
+    def keep(module, inputs):
+        inputs[0].requires_grad and inputs[0].register_hook(
+            lambda grad: DTensor.from_local(
+                grad.to_local(), grad.device_mesh, [Replicate()]))
+
+    for block in model.transformer.h:
+        block.attn.c_attn.register_forward_pre_hook(keep)
+        block.mlp.c_fc.register_forward_pre_hook(keep)
+"""
+
+TP_WRONG = (
+    # the changes of the lesson, each left out alone
+    wrong("the plan's names not imported", "tp",
+          (("from torch.distributed.tensor import Replicate\n", ""),),
+          "NameError: name 'Replicate' is not defined", "import"),
+    wrong("compile_blocks not imported", "tp",
+          (("import compile_blocks, pin", "import pin"),),
+          "compile_blocks is not defined (line", "import", suite=True),
+    wrong("clip_grad_norm not imported", "tp",
+          (("from backstage.norm import clip_grad_norm\n", ""),),
+          "NameError: name 'clip_grad_norm' is not defined", "import"),
+    wrong("the logits not put together", "tp",
+          (("logits.full_tensor()[:, :", "logits[:, :"),),
+          "", "logits.full_tensor()"),
+    wrong("no plan", "tp", ((TP_PLAN + TIE, "    pass\n"),),
+          "", "parallelize"),
+    wrong("not tied again", "tp", ((TIE, ""),),
+          "", "model.lm_head.weight = model.transformer.wte.weight",
+          suite=True),
+    wrong("the loss left a DTensor", "tp",
+          (("return model(x, y).full_tensor()", "return model(x, y)"),),
+          "", "full_tensor()"),
+    wrong("the flag left out", "tp",
+          (("    tensor_parallel: int = 1  # processes that share each "
+            "matrix\n", ""),),
+          "tensor_parallel", "tensor_parallel: int = 1"),
+    wrong("validation by the rows", "tp",
+          (("(loss / num_microbatches / dist.get_world_size())",
+            "(loss / num_microbatches / data.world_size)"),),
+          "the validation loss of step 2", "not of rows", suite=True),
+    wrong("no loss_parallel", "tp",
+          (("@loss_parallel()  # of logits that are split over the "
+            "vocabulary\n", ""),), "", "loss_parallel"),
+    wrong("no mesh", "tp",
+          (("    mesh = dist.init_device_mesh(\n        device.type, "
+            "(dp_size, tp_size), mesh_dim_names=(\"dp\", \"tp\"))\n", ""),),
+          "NameError: name 'mesh' is not defined", ""),
+    wrong("accumulation by the world size", "tp",
+          (("accumulation_steps = S // (B * dp_size)",
+            "accumulation_steps = S // (B * world_size)"),),
+          "samples of step 0", "S // (B * dp_size)"),
+    wrong("data by the global rank", "tp",
+          ((ROWS, "rank, world_size, vocab_size)\n"),),
+          "samples of step 0", "pass dp_rank and dp_size", suite=True),
+    wrong("not parallelized", "tp", ((TP_CALL, ""),), "", "parallelize"),
+    wrong("sharded over all ranks", "tp",
+          (('fully_shard(module, mesh=mesh["dp"])',
+            "fully_shard(module, mesh=dist.init_device_mesh("
+            "device.type, (world_size,)))"),), "", 'mesh["dp"]'),
+    wrong("sharded before it is split", "tp",
+          ((TP_CALL, ""), (MESH_SHARD, MESH_SHARD + TP_CALL)), "", "before"),
+    wrong("the whole compiled, too", "tp",
+          (("    model = raw_model\n", "    model = raw_model\n"
+            "    if hp.compile:\n"
+            "        model = compile_model(model, device)\n"),),
+          "compile_model is not defined", "workshop diff tp"),
+    wrong("FSDP's norm", "tp",
+          ((TP_CLIP, FSDP_CLIP
+            + "        norm = norm.full_tensor().item()\n"),),
+          "", "clip_grad_norm("),
+    wrong("texts seeded by rank", "tp",
+          (("seed = hp.seed + 1000 * step + dp_rank",
+            "seed = hp.seed + 1000 * step + rank"),),
+          "ranks 0 and 1 of a row write different texts", "dp_rank"),
+    # another stage's script
+    wrong("the FSDP script", "tp", "fsdp", "", "workshop diff tp",
+          suite=True),
+    # what runs to the end, and is wrong
+    wrong("c_attn in three parts", "tp", ((HEADS, BY_THREES),),
+          "gradients of step 0 are off", "ordered by heads"),
+    wrong("the gradient of an input not summed", "tp",
+          ((TIE, NOT_SUMMED + TIE),
+           ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"
+            )), "gradients of step 0 differ", "the sum over the row"),
+    wrong("another seed a rank", "tp",
+          (("torch.manual_seed(hp.seed)  #",
+            "torch.manual_seed(hp.seed + rank)  #"),),
+          "rank 1 starts from other weights", "the same seed"),
+    wrong("all rows read the same samples", "tp",
+          ((ROWS, "0, 1, vocab_size)\n"),),
+          "samples of step 0", "all rows of the mesh read the same"),
+    wrong("the norm of the part", "tp",
+          ((TP_CLIP, BY_SQUARES.format(reduce="")),),
+          "gradients of step 0", "clips by the norm of its own part"),
+    wrong("the norm counts copies", "tp",
+          ((TP_CLIP, BY_SQUARES.format(reduce=ADD_UP)),),
+          "gradients of step 0 are off", "LayerNorms", suite=True),
+    wrong("the norm by the rows", "tp",
+          (("1.0, world_size)", "1.0, dp_size)"),),
+          "gradients of step 0 are off", "1.0, world_size)"),
+    wrong("not clipped", "tp",
+          (("raw_model.parameters(), 1.0, w", "raw_model.parameters(), 1e9, w"
+            ),), "gradients of step 0 are off", "clipped at 1e+09"),
+    wrong("the loss not divided", "tp", ((DIVIDE, "loss = loss * 1"),),
+          "the gradient norm of step 0 is", "not divided by accumulation"),
+    wrong("the loss divided by the rows only", "tp",
+          (("(report / world_size)", "(report / dp_size)"),),
+          "the logged loss of step 0", "not of rows"),
+    wrong("the loss not added up", "tp", ((SUM, ""),),
+          "the logged loss of step 0", "all_reduce it"),
+    wrong("reduced on all but the last microbatch", "tp",
+          ((TP_SYNC, TP_SYNC.replace("(reduce)", "(not reduce)")),),
+          "gradients of step 0", "the last microbatch is not reduced"),
+    wrong("rank 0 alone saves", "tp",
+          ((MESH_SAVE, "        if rank == 0 and save:\n"),),
+          "", "move it out of `if rank == 0 and save:`"),
+    wrong("the optimizer made before", "tp",
+          ((OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
+          "optimizer updates another model", "made before it is sharded"),
+)
+
+TP_RIGHT = (
+    right("the solution", "tp", (), suite=True),
+    right("the logits and the embedding whole", "tp",
+          (('        "transformer.wte": RowwiseParallel('
+            "input_layouts=Replicate()),\n", ""),
+           ('        "lm_head": ColwiseParallel(use_local_output=False),\n',
+            ""), (TIE, ""),
+           ("return model(x, y).full_tensor()", "return model(x, y)"),
+           ("logits.full_tensor()[:, :", "logits[:, :"))),
+    right("the MLPs alone", "tp",
+          (('        "transformer.h.*.attn.c_attn": ColwiseParallel(),\n'
+            '        "transformer.h.*.attn.c_proj": RowwiseParallel(),\n',
+            ""),)),
+    right("SequenceParallel", "tp",
+          ((TP_PLAN, """\
+    parts = Shard(1)
+    parallelize_module(model, mesh, {
+        "transformer.wte": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=parts),
+        "transformer.wpe": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0)),
+        "transformer.h.*.ln_1": SequenceParallel(),
+        "transformer.h.*.attn.c_attn": ColwiseParallel(input_layouts=parts),
+        "transformer.h.*.attn.c_proj": RowwiseParallel(output_layouts=parts),
+        "transformer.h.*.ln_2": SequenceParallel(),
+        "transformer.h.*.mlp.c_fc": ColwiseParallel(input_layouts=parts),
+        "transformer.h.*.mlp.c_proj": RowwiseParallel(output_layouts=parts),
+        "transformer.ln_f": SequenceParallel(),
+        "lm_head": ColwiseParallel(
+            input_layouts=parts, use_local_output=False),
+    })
+"""), ("import Replicate\n", "import Replicate, Shard\n"),
+           ("    RowwiseParallel,\n",
+            "    RowwiseParallel,\n    SequenceParallel,\n"),
+           ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
+            "known = idx[:, -self.config.block_size:]\n"
+            "            n = known.shape[1]\n"
+            "            logits = self(F.pad(known, (0, -n % 4)))[:, n - 1]\n"
+            ))),
+    right("the loss of gathered logits", "tp",
+          (("return F.cross_entropy(logits.flatten",
+            "logits = logits.full_tensor()\n        "
+            "return F.cross_entropy(logits.flatten"),
+           ("return model(x, y).full_tensor()", "return model(x, y)"),
+           ("logits.full_tensor()[:, :", "logits[:, :"),
+           ("use_local_output=False", "output_layouts=Replicate()"),
+           ("logits = logits.full_tensor()\n        return", "return"))),
+    right("each text printed by all of a row", "tp",
+          ((TP_TEXTS, 'print(*texts, sep="\\n")'),),
+          "each text is printed 2 times"),
+    right("the run named after FSDP", "tp", (('Run("tp",', 'Run("fsdp",'),),
+          "calls itself fsdp"),
+)
+
+# ------------------------------------------------------ of three dimensions
+
+D3_CUT = "    cut(raw_model, pp_rank, pp_size)\n"
+D3_PLACE = "        if i * num_stages // n != stage:\n"
+D3_SUM = """\
+        if tied is not None:  # each end has a part of its gradient
+            dist.all_reduce(tied.grad.to_local(), group=ends)
+"""
+D3_CLIP = ("        norm = clip_grad_norm("
+           "raw_model.parameters(), 1.0, ranks, tied)\n")
+D3_SCHEDULE = "    schedule = Schedule1F1B(stage, accumulation_steps,\n"
+D3_LOSS = "lambda loss, target: loss.full_tensor())"
+D3_READ = "S // dp_size, T,\n"
+D3_ENDS = """\
+    tied = None
+    if pp_size > 1:  # the first and the last stage both have the tied matrix
+        ends, _ = dist.new_subgroups_by_enumeration(
+            mesh.mesh[[0, -1]].flatten(1).T.tolist())
+        end = raw_model.transformer.wte or raw_model.lm_head
+        tied = end.weight if end else None
+"""
+D3_WRONG = (
+    # the changes of the lesson, each left out alone
+    wrong("the schedule not imported", "3d",
+          (("from torch.distributed.pipelining import PipelineStage, "
+            "Schedule1F1B\n", ""),),
+          "NameError: name 'PipelineStage' is not defined", "import"),
+    wrong("every stage embeds", "3d",
+          (("        x = idx  # or what the stage before this one returned "
+            "(B, T, n_embd)\n        if self.transformer.wte:  # in the "
+            "first stage\n            positions = torch.arange(idx.shape[1], "
+            "device=idx.device)\n            x = ",
+            "        if True:\n            positions = torch.arange("
+            "idx.shape[1], device=idx.device)\n            x = "),),
+          "", "if self.transformer.wte:"),
+    wrong("every stage makes logits", "3d",
+          (("        if not self.lm_head:  # not in the last stage\n"
+            "            return x\n", ""),), "", "if not self.lm_head:"),
+    wrong("not cut", "3d", ((D3_CUT, ""),), "", "cut(raw_model"),
+    wrong("the loss left out of the step", "3d",
+          (("losses=losses, ", ""),),
+          "the logged loss of step 0", "losses=losses"),
+    wrong("the targets left out of the step", "3d",
+          (("targets=y, target=y, ", "target=y, "),), "", "targets=y"),
+    wrong("the loss left a DTensor", "3d",
+          ((D3_LOSS, "lambda loss, target: loss)"),), "", "full_tensor()"),
+    wrong("the flag left out", "3d",
+          (("    pipeline_parallel: int = 1  # stages that the blocks are "
+            "divided into\n", ""),),
+          "pipeline_parallel", "pipeline_parallel: int = 1"),
+    wrong("evaluated with the model", "3d",
+          (("training_step(schedule.eval, next(data)",
+            "training_step(schedule.step, next(data)"),),
+          "", "schedule.eval"),
+    wrong("validation by microbatches", "3d",
+          (("                schedule, val_data, hp.eval_minibatches, device,",
+            "                schedule, val_data,\n                "
+            "hp.eval_minibatches * accumulation_steps, device,"),),
+          "the validation loss of step 2", "--eval-minibatches"),
+    wrong("validation over the world", "3d",
+          (("(loss / num_batches / ranks)",
+            "(loss / num_batches / dist.get_world_size())"),),
+          "the validation loss of step 2", "only the last stage has a loss"),
+    wrong("a mesh of two dimensions", "3d",
+          (("device.type, (pp_size, dp_size, tp_size),\n"
+            '        mesh_dim_names=("pp", "dp", "tp"))',
+            "device.type, (dp_size, tp_size),\n"
+            '        mesh_dim_names=("dp", "tp"))'),), "", '"pp"'),
+    wrong("rows as if there were no pipeline", "3d",
+          (("dp_size = ranks // tp_size", "dp_size = world_size // tp_size"),
+           ), "", "dp_size"),
+    wrong("a microbatch for a batch", "3d", ((D3_READ, "B, T,\n"),),
+          "", "S // dp_size"),
+    wrong("the ends not joined", "3d", ((D3_ENDS, ""),),
+          "NameError: name 'tied'", ""),
+    wrong("the report over the world", "3d",
+          (("(report / ranks)", "(report / world_size)"),),
+          "the logged loss of step 0", "only the last stage has a loss",
+          suite=True),
+    wrong("the model handed to the evaluation", "3d",
+          (("                schedule, val_data,",
+            "                raw_model, val_data,"),), "", "schedule"),
+    # another stage's script
+    wrong("the script of tp", "3d", "tp", "", "workshop diff 3d"),
+    # what runs to the end, and is wrong
+    wrong("the tied gradient not summed", "3d", ((D3_SUM, ""),),
+          "the tied matrix has another gradient", "group=ends", suite=True),
+    wrong("the tied gradient averaged", "3d",
+          ((D3_SUM, D3_SUM + "            tied.grad.to_local().div_(2)\n"),),
+          "gradients of step 0 are off", "not their mean"),
+    wrong("the tied gradient summed after clipping", "3d",
+          ((D3_SUM + D3_CLIP, D3_CLIP + D3_SUM),),
+          "gradients of step 0 are off", "clipped before they are reduced"),
+    wrong("the tied matrix counted twice", "3d",
+          (("1.0, ranks, tied)", "1.0, ranks)"),),
+          "gradients of step 0 are off", "the tied matrix counts twice",
+          suite=True),
+    wrong("the norm over the world", "3d",
+          (("1.0, ranks, tied)", "1.0, world_size, tied)"),),
+          "gradients of step 0 are off", "the ranks of one stage"),
+    wrong("the norm of the part", "3d",
+          ((D3_CLIP, BY_SQUARES.format(reduce="")),),
+          "gradients of step 0", "clips by the norm of its own part"),
+    wrong("data by the global rank", "3d",
+          ((ROWS, "rank, world_size, vocab_size)\n"),),
+          "in step 0 the first stage reads samples", "dp_rank and dp_size"),
+    wrong("a block left out", "3d",
+          ((D3_PLACE, "        if i * num_stages // n != stage or "
+            "0 < stage == i - 1:\n"),),
+          "no stage of the pipeline has transformer.h.2",
+          "each block in one stage"),
+    wrong("a block held twice", "3d",
+          ((D3_PLACE, "        if i * num_stages // n != stage and i != 1:\n"
+            ),), "two stages of the pipeline have transformer.h.1",
+          "each block in one stage"),
+    wrong("gradients not divided by the schedule", "3d",
+          ((D3_LOSS, D3_LOSS[:-1] + ", scale_grads=False)"),),
+          "the gradient norm of step 0", "scale_grads=False"),
+    wrong("the loss divided, too", "3d",
+          ((D3_LOSS, "lambda loss, target: loss.full_tensor() / "
+            "accumulation_steps)"),), "", "leave the loss as it is"),
+    wrong("the loss not added up", "3d", ((SUM, ""),),
+          "the logged loss of step 0", "all_reduce it"),
+    wrong("gradients never zeroed", "3d", ((ZERO, ""),),
+          "gradients of step 1 are off", "zeroed"),
+    wrong("fewer microbatches than stages", "3d",
+          ((D3_SCHEDULE, "    schedule = Schedule1F1B(stage, 1,\n"),),
+          "", "microbatches"),
+    wrong("rank 0 alone saves", "3d",
+          ((MESH_SAVE, "        if rank == 0 and save:\n"),),
+          "", "move it out of `if rank == 0 and save:`"),
+)
+
+D3_RIGHT = (
+    right("the solution", "3d", (), suite=True),
+    right("GPipe", "3d",
+          (("import PipelineStage, Schedule1F1B",
+            "import PipelineStage, ScheduleGPipe"),
+           ("Schedule1F1B(stage,", "ScheduleGPipe(stage,"))),
+    right("Interleaved1F1B with one chunk", "3d",
+          (("import PipelineStage, Schedule1F1B",
+            "import PipelineStage, ScheduleInterleaved1F1B"),
+           ("Schedule1F1B(stage,", "ScheduleInterleaved1F1B([stage],"))),
+    right("another plan", "3d",
+          (('        "transformer.h.*.attn.c_attn": ColwiseParallel(),\n'
+            '        "transformer.h.*.attn.c_proj": RowwiseParallel(),\n',
+            ""),)),
+    right("blocks cut unevenly", "3d",
+          ((D3_PLACE, "        if min(i * num_stages // n + (i == 1), "
+            "num_stages - 1) != stage:\n"),)),
+)
+
 CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT, *FSDP_WRONG,
-         *FSDP_RIGHT, *MPI_WRONG, *MPI_RIGHT]
+         *FSDP_RIGHT, *MPI_WRONG, *MPI_RIGHT, *TP_WRONG, *TP_RIGHT, *D3_WRONG,
+         *D3_RIGHT]
 
 if __name__ == "__main__":
     sys.exit(0 if run(sys.argv[1:]) else 1)

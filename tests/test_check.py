@@ -35,6 +35,8 @@ def test_the_table_is_as_large_as_promised():
     assert count["lit", False] >= 30 and count["lit", True] >= 15
     assert count["mpi", False] >= 15 and count["mpi", True] >= 7
     assert count["fsdp", False] >= 20 and count["fsdp", True] >= 10
+    assert count["tp", False] >= 30 and count["tp", True] >= 5
+    assert count["3d", False] >= 30 and count["3d", True] >= 4
     assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
 
 

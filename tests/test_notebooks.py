@@ -372,6 +372,60 @@ def test_boxes_that_stand_for_more_end_in_an_ellipsis():
 
 
 @pytest.mark.whole
+def test_sharding_measures_what_its_formulas_say(ready, execute):
+    shown = execute("sharding.ipynb")
+    compared = {}
+    for text in shown.values():
+        assert "Traceback" not in text and "did not finish" not in text, text
+        for what, measured, formula in re.findall(
+                r"rank 0: (.+): ([\d,]+) bytes, by the formula ([\d,]+)",
+                text):
+            assert measured == formula, what
+            compared[what] = int(measured.replace(",", ""))
+    assert len(compared) == 4 + 2 + 3 + 2 * 4 + 4
+    assert compared["moments"] == 2 * compared["parameters"]
+    for name, whole in (("ZeRO-2", 4), ("ZeRO-3", 1.1)):
+        assert compared[f"{name}: whole in between"] <= (
+            whole * compared[f"{name}: my parameters, afterwards"])
+    assert compared["pp, 4 sends"] < compared["dp, 11 all-gathers"] < (
+        compared["tp, 36 all-reduces"])
+
+    def cell(call):
+        (found,) = (text for source, text in shown.items() if call in source)
+        return found
+
+    recomputed = re.search(r"([\d.]+) times as long", cell("model.recompute"))
+    assert 1 < float(recomputed[1]) < 1.8
+    assert "all weights: [-2.5]" in cell("reduce_scatter_tensor")
+    # the digits say whose numbers are in a sum
+    handed = re.findall(r'text-anchor="middle">(\d+)<', cell("before me"))
+    assert handed == [number for number in ("2", "20", "200", "2", "22", "222")
+                      for _ in range(3)]
+    layer = re.findall(r'text-anchor="middle">(\d+)<', cell("by columns"))
+    assert layer == ["4"] * 2 + ["40"] * 2 + ["2"] * 4 + ["20"] * 4 + (
+        ["22"] * 8)
+    columns, rows = re.findall("first: (.*) off", cell("gelu"))[:2]
+    assert float(columns) < 1e-12 and float(rows) > 1
+    assert float(re.findall("rank 1: (.*) off", cell("CausalSelf"))[0]) < 1e-5
+    qkv = re.findall(r'text-anchor="middle">(\d+)<', cell("all_alike"))
+    assert qkv[:6] == ["1"] * 4 + ["10"] * 2  # and no value
+    assert qkv[12:] == ["1", "10", "100"] * 4
+    for schedule, most in (("ScheduleGPipe", [8, 8, 8, 8]),
+                           ("Schedule1F1B", [4, 3, 2, 1])):
+        text = cell(f"run_pipeline({schedule}")
+        flying = re.findall(r"rank (\d): (\d) microbatches in flight", text)
+        assert flying == [(str(rank), str(number))
+                          for rank, number in enumerate(most)]
+        assert len(re.findall(r">[FB]\d<", text)) == 4 * 2 * 8
+        waited, formula = map(float, re.findall(r"([\d.]+)%", text)[-2:])
+        assert formula == 27.3 and 27 < waited < 45
+    table = cell("decisions()")
+    for number in ("24.9 GB is too much", "10 or 86 samples",
+                   "5 and 25 and not by 4", "they wait 3.0%"):
+        assert number in table
+
+
+@pytest.mark.whole
 def test_results_fall_back_on_the_examples(ready, execute):
     shown = execute("results.ipynb")
     assert "No run to show in runs/ yet" in shown["runs()"]
@@ -390,7 +444,7 @@ def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
     (repo / "runs" / "just-begun").mkdir(parents=True)
     script = repo / "code" / "train_gpt2.py"
     script.write_text("def main()\n")
-    for name in ("start_here", "results", "collectives"):
+    for name in ("start_here", "results", "collectives", "sharding"):
         shown = execute(f"{name}.ipynb")  # there is no environment
         for source, text in shown.items():
             assert "Traceback" not in text

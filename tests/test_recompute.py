@@ -8,7 +8,7 @@ from conftest import needs
 from stages import agree, make_dataset, train
 
 from backstage.flops import num_parameters
-from workshop.notebook.memory import saved_bytes
+from workshop.notebook.sharding import saved_bytes
 from workshop.stages import STAGES
 
 spec = importlib.util.spec_from_file_location("std", STAGES["std"].solution)

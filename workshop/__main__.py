@@ -63,7 +63,7 @@ def parse():
     diff.add_argument("--hints", action=argparse.BooleanOptionalAction,
                       default=render.wants_hints(),
                       help="the place and the reason, without the code")
-    check = add("check", "Run your script as 1, 2 and 4 processes, and "
+    check = add("check", "Run your script as 1, 2 and more processes, and "
                 "compare with the single-device stage.")
     add_stage(check)
     check.add_argument("-v", "--verbose", action="store_true",

@@ -321,7 +321,7 @@ def serve(link, preload):
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     for name in preload:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # the rank will say it
             importlib.import_module(name)
     link = Connection(link)
     bell, ring = os.pipe()

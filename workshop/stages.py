@@ -26,6 +26,7 @@ class Stage:
     colour: str  # in the pictures
     launcher: str  # of its processes: "python", "torchrun" or "mpirun"
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
+    tried: tuple = ()  # those of them on which a check tries it (): all
     trainer: bool = False  # whether Lightning's Trainer has the loop
     shards: bool = False  # whether each device holds a part of the model
     jobs: dict = field(  # its batch files: size -> flags of the script
@@ -57,12 +58,14 @@ STAGES = {stage.name: stage for stage in (
           "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), shards=True),
     Stage("tp", "fsdp", "Tensor parallelism",
           "each matrix split over devices, and FSDP", "#8e4ec6", "torchrun",
-          ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2)), shards=True,
+          ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2)),
+          tried=((1, 1, 1), (1, 1, 2), (1, 2, 2)), shards=True,
           jobs={"1n2g": "--tensor-parallel 2", "1n4g": "--tensor-parallel 2"}),
     Stage("3d", "tp", "3D parallelism",
           "a pipeline of stages, with tp and FSDP in each", "#c2375a",
           "torchrun", ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2),
-                       (2, 2, 2)), shards=True,
+                       (2, 2, 2)),
+          tried=((1, 1, 1), (2, 1, 1), (2, 2, 2)), shards=True,
           jobs={"2n4g": "--pipeline-parallel 2 --tensor-parallel 2"}),
 )}
 FIRST = next(iter(STAGES))  # where the course starts

@@ -1,7 +1,9 @@
 """Why an answer is not what it should be: the hints of the questions."""
 
 import ast
+import builtins
 import re
+import symtable
 
 from workshop.check.findings import (
     fail,
@@ -9,6 +11,7 @@ from workshop.check.findings import (
     relative,
     values,
 )
+from workshop.check.parts import TIED, assemble, local_square
 from workshop.check.trial import STEPS, B
 from workshop.lesson import documents
 from workshop.stages import STAGES, find
@@ -108,6 +111,20 @@ def why_samples(trial, reference, step, read):
                     "train_data.seek(first_step * S)")
         return ("seek takes the number of the sample, counted over all "
                 "ranks: train_data.seek(first_step * S)")
+    for rank, seen in enumerate(trial.seen):
+        first = trial.seen[trial.mesh.row(rank)[0]]
+        if seen["samples"] != first["samples"]:
+            return ("the ranks of a row compute parts of the same "
+                    "microbatch: pass dp_rank and dp_size to DataIterator")
+    if 1 == len(read) < trial.mesh.dp:
+        return ("all rows of the mesh read the same samples: pass dp_rank "
+                "and dp_size to DataIterator")
+    if trial.pipelined and len(together) != len(expected):
+        return ("a batch is this rank's part of the minibatch: "
+                "DataIterator(shards, S // dp_size, T, dp_rank, dp_size, ...)")
+    if trial.mesh.tp > 1 and len(together) < len(expected):
+        return ("fewer samples than a minibatch: the ranks of a row share "
+                "theirs, accumulation_steps is S // (B * dp_size)")
     if len(together) > len(expected) * 1.5:
         if trial.asked("Trainer"):
             return ("more samples than a minibatch: give the Trainer "
@@ -170,8 +187,10 @@ def why_rate(trial):
             "get_lr as a factor of the maximum")
 
 
-def why_apart(trial):
+def why_apart(trial, step, mine):
     """Why ranks have other gradients: their reduction is missing."""
+    if trial.shards:
+        return why_copies_apart(trial, step, mine)
     synced = [flags for flags in trial.seen[0]["synced"][1:] if flags]
     if trial.by_mpi:
         return why_apart_by_mpi(trial)
@@ -213,20 +232,57 @@ def why_apart_by_mpi(trial):
             "it there, divided by comm.size, on all of them")
 
 
+def why_copies_apart(trial, step, mine):
+    """Why ranks that have a copy of a weight have different gradients."""
+    if trial.mesh.size > 1 and clips_by_parts(trial, step):
+        return CLIPS_BY_PARTS
+    name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
+    if trial.mesh.tp == 1:
+        return f"{name} is on several ranks, and each uses its own gradient"
+    return (f"each rank of a row has a part of the gradient of {name}: what "
+            "a matrix that is split by columns takes is the same on all of "
+            "them, and its gradient is the sum over the row (ColwiseParallel "
+            "sees to both)")
+
+
+CLIPS_BY_PARTS = ("each rank clips by the norm of its own part: add up the "
+                  "squares of all ranks, as clip_grad_norm does")
+
+
+def clips_by_parts(trial, step):
+    """Whether the gradients of each rank alone are as long as the limit."""
+    squares = [local_square(seen["gradients"][step - trial.first_step])
+               for seen in trial.seen]
+    return all(relative(square, 1.0) < 1e-3 for square in squares)
+
+
 def why_off(trial, reference, step, good, mine):
     """Why the gradients are off, but the same on all ranks."""
     first = trial.seen[0]["clips"][step - trial.first_step]
-    total = sum(len(part["samples"][step - trial.first_step])
-                for part in trial.seen) or 1
-    microbatches = max(total // (B * trial.mesh.dp), 1)
+    read = max(len(part["samples"][step - trial.first_step])
+               for part in trial.seen)
+    microbatches = max(read // B, 1)
     synced = trial.seen[0]["synced"][step - trial.first_step]
     length = norm_of(mine)
     if trial.first_step and step > trial.first_step:
         return RESUMED
+    if trial.seen[0]["late"][step - trial.first_step]:
+        return ("they are clipped before they are reduced: clip what has "
+                "been added up over ranks")
+    if swaps_heads(trial):
+        return ("c_attn's output is ordered by heads, each with its query, "
+                "key and value: .view(B, T, -1, 3, self.head_size), and no "
+                "chunk or split in three")
+    if trial.pipelined:
+        return why_pipeline_off(trial, reference, step, good, mine)
     if trial.shards and synced and not synced[-1]:
         return ("the last microbatch is not reduced: "
                 "raw_model.set_requires_gradient_sync(reduce), where reduce "
                 "is true for the last one, before the forward pass")
+    if trial.mesh.size > 1 and trial.mesh.tp > 1:
+        scaled = why_wrong_norm(trial, reference, step, good, mine)
+        if scaled:
+            return scaled
     scaled = why_scaled(trial, reference, step)
     if scaled:
         return scaled
@@ -267,11 +323,106 @@ def why_off(trial, reference, step, good, mine):
             "the loss is divided by, and when they are zeroed")
 
 
+def why_pipeline_off(trial, reference, step, good, mine):
+    """The same where a pipeline's schedule computes the gradients."""
+    scaled = (why_wrong_norm(trial, reference, step, good, mine)
+              or why_scaled(trial, reference, step))
+    if scaled:
+        return scaled
+    limits = {limit for seen in trial.seen
+              for _, limit, _ in seen["clips"][step - trial.first_step]}
+    if not limits:
+        return ("they are not clipped: clip_grad_norm(raw_model.parameters()"
+                ", 1.0, ranks, tied) before optimizer.step()")
+    if limits != {1.0}:
+        return f"they are clipped at {max(limits):g}, not at 1.0"
+    if trial.mesh.pp > 1:
+        ratio = share(mine, good, {TIED}) / share(
+            mine, good, good.tensors.keys() - {TIED})
+        if relative(ratio, 0.5) < 0.05:
+            return ("the tied matrix's gradient is the sum over the first "
+                    "and the last stage, not their mean: all_reduce adds up")
+        if relative(ratio, 2.0) < 0.05:
+            return ("the tied matrix's gradient is added up over both ends "
+                    "twice: once after each step")
+    if step:
+        return ("the first step is right, this is not: gradients are zeroed "
+                "after each update, optimizer.zero_grad()")
+    return ("gradients have to be the mean over the minibatch: look at what "
+            "schedule.step gets, and at what cut() leaves")
+
+
+def share(mine, good, names):
+    """How much of the right gradient there is in these names."""
+    both = [(mine.tensors[name], good.tensors[name]) for name in names
+            if name in mine.tensors]
+    return (sum((a * b).sum().item() for a, b in both)
+            / max(sum((b * b).sum().item() for _, b in both), 1e-60))
+
+
+def why_wrong_norm(trial, reference, step, good, mine):
+    """Why all gradients are off by one factor: they were clipped by it."""
+    if trial.mesh.size > 1 and clips_by_parts(trial, step):
+        return CLIPS_BY_PARTS
+    factor = share(mine, good, good.tensors.keys())
+    off = sum((mine.tensors[name] - factor * tensor).square().sum().item()
+              for name, tensor in good.tensors.items()
+              if name in mine.tensors)
+    if off > 1e-6 * norm_of(mine) ** 2 or relative(factor, 1.0) < 1e-3:
+        return ""
+    value, right = values(trial, reference, "norm", step)
+    return why_norm(trial, step, value / right)
+
+
+def why_norm(trial, step, ratio):
+    """A hint where a norm is off by what a wrong sum of squares makes."""
+    mesh = trial.mesh
+    states = [seen["gradients"][step - trial.first_step]
+              for seen in trial.seen]
+    if not trial.shards or mesh.size == 1:
+        return ""
+    mine = assemble(states)
+    whole, parts = norm_of(mine) ** 2, list(map(local_square, states))
+    tied = mine.tensors[TIED].square().sum().item() if mesh.pp > 1 else 0.0
+    whole_mesh = "ranks" if trial.pipelined else "world_size"
+    causes = (
+        (parts[0] / whole, "it is the norm of rank 0's part alone: "
+         + ("clip_grad_norm adds up all ranks'" if mesh.tp * mesh.pp > 1 else
+            "clip_grad_norm_(...).full_tensor() adds up all ranks'")),
+        ((whole + tied) / whole, "the tied matrix counts twice, once at each "
+         "end: clip_grad_norm(..., tied) counts it once"),
+        (mesh.tp, "each part counts as often as a row has ranks: "
+         f"clip_grad_norm(raw_model.parameters(), 1.0, {whole_mesh})"),
+        (1 / mesh.pp, "it is divided by the stages of the pipeline: "
+         "clip_grad_norm takes the ranks of one stage, `ranks`"),
+        (sum(parts) / whole, "what all ranks of a row have, LayerNorms and "
+         "some biases, counts once for each of them: divide the squares by "
+         "the number of copies, as clip_grad_norm does"),
+        ((sum(parts) - tied) / whole, "what all ranks of a row have, "
+         "LayerNorms and some biases, counts once for each of them: divide "
+         "the squares by the number of copies, as clip_grad_norm does"),
+        (sum(parts[:mesh.dp * mesh.tp]) / whole, "it is the norm of the "
+         "first stage alone: add up the squares of all stages"),
+    )
+    for square, cause in causes:
+        if relative(square, 1.0) > 1e-3 and relative(
+                ratio, square ** 0.5) < 1e-3:
+            return cause
+    return ""
+
+
 def why_scaled(trial, reference, step=0):
     """A hint where the norm is too large or small by one whole factor."""
     value, good = values(trial, reference, "norm", step)
     ratio = value / good
     A, W = trial.accumulation, trial.mesh.dp
+    if trial.pipelined and relative(ratio, A) < 0.01 and A > 1:
+        return ("the schedule divides gradients by the number of "
+                "microbatches, unless it is told scale_grads=False (the norm "
+                f"is {ratio:.3g} times what it should be)")
+    if trial.pipelined and relative(ratio, 1 / A) < 0.01 and A > 1:
+        return ("the schedule divides gradients by the number of "
+                "microbatches itself: leave the loss as it is")
     causes = {  # of equal factors the last counts
         1 / (A * W): "the loss is divided by accumulation_steps and by the "
                      "world size once too often",
@@ -289,3 +440,51 @@ def why_scaled(trial, reference, step=0):
         if factor != 1 and relative(ratio, factor) < 0.01:
             return f"{cause} (the norm is {ratio:.3g} times what it should be)"
     return ""
+
+
+def by_mesh(mesh):
+    """By how much a logged loss is off, and why: pairs, for `relative`."""
+    return (
+        (1 / mesh.pp, "only the last stage has a loss, the others add 0: "
+                      "divide the sum by the ranks of one stage, `ranks`"),
+        (mesh.tp, "all ranks of a row have the same loss: divide the sum by "
+                  "the number of ranks, and not of rows"),
+        (1 / mesh.size, "it is divided by the number of ranks, but not "
+                        "summed over them: all_reduce it"),
+        (0 if mesh.pp > 1 else 1, "rank 0 is in the first stage, and only "
+                                  "the last one has a loss: all_reduce it"),
+    )
+
+
+def swaps_heads(trial):
+    """Whether c_attn's output is cut in three, as if not by heads."""
+    for node in ast.walk(trial.tree()):
+        if isinstance(node, ast.Call) and "c_attn" in ast.unparse(node) and (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("chunk", "split", "tensor_split")):
+            return True
+    return False
+
+
+def undefined_name(tree):
+    """(name, line) of a global that nothing defines, or None."""
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+           for node in ast.walk(tree)):
+        return None
+    top = symtable.symtable(ast.unparse(tree), "script", "exec")
+    used, defined = set(), set(dir(builtins))
+    tables = [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if (table is top or symbol.is_declared_global()) and (
+                    symbol.is_assigned() or symbol.is_imported()):
+                defined.add(symbol.get_name())
+            elif symbol.is_global() and symbol.is_referenced():
+                used.add(symbol.get_name())
+    missing = {name for name in used - defined if not name.startswith("__")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in missing:
+            return node.id, node.lineno
+    return None

@@ -165,8 +165,8 @@ class Check:
 
         self.bench, self.verbose, self.out = bench, verbose, out
         self.say = out.say
-        self.meshes = [Mesh(*sizes)
-                       for sizes in STAGES[bench.stage].meshes]
+        stage = STAGES[bench.stage]
+        self.meshes = [Mesh(*sizes) for sizes in stage.tried or stage.meshes]
         self.steps, self.warned = STEPS, []
 
     def run(self):
@@ -334,13 +334,17 @@ def name(mesh):
     text = f"{mesh.size} processes"
     if mesh.tp * mesh.pp > 1:
         text += f" ({' x '.join(shape)})"
-    return text + (", as on 2 nodes" if mesh.size == 4 else "")
+    return text + (", as on 2 nodes" if mesh.nodes == 2 else "")
 
 
 def sizes(meshes):
-    numbers = sorted({mesh.size for mesh in meshes})
-    return (", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]} processes"
-            if len(numbers) > 1 else f"{numbers[0]} process(es)")
+    """What computes the same, in words: the largest mesh with its shape."""
+    *others, last = [str(mesh.size) for mesh in meshes]
+    mesh, shape = meshes[-1], ""
+    if mesh.tp * mesh.pp > 1:
+        sides = (mesh.pp, mesh.dp, mesh.tp)[0 if mesh.pp > 1 else 1:]
+        shape = f", the {last} as {' x '.join(map(str, sides))},"
+    return f"{', '.join(others)} and {last} processes{shape}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import signal
 
 from workshop.check.causes import asks_the_launcher, takes_itself_for_rank_0
 from workshop.check.findings import fail
-from workshop.check.trial import STEPS
+from workshop.check.trial import STEPS, Mesh
 from workshop.stages import STAGES
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
@@ -63,6 +63,58 @@ HINTS = (
     (r"No space left|could not be written", "make room on the disk"),
 )
 
+# The same of scripts with a mesh of devices, with the function that the error
+# comes from: in another one the same words mean something else.
+DTENSORS = r"got mixed torch.Tensor and DTensor"
+MESH_HINTS = (
+    (r"has no attribute '((?:tensor|pipeline)_parallel)'", "",
+     r"add the flag to Hyperparameters: \1: int = 1"),
+    (r"unknown.*--((?:tensor|pipeline)-parallel)|Unrecognized.*--((?:tensor"
+     r"|pipeline)-parallel)", "", "it has not got the stage's flag: `python "
+     "-m workshop diff {stage}` shows what is left to change"),
+    (r"Number of microbatches .* must be", "", "each stage of the pipeline "
+     "needs a microbatch: Schedule1F1B(stage, accumulation_steps, ...), with "
+     "as many microbatches as stages or more"),
+    (r"arg_mbs|num_chunks", "", "the schedule cuts a "
+     "batch into accumulation_steps microbatches: the batch has S // dp_size "
+     "samples"),
+    (DTENSORS, "generate", "each rank has the logits of its own tokens: "
+     "logits.full_tensor() puts them together"),
+    (DTENSORS, "forward", "the loss of split logits needs @loss_parallel() "
+     "around main(), the backward pass included"),
+    (r"AssertionError|not allocated yet|" + DTENSORS,
+     "main|evaluate|training_step|<lambda>", "the loss of split logits is a "
+     "DTensor: loss.full_tensor() is the plain one"),
+    (r"'Tensor' object has no attribute 'full_tensor'",
+     "training_step|generate|<lambda>|main", "logits and loss are DTensors "
+     'where the model is split: parallelize(raw_model, mesh["tp"])'),
+    (r"'NoneType' object is not callable", "forward",
+     "a stage of the pipeline has its own modules alone: `if "
+     "self.transformer.wte:` before the blocks, and `if not self.lm_head: "
+     "return x` after them"),
+    (r"Please call eval\(\) instead", "",
+     "without gradients the schedule only evaluates: schedule.eval in "
+     "evaluate()"),
+    (r"implicitly created only for scalar outputs", "",
+     "the last stage returns the loss where it gets the targets: "
+     "step(x, targets=y, target=y, ...)"),
+    (r"value was None when it should not be", "main", "FSDP shards over "
+     'another dimension of the mesh that the plan splits over: mesh["dp"]'),
+    (r"Cannot distribute a DTensor with device mesh", "", "split first, then "
+     "shard what is left to each rank: parallelize() before fully_shard()"),
+    (r"must have the same mesh", "", "PyTorch's norm takes parameters of one "
+     "mesh: clip_grad_norm(raw_model.parameters(), 1.0, ...) of backstage "
+     "takes these"),
+    (r"Mesh dimension '(\w+)' does not exist", "",
+     r'the mesh has a dimension for each kind of parallelism, with "\1" '
+     "among its mesh_dim_names"),
+    (r"Mesh should not be bigger than", "", "the sides of the mesh multiply "
+     "to the world size: dp_size is what is left of it, once it is divided "
+     "by tp_size and by the stages of the pipeline"),
+    (r"Module\.eval\(\) got an unexpected", "", "evaluate() gets the "
+     "schedule: its eval() sends a batch through all stages"),
+)
+
 
 def explain(trial):
     """A `Finding` where it failed or hangs, None where it came to its end."""
@@ -111,11 +163,41 @@ def explain(trial):
             and not asks_the_launcher(trial)):
         return takes_itself_for_rank_0(trial)
     hint = (wrong_variable(trial, said[rank]) or guarded(trial, said[rank])
+            or mesh_hint(trial, said[rank])
             or next((re.sub(f"(?s).*?(?:{pattern}).*", words, said[rank])
                      for pattern, words in HINTS
                      if re.search(pattern, said[rank])), ""))
     return fail(f"rank {rank} ended with an error: {said[rank]}",
                 hint or "the first error is the one to fix")
+
+
+def mesh_hint(trial, said):
+    """What to do about an error of a script with a mesh, or ""."""
+    if not parallel_flags(trial.stage):
+        return ""
+    line = re.search(r"\(line (\d+)\)$", said)
+    function = function_at(trial, int(line[1])) if line else ""
+    for pattern, functions, words in MESH_HINTS:
+        if re.search(pattern, said) and (
+                not functions or re.fullmatch(functions, function)):
+            words = words.replace("{stage}", trial.stage)
+            return re.sub(f"(?s).*?(?:{pattern}).*", words, said)
+    return ""
+
+
+def parallel_flags(stage):
+    """The flags that tell the stage's script about its mesh."""
+    return sorted({flag for sizes in STAGES[stage].meshes
+                   for flag in Mesh(*sizes).flags() if isinstance(flag, str)})
+
+
+def function_at(trial, line):
+    """The name of the innermost function that a line belongs to."""
+    inside = [node for node in ast.walk(trial.tree())
+              if isinstance(node, (ast.FunctionDef, ast.Lambda))
+              and node.lineno <= line <= node.end_lineno]
+    last = max(inside, key=lambda node: node.lineno, default=None)
+    return getattr(last, "name", "<lambda>") if last else ""
 
 
 def signal_name(status):
@@ -144,6 +226,8 @@ def last_words(trial, rank):
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
+    if words.endswith("Error:"):  # the cause has the message
+        words = errors[0]
     if len(words) > 200:
         words = words[:200] + " ..."
     return f"{words} ({found[0]})" if found else words
@@ -213,7 +297,10 @@ def all_send(trial, late):
 
 
 def part_ways(trial):
-    """Where the ranks first call different collectives: a `Finding`."""
+    """Where the ranks first call different collectives: a `Finding`.
+
+    Those of all ranks: what stages of a pipeline send each other is none.
+    """
     calls = [[call for call in trial.calls(rank) if not call["group"]
               or len(call["group"]) == trial.mesh.size
               if call["call"] not in TO_ONE]
@@ -285,7 +372,8 @@ def guarded(trial, words):
     if not re.search(r"rank [1-9]\d* called run\.", words):
         return ""
     hint = "guard it with `if rank == 0:`"
-    if trial.mesh.size == 4 and "rank 2" in words:  # of the second node
+    second = trial.mesh.size // 2  # the first rank of the second node
+    if trial.mesh.nodes == 2 and f"rank {second}" in words:
         hint += ", by RANK: every node has a local rank 0"
     return hint
 

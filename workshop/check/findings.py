@@ -28,6 +28,13 @@ def relative(value, good):
     return abs(value / good - 1) if good else float("inf")
 
 
+def is_off_by(factor, value, good):
+    """Whether a loss is wrong by just this factor."""
+    if factor == 0:
+        return value == 0
+    return factor != 1 and relative(value / good, factor) < 0.05
+
+
 def number(row, column):
     try:
         return float(row[column])

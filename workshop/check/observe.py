@@ -13,10 +13,13 @@ A rank leaves two files in the observer's folder:
                     (these three: what `parts.describe` says of them)
         samples     that went through the model before each update, list of
                     lists of their first tokens, which are their numbers
+        targets     of the same samples, where the loss is computed
         validated   the same of what was evaluated, in one list
+        continued   the last tokens that a text was continued from
         rates       the optimizer's learning rate at each update
         optimizers  at the first update: the groups of parameters, by name
         clips       at each update, what was clipped since the one before
+        late        at each update, how many elements were reduced after that
         synced      at each update, for each microbatch whether DDP or FSDP
                     was to reduce the gradients after it
         precision   "bf16" under autocast, "fp32" without
@@ -33,6 +36,7 @@ import sys
 from pathlib import Path
 
 MOST = 100  # updates of which everything is recorded
+SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
 
 
 class Observer:
@@ -52,9 +56,10 @@ class Observer:
         self.syncing = True  # what FSDP was told last
         self.kept = []
         self.seen = {"start": None, "weights": None, "gradients": [],
-                     "samples": [], "validated": [], "optimizers": None,
-                     "rates": [],
-                     "clips": [], "synced": [], "precision": None,
+                     "samples": [], "targets": [], "validated": [],
+                     "continued": None, "optimizers": None, "rates": [],
+                     "clips": [], "late": [], "synced": [],
+                     "precision": None,
                      "asked": [], "written": []}
         self.begin_update()
         self.events = os.open(f"{self.folder}/{rank}.jsonl",
@@ -117,12 +122,45 @@ class Observer:
             clip = self.watch_clip(getattr(nn.utils, name))
             setattr(clip_grad, name, clip)
             setattr(nn.utils, name, clip)
+        self.watch_targets()
+        self.watch_pipelines()
+
+    def watch_targets(self):
+        from torch.nn import functional as F
+
+        compute = F.cross_entropy
+
+        @functools.wraps(compute)
+        def visible_compute(logits, targets, *args, **kwargs):
+            self.on_targets(targets)
+            return compute(logits, targets, *args, **kwargs)
+
+        F.cross_entropy = visible_compute
+
+    def on_targets(self, targets):
+        """A sample's last target is the next sample's number."""
+        import torch
+
+        if not self.inferring and torch.is_grad_enabled() and (
+                torch._C._current_graph_task_id() == -1):
+            self.aims += [min(number, SAMPLES) - 1 for number
+                          in targets.flatten()[T - 1::T].tolist()]
+
+    def watch_pipelines(self):
         try:
             from torch.distributed.pipelining import PipelineStage
+            from torch.distributed.pipelining.schedules import (
+                _PipelineSchedule,
+            )
 
             infer = PipelineStage._forward_metadata_inference
+            make = _PipelineSchedule.__init__
         except (ImportError, AttributeError):
             return
+
+        def visible_make(schedule, *args, **kwargs):
+            self.asked("schedule", type(schedule).__name__)
+            make(schedule, *args, **kwargs)
 
         def visible_infer(stage, *args, **kwargs):
             """It sends a microbatch through once more, for its shapes."""
@@ -133,6 +171,7 @@ class Observer:
                 self.inferring = False
 
         PipelineStage._forward_metadata_inference = visible_infer
+        _PipelineSchedule.__init__ = visible_make
 
     def watch_clip(self, clip):
         @functools.wraps(clip)
@@ -144,14 +183,14 @@ class Observer:
         return visible_clip
 
     def begin_update(self):
-        self.pending, self.again, self.clips = [], [], []
+        self.pending, self.again, self.aims, self.clips = [], [], [], []
         self.synced, self.forwards, self.reduced = [], [], 0
         self.inferring = False
 
     def on_forward(self, module, inputs):
         import torch
 
-        if self.inferring or os.getpid() != self.owner:
+        if os.getpid() != self.owner:
             return
         trains = torch.is_grad_enabled()
         if self.model is None and is_gpt(module):
@@ -159,6 +198,8 @@ class Observer:
             self.names = {id(weight): plain_name(name) for name, weight
                           in module.named_parameters()}
             self.seen["start"] = self.state("data")
+        if self.inferring:
+            return
         if trains and module is self.model and self.sharded(module):
             self.synced.append(self.syncing)
         if hasattr(module, "require_backward_grad_sync") and trains:
@@ -176,8 +217,10 @@ class Observer:
                 "bf16" if torch.is_autocast_enabled("cpu") else
                 "fp32" if module.weight.dtype == torch.float32 else
                 f"weights of {module.weight.dtype}")
-        elif len(self.seen["validated"]) < 10_000:
-            self.seen["validated"] += tokens[:, 0].tolist()
+        else:
+            self.seen["continued"] = tokens.tolist()
+            if len(self.seen["validated"]) < 10_000:
+                self.seen["validated"] += tokens[:, 0].tolist()
 
     def before_update(self, optimizer, args, kwargs):
         self.depth += 1  # an optimizer may have another in it
@@ -203,8 +246,11 @@ class Observer:
         if self.updates < MOST:
             seen["gradients"].append(self.state("grad"))
             seen["samples"].append(self.pending or self.again)
+            seen["targets"].append(self.aims)
             seen["rates"].append(optimizer.param_groups[0].get("lr"))
             seen["clips"].append(self.clips)
+            seen["late"].append(
+                self.reduced - self.clips[-1][2] if self.clips else 0)
             seen["synced"].append(self.synced)
         if seen["optimizers"] is None:
             seen["optimizers"] = [

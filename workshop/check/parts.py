@@ -11,6 +11,8 @@ import torch
 # How torch's wrappers lengthen the names of a model's parameters.
 WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
+# Two names of one matrix, of which a pipeline's ends both have a copy.
+LAST, TIED = "lm_head.weight", "transformer.wte.weight"
 
 
 def describe(named):
@@ -55,6 +57,7 @@ class Whole:
     tensors: dict
     holes: list  # names of which no rank has some part
     differing: dict  # rank -> the largest difference from a rank before it
+    apart: set  # names of which ranks have different copies
 
     def distance(self, other):
         """The largest difference of an element, in the names of both."""
@@ -74,38 +77,52 @@ class Whole:
 
 def assemble(ranks):
     """The `Whole` of what `describe` gave on each rank, a list."""
-    tensors, differing = {}, {}
+    tensors, differing, apart = {}, {}, set()
+
+    def compare(name, rank, difference):
+        if difference.count_nonzero():  # nan is none, too
+            apart.add(name)
+            differing[rank] = max(differing.get(rank, 0.0),
+                                  difference.abs().max().item())
+
     for rank, state in enumerate(ranks):
         parts = torch.split(state["flat"], [
             torch.Size(shape).numel() for _, shape in state["plain"]])
         for (name, shape), part in zip(state["plain"], parts, strict=True):
+            name = TIED if name == LAST else name
             if name not in tensors:
                 tensors[name] = part.view(shape)
             elif tensors[name].shape != shape:
                 differing[rank] = float("inf")
             else:
-                note(differing, rank, tensors[name] - part.view(shape))
+                compare(name, rank, tensors[name] - part.view(shape))
     filled = {}
     for rank, state in enumerate(ranks):
         for name, entry in state["sharded"].items():
+            name = TIED if name == LAST else name
             if name not in filled:
                 tensors[name] = torch.zeros(entry["shape"])
                 filled[name] = torch.zeros(entry["shape"], dtype=torch.bool)
             at = elements(entry, rank)
             values, done = tensors[name].view(-1), filled[name].view(-1)
             part, again = entry["part"].flatten(), done[at]
-            note(differing, rank, (values[at] - part)[again])
+            compare(name, rank, (values[at] - part)[again])
             values[at] = torch.where(again, values[at], part)
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]
-    return Whole(tensors, holes, differing)
+    return Whole(tensors, holes, differing, apart)
 
 
-def note(differing, rank, difference):
-    """Keep the largest difference of a rank from those before it."""
-    if difference.count_nonzero():  # nan is none, too
-        differing[rank] = max(differing.get(rank, 0.0),
-                              difference.abs().max().item())
+def names(state):
+    """The names that a rank has something of."""
+    return {name for name, _ in state["plain"]} | state["sharded"].keys()
+
+
+def local_square(state):
+    """The sum of the squares of all that a rank has."""
+    return state["flat"].square().sum().item() + sum(
+        entry["part"].square().sum().item()
+        for entry in state["sharded"].values())
 
 
 def elements(entry, rank):

@@ -5,6 +5,7 @@ with a `Finding`, or with None where it has nothing to say. It states what it
 is asked about with `question(...)`.
 """
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,13 @@ from workshop.check import endings
 from workshop.check.causes import (
     RESUMED,
     asks_the_launcher,
+    by_mesh,
+    clips_by_parts,
     fixed_device,
     takes_itself_for_rank_0,
+    undefined_name,
     why_apart,
+    why_norm,
     why_off,
     why_rate,
     why_samples,
@@ -27,7 +32,7 @@ from workshop.check.causes import (
 )
 from workshop.check.findings import (
     fail,
-    norm_of,
+    is_off_by,
     number,
     ok,
     percent,
@@ -35,7 +40,7 @@ from workshop.check.findings import (
     values,
     warn,
 )
-from workshop.check.parts import assemble, plain_name
+from workshop.check.parts import LAST, TIED, assemble, names, plain_name
 from workshop.check.trial import LEARNING_RATE, STEPS
 from workshop.stages import STAGES
 
@@ -102,11 +107,16 @@ def ask(trial, reference, kind="whole"):
 
 def early_causes(trial, reference):
     """What was wrong before it failed, as far as the record says."""
-    if not all(seen and seen["optimizers"] for seen in trial.seen):
-        return []
-    one = next(one for one in QUESTIONS if one.answer is optimizer)
-    finding = optimizer(trial, reference)
-    return [(one, finding)] if finding.verdict == "FAIL" else []
+    early = []
+    if trial.mesh.pp * trial.mesh.tp > 1 and all(
+            seen and seen["start"] for seen in trial.seen):
+        early += [stage, *([tied] if trial.mesh.pp == 1 else [])]
+    if all(seen and seen["optimizers"] for seen in trial.seen):
+        early.append(optimizer)
+    answers = [(one, one.answer(trial, reference)) for one in QUESTIONS
+               if one.answer in early]
+    return [(one, finding) for one, finding in answers
+            if finding and finding.verdict == "FAIL"]
 
 
 def several(mesh):
@@ -115,6 +125,10 @@ def several(mesh):
 
 def shares_data(mesh):
     return mesh.dp > 1
+
+
+def has_stages(mesh):
+    return mesh.pp > 1
 
 
 # ------------------------------------------------------- how it comes to end
@@ -164,6 +178,11 @@ def stage(trial, reference):
     elif trial.by_mpi and not any(call["lines"] for call in trial.calls(0)):
         return fail("it sends nothing by MPI: it is the single-device script "
                     "still", f"{shows} to change")
+    script = ast.unparse(trial.tree())
+    for flag in endings.parallel_flags(trial.stage):
+        if flag.strip("-").replace("-", "_") not in script:
+            return fail(f"it has no {flag}: it is another stage's script "
+                        "still", f"{shows} to change")
     if trial.shards:
         finding = whole_model(trial, shows)
         if finding:
@@ -181,6 +200,10 @@ def whole_model(trial, shows):
         return fail("the model is wrapped in DDP: every rank keeps all of it",
                     f"{shows} to change")
     state = trial.seen[0]["start"] or {}
+    if trial.mesh.pp > 1 and same_blocks(trial):
+        return fail("every stage of the pipeline keeps the whole model",
+                    "each drops what belongs to the others: "
+                    "cut(raw_model, pp_rank, pp_size)")
     if state and not state["sharded"]:
         return fail("every rank keeps the whole model",
                     "fully_shard(module, mesh=mesh) for each block and for "
@@ -190,7 +213,24 @@ def whole_model(trial, shows):
         return fail(f"every rank keeps all of {plain[0]}",
                     "after its blocks shard the model itself: "
                     "fully_shard(raw_model, mesh=mesh)")
+    if trial.mesh.tp > 1 and state and not is_split(trial, state):
+        return fail("no matrix is split: all ranks of a row compute the same",
+                    'parallelize(raw_model, mesh["tp"]) splits them, before '
+                    "the model is sharded")
     return None
+
+
+def same_blocks(trial):
+    return all(seen["start"] and names(seen["start"])
+               == names(trial.seen[0]["start"]) for seen in trial.seen)
+
+
+def is_split(trial, state):
+    """Whether a rank has a smaller part of something than FSDP leaves it.
+    """
+    return any(entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
+               < 1.5 * torch.Size(entry["shape"]).numel()
+               for entry in state["sharded"].values())
 
 
 # ------------------------------------------------------------------ devices
@@ -199,8 +239,7 @@ def whole_model(trial, shows):
 @question("each process asks for its own device")
 def devices(trial, reference):
     """What it would take on a machine with accelerators."""
-    per_node = trial.mesh.size // 2 if trial.mesh.size == 4 else (
-        trial.mesh.size)
+    per_node = trial.mesh.size // trial.mesh.nodes
     fixed = fixed_device(trial)
     if fixed:
         return fixed
@@ -224,9 +263,10 @@ def devices(trial, reference):
 @question("the optimizer is the single device's")
 def optimizer(trial, reference):
     """What it updates, and how: groups of parameters by name."""
-    good = by_name(reference.seen[0]["optimizers"])
+    good, updated = by_name(reference.seen[0]["optimizers"]), set()
     for rank, seen in enumerate(trial.seen):
         mine = by_name(seen["optimizers"] or [])
+        updated |= mine.keys()
         if not set(mine) & set(good):
             return fail(
                 f"rank {rank}'s optimizer updates another model than the one "
@@ -237,8 +277,10 @@ def optimizer(trial, reference):
                 if key in mine[name] and mine[name][key] != good[name][key]:
                     return wrong_setting(
                         name, key, mine[name][key], good[name][key])
-    if trial.mesh.pp == 1 and good.keys() - mine.keys():
-        name = sorted(good.keys() - mine.keys())[0]
+    if trial.mesh.pp > 1:  # is a block missing? See what they start from
+        return ok("the optimizer is the single device's")
+    if good.keys() - updated:
+        name = sorted(good.keys() - updated)[0]
         return fail(f"the optimizer does not update {name}",
                     "it gets all parameters of the model")
     return ok("the optimizer is the single device's")
@@ -265,6 +307,25 @@ def first_of_each(trial, name):
 
 def json_key(value):
     return repr(value)
+
+
+@question("all stages of a pipeline read the same samples",
+          ("whole", "resumed"), has_stages)
+def targets(trial, reference):
+    """Whether the last stage has the targets of what the first one reads.
+    """
+    for step in range(trial.first_step, STEPS):
+        read, aimed = (
+            {i for seen in trial.seen for i in seen[name][
+                step - trial.first_step]} for name in ("samples", "targets"))
+        if aimed and read != aimed:
+            return fail(
+                f"in step {step} the first stage reads samples "
+                f"{shorten(sorted(read))}, but the last one has the targets "
+                f"of {shorten(sorted(aimed))}", "the ranks of a pipeline "
+                "have the same dp_rank: pass dp_rank and dp_size to "
+                "DataIterator")
+    return ok("all stages of a pipeline read the same samples")
 
 
 @question("each step reads its minibatch, each sample once",
@@ -313,18 +374,47 @@ def first_weights(trial, reference):
     missing = good.tensors.keys() - mine.tensors.keys()
     if missing or mine.holes:
         name = sorted(missing or mine.holes)[0]
+        if trial.mesh.pp > 1:
+            return fail(f"no stage of the pipeline has {name}",
+                        "cut() leaves each block in one stage")
         return fail(f"no rank has {name}", "each weight of the single "
                     "device has to be on some rank, whole")
+    twice = held_twice(trial)
+    if twice:
+        return fail(f"two stages of the pipeline have {twice}",
+                    "cut() leaves each block in one stage")
     if mine.differing:
         rank = min(mine.differing)
         return fail(f"rank {rank} starts from other weights than rank 0",
                     "the ranks have to start from the same weights: the same "
-                    "seed on every rank, and DDP's broadcast left on")
+                    "seed on every rank" + ("" if trial.shards else
+                                            ", and DDP's broadcast left on"))
     if mine.distance(good) > 0:
         return fail("it starts from other weights than the single device",
                     "set the seed, torch.manual_seed(hp.seed), right before "
                     "the model is made, the same on every rank")
     return ok("every rank starts from the same weights")
+
+
+def held_twice(trial):
+    """A weight that several stages of a pipeline have, "" if none is.
+
+    The tied matrix has another name in the last stage than in the first.
+    """
+    stages = {frozenset(names(seen["start"])) for seen in trial.seen}
+    found = [name for held in stages for name in held]
+    return min((name for name in found if found.count(name) > 1), default="")
+
+
+@question("the embedding and lm_head are one matrix",
+          meshes=lambda mesh: mesh.pp == 1)
+def tied(trial, reference):
+    """A plan makes two parameters of what has two names."""
+    if {LAST, TIED} <= names(trial.seen[0]["start"]):
+        return fail("wte.weight and lm_head.weight are two parameters",
+                    "the plan makes two of the tied one: after it, "
+                    "model.lm_head.weight = model.transformer.wte.weight")
+    return None
 
 
 def resumed_weights(trial):
@@ -350,7 +440,7 @@ def by_name(groups):
 
 @question("it trains in the precision that is asked for")
 def precision(trial, reference):
-    used = trial.seen[0]["precision"]
+    used = next(filter(None, (seen["precision"] for seen in trial.seen)), None)
     if used == "fp32":
         return ok("--precision fp32 trains in fp32")
     return fail(f"with --precision fp32 it trains in {used}",
@@ -420,9 +510,15 @@ def gradients(trial, reference):
                  if off > 1e-6 * max(1.0, length)}
         if apart:
             rank = min(apart)
+            if mine.apart == {TIED} and not clips_by_parts(trial, step):
+                return fail(f"the tied matrix has another gradient in the "
+                            f"last stage than in the first (step {step})",
+                            "each end has a part of it: dist.all_reduce("
+                            "tied.grad.to_local(), group=ends) after the "
+                            "backward pass, before the norm")
             return fail(f"gradients of step {step} differ between rank 0 and "
                         f"rank {rank}", RESUMED if trial.first_step
-                        else why_apart(trial))
+                        else why_apart(trial, step, mine))
         error = mine.error(good)
         if not error <= GRADIENT:
             return fail(f"gradients of step {step} are off by "
@@ -437,27 +533,13 @@ def norms(trial, reference):
     if step is None:
         return ok(f"gradient norms agree (to {largest:.0e})")
     value, good = values(trial, reference, "norm", step)
-    hint = why_scaled(trial, reference, step)
-    if is_part_of_norm(trial, step, value / good):
-        hint = ("it is the norm of rank 0's part alone: "
-                "clip_grad_norm_(...).full_tensor() adds up all ranks'")
+    hint = (why_norm(trial, step, value / good)
+            or why_scaled(trial, reference, step))
     if not hint and relative(value, 1.0) < 1e-3:
         hint = "it is to be logged as it was before clipping"
     return fail(f"the gradient norm of step {step} is {value:.4f}, not "
                 f"{good:.4f}", hint or "it is to be the norm of the reduced "
                 "gradient, over all parameters, before clipping")
-
-
-def is_part_of_norm(trial, step, ratio):
-    """Whether it is so far off as rank 0's part of the gradient is."""
-    mine = trial.seen[0]["gradients"][step]
-    if not trial.shards or not mine["sharded"]:
-        return False
-    part = sum(entry["part"].square().sum().item()
-               for entry in mine["sharded"].values()) ** 0.5
-    whole = norm_of(assemble([seen["gradients"][step]
-                              for seen in trial.seen]))
-    return relative(ratio, part / whole) < 1e-3
 
 
 @question("gradients are reduced once a step", meshes=shares_data)
@@ -507,10 +589,13 @@ def losses(trial, reference):
         return ok(f"losses agree at every step (to {largest:.0e})")
     value, good = values(trial, reference, "loss", step)
     text = f"the logged loss of step {step} is {value:.6f}, not {good:.6f}"
+    if value == 0 and trial.pipelined and trial.mesh.pp == 1:
+        return fail(text, "the schedule puts the losses of the last stage "
+                    "into a list: step(..., losses=losses)")
     W, A = trial.mesh.dp, trial.accumulation
-    ratio = value / good
     if step == 0:
         factors = (
+            *by_mesh(trial.mesh),
             (1 / W, "it is divided by the world size, but not summed over "
                     "ranks: all_reduce it"),
             (W, "it is summed over ranks: divide it by the world size"),
@@ -520,7 +605,7 @@ def losses(trial, reference):
             (A * W, "it is a sum: divide it by the world size and by "
                     "accumulation_steps"))
         for factor, cause in factors:
-            if factor != 1 and relative(ratio, factor) < 0.05:
+            if is_off_by(factor, value, good):
                 return fail(text, cause)
         if relative(value, good) < 0.2:
             return fail(text, "it is rank 0's own loss, or one microbatch's: "
@@ -544,6 +629,7 @@ def validation(trial, reference):
             f"{good:.6f}")
     W, N = trial.mesh.dp, 2 * trial.accumulation
     for factor, cause in (
+            *by_mesh(trial.mesh),
             (1 / W, "it is divided by the world size, but not summed over "
                     "ranks: all_reduce it in evaluate()"),
             (W, "it is summed over ranks: divide it by the world size"),
@@ -551,7 +637,7 @@ def validation(trial, reference):
             (N * W, "it is a sum: divide it by the number of microbatches "
                     "and by the world size"),
             (1 / N, "it is divided by the number of microbatches twice")):
-        if factor != 1 and relative(value / good, factor) < 0.05:
+        if is_off_by(factor, value, good):
             return fail(text, cause)
     if np.isnan(good):
         return fail(f"step {step} has a validation loss, which the single "
@@ -610,7 +696,20 @@ def texts(trial, reference):
                         "on rank 0: they would end up between one another's "
                         "lines")
     written = trial.ranks[0].out.split(PROMPT)[1:]
-    if trial.mesh.size == 1 or len(written) != 4 * trial.mesh.size:
+    mesh = trial.mesh
+    if mesh.tp > 1 and written:
+        for rank, seen in enumerate(trial.seen):
+            first = mesh.row(rank)[0]
+            if seen["continued"] != trial.seen[first]["continued"]:
+                return fail(f"ranks {first} and {rank} of a row write "
+                            "different texts", "a row writes one text "
+                            "together: its ranks need the same seed, with "
+                            "dp_rank in it and not rank")
+        if len(written) == 4 * mesh.size:
+            return warn(f"each text is printed {mesh.tp} times", "all ranks "
+                        "of a row have written the same: print "
+                        "texts[::tp_size]")
+    if mesh.dp == 1 or len(written) != 4 * mesh.dp:
         return None
     if len({text[:20] for text in written}) > 4:
         return ok("every rank writes texts of its own")
@@ -705,3 +804,15 @@ def stopping(trial, reference):
         return fail("a signal ends it without a checkpoint",
                     "save before the loop ends where a stop is requested")
     return ok("a signal to one rank ends all of them, after a checkpoint")
+
+
+@question("every name that it uses is defined")
+def definitions(trial, reference):
+    """Also where the check does not come by, as under --compile."""
+    missing = undefined_name(trial.tree())
+    if missing:
+        name, line = missing
+        return fail(f"{name} is not defined (line {line})",
+                    "is an import or another change missing? `python -m "
+                    f"workshop diff {trial.stage}` shows what is left")
+    return ok("every name that it uses is defined")

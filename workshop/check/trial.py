@@ -16,12 +16,11 @@ import torch
 
 from backstage import vocabulary
 from backstage.errors import UserError
-from workshop.check.observe import Observer
+from workshop.check.observe import SAMPLES, Observer, T
 from workshop.processes import Launch
 from workshop.stages import STAGES
 
-STEPS, MINIBATCH, B, T = 6, 16, 2, 32
-SAMPLES = 40  # in the dataset: an epoch ends within step 2
+STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
 LEARNING_RATE = 3e-3  # its maximum
 RESUMED = 3  # the step after which a checkpoint is resumed
@@ -55,6 +54,16 @@ class Mesh:
     @property
     def size(self):
         return self.pp * self.dp * self.tp
+
+    @property
+    def nodes(self):
+        """On how many nodes the processes believe they are."""
+        return 2 if self.size >= 4 else 1
+
+    def row(self, rank):
+        """The ranks that share this one's samples, and its matrices."""
+        first = rank - rank % self.tp
+        return range(first, first + self.tp)
 
     def flags(self):
         """What tells a sharded stage."""
@@ -93,6 +102,11 @@ class Trial:
     def by_mpi(self):
         """Whether the stage's processes are a world of MPI."""
         return STAGES[self.stage].launcher == "mpirun"
+
+    @property
+    def pipelined(self):
+        """Whether the script leaves its steps to a pipeline's schedule."""
+        return bool(self.seen[0] and self.asked("schedule"))
 
     @property
     def accumulation(self):
@@ -137,7 +151,7 @@ class Bench:
             script or self.script, *FLAGS, "--data", self.folder / "data",
             "--run", run, *mesh.flags(), *flags,
             world_size=None if plain else mesh.size,
-            nodes=2 if mesh.size == 4 else 1,
+            nodes=mesh.nodes,
             mpirun=STAGES[self.stage].launcher == "mpirun" and (
                 script is None),  # the reference knows nothing of it
             observe=Observer(observed, run, terminated),

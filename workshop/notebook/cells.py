@@ -24,6 +24,7 @@ from workshop.check.board import Board
 from workshop.doctor import ask_slurm
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
+from workshop.notebook import decisions as arithmetic
 from workshop.notebook import pictures
 from workshop.results import runs as results
 from workshop.stages import DESK, FIRST, find
@@ -445,7 +446,7 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
     for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
-                            "seconds": int(seconds)}):
+                            "seconds": int(seconds), "mpirun": mpirun}):
         if "line" in answer:
             print(answer["line"])
         elif "error" in answer:
@@ -456,6 +457,8 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
                      render.paragraph(f'<span class="place">{took}</span>')]
             if any(answer["shown"]):
                 parts.insert(0, pictures.tensors(answer["shown"]))
+            if any(answer["events"]):
+                parts.insert(0, pictures.timeline(answer["events"]))
             state = Shown(render.box("".join(parts)), took)
     show(now=True)
 
@@ -466,6 +469,23 @@ def load_ipython_extension(ipython):
     ipython.register_magic_function(mpi, "cell")
     with contextlib.suppress(UserError):  # the first cell will tell
         warm.start()
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def decisions():
+    """When to divide what, with a number in each row."""
+    rows = [("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
+            *arithmetic.rows()]
+    return Shown(render.box(table(rows)), "\n".join(map("; ".join, rows)))
+
+
+def table(rows):
+    """An HTML table of rows of cells."""
+    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+             for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 # ----------------------------------------------------------------- results
@@ -481,12 +501,9 @@ def runs(*folders):
              for run in found]
     presets = sorted({run.preset for run in found})
     notes = [f"Preset {', '.join(presets)}.", *notes]
-    table = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
-        + "</tr>" for row in rows)
     lines = [render.paragraph(render.quote(note)) for note in notes]
     text = "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)])
-    return Shown(render.box(f"<table>{table}</table>{''.join(lines)}"), text)
+    return Shown(render.box(table(rows) + "".join(lines)), text)
 
 
 @in_one_line

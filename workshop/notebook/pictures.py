@@ -488,3 +488,32 @@ def marker(k, x, y, colour):
     points = " ".join(f"{x + corners[i]:g},{y + corners[i + 1]:g}"
                       for i in range(0, len(corners), 2))
     return f'<polygon points="{points}" fill="{colour}"/>'
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def timeline(ranks, width=640):
+    """When each rank computed what; where nothing is drawn it waited.
+
+    ranks: for each a list of [name, number, begin, end], in seconds. What
+    goes backwards, "B", is drawn in another colour than what goes forwards.
+    """
+    last = max(event[3] for events in ranks for event in events)
+    left, out = 54, []
+    scale = (width - left) / last
+    for rank, events in enumerate(ranks):
+        y = 4 + 30 * rank
+        out += [text(0, y + 16, f"rank {rank}"),
+                f'<rect x="{left}" y="{y}" width="{width - left:g}" '
+                'height="24" fill="currentColor" fill-opacity="0.06"/>']
+        out += [box(left + begin * scale, y, (end - begin) * scale, 24,
+                    COLOURS[name == "B"], f"{name}{number}", 0.35)
+                for name, number, begin, end in events]
+    y = 30 * len(ranks) + 18
+    out += [text(left, y, "0 s"), text(width - 44, y, f"{last:.2f} s")]
+    return svg(width, y + 6, out, "When each process computed what", " ".join(
+        f"rank {rank}: " + ", ".join(
+            f"{name}{number} from {begin:.2f} to {end:.2f} s"
+            for name, number, begin, end in events) + "."
+        for rank, events in enumerate(ranks)))

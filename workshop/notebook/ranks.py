@@ -11,13 +11,15 @@ left of the cell before. A request is a line of JSON on the standard input:
 A collective that waits longer than `seconds` for the others raises an error.
 With mpirun, for `%%mpi`, they are ranks of MPI: the cell has `MPI`, `comm` and
 `np` in the place of `dist`, and all end after `seconds`.
-The answers are lines, too: {"line": text}, then {"shown": [...], "svg": text}
-or {"error": text}. The cell's code can use `torch`, `dist`, `time`, `rank`,
-`world_size`, and
+The answers are lines, too: {"line": text}, then {"error": text} or
+{"shown": [...], "svg": text, "events": [...]}.
+The cell's code can use `torch`, `dist`, `time`, `rank`, `world_size`, and
 
     show(tensor, title)           draw what each rank holds at this point
     show(tensor, title, i, r)     ... where number i has just come from rank r
     plot(xs, ys, xlabel, ylabel)  draw rank 0's curve
+    timeline(events)              draw when each rank did what:
+                                  [name, number, begin, end], in seconds
 """
 
 import datetime
@@ -34,7 +36,8 @@ from pathlib import Path
 from backstage.errors import run_main
 from workshop import processes
 
-PRELOAD = ["torch", "torch.distributed"]
+PRELOAD = ["torch", "torch.distributed", "workshop.notebook.sharding",
+           "workshop.notebook.pipelines"]
 
 
 def main():
@@ -71,8 +74,9 @@ def answer(cell, ranks, seconds, mpirun=False):
                 if mpirun and waits:
                     why = f"it still waits in line {waits[1]}"
                 say(line=f"rank {rank}: did not finish: {why}")
-                said.append({"shown": [], "svg": None})
-    say(shown=[one["shown"] for one in said], svg=said[0]["svg"])
+                said.append({"shown": [], "svg": None, "events": []})
+    say(shown=[one["shown"] for one in said], svg=said[0]["svg"],
+        events=[one["events"] for one in said])
 
 
 def say(**answer):
@@ -95,9 +99,10 @@ def run_cell(cell, folder, seconds, mpirun=None):
     else:
         dist.init_process_group(
             "gloo", timeout=datetime.timedelta(seconds=float(seconds)))
+        dist.barrier()  # none ends before all are connected
         rank, world_size = dist.get_rank(), dist.get_world_size()
         messages = {"dist": dist}
-    said = {"shown": [], "svg": None}
+    said = {"shown": [], "svg": None, "events": []}
 
     def show(value, title="", came=None, source=None):
         if isinstance(value, (list, tuple)):
@@ -116,7 +121,8 @@ def run_cell(cell, folder, seconds, mpirun=None):
             said["svg"] = themed(curve)
 
     names = {"torch": torch, "time": time, "rank": rank, **messages,
-             "world_size": world_size, "show": show, "plot": plot}
+             "world_size": world_size, "show": show, "plot": plot,
+             "timeline": said["events"].extend}
     failed = False
     try:
         exec(compile(Path(cell).read_text("utf-8"), "cell", "exec"), names)

@@ -1,10 +1,30 @@
-"""What a model keeps in memory, and what its processes send: measured."""
+"""What the lesson sharding measures with: memory and traffic."""
 
 import collections
+import importlib.util
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from workshop.stages import find
+
+
+def load(stage):
+    """The finished script of a stage, as a module."""
+    spec = importlib.util.spec_from_file_location(
+        "train_gpt2", find(stage).solution)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+std = load("std")
+
+
+def compare(what, measured, formula):
+    """Print a measured number of bytes beside the one that was expected."""
+    print(f"{what}: {measured:,} bytes, by the formula {formula:,}")
 
 
 def saved_bytes(model, x, y):
@@ -43,7 +63,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.split("::")[1].strip("_")
         if function.namespace in ("c10d", "_c10d_functional") and not (
-                name.startswith("wait") or name == "barrier"):
+                name.startswith(("wait", "wrap")) or name == "barrier"):
             base = name.endswith("_base")  # (output, input, ...)
             leaves = torch.utils._pytree.tree_leaves(args[int(base)])
             self.calls[name] += 1
