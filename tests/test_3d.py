@@ -39,6 +39,7 @@ def test_a_small_change_of_the_tp_stage():
 # ------------------------------------------------ what a step sends
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("mesh", "B"), [
     ((4, 1, 1), 2), ((4, 1, 1), 1), ((2, 2, 1), 1), ((2, 1, 2), 2),
     pytest.param((2, 2, 2), 1, marks=pytest.mark.whole)], ids=str)
@@ -82,6 +83,7 @@ def test_what_a_step_sends(data, tmp_path, mesh, B):
 # ------------------------------------------------ the same training
 
 
+@pytest.mark.whole
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
     std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
     this = train("3d", tmp_path / "3d", "--precision", "bf16", data=data,
@@ -92,6 +94,7 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
             std.column(column), rel=tolerance)
 
 
+@pytest.mark.whole
 def test_stages_of_unequal_length(data, single, tmp_path):
     """Three stages of two blocks, one and one."""
     flags = ("--minibatch-size", 6, "--microbatch-size", 1)
@@ -124,6 +127,7 @@ def test_compiled(data, single, tmp_path):
         single.column("loss"), rel=1e-4)
 
 
+@pytest.mark.whole
 def test_generate_writes_the_texts_of_a_pipeline(data, tmp_path):
     """The stages do not, but say who does."""
     result = train("3d", tmp_path / "run", "--max-steps", 2, data=data,

@@ -205,6 +205,7 @@ def test_a_module_added_later_is_found(desk):
     assert out.split("\n")[-2].startswith(f"{desk}/.venv/bin:/some/module:")
 
 
+@pytest.mark.whole
 def test_installs_when_the_requirements_change(desk):
     plant = desk / ".venv/plant"
     plant.touch()
@@ -234,6 +235,7 @@ def test_needs_a_python(tmp_path):
     assert not (repo / ".venv").exists()
 
 
+@pytest.mark.whole
 def test_without_a_network_the_next_attempt_works(tmp_path):
     repo = tiny_clone(tmp_path)
     refused(source(repo, PIP_FIND_LINKS="", PIP_NO_INDEX="0",
@@ -242,6 +244,7 @@ def test_without_a_network_the_next_attempt_works(tmp_path):
     assert "status=0" in out and out.endswith(f"{repo}\n"), out + err
 
 
+@pytest.mark.whole
 def test_two_shells_at_once(tmp_path):
     repo = tiny_clone(tmp_path)
     shells = [subprocess.Popen(
@@ -255,6 +258,7 @@ def test_two_shells_at_once(tmp_path):
     assert "".join(outs).count("waiting") == 1
 
 
+@pytest.mark.whole
 def test_killed_and_sourced_again(tmp_path):
     """While the environment is made, and while pip installs."""
     repo = tiny_clone(tmp_path)
@@ -274,6 +278,7 @@ def test_killed_and_sourced_again(tmp_path):
     assert "status=0" in out and f"{repo}\nNo broken" in out, out + err
 
 
+@pytest.mark.whole
 def test_a_shared_environment_of_ones_own(tmp_path):
     """An instructor's: made in an empty folder, and kept up to date."""
     repo, shared = tiny_clone(tmp_path), tmp_path / "shared"
@@ -316,6 +321,7 @@ def test_a_shared_environment_of_another(desk, tmp_path):
     assert not (repo / ".venv").exists()
 
 
+@pytest.mark.whole
 def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     """With the real packages, so that the demo dataset is built."""
     repo = clone(tmp_path)
@@ -336,6 +342,7 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     assert set(venv.iterdir()) == made
 
 
+@pytest.mark.whole
 def test_the_sites_own_pytorch_stays(tmp_path):
     """A module brings it by PYTHONPATH, in a version of its own."""
     repo = tiny_clone(tmp_path)

@@ -299,8 +299,8 @@ def test_a_full_disk_keeps_the_script(repo):
     (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
     (("reset",), "name a stage"),
     (("reset", "ddp", "--undo"), "name a stage"),
-    (("reset", "dpp"), "choose from std, ddp, lit"),
-    (("reset", "../../x"), "choose from std, ddp, lit"),
+    (("reset", "dpp"), "choose from std, mpi, ddp, lit"),
+    (("reset", "../../x"), "choose from std, mpi, ddp, lit"),
     (("reset", "20200101-000000"), "reset --list"),
     (("reset", "--undo"), "nothing to undo"),
 ])

@@ -65,6 +65,7 @@ class ShardsSeen:
                         for name, tensors in kept.items()})
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_each_rank_keeps_a_part_of_everything(data, sizes, tmp_path, n):
     result = train("fsdp", tmp_path / "run", "--max-steps", 3, data=data,
@@ -126,6 +127,7 @@ def test_what_a_step_sends(
 # ------------------------------------------------ the same training
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("n", [1, 4])
 def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
     """Autocast computes in bf16; weights and reductions stay in fp32."""

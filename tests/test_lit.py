@@ -348,6 +348,7 @@ def test_a_broken_model_is_not_saved(data, tmp_path):
 # ------------------------------------------------------------- strategies
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_fsdp2_is_the_same_training(data, single, tmp_path, world_size):
     result = train("lit", tmp_path / "run", *FSDP2, data=data,
@@ -459,6 +460,7 @@ SLURM_SHELL = {  # what SLURM sets in the shell of a job
     "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"}
 
 
+@pytest.mark.whole
 def test_srun_starts_one_task_a_device(data, single, tmp_path):
     """Two processes with the variables of a step, and no others."""
     run, port = tmp_path / "run", str(free_port())

@@ -109,6 +109,7 @@ def test_an_error_or_a_death_of_one_rank_ends_all(tmp_path):
     assert launch.returncode and time.monotonic() - begin < 60
 
 
+@pytest.mark.whole
 def test_two_mpis_mixed_are_one_line(tmp_path, mpich):
     """The launcher's MPI is not the library's: worlds of one."""
     for mpirun, more in (("mpiexec.mpich", {}), ("mpirun", mpich)):
@@ -120,6 +121,7 @@ def test_two_mpis_mixed_are_one_line(tmp_path, mpich):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.whole
 def test_another_launcher_is_one_line(tmp_path):
     flags = tiny(tmp_path / "run", GOLDEN)
     rank = run(sys.executable, MPI, *flags, RANK="0", WORLD_SIZE="2")
@@ -146,6 +148,7 @@ def test_without_a_library_or_mpi4py_it_is_one_line(tmp_path):
     assert rank.status == 1 and "mpi4py is not installed" in line
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(os.getuid() != 0, reason="who is not root may")
 def test_root_is_told_by_open_mpi(tmp_path):
     needs("mpirun")

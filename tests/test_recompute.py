@@ -46,6 +46,7 @@ def test_one_device_computes_exactly_the_same(data, tmp_path, precision,
             kept.column(column), rel=tolerance, abs=0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage, mesh, flags", [
     pytest.param("ddp", (1, 2, 1), [], marks=pytest.mark.whole),
     pytest.param("lit", (1, 2, 1), ["--strategy", "ddp"],

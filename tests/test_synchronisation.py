@@ -124,6 +124,7 @@ def test_no_microbatch_waits_for_the_device(
             assert 2 <= len(every) <= 4, every
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mistake, seen", [
     (("mean_loss += loss.detach()", "mean_loss += loss.item()"), "item"),
     (("mean_loss += loss.detach()", "mean_loss += loss.detach().cpu()"),

@@ -41,6 +41,7 @@ def kept(tp):
     return L * block, V * C // tp + T * C + 2 * C
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("mesh", "A"), [
     ((1, 1, 2), 2), ((1, 2, 2), 1), ((1, 2, 2), 2)], ids=str)
 def test_what_a_step_sends(data, tmp_path, mesh, A):
@@ -70,6 +71,7 @@ def test_what_a_step_sends(data, tmp_path, mesh, A):
 # ------------------------------------------------ the same training
 
 
+@pytest.mark.whole
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16, and so are the terms that are added up."""
     std = train("std", tmp_path / "std", "--precision", "bf16", data=data)

@@ -35,43 +35,53 @@ class Work(nn.Module):
     events: [name, microbatch, begin, end], in seconds of the machine's clock.
     """
 
-    def __init__(self, seconds):
+    def __init__(self, events):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.seconds, self.events = seconds, []
+        self.events = events
+
+    def start(self, seconds):
+        """Begin with microbatch 0; seconds: it takes forwards, backwards."""
+        self.seconds, self.number = seconds, {"F": 0, "B": 0}
 
     def forward(self, x):
         return Sleep.apply(x * self.weight, self)
 
     def spend(self, name, seconds):
-        number = sum(event[0] == name for event in self.events)
         begin = time.perf_counter()
         time.sleep(seconds)
-        self.events.append([name, number, begin, time.perf_counter()])
+        self.events.append(
+            [name, self.number[name], begin, time.perf_counter()])
+        self.number[name] += 1
 
 
-def run_pipeline(Schedule, microbatches, forward, backward):
-    """What this rank's stage does in a step of the schedule: its events.
+def run_pipeline(Schedule, microbatches, forward, backward, chunks=1):
+    """What this rank's stages do in a step of the schedule: their events.
 
-    forward, backward: seconds that a stage takes for a microbatch. Every rank
-    is a stage of its own. The events are those of `Work`, from time 0 on.
+    forward, backward: seconds that a rank takes for a microbatch. chunks: how
+    many stages a rank has, which is more than one for interleaved schedules.
+    The events are those of `Work`, in their order, from time 0 on.
     """
-    work = Work((0, 0))
-    stage = PipelineStage(work, dist.get_rank(), dist.get_world_size(),
-                          torch.device("cpu"))
-    schedule = Schedule(stage, microbatches,
+    rank, ranks, events = dist.get_rank(), dist.get_world_size(), []
+    works = [Work(events) for _ in range(chunks)]
+    stages = [PipelineStage(work, rank + i * ranks, chunks * ranks,
+                            torch.device("cpu"))
+              for i, work in enumerate(works)]
+    schedule = Schedule(stages if chunks > 1 else stages[0], microbatches,
                         loss_fn=lambda y, target: (y - target).sum())
     x = torch.zeros(microbatches, 8)
     losses = []
-    for seconds in ((0, 0), (forward, backward)):  # first it warms up
-        work.seconds, work.events = seconds, []
+    for seconds in ((0, 0), (forward / chunks, backward / chunks)):
+        events.clear()  # of the first time, when it warms up
+        for work in works:
+            work.start(seconds)
         dist.barrier()
-        schedule.step(*[x] if stage.is_first else [],
-                      target=x if stage.is_last else None, losses=losses)
-    start = torch.tensor(work.events[0][2], dtype=torch.float64)
+        schedule.step(*[x] if stages[0].is_first else [],
+                      target=x if stages[-1].is_last else None, losses=losses)
+    start = torch.tensor(events[0][2], dtype=torch.float64)
     dist.all_reduce(start, dist.ReduceOp.MIN)
     return [[name, number, begin - start.item(), end - start.item()]
-            for name, number, begin, end in work.events]
+            for name, number, begin, end in events]
 
 
 def waited(events):
