@@ -39,6 +39,7 @@ from backstage.device import device_name
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path, write_atomically
 from backstage.flops import flops_per_token, peak_flops
+from backstage.launchers import is_one_of_several, stop_all
 from backstage.world import (
     get_rank_and_size,
     keep_group,
@@ -61,6 +62,10 @@ class Run:
         self.max_steps, self.device = max_steps, device
         keep_group()
         self.rank, self.world_size = get_rank_and_size()
+        if self.world_size == 1 and is_one_of_several():
+            stop_all(f"{os.environ['WORLD_SIZE']} processes were started, but "
+                     "this script does not join them, and each would train "
+                     "alone: start one, or a script of another stage")
         sizes = sorted(set(on_every_rank(hp.microbatch_size)))
         require(len(sizes) == 1, "the ranks have microbatches of "
                 f"{sizes[0]} to {sizes[-1]} samples, as some devices have "

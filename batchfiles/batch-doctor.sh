@@ -10,4 +10,4 @@
 source "$(scontrol show job "$SLURM_JOB_ID" |
     sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
 
-srun --kill-on-bad-exit=1 python -m workshop doctor
+srun --kill-on-bad-exit=1 python -m workshop doctor --ranks

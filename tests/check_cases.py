@@ -1245,10 +1245,6 @@ TP_PLAN = """\
 TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
        "  # tied again\n")
 TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
-COMPILE_BLOCKS = """\
-    if hp.compile:  # the whole model cannot be compiled with DTensors in it
-        compile_blocks(raw_model.transformer.h, device)
-"""
 MESH_SHARD = """\
     # each rank keeps a part of each block, and of all that is in no block
     for module in (*raw_model.transformer.h, raw_model):
@@ -1257,7 +1253,6 @@ MESH_SHARD = """\
 TP_CLIP = ("        norm = clip_grad_norm("
            "raw_model.parameters(), 1.0, world_size)\n")
 ROWS = "dp_rank, dp_size, vocab_size)\n"
-TP_SYNC = FSDP_SYNC
 HEADS = """\
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
@@ -1294,7 +1289,7 @@ TP_WRONG = (
           "NameError: name 'Replicate' is not defined", "import"),
     wrong("compile_blocks not imported", "tp",
           (("import compile_blocks, pin", "import pin"),),
-          "compile_blocks is not defined (line", "import", suite=True),
+          "compile_blocks is not defined (line", "import"),
     wrong("clip_grad_norm not imported", "tp",
           (("from backstage.norm import clip_grad_norm\n", ""),),
           "NameError: name 'clip_grad_norm' is not defined", "import"),
@@ -1316,7 +1311,7 @@ TP_WRONG = (
     wrong("validation by the rows", "tp",
           (("(loss / num_microbatches / dist.get_world_size())",
             "(loss / num_microbatches / data.world_size)"),),
-          "the validation loss of step 2", "not of rows", suite=True),
+          "the validation loss of step 2", "not of rows"),
     wrong("no loss_parallel", "tp",
           (("@loss_parallel()  # of logits that are split over the "
             "vocabulary\n", ""),), "", "loss_parallel"),
@@ -1352,8 +1347,8 @@ TP_WRONG = (
             "seed = hp.seed + 1000 * step + rank"),),
           "ranks 0 and 1 of a row write different texts", "dp_rank"),
     # another stage's script
-    wrong("the FSDP script", "tp", "fsdp", "", "workshop diff tp",
-          suite=True),
+    wrong("the FSDP script", "tp", "fsdp", "it has no --tensor-parallel",
+          "workshop diff tp"),
     # what runs to the end, and is wrong
     wrong("c_attn in three parts", "tp", ((HEADS, BY_THREES),),
           "gradients of step 0 are off", "ordered by heads"),
@@ -1388,7 +1383,7 @@ TP_WRONG = (
     wrong("the loss not added up", "tp", ((SUM, ""),),
           "the logged loss of step 0", "all_reduce it"),
     wrong("reduced on all but the last microbatch", "tp",
-          ((TP_SYNC, TP_SYNC.replace("(reduce)", "(not reduce)")),),
+          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(not reduce)")),),
           "gradients of step 0", "the last microbatch is not reduced"),
     wrong("rank 0 alone saves", "tp",
           ((MESH_SAVE, "        if rank == 0 and save:\n"),),
@@ -1438,13 +1433,9 @@ TP_RIGHT = (
             "            logits = self(F.pad(known, (0, -n % 4)))[:, n - 1]\n"
             ))),
     right("the loss of gathered logits", "tp",
-          (("return F.cross_entropy(logits.flatten",
-            "logits = logits.full_tensor()\n        "
-            "return F.cross_entropy(logits.flatten"),
-           ("return model(x, y).full_tensor()", "return model(x, y)"),
+          (("return model(x, y).full_tensor()", "return model(x, y)"),
            ("logits.full_tensor()[:, :", "logits[:, :"),
-           ("use_local_output=False", "output_layouts=Replicate()"),
-           ("logits = logits.full_tensor()\n        return", "return"))),
+           ("use_local_output=False", "output_layouts=Replicate()"))),
     right("each text printed by all of a row", "tp",
           ((TP_TEXTS, 'print(*texts, sep="\\n")'),),
           "each text is printed 2 times"),
@@ -1535,7 +1526,8 @@ D3_WRONG = (
           (("                schedule, val_data,",
             "                raw_model, val_data,"),), "", "schedule"),
     # another stage's script
-    wrong("the script of tp", "3d", "tp", "", "workshop diff 3d"),
+    wrong("the script of tp", "3d", "tp", "it has no --pipeline-parallel",
+          "workshop diff 3d"),
     # what runs to the end, and is wrong
     wrong("the tied gradient not summed", "3d", ((D3_SUM, ""),),
           "the tied matrix has another gradient", "group=ends", suite=True),

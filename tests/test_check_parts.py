@@ -1,9 +1,12 @@
 """A sharded model's parameters, put together from what each rank has."""
 
+import ast
+
 import pytest
 import torch
 
-from workshop.check.parts import assemble, describe
+from workshop.check.causes import undefined_name
+from workshop.check.parts import TIED, assemble, describe
 from workshop.processes import launch
 
 SCRIPT = """
@@ -71,3 +74,25 @@ def test_names_without_wrappers():
     described = describe([("module._orig_mod.h.0.weight", weight),
                           ("without", None)])
     assert described["plain"] == [("h.0.weight", (2, 3))]
+
+
+def test_the_ends_of_a_pipeline_have_one_matrix():
+    first = describe([("transformer.wte.weight", torch.ones(2, 3))])
+    last = describe([("lm_head.weight", torch.ones(2, 3))])
+    assert not assemble([first, last]).apart
+    last = describe([("lm_head.weight", torch.zeros(2, 3))])
+    whole = assemble([first, last])
+    assert whole.apart == {TIED} and whole.differing == {1: 1.0}
+
+
+@pytest.mark.parametrize(("text", "missing"), [
+    ("import a\n\ndef f(b):\n    c = a.d\n    return [b + c for b in c]\n",
+     None),
+    ("def f():\n    return g\n\ndef g():\n    return f\n", None),
+    ("def f():\n    global a\n    a = 1\n\ndef g():\n    return a\n", None),
+    ("from a import *\n\ndef f():\n    return b\n", None),
+    ("def f(a):\n    print(a)\n    return lambda: a.b + c\n", ("c", 3)),
+    ("class A:\n    x = 1\n\n    def f(self):\n        return x\n", ("x", 5)),
+])
+def test_a_name_that_nothing_defines(text, missing):
+    assert undefined_name(ast.parse(text)) == missing

@@ -18,8 +18,6 @@ from stages import (
 )
 
 from backstage import ROOT
-from backstage.errors import UserError
-from backstage.launchers import name_mpi_ranks
 from workshop.processes import free_port
 from workshop.stages import STAGES
 
@@ -103,20 +101,9 @@ def test_mpirun(data, single, tmp_path):
         "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2,
         sys.executable, "-m", "workshop.mpi", DDP, *tiny(run, data))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step   19/20") == 1
+    assert done.stdout.count("finished: ") == 1
     assert Result(run, []).column("loss") == pytest.approx(
         single.column("loss"), rel=1e-5)
-
-
-def test_names_of_mpich_and_intel_mpi():
-    env = {"PMI_RANK": "5", "PMI_SIZE": "8",
-           "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-    name_mpi_ranks(env)
-    assert [env[name] for name in (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR")] == ["5", "8", "1", "4", "127.0.0.1"]
-    with pytest.raises(UserError, match="no rank from MPI"):
-        name_mpi_ranks({"PMI_RANK": "0"})
 
 
 @pytest.mark.whole

@@ -472,12 +472,23 @@ def test_the_doctor_as_a_job(slurm):
     state, log = slurm.wait(job)["JobState"], slurm.log(job)
     assert state == "COMPLETED", log
     answers = [line for line in log.splitlines() if line.startswith("ok")]
-    assert len(answers) == 5
-    if slurm.mode == "ns":
-        assert [line.split()[-2] for line in answers[:4]] == [
-            "node1,", "node1,", "node2,", "node2,"]
-    assert re.fullmatch(r"ok     all-reduce: 4 ranks over gloo, 4 MB in "
-                        r"[\d.]+ ms: [\d.]+ GB/s per rank", answers[4])
+    speed = r"in [\d.]+ ms: [\d.]+ GB/s per rank"
+    if slurm.mode != "ns":  # one machine, by one name
+        assert len(answers) == 7
+        assert re.fullmatch("ok     all-reduce: 4 ranks over gloo, 4 MB "
+                            + speed, answers[5])
+        return
+    assert answers[:4] == [
+        f"ok     rank {rank}: local rank {rank % 2} on node{rank // 2 + 1}, "
+        "cpu" for rank in range(4)]
+    assert "the same weights on all ranks" in answers[4]
+    for answer, name in zip(answers[5:8], (
+            "all-reduce: 4", "in the nodes: 2", "between nodes: 2"),
+            strict=True):
+        assert re.fullmatch(f"ok     {name} ranks over gloo, 4 MB {speed}",
+                            answer)
+    assert [answer.split(",")[0] for answer in answers[8:]] == [
+        f"ok     node{node} talks over eth0" for node in (1, 2)]
 
 
 # ------------------------------------------------------- before their end

@@ -38,7 +38,7 @@ def main():
         print(reason, file=sys.stderr, flush=True)
         print(path)
     elif args.command == "doctor":
-        sys.exit(doctor.main())
+        sys.exit(examine(args.ranks))
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
     elif args.command == "plot":
@@ -90,7 +90,9 @@ def parse():
         "has passed the check.").add_argument(
             "stage", choices=STAGES, help="the stage of the batch file")
     add("doctor", "Check that everything the workshop needs is "
-        "there.")
+        "there.").add_argument(
+            "--ranks", action="store_true", help="ask all processes that a "
+            "launcher has started: do they reach each other, how fast?")
     add("progress", "Show how far a run has got; the exit status is 0 if it "
         "is finished.").add_argument("run", help="its folder")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
@@ -119,6 +121,14 @@ def check(stage, verbose, events):
         raise missing(error) from error
     right = run_check(stage, verbose=verbose, events=events)
     sys.exit(0 if right else 1)
+
+
+def examine(ranks):
+    """Ask the doctor, whose questions to all ranks need torch."""
+    try:
+        return doctor.main(ranks)
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
 
 
 def plot(output, folders):

@@ -1,9 +1,8 @@
 """Does this machine have everything the workshop needs? One line per answer.
 
-It works without torch, too: then the questions that need torch say so. Started
-as several processes, by srun or torchrun, it asks whether they reach each
-other, and how fast. Run as a script, it does an all-reduce: the doctor starts
-that as two processes.
+It works without torch, too: then the questions that need torch say so. With
+--ranks, under any launcher, it asks all ranks: see rollcall.py. Run as a
+script, it does an all-reduce: the doctor starts that as two processes.
 """
 
 import importlib.util
@@ -17,17 +16,19 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.cores import count_cores
 from backstage.errors import UserError, explain, require
-from backstage.launchers import name_ranks
+from backstage.launchers import join_world
 from workshop.interpreter import PACKAGES
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
-def main():
+def main(ranks=False):
     """Print the answers; return 1, the exit status, if anything is to do."""
-    name_ranks()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if ranks:
+        join_world()
+        from workshop.rollcall import ask_ranks
+
         return ask_ranks()
     questions = (
         ("course", ask_course), ("python", ask_python),
@@ -214,58 +215,6 @@ def all_reduce(device):
     if dist.get_rank() == 0:
         print(f"{total.item():.0f} processes added up over {backend}")
     dist.destroy_process_group()
-
-
-def ask_ranks():
-    """Print the ranks' devices, and time an all-reduce over all ranks.
-
-    Rank 0 prints; the result, an exit status, is 1 if the sum was wrong.
-    """
-    import datetime
-    import socket
-
-    import torch
-    import torch.distributed as dist
-
-    from backstage.device import device_name, use_device
-
-    device = use_device("auto", int(os.environ["LOCAL_RANK"]))
-    backend = dist.get_default_backend_for_device(device)
-    device_id = None if device.type == "cpu" else device
-    dist.init_process_group(backend, device_id=device_id,
-                            timeout=datetime.timedelta(minutes=2))
-    rank, n = dist.get_rank(), dist.get_world_size()
-    devices = [None] * n
-    dist.all_gather_object(
-        devices, f"{socket.gethostname()}, {device_name(device)}")
-    if rank == 0:
-        for number, name in enumerate(devices):
-            print(f"ok     rank {number}: {name}")
-
-    # on a GPU as many as GPT-2 has gradients, on a CPU fewer
-    numel = 2**20 if device.type == "cpu" else 124 * 10**6
-    values = torch.empty(numel, device=device)
-    seconds = []
-    for _ in range(6):
-        values.fill_(rank + 1)
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(values)
-        total = values[-1].item()  # waits for the device
-        seconds.append(time.perf_counter() - begin)
-    best = min(seconds[1:])  # the first one also connects
-    megabytes = numel * 4 / 1e6
-    # the least that each rank has to send (and receive)
-    speed = 2 * (n - 1) / n * megabytes / 1e3 / best
-    right = bool((values == n * (n + 1) / 2).all())
-    if rank == 0:
-        print(f"{'ok' if right else 'TO DO':5}  all-reduce: {n} ranks over "
-              f"{backend}, {megabytes:,.0f} MB in {1e3 * best:.1f} ms: "
-              f"{speed:.2f} GB/s per rank"
-              + ("" if right else f"; the sum was {total:g}, which is wrong"),
-              flush=True)
-    dist.destroy_process_group()
-    return int(not right)
 
 
 if __name__ == "__main__":

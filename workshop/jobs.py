@@ -24,6 +24,22 @@ source "$(scontrol show job "$SLURM_JOB_ID" |
 train srun --kill-on-bad-exit=1 {command} \
     "$(stage {stage})" --run "$run" --resume{flags} "$@"
 """
+PBS_FILE = r"""#!/bin/bash -l
+# {what}
+#PBS -N {name}
+#PBS -l select={nodes}:ncpus={cores}:ngpus={gpus}:mpiprocs={gpus}
+#PBS -l place=scatter
+#PBS -l walltime=01:00:00
+#PBS -j oe
+#PBS -r n
+
+source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
+
+export OMP_NUM_THREADS={threads}
+train mpiexec -n {processes} "${{per_node[@]}}" {gpus} python -m workshop.mpi \
+    "$(stage {stage})" --run "$run" --resume{flags} "${{flags[@]}}"
+"""
+PBS_SIZES = ("1n4g", "2n4g")
 CORES = 8  # for each GPU
 
 WORKSPACE = """{
@@ -89,6 +105,19 @@ def batch_file(stage, size):
         command=command, stage=stage.name, flags=flags)
 
 
+def pbs_file(stage, size):
+    """The same for PBS: mpiexec starts a process for each GPU."""
+    nodes, gpus = int(size[0]), int(size[2])
+    flags = f" \\\n    {stage.jobs[size]}" if stage.jobs[size] else ""
+    return PBS_FILE.format(
+        what=f"{stage.label} on {count(nodes, 'node')} with "
+             f"{count(gpus, 'GPU')}{' each' if nodes > 1 else ''}: "
+             f"{count(nodes * gpus, 'process', 'processes')}.",
+        name=f"{stage.name}-{size}", nodes=nodes, gpus=gpus,
+        cores=CORES * gpus, threads=CORES, processes=nodes * gpus,
+        stage=stage.name, flags=flags)
+
+
 def count(number, one, many=None):
     """For example "1 node" or "2 nodes"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
@@ -100,6 +129,10 @@ def files():
         for size in stage.jobs:
             yield (ROOT / "batchfiles" / f"batch-{stage.name}-{size}.sh",
                    batch_file(stage, size))
+            if size in PBS_SIZES and stage.launcher == "torchrun":
+                yield (ROOT / "batchfiles" / "pbs"
+                       / f"batch-{stage.name}-{size}.sh",
+                       pbs_file(stage, size))
         if stage.after:
             yield (ROOT / f"{stage.name}.jupyterlab-workspace",
                    WORKSPACE.replace("STAGE", stage.name))
@@ -107,5 +140,6 @@ def files():
 
 if __name__ == "__main__":
     for path, text in files():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755 if path.suffix == ".sh" else 0o644)

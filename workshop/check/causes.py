@@ -485,6 +485,7 @@ def undefined_name(tree):
                 used.add(symbol.get_name())
     missing = {name for name in used - defined if not name.startswith("__")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in missing:
+        if (isinstance(node, ast.Name) and node.id in missing
+                and isinstance(node.ctx, ast.Load)):
             return node.id, node.lineno
     return None

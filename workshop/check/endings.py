@@ -72,6 +72,9 @@ MESH_HINTS = (
     (r"unknown.*--((?:tensor|pipeline)-parallel)|Unrecognized.*--((?:tensor"
      r"|pipeline)-parallel)", "", "it has not got the stage's flag: `python "
      "-m workshop diff {stage}` shows what is left to change"),
+    (r"Mesh not found in cache", "", "what a stage sends on is no DTensor: "
+     "only the last one makes logits, cut(raw_model, pp_rank, pp_size) leaves "
+     "each stage its own modules"),
     (r"Number of microbatches .* must be", "", "each stage of the pipeline "
      "needs a microbatch: Schedule1F1B(stage, accumulation_steps, ...), with "
      "as many microbatches as stages or more"),

@@ -1,0 +1,104 @@
+# What the batch files for PBS share: a job's environment, and how the job goes
+# on after its time limit. They source this file, so `exit` ends the job.
+# shellcheck shell=bash disable=SC2034 # they use the variables
+
+fail() {
+    echo "$PBS_JOBNAME: $*" >&2
+    exit 1
+}
+
+batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+root=$(dirname "$(dirname "$batchfiles")")
+run=${WORKSHOP_RUN:-$root/runs/$PBS_JOBNAME-${PBS_JOBID%%.*}}
+read -ra flags <<<"${FLAGS-}" # of the script: qsub -v FLAGS="--max-steps 100"
+
+# Load the site's modules and the environment. Jobs install nothing.
+WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null || exit 1
+if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
+    fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
+fi
+
+# The processes meet on the first node, at a port of this job's own. The node
+# file is on that node alone.
+[ -s "${PBS_NODEFILE-}" ] || fail "there is no PBS_NODEFILE: submit it with qsub"
+while read -r node; do
+    getent ahosts "$node" >/dev/null ||
+        fail "$PBS_NODEFILE names $node, which is no host that $HOSTNAME knows"
+done < <(sort -u "$PBS_NODEFILE")
+MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
+MASTER_PORT=$((20000 + ${PBS_JOBID//[!0-9]*/} % 10000))
+export MASTER_ADDR MASTER_PORT
+
+# How this mpiexec is told the number of processes on each node.
+per_node=(--ppn) # PALS, MPICH and Intel MPI
+if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
+    per_node=(-x PATH -x PYTHONPATH -x MASTER_ADDR -x MASTER_PORT
+        -x OMP_NUM_THREADS -N)
+fi
+
+# The script of a stage: yours where it passed the check for that stage, else
+# the solution. The log says which, and why.
+stage() {
+    python -m workshop script "$1"
+}
+
+# Run a command that trains in $run. PBS ends a job at its time limit and gives
+# it a few seconds; two minutes before we ask the run to save and end. If it
+# has saved a further step but not the last one, a new job goes on from there.
+train() {
+    local before after processes end ended=
+    before=$(progress)
+    echo "job       $PBS_JOBNAME $PBS_JOBID, on" \
+        "$(sort -u "$PBS_NODEFILE" | paste -sd ' ')"
+    echo "command   $*"
+    "$@" &
+    processes=$!
+    trap ended=yes TERM # by qdel or PBS: the processes get it as well
+    end=$(when_to_end)
+    while kill -0 $processes 2>/dev/null; do
+        sleep 1
+        if [ -n "$end" ] && ((SECONDS >= end)); then
+            kill -USR1 $processes # mpiexec passes it on to all of them
+            end=
+        fi
+    done
+
+    if python -m workshop progress "$run" >/dev/null; then
+        exit 0
+    fi
+    after=$(progress)
+    local again=(qsub -v "WORKSHOP_RUN=$run,FLAGS=${flags[*]}"
+        "$batchfiles/batch-$PBS_JOBNAME.sh")
+    local advice="go on after $after steps with: cd $root && ${again[*]@Q}"
+    if [ -n "$ended" ]; then
+        fail "ended by qdel, or by PBS at the time limit; $advice"
+    fi
+    if [ "$after" = "$before" ]; then
+        fail "stopped and not continued: no further step was saved, see above"
+    fi
+    if ! cd "$root" || ! "${again[@]}"; then
+        fail "$advice"
+    fi
+    echo "$PBS_JOBNAME: a new job goes on after $after steps"
+    exit 0
+}
+
+# The number of steps that are saved.
+progress() {
+    local saved
+    saved=$(python -m workshop progress "$run")
+    echo "${saved%% *}"
+}
+
+# When to ask the run to end, in seconds since this shell began, with the job:
+# two minutes before the time limit, if PBS says it.
+when_to_end() {
+    local limit hours minutes seconds
+    limit=$(qstat -f "$PBS_JOBID" 2>/dev/null |
+        sed -n 's/^ *Resource_List.walltime = //p')
+    IFS=: read -r hours minutes seconds <<<"$limit"
+    if [ -n "$seconds" ]; then
+        limit=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
+        echo $((limit > 240 ? limit - 120 : limit / 2))
+    fi
+}

@@ -1,0 +1,252 @@
+"""Any launcher: who a process is, where rank 0 is, and what is missing."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import needs
+from stages import FOLDER, run_command, start_stage, tiny
+
+from backstage import launchers
+from backstage.errors import UserError
+from backstage.launchers import TORCHRUN, join_world, name_ranks
+from workshop import rollcall
+from workshop.processes import OPEN_MPI, free_port
+from workshop.stages import STAGES
+
+GOLDEN = FOLDER / "golden"
+OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+HYDRA = {**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {**PMI, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1",
+        "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "1"}
+CRAY = {**PMI, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "SLURM_STEP_NODELIST": "node[1-2]"}
+DAEMON = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
+          "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+HERE = ["5", "8", "1", "4"]
+
+
+@pytest.mark.parametrize(("env", "launcher"), [
+    (OPEN, "Open MPI"), (HYDRA, "MPICH or Intel MPI"), (PALS, "PALS"),
+    (CRAY, "Cray's PMI"), (STEP, "srun"), ({**STEP, **PMI}, "srun"),
+    # mpirun has started its own daemons by srun
+    ({**DAEMON, **OPEN}, "Open MPI"), ({**DAEMON, **HYDRA},
+                                       "MPICH or Intel MPI"),
+    (dict(zip(TORCHRUN, HERE, strict=True)), "torchrun")])
+def test_who_it_is(env, launcher):
+    named = {"MASTER_ADDR": "127.0.0.1", **env}
+    assert join_world(named) == launcher
+    assert [named[name] for name in TORCHRUN] == HERE
+
+
+@pytest.mark.parametrize(("variables", "host"), [
+    ({"HYDRA_HOST_FILE": "localhost:4\nother:4\n"}, "localhost"),
+    ({"PBS_NODEFILE": "localhost\nlocalhost\nother\n"}, "localhost"),
+    ({"SLURM_JOB_NODELIST": "localhost,other"}, "localhost"),
+    ({"MASTER_ADDR": "127.0.0.1", "PBS_NODEFILE": "other"}, "127.0.0.1"),
+    ({"PMI_SIZE": "4"}, "127.0.0.1")])
+def test_where_rank_0_is(variables, host, tmp_path):
+    if name := next((name for name in variables if "FILE" in name), None):
+        (tmp_path / "nodes").write_text(variables[name])
+        variables = {**variables, name: str(tmp_path / "nodes")}
+    env = {**HYDRA, "PMI_RANK": "0", "PBS_JOBID": "12345.pbs", **variables}
+    join_world(env)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (host, "22345")
+
+
+@pytest.mark.parametrize(("env", "words"), [
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "no launcher has started"),
+    ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "how many there are"),
+    (HYDRA, "export MASTER_ADDR=HOST"), (PMI, "export MASTER_ADDR=HOST"),
+    ({**PALS, "PBS_NODEFILE": "/nowhere"}, 'head -n 1 "$PBS_NODEFILE"'),
+    ({**PALS, "PBS_NODEFILE": os.devnull}, "names no host"),
+    ({**PALS, "MASTER_ADDR": "nowhere.invalid"},
+     "nowhere.invalid, which is no host that"),
+    # an address for documentation: no machine has it
+    ({**PALS, "MASTER_ADDR": "192.0.2.77"},
+     f"export MASTER_ADDR={socket.gethostname()}")])
+def test_what_cannot_be_known_is_an_error_at_once(env, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        join_world({name: "0" if name in ("PMI_RANK", "PALS_RANKID") else value
+                    for name, value in env.items()})
+
+
+def test_without_a_launcher_nothing_is_named():
+    for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+                {"PMI_RANK": "0", "PMI_SIZE": "1"}):
+        named = dict(env)
+        name_ranks(named)
+        assert named == env
+
+
+@pytest.mark.parametrize("stage", ["std", "ddp"])
+def test_a_rank_of_mpi_does_not_train_alone(stage, tmp_path):
+    (rank,) = start_stage(stage, tmp_path / "run", data=GOLDEN, env={
+        **os.environ, **OPEN, "OMPI_COMM_WORLD_RANK": "0"}).wait()
+    (line,) = rank.err.splitlines()
+    assert rank.status == 1 and not (tmp_path / "run").exists()
+    assert "Open MPI has started 8 processes" in line
+    assert "mpirun -n 8 python -m workshop.mpi" in line
+
+
+def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
+    monkeypatch.setattr(launchers.time, "sleep", lambda seconds: None)
+    for number in range(1, 4):
+        with pytest.raises(SystemExit) as end:
+            name_ranks({**HYDRA, "PMI_RANK": str(number)})
+        assert end.value.code == 1
+
+
+def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
+    ranks = start_stage(
+        "std", tmp_path / "run", data=GOLDEN, world_size=2,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "none"}).wait()
+    lines = [line for rank in ranks for line in rank.err.splitlines()]
+    assert [rank.status for rank in ranks] == [1, 1] and len(lines) == 1
+    assert "does not join them" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------- the real launchers
+
+
+MPIRUN = {"Open MPI": "mpirun", "MPICH or Intel MPI": "mpiexec.mpich"}
+BARE = """\
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"sum {int(total)}\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """One that reads torchrun's variables."""
+    path = tmp_path / "bare.py"
+    path.write_text(BARE)
+    return path
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("launcher", MPIRUN)
+def test_a_launcher_and_what_a_rank_says(launcher, script, monkeypatch):
+    needs(MPIRUN[launcher])
+    for name, value in {**OPEN_MPI, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
+                       "workshop.mpi", "-v", script)
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    for rank in range(2):
+        assert re.fullmatch(
+            rf"rank {rank} of 2, on {re.escape(socket.gethostname())} local "
+            rf"rank {rank} of 2, as {launcher} says; rank 0 is at 127\.0\.0\.1"
+            r":\d+", said[rank])
+    assert said[2:] == ["sum 2", "sum 2"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("launcher", MPIRUN)
+def test_without_the_translation_it_is_one_line(
+        launcher, tmp_path, monkeypatch):
+    needs(MPIRUN[launcher])
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable,
+                       STAGES["ddp"].solution, *tiny(tmp_path / "run", GOLDEN))
+    errors = [line for line in done.stderr.splitlines()
+              if line.startswith("error")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr
+    assert f"{launcher} has started 2 processes" in errors[0]
+
+
+@pytest.mark.whole
+def test_local_ranks_from_the_host_names(script, monkeypatch):
+    """Four ranks, of which two are on another node: by its name, at least."""
+    needs("mpiexec.mpich", "unshare")
+    if subprocess.run(["unshare", "--uts", "true"]).returncode:
+        pytest.skip("only root may give a process another host name")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    start = (f"unset MPI_LOCALRANKID; {sys.executable} -m workshop.mpi -v "
+             f"'{script}'")
+    done = run_command(
+        "mpiexec.mpich", "-n", 2, "sh", "-c", start, ":", "-n", 2, "unshare",
+        "--uts", "sh", "-c", f"hostname node2; {start}")
+    assert done.returncode == 0, done.stderr
+    places = re.findall(r"rank (\d) of 4, on (\S+) local rank (\d) of (\d), "
+                        "as PMI says", done.stdout)
+    here = socket.gethostname()
+    assert sorted(places) == [("0", here, "0", "2"), ("1", here, "1", "2"),
+                              ("2", "node2", "0", "2"),
+                              ("3", "node2", "1", "2")]
+    assert done.stdout.count("sum 4") == 4
+
+
+# -------------------------------------------------------- doctor --ranks
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("launcher", MPIRUN)
+def test_the_doctor_asks_all_ranks(launcher, monkeypatch):
+    needs(MPIRUN[launcher])
+    for name, value in {**OPEN_MPI, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
+                       "workshop", "doctor", "--ranks")
+    assert done.returncode == 0, done.stderr
+    here = re.escape(socket.gethostname())
+    expected = [
+        *(rf"rank {rank}: local rank {rank} on {here}, .+" for rank in (0, 1)),
+        r"training: 10 steps of a tiny model, loss 1\.\d+ -> 0\.\d+, the same "
+        "weights on all ranks",
+        r"all-reduce: 2 ranks over \w+, [\d,]+ MB in [\d.]+ ms: [\d.]+ GB/s "
+        "per rank", rf"{here} talks over \S.+"]
+    for line, pattern in zip(done.stdout.splitlines(), expected, strict=True):
+        assert re.fullmatch("ok     " + pattern, line)
+
+
+def test_the_doctor_needs_a_launcher_for_ranks():
+    done = run_command(sys.executable, "-m", "workshop", "doctor", "--ranks")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "no launcher has started" in line
+
+
+def test_the_interface_of_a_connection(monkeypatch):
+    """Of a real connection, which is not the store's; no other's."""
+    address, = (here for _, name in socket.if_nameindex()
+                if (here := rollcall.address(name)) == "127.0.0.1")
+    with socket.create_server((address, 0)) as door, socket.create_connection(
+            door.getsockname()):
+        monkeypatch.setenv("MASTER_PORT", "1")
+        assert set(rollcall.find_interfaces()) == {"lo"}
+        monkeypatch.setenv("MASTER_PORT", str(door.getsockname()[1]))
+        assert not set(rollcall.find_interfaces())
+
+
+def test_what_a_network_is(tmp_path):
+    for name, kind in (("eth0", 1), ("ib0", 32)):
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "type").write_text(f"{kind}\n")
+    assert rollcall.describe("eth0", tmp_path) == (
+        "eth0, not InfiniBand, which this node does not have")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert rollcall.describe("eth0", tmp_path) == (
+        "eth0, not InfiniBand, although this node has mlx5_0")
+    assert rollcall.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
+    log = "n1:7:9 [0] NCCL INFO NET/{} : Using [0]{} [RO]; OOB eth0:10.1.1.1"
+    assert rollcall.read_nccl_log(log.format("IB", "mlx5_0:1/IB")) == (
+        "mlx5_0, InfiniBand or RoCE, by NCCL between the nodes")
+    assert rollcall.read_nccl_log(log.format("Socket", "eno9:10.1.1.1<0>")) \
+        .startswith("eno9, ")
+    assert "names no network" in rollcall.read_nccl_log("")

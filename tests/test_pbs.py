@@ -1,0 +1,142 @@
+"""The batch files for PBS, run as PBS would: no PBS server can be here.
+
+The variables and the node file are what PBS sets. mpiexec, the processes, the
+signal before the time limit and the checkpoints are real. `qstat` and `qsub`
+are programs that say a time limit, and write down what was submitted.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import needs
+from stages import FOLDER, Result
+
+from backstage import ROOT
+from workshop.processes import OPEN_MPI
+from workshop.stages import STAGES
+
+GOLDEN = FOLDER / "golden"
+FLAGS = f"--preset tiny --device cpu --data {GOLDEN} --microbatch-size 1"
+FILES = sorted((ROOT / "batchfiles" / "pbs").glob("batch-*.sh"))
+
+QSTAT = """#!/bin/sh
+echo "Job Id: $2
+    Resource_List.walltime = 00:00:24"
+"""
+QSUB = """#!/bin/sh
+for word; do echo "$word"; done > "$SUBMITTED"
+echo 124.pbs
+"""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_asks_for_what_its_name_says(file):
+    text = file.read_text()
+    stage, nodes, gpus = re.fullmatch(
+        r"batch-(\w+)-(\d)n(\d)g", file.stem).groups()
+    assert f"#PBS -N {stage}-{nodes}n{gpus}g\n" in text
+    assert f"select={nodes}:ncpus={8 * int(gpus)}:ngpus={gpus}:" in text
+    assert f'mpiexec -n {int(nodes) * int(gpus)} "${{per_node[@]}}" {gpus} ' \
+        in text
+    assert f'"$(stage {stage})"' in text and STAGES[stage].jobs is not None
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the repository that submits, and the nodes' programs."""
+    clone = tmp_path_factory.mktemp("pbs") / "my clone"
+    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
+                 "solutions", "workshop"):
+        shutil.copytree(ROOT / name, clone / name,
+                        ignore=shutil.ignore_patterns(
+                            "__pycache__", "demo", "edu_*", ".cache"))
+    (clone / "tests").mkdir()
+    for name in ("activate.sh", "requirements.txt", "constraints.txt",
+                 "tests/requirements.txt"):
+        shutil.copy(ROOT / name, clone / name)
+    (clone / "fineweb" / "demo").mkdir()
+    (clone / "fineweb" / "demo" / "manifest.json").touch()
+    (clone / "site.sh").write_text(f'WORKSHOP_VENV="{sys.prefix}"\n')
+    return clone
+
+
+def run(clone, name, nodes=None, bin="", **variables):
+    """Run a batch file with what PBS sets; the finished process."""
+    nodes_file = clone / "nodes"
+    nodes_file.write_text(nodes or f"{socket.gethostname()}\n" * 4)
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("SLURM_", "WORKSHOP_D"))}
+    env |= {**OPEN_MPI, "PBS_O_WORKDIR": str(clone), "PBS_JOBNAME": name,
+            "PBS_JOBID": "123.pbs", "PBS_NODEFILE": str(nodes_file),
+            "PATH": f"{bin}{os.pathsep * bool(bin)}{os.environ['PATH']}",
+            **variables}
+    process = subprocess.Popen(
+        ["bash", clone / "batchfiles" / "pbs" / f"batch-{name}.sh"], env=env,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
+        start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(name, process.returncode, out, err)
+
+
+@pytest.mark.whole
+def test_it_goes_on_after_its_time_limit(clone, tmp_path):
+    """First with MPICH, then, as a new job, with Open MPI."""
+    needs("mpiexec", "mpiexec.mpich")
+    for name, text in (("qstat", QSTAT), ("qsub", QSUB)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text('#!/bin/sh\nexec mpiexec.mpich "$@"\n')
+    mpiexec.chmod(0o755)
+    submitted, folder = tmp_path / "submitted", tmp_path / "run"
+    flags = f"{FLAGS} --max-steps 100000 --eval-every 100000"
+    done = run(clone, "ddp-1n4g", bin=str(tmp_path), FLAGS=flags,
+               SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (steps,) = re.findall(r"a new job goes on after (\d+) steps", done.stdout)
+    option, variables, file = submitted.read_text().splitlines()
+    assert option == "-v" and variables == (
+        f"WORKSHOP_RUN={folder},FLAGS={flags}")
+    assert Path(file) == clone / "batchfiles" / "pbs" / "batch-ddp-1n4g.sh"
+
+    again = run(clone, "ddp-1n4g", FLAGS=flags.replace(
+        "100000 ", f"{int(steps) + 5} ", 1), WORKSHOP_RUN=str(folder))
+    assert again.returncode == 0, again.stdout + again.stderr
+    for job in (done, again):
+        assert "job       ddp-1n4g 123.pbs, on " in job.stdout
+        assert "world size 4" in job.stdout
+    assert Result(folder, []).column("step") == list(range(int(steps) + 5))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"nodes": "nowhere.invalid\n"}, "names nowhere.invalid, which is no "),
+    ({"PBS_NODEFILE": "/nowhere"}, "submit it with qsub"),
+    ({"PBS_O_WORKDIR": "/nowhere"}, "/nowhere/batchfiles/pbs/job.sh"),
+    ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
+    ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
+     "stopped and not continued: no further step was saved"),
+    # as qdel does: the job's shell gets the signal, too
+    ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "kill $PPID; sleep 1; exit 1"},
+     "ended by qdel, or by PBS at the time limit; go on after 0 steps")])
+def test_what_is_wrong_is_one_line(clone, tmp_path, variables, words):
+    if "mpiexec" in variables:
+        variables = dict(variables)
+        (tmp_path / "mpiexec").write_text(
+            f"#!/bin/sh\n{variables.pop('mpiexec')}\n")
+        (tmp_path / "mpiexec").chmod(0o755)
+    done = run(clone, "ddp-1n4g", bin=str(tmp_path), **variables)
+    (line,) = (line for line in done.stderr.splitlines()
+               if not line.startswith("script "))
+    assert done.returncode == 1 and words in line
