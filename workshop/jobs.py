@@ -82,15 +82,11 @@ WORKSPACE = """{
 
 def batch_file(stage, size):
     """The text of a stage's batch file for "2n4g": 2 nodes, 4 GPUs each."""
-    nodes, gpus = int(size[0]), int(size[2])
+    nodes, gpus = numbers(size)
     each = " on each node" if nodes > 1 else ""
-    what = (f"{stage.label} on {count(nodes, 'node')} with "
-            f"{count(gpus, 'GPU')}{' each' if nodes > 1 else ''}")
     if stage.launcher == "python":
-        what += "." if gpus == 1 else ". The others stay idle."
         tasks, tasks_are = 1, "srun starts one process"
     else:
-        what += f": {count(nodes * gpus, 'process', 'processes')}."
         tasks = gpus
         tasks_are = f"srun starts {count(gpus, 'process', 'processes')}{each}"
     cores, cores_are, command = CORES, "for each process", "python"
@@ -98,24 +94,37 @@ def batch_file(stage, size):
         tasks, tasks_are = 1, f"a torchrun{each}, which starts {gpus}"
         cores, cores_are = CORES * gpus, f"for each torchrun: {CORES} a GPU"
         command = '"$batchfiles/torchrun.sh"'
-    flags = f" \\\n    {stage.jobs[size]}" if stage.jobs[size] else ""
     return BATCH_FILE.format(
-        what=what, name=f"{stage.name}-{size}", nodes=nodes, gpus=gpus,
-        tasks=tasks, tasks_are=tasks_are, cores=cores, cores_are=cores_are,
-        command=command, stage=stage.name, flags=flags)
+        **in_both(stage, size), tasks=tasks, tasks_are=tasks_are, cores=cores,
+        cores_are=cores_are, command=command)
 
 
 def pbs_file(stage, size):
     """The same for PBS: mpiexec starts a process for each GPU."""
-    nodes, gpus = int(size[0]), int(size[2])
-    flags = f" \\\n    {stage.jobs[size]}" if stage.jobs[size] else ""
+    nodes, gpus = numbers(size)
     return PBS_FILE.format(
-        what=f"{stage.label} on {count(nodes, 'node')} with "
-             f"{count(gpus, 'GPU')}{' each' if nodes > 1 else ''}: "
-             f"{count(nodes * gpus, 'process', 'processes')}.",
-        name=f"{stage.name}-{size}", nodes=nodes, gpus=gpus,
-        cores=CORES * gpus, threads=CORES, processes=nodes * gpus,
-        stage=stage.name, flags=flags)
+        **in_both(stage, size), cores=CORES * gpus, threads=CORES,
+        processes=nodes * gpus)
+
+
+def numbers(size):
+    """How many nodes, and how many GPUs on each: (2, 4) for "2n4g"."""
+    return int(size[0]), int(size[2])
+
+
+def in_both(stage, size):
+    """What SLURM's and PBS's templates have in common."""
+    nodes, gpus = numbers(size)
+    what = (f"{stage.label} on {count(nodes, 'node')} with "
+            f"{count(gpus, 'GPU')}{' each' if nodes > 1 else ''}")
+    if stage.launcher != "python":
+        what += f": {count(nodes * gpus, 'process', 'processes')}"
+    elif gpus > 1:
+        what += ". The others stay idle"
+    flags = stage.jobs[size]
+    return {"what": f"{what}.", "name": f"{stage.name}-{size}",
+            "stage": stage.name, "nodes": nodes, "gpus": gpus,
+            "flags": f" \\\n    {flags}" if flags else ""}
 
 
 def count(number, one, many=None):
