@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import needs
 from stages import (
+    CollectivesSeen,
     DieAfter,
     Result,
     agree,
@@ -375,39 +376,6 @@ class ShardsSeen:
               "elements of", sum(weight.numel() for weight in weights))
 
 
-class CollectivesSeen:
-    """Says what each step sends: how often, and how many bytes go in."""
-
-    def __call__(self, rank):
-        import collections
-
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-        from torch.utils._python_dispatch import TorchDispatchMode
-        from torch.utils._pytree import tree_leaves
-
-        calls, sent = collections.Counter(), collections.Counter()
-
-        class Count(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(),
-                                   kwargs=None):
-                if function.namespace == "c10d":
-                    name = function.name().removeprefix("c10d::").strip("_")
-                    data = [part for part in tree_leaves(args)
-                            if isinstance(part, torch.Tensor)]
-                    calls[name] += 1
-                    sent[name] += data[-1].nbytes
-                return function(*args, **(kwargs or {}))
-
-        def say(*_):
-            print("sent:", *(f"{name} {calls[name]} {sent[name]}"
-                             for name in sorted(calls)), sep="; ")
-            calls.clear()
-            sent.clear()
-
-        Count().__enter__()
-        register_optimizer_step_pre_hook(say)
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("flags", [(), FSDP2], ids=["ddp", "fsdp2"])
 def test_what_a_step_sends(data, single, tmp_path, flags):
@@ -424,7 +392,8 @@ def test_what_a_step_sends(data, single, tmp_path, flags):
     sends = {"allreduce 2": 4 * P + 8} if not flags else {
         f"allgather_base {A * (2 * L + 1)}": 4 * A * (P_b + P) // n,
         f"reduce_scatter_base {A * (L + 1)}": 4 * A * P,
-        "allreduce 1": 8}  # the loss, and whether to stop
+        "allreduce 1": 8,  # the loss, and whether to stop
+        "all_reduce 1": 4 * (12 * L + 4)}  # the norm of each parameter
     expected = "; ".join(
         ["sent:", *sorted(f"{name} {size}" for name, size in sends.items())])
     for rank in result.ranks:

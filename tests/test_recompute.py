@@ -1,19 +1,12 @@
 """Activation checkpointing and the model that needs it: gpt2-xl."""
 
-import importlib.util
-
 import pytest
 import torch
 from conftest import needs
 from stages import agree, make_dataset, train
 
 from backstage.flops import num_parameters
-from workshop.notebook.sharding import saved_bytes
-from workshop.stages import STAGES
-
-spec = importlib.util.spec_from_file_location("std", STAGES["std"].solution)
-std = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(std)
+from workshop.notebook.sharding import saved_bytes, std
 
 
 @pytest.fixture(scope="module")
