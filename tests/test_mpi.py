@@ -128,7 +128,7 @@ def test_another_launcher_is_one_line(tmp_path):
     (line,) = rank.err.splitlines()
     assert rank.status == 1 and "start it with mpirun -n 2" in line
     rank = run(sys.executable, MPI, *flags, SLURM_PROCID="0",
-               SLURM_STEP_NUM_TASKS="2")
+               SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="2")
     assert rank.status == 1
     if "error: 2 processes" not in rank.err:  # Open MPI says it itself
         assert "srun" in rank.err

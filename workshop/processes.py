@@ -79,7 +79,7 @@ class Launch:
         self.server = get_server(preload)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
         folders.add(self.folder)
-        self.pids, self.mpirun = [], None
+        self.jobs, self.mpirun = [], None
         port = free_port()
         started = mpirun and world_size is not None
         try:
@@ -93,7 +93,7 @@ class Launch:
                         "WORLD_SIZE": str(world_size),
                         "LOCAL_WORLD_SIZE": str(devices),
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                self.pids.append(self.server.fork(
+                self.jobs.append(self.server.fork(
                     str(script), [str(flag) for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
                     str(place or Path(script).parent),
@@ -112,22 +112,22 @@ class Launch:
         """
         try:
             late = self.wait_for_end(time.monotonic() + timeout, gives_up)
-            for pid in late:
-                self.server.kill(pid, signal.SIGUSR2)  # faulthandler's
+            for job in late:
+                self.server.kill(job, signal.SIGUSR2)  # faulthandler's
             if late:
                 self.wait_for_end(time.monotonic() + 0.5)
-            for pid in late:
-                self.server.kill(pid, signal.SIGKILL)
+            for job in late:
+                self.server.kill(job, signal.SIGKILL)
             self.wait_for_end(time.monotonic() + 10)
-            return [Rank(None if pid in late else self.server.ended.get(pid),
+            return [Rank(None if job in late else self.server.ended.get(job),
                          self.text(rank, "out"), self.text(rank, "err"))
-                    for rank, pid in enumerate(self.pids)]
+                    for rank, job in enumerate(self.jobs)]
         finally:
             self.clear()
 
     def wait_for_end(self, end, gives_up=None):
         """The processes that have not ended by then."""
-        while running := [pid for pid in self.pids if self.is_alive(pid)]:
+        while running := [job for job in self.jobs if self.is_alive(job)]:
             left = end - time.monotonic()
             if left <= 0 or (gives_up and gives_up()):
                 return running
@@ -140,15 +140,15 @@ class Launch:
         if self.mpirun is None or self.mpirun.poll() in (None, 0):
             return
         met = [not os.path.exists(f"{self.folder}/{rank}.relay")
-               for rank in range(len(self.pids))]
+               for rank in range(len(self.jobs))]
         said = (self.folder / "mpirun.txt").read_text(errors="replace")
         lines = [line for line in said.splitlines() if line.strip("- ")]
         require(all(met), "mpirun does not start: "
                 + " ".join([*lines, "no message"][:3]))
 
-    def is_alive(self, pid):
+    def is_alive(self, job):
         self.server.listen(0)
-        return pid not in self.server.ended
+        return job not in self.server.ended
 
     def text(self, rank, name, most=1_000_000):
         """What the rank has printed: all, or as much from both its ends."""
@@ -169,8 +169,8 @@ class Launch:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def clear(self):
-        for pid in self.pids:
-            self.server.kill(pid, signal.SIGKILL)
+        for job in self.jobs:
+            self.server.kill(job, signal.SIGKILL)
         if self.mpirun:  # ends when its processes have ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.mpirun.wait(10)
@@ -181,8 +181,8 @@ class Launch:
 
     def signal(self, number, rank=None):
         """Send a signal to one rank, or to all."""
-        for pid in self.pids if rank is None else [self.pids[rank]]:
-            self.server.kill(pid, number)
+        for job in self.jobs if rank is None else [self.jobs[rank]]:
+            self.server.kill(job, number)
 
 
 def launch(script, *flags, timeout=120, **options):
@@ -216,11 +216,16 @@ def free_port():
 
 
 class Server:
-    """The process that forks the ranks, as the program sees it."""
+    """The process that forks the ranks, as the program sees it.
+
+    It counts the jobs: the system gives the number of a process that has
+    ended to a new one.
+    """
 
     def __init__(self, preload):
         self.owner = os.getpid()
-        self.ended = {}  # process -> exit status
+        self.pids = []  # of each job
+        self.ended = {}  # job -> exit status
         mine, its = socket.socketpair()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from workshop.processes import serve\n"
@@ -233,33 +238,34 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *job):
-        """Start a rank; returns its process."""
+    def fork(self, *arguments):
+        """Start a rank; returns the number of this job."""
+        job = len(self.pids)
         # the pickle is opened where sys.path is right for it
-        self.link.send((os.getcwd(), list(sys.path), pickle.dumps(job)))
-        self.started = None
-        while self.started is None:
+        self.link.send((job, os.getcwd(), list(sys.path),
+                        pickle.dumps(arguments)))
+        while job == len(self.pids):
             self.listen(60)
-        return self.started
+        return job
 
     def listen(self, seconds):
         """Wait at most that long for news of starts and ends."""
         while self.link.poll(seconds):
             try:
-                event, pid, status = self.link.recv()
+                event, job, value = self.link.recv()
             except (EOFError, OSError):
                 raise RuntimeError(
                     "the server of the processes has ended") from None
             if event == "started":
-                self.started = pid
+                self.pids.append(value)
                 return
-            self.ended[pid] = status
+            self.ended[job] = value
             seconds = 0
 
-    def kill(self, pid, number):
-        if pid not in self.ended:
+    def kill(self, job, number):
+        if job not in self.ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(self.pids[job], number)
 
     def end(self):
         """End the server and all that it has forked, at once."""
@@ -329,34 +335,37 @@ def serve(link, preload):
     os.set_blocking(ring, False)
     signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    jobs = {}  # process -> its job
     while True:
         ready, _, _ = select.select([link, bell], [], [])
         try:
             if bell in ready:
                 os.read(bell, 1000)
-                tell_ended(link)
+                tell_ended(link, jobs)
             if link in ready:
-                folder, path, job = link.recv()
+                job, folder, path, arguments = link.recv()
                 pid = os.fork()
                 if pid == 0:
                     for handle in (link.fileno(), bell, ring):
                         os.close(handle)
-                    become_rank(folder, path, job)
-                link.send(("started", pid, None))
+                    become_rank(folder, path, arguments)
+                jobs[pid] = job
+                link.send(("started", job, pid))
         except (EOFError, OSError):  # the program is gone
             os.killpg(0, signal.SIGKILL)
 
 
-def tell_ended(link):
+def tell_ended(link, jobs):
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            link.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+            link.send(("ended", jobs.pop(pid, None),
+                       os.waitstatus_to_exitcode(status)))
 
 
-def become_rank(folder, path, job):
+def become_rank(folder, path, arguments):
     """In a forked process. Never returns."""
     status = 1
     try:
@@ -364,7 +373,7 @@ def become_rank(folder, path, job):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.chdir(folder)
         sys.path[:] = path
-        status = run_script(*pickle.loads(job))
+        status = run_script(*pickle.loads(arguments))
     except BaseException:
         traceback.print_exc()
     finally:

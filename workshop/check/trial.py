@@ -225,13 +225,13 @@ class Patience:
         if now - self.said > 5 and not self.reason:
             self.said = now
             self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} of {STEPS * len(self.launch.pids)} steps "
+                     f"{updates} of {STEPS * len(self.launch.jobs)} steps "
                      "taken, over all ranks")
         return bool(self.reason)
 
     def look(self, now, updates):
         """Why it is to end, "" if it is to go on."""
-        size = len(self.launch.pids)
+        size = len(self.launch.jobs)
         if self.launch.printed() > FLOOD:
             return "flood"
         if updates > 3 * STEPS * size:

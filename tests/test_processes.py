@@ -1,0 +1,29 @@
+"""The processes that tests and checks start: what they say of their end."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from workshop import processes
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK),
+                    reason="the system does not let us choose a process's "
+                           "number")
+def test_a_number_that_the_system_gives_again(tmp_path):
+    """After 32,768 processes Linux begins again with the first numbers."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nprint(os.getpid())\n"
+                      "time.sleep(float(sys.argv[2]))\n"
+                      "sys.exit(int(sys.argv[1]))\n")
+    first, = processes.launch(script, 0, 0)
+    pid = int(first.out)
+    for _ in range(50):  # another process may take the number before ours
+        LAST_PID.write_text(str(pid - 1))
+        again, = processes.launch(script, 3, 0.3)
+        if int(again.out or 0) == pid or again.status != 3:
+            break
+    assert again == processes.Rank(3, f"{pid}\n", "")
