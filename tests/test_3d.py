@@ -7,13 +7,11 @@ import pytest
 import torch
 from conftest import needs
 from stages import (
-    CollectivesSeen,
     agree,
     changed_lines,
     make_dataset,
     train,
 )
-from test_tp import C, L, T, V, kept
 
 from backstage import ROOT
 from backstage.errors import explain
@@ -34,50 +32,6 @@ def single(data, tmp_path_factory):
 def test_a_small_change_of_the_tp_stage():
     tp, this = (STAGES[name].solution.read_text() for name in ("tp", "3d"))
     assert 0 < changed_lines(tp, this) <= 90
-
-
-# ------------------------------------------------ what a step sends
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("mesh", "B"), [
-    ((4, 1, 1), 2), ((4, 1, 1), 1), ((2, 2, 1), 1), ((2, 1, 2), 2),
-    pytest.param((2, 2, 2), 1, marks=pytest.mark.whole)], ids=str)
-def test_what_a_step_sends(data, tmp_path, mesh, B):
-    """Bytes that go in, on each rank, by the formulas of the lesson."""
-    pp, dp, tp = mesh
-    A = 8 // (dp * B)
-    result = train("3d", tmp_path / "run", "--max-steps", 4,
-                   "--microbatch-size", B, data=data, mesh=mesh,
-                   observe=CollectivesSeen())
-    assert result.status == 0, result.err
-    blocks = L // pp
-    matrix = V * C // tp
-    for number, rank in enumerate(result.ranks):
-        stage = number // (dp * tp)
-        first, last = stage == 0, stage == pp - 1
-        activations = 4 * B * T * C
-        neighbours = 2 - first - last
-        expected = [f"{name} {A * neighbours} {A * neighbours * activations}"
-                    for name in ("send", "recv")]
-        ends = first or last  # the tied gradient, the norm, the report
-        expected += [f"allreduce {2 + ends} "
-                     f"{12 + ends * 4 * matrix // dp}"]
-        layers = A * (4 * blocks + ends) if tp > 1 else 0
-        loss = 3 * A * last  # also where a row is one rank
-        if layers + loss:
-            expected += [f"all_reduce {layers + loss} "
-                         f"{layers * activations + loss * 4 * B * T}"]
-        if dp > 1:
-            inside = kept(tp)[0] // pp
-            outside = first * (matrix + T * C) + last * (matrix + 2 * C)
-            groups = blocks + ends
-            expected += [
-                f"allgather_base {ends + (A + 1) * blocks} "
-                f"{4 * ((A + 1) * inside + outside) // dp}",
-                f"reduce_scatter_base {groups} {4 * (inside + outside)}"]
-        lines = [line for line in rank.out.splitlines() if "sent:" in line]
-        assert lines[1:] == ["; ".join(["sent:", *sorted(expected)])] * 3
 
 
 # ------------------------------------------------ the same training

@@ -3,7 +3,6 @@
 import pytest
 from conftest import needs
 from stages import (
-    CollectivesSeen,
     agree,
     changed_lines,
     make_dataset,
@@ -11,9 +10,6 @@ from stages import (
 )
 
 from workshop.stages import STAGES
-
-L, C, V = 4, 32, 384  # blocks, width and padded vocabulary of preset tiny
-T = 32
 
 
 @pytest.fixture(scope="module")
@@ -30,42 +26,6 @@ def single(data, tmp_path_factory):
 def test_a_small_change_of_the_fsdp_stage():
     fsdp, tp = (STAGES[name].solution.read_text() for name in ("fsdp", "tp"))
     assert 0 < changed_lines(fsdp, tp) <= 65
-
-
-# ------------------------------------------------ what a step sends
-
-
-def kept(tp):
-    """(in blocks, elsewhere): the elements that a row's rank has of each."""
-    block = (12 * C * C + 7 * C) // tp + 6 * C  # matrices; biases, LayerNorms
-    return L * block, V * C // tp + T * C + 2 * C
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("mesh", "A"), [
-    ((1, 1, 2), 2), ((1, 2, 2), 1), ((1, 2, 2), 2)], ids=str)
-def test_what_a_step_sends(data, tmp_path, mesh, A):
-    """Bytes that go in, on each rank, by the formulas of the lesson."""
-    _, dp, tp = mesh
-    B = 8 // (dp * A)
-    result = train("tp", tmp_path / "run", "--max-steps", 4,
-                   "--microbatch-size", B, data=data, mesh=mesh,
-                   observe=CollectivesSeen())
-    assert result.status == 0, result.err
-    layers, loss = A * (4 * L + 2), 3 * A
-    expected = [f"all_reduce {layers + loss} "
-                f"{layers * 4 * B * T * C + loss * 4 * B * T}",
-                "allreduce 2 12"]  # the norm, and the report
-    if dp > 1:  # those of FSDP, with what a row's rank has
-        inside, outside = kept(tp)
-        expected += [
-            f"allgather_base {A * (2 * L + 1)} "
-            f"{4 * A * (2 * inside + outside) // dp}",
-            f"reduce_scatter_base {L + 1} {4 * (inside + outside)}"]
-    for rank in result.ranks:
-        lines = [line for line in rank.out.splitlines() if "sent:" in line]
-        # before the first step, the run begins
-        assert lines[1:] == ["; ".join(["sent:", *sorted(expected)])] * 3
 
 
 # ------------------------------------------------ the same training

@@ -15,6 +15,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from backstage.flops import num_parameters
+from workshop.results.traffic import of_step
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
@@ -51,11 +52,31 @@ class Result:
         return self.hyperparameters["preset"]
 
     @property
+    def mesh(self):
+        """How many processes: (pipeline, data, tensor) parallel."""
+        pp, tp = (self.hyperparameters.get(f"{kind}_parallel", 1)
+                  for kind in ("pipeline", "tensor"))
+        return pp, self.world_size // (pp * tp), tp
+
+    @property
     def accumulation(self):
         """How many microbatches a process takes in a step."""
         hp = self.hyperparameters
-        return hp["minibatch_size"] // (
-            hp["microbatch_size"] * self.world_size)
+        return hp["minibatch_size"] // (hp["microbatch_size"] * self.mesh[1])
+
+    @property
+    def sent(self):
+        """The bytes that a process puts into its messages in a step.
+
+        Those of the stage of the pipeline that sends most; None if unknown.
+        """
+        hp, stage = self.hyperparameters, self.stage
+        if hp.get("strategy") == "ddp":  # Lightning's is the same DDP
+            stage = "ddp"
+        found = of_step(stage, self.config, self.mesh, self.accumulation,
+                        hp["microbatch_size"], hp["sequence_length"])
+        return found and max(sum(size for _, size in rank.values())
+                             for rank in found)
 
     @property
     def seconds(self):
