@@ -123,6 +123,19 @@ fetch_vocabulary() {
     fi
 }
 
+# Git sees a notebook without its outputs and without what JupyterLab notes of
+# the kernel: looking at a lesson and saving it leaves the clone as it was.
+filter_notebooks() {
+    local filter="'$venv/bin/nbstripout' --keep-id --extra-keys \
+'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
+metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
+metadata.language_info.pygments_lexer metadata.language_info.version'"
+    if [ -e .git ] && [ -x "$venv/bin/nbstripout" ] &&
+        [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then
+        git config filter.nbstripout.clean "$filter"
+    fi
+}
+
 # Whether this script may change the environment: it is the clone's own, or a
 # shared one that this user owns and that is empty or was made by this script.
 ours() {
@@ -157,6 +170,7 @@ if [ ! -e fineweb/demo/manifest.json ]; then
     new=yes
 fi
 [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
+filter_notebooks || true # a clone without git is one without this, too
 # A shell that is already set up does not wait for this.
 fetch_vocabulary >/dev/null 2>&1 &
 [ -z "$new" ] || wait

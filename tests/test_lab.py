@@ -1,6 +1,8 @@
 """The lesson in a real JupyterLab and a real browser, as an attendee."""
 
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -12,8 +14,10 @@ import urllib.request
 
 import pytest
 from conftest import needs
+from PIL import Image
 
 from backstage import ROOT
+from workshop.lesson import documents
 from workshop.stages import STAGES
 
 pytestmark = pytest.mark.whole
@@ -24,6 +28,8 @@ FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
          "--disable-component-update --disable-sync").split()
 TYPO = ("loss = training_step(model, batch, device, hp.precision)",
         "loss = training_step(raw_model, batch, device, hp.precision)")
+
+FAR = 30  # of grounds that can be told apart
 
 IN_SIGHT = """where => {
   const box = document.querySelector(where)?.getBoundingClientRect();
@@ -181,11 +187,12 @@ def page():
 class Lesson:
     """The lesson on the right, the script on the left."""
 
-    def __init__(self, page, url):
+    def __init__(self, page, url, stage="ddp"):
         from playwright.sync_api import expect
 
         self.page, self.expect = page, expect
-        page.goto(f"{url}/lab/tree/notebooks/diff_ddp.ipynb")
+        page.goto(f"{url}/lab/workspaces/{stage}/tree/notebooks/"
+                  f"diff_{stage}.ipynb")
         # The toolbar says idle before there is a kernel; this does not.
         expect(page.locator("#jp-bottom-panel")).to_contain_text(
             "| Idle", timeout=90_000)
@@ -218,7 +225,7 @@ class Lesson:
             arg=str(not dark).lower())
         self.page.wait_for_timeout(300)  # the style sheets are there
 
-    def run(self, source, which=0, key="Control+Enter"):
+    def run(self, source, which=0, key="Control+Enter", timeout=120):
         """Run the cell; returns what it shows, as text."""
         cell = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
                                  has_text=source).nth(which)
@@ -226,9 +233,18 @@ class Lesson:
         self.page.keyboard.press(key)
         self.runs += 1
         self.expect(cell.locator(".jp-InputPrompt")).to_have_text(
-            f"[{self.runs}]:", timeout=120_000)
+            f"[{self.runs}]:", timeout=1000 * timeout)
         self.output = cell.locator(".jp-OutputArea-output")
         return "\n".join(self.output.all_inner_texts())
+
+    def run_instead(self, source, new):
+        """Replace what is in the cell, and run it."""
+        cell = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
+                                 has_text=source)
+        cell.locator(".cm-content").click()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.insert_text(new)
+        return self.run(new)
 
     def type_over(self, line, new):
         """Replace the end of the line that ends with `line`."""
@@ -249,6 +265,27 @@ class Lesson:
     def save(self):
         self.editor.press("Control+s")
         self.expect(self.tab).not_to_have_class(re.compile("jp-mod-dirty"))
+
+
+def colours_apart(page):
+    """How far apart added and removed lines are for red-green blind eyes.
+
+    The smallest distance between the grounds of such lines, in RGB (0 to 442),
+    as Chromium shows them to two kinds of such eyes.
+    """
+    devtools = page.context.new_cdp_session(page)
+    distances = []
+    for eyes in ("deuteranopia", "protanopia"):
+        devtools.send("Emulation.setEmulatedVisionDeficiency",
+                      {"type": eyes})
+        grounds = []
+        for kind in ("add", "del"):
+            line = page.locator(f".ws pre.code span.{kind}:visible").first
+            shot = Image.open(io.BytesIO(line.screenshot())).convert("RGB")
+            grounds.append(max(shot.getcolors(shot.width * shot.height))[1])
+        distances.append(math.dist(*grounds))
+    devtools.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
+    return min(distances)
 
 
 @pytest.mark.parametrize("kernel", ["ours", "the portal's"])
@@ -278,6 +315,11 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
 
     # only code can be copied from the view, without the removed lines
     page.locator(".ws summary", has_text="4 of 12").click()
+    assert colours_apart(page) > FAR
+    page.add_style_tag(content=".ws pre.code .add { background: #dfd }"
+                       ".ws pre.code .del { background: #fdd }")
+    assert colours_apart(page) < FAR  # it would be seen
+    page.evaluate("[...document.querySelectorAll('style')].pop().remove()")
     box = page.locator(".ws .code", has_text="use_device(hp.device, local_ran")
     box.evaluate("box => getSelection().selectAllChildren(box)")
     page.keyboard.press("Control+c")
@@ -336,6 +378,71 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
     backup, = (repo / "code").glob("train_gpt2.20*.py")
     assert backup.read_text() == ready
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("stages", "size", "dark"), [
+    (["lit"], (1600, 900), True), (["fsdp", "tp", "3d"], (1280, 720), False)],
+    ids=["to Lightning", "to 3d"])
+def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
+    """Lesson by lesson, with the cells that make changes for the attendee."""
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
+    shutil.copy(STAGES["ddp"].solution, repo / "code" / "train_gpt2.py")
+    url = lab()
+    for stage in stages:
+        lesson = Lesson(page, url, stage)
+        lesson.choose_theme(dark)
+        total = len(documents.load(stage))
+        lesson.run("import sys")
+        assert f"{total} of {total} changes left" in lesson.run(
+            f'diff("{stage}")')
+        made = lesson.run_instead("# remove a #", f'apply("{stage}", 3)')
+        assert "made change 3" in made
+        assert f"{total - 1} of {total} changes left" in lesson.run(
+            f'diff("{stage}")')
+        faint = page.evaluate(FAINT)
+        assert not faint, faint
+        lesson.run_instead(f'apply("{stage}", 3)', f'apply("{stage}", "all")')
+        assert f"Done: all {total} changes are made" in lesson.run(
+            f'diff("{stage}")')
+    checked = lesson.run(f'check("{stage}")', timeout=600)
+    assert checked.splitlines()[0].startswith("Right"), checked
+    largest = max(math.prod(mesh) for mesh in
+                  STAGES[stage].tried or STAGES[stage].meshes)
+    assert "FAIL" not in checked and f"{largest} processes" in checked
+
+
+def test_a_saved_lesson_leaves_the_clone_as_it_was(page, lab, repo):
+    """Run and saved: git sees no outputs, and nothing of the kernel."""
+    for name in ("activate.sh", "environment", "requirements.txt", "fineweb",
+                 "constraints.txt", ".gitattributes", ".gitignore"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, repo / name)
+    (repo / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "requirements.txt", repo / "tests")
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@example.org",
+             *words], cwd=repo, check=True, capture_output=True,
+            text=True).stdout
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-q", "-m", "all")
+    lesson = Lesson(page, lab())
+    lesson.run('diff("ddp")')
+    page.keyboard.press("Control+s")
+    notebook = repo / "notebooks" / "diff_ddp.ipynb"
+    end = time.monotonic() + 60
+    while "12 of 12 changes" not in notebook.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert "codemirror_mode" in notebook.read_text()
+    assert git("status", "--short") == " M notebooks/diff_ddp.ipynb\n"
+    subprocess.run(["bash", "-c", "source activate.sh"], cwd=repo, check=True)
+    assert git("status", "--short") == ""
 
 
 @pytest.mark.parametrize("stage", sorted(

@@ -5,7 +5,7 @@ import os
 import sys
 
 from backstage.errors import UserError, run_main
-from workshop import doctor, progress
+from workshop import doctor, progress, update
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.stages import LESSONS, STAGES
@@ -41,6 +41,8 @@ def main():
         sys.exit(examine(args.ranks))
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
+    elif args.command == "update":
+        update.main()
     elif args.command == "plot":
         plot(args.output, args.run)
 
@@ -95,6 +97,8 @@ def parse():
             "launcher has started: do they reach each other, how fast?")
     add("progress", "Show how far a run has got; the exit status is 0 if it "
         "is finished.").add_argument("run", help="its folder")
+    add("update", "Bring this clone to the newest state of the course; what "
+        "you edited is kept.")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
     plot.add_argument("run", nargs="*", help="folders of runs (default: the "
                       "newest in runs/ and those like it)")

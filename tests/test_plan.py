@@ -1,0 +1,105 @@
+"""The plan of the session, and what INSTRUCTOR.md tells to do."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from itertools import accumulate
+
+import pytest
+
+from backstage import ROOT
+from workshop import __main__ as workshop
+
+README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
+
+
+def table(text, heading):
+    """The rows of the table with that heading: lists of cells."""
+    begin = text.index(f"\n| {heading} |") + 1
+    lines = text[begin:].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in lines[2:]]
+
+
+def minutes(rows, column):
+    return [int(row[column] or 0) for row in rows]
+
+
+def test_the_minutes_add_up():
+    rows = table(README, "60 min | 120 min")
+    assert sum(minutes(rows, 0)) == 60 and sum(minutes(rows, 1)) == 120
+    for row in rows:
+        assert any(row[:3]), row
+
+
+def test_the_notebook_has_the_same_plan():
+    cells = json.loads((ROOT / "notebooks" / "start_here.ipynb").read_text())
+    text = "\n".join("".join(cell["source"]) for cell in cells["cells"])
+    links = re.sub(r"\]\(", "](notebooks/", "\n" + text).replace(
+        "notebooks/../", "")
+    assert table(links, "60 min | 120 min") == table(
+        README, "60 min | 120 min")
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_room_begins_each_part_when_the_plan_does(column):
+    parts = [n for n in minutes(table(README, "60 min | 120 min"), column)
+             if n]
+    begins = [int(row[column]) for row in table(GUIDE, "60 min | 120 min")
+              if row[column]]
+    assert begins == [0, *accumulate(parts)][:-1]
+
+
+def test_every_lesson_is_in_the_plan():
+    named = re.findall(r"\(notebooks/(\w+)\.ipynb\)", str(
+        table(README, "60 min | 120 min")))
+    lessons = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb")
+               if ".20" not in path.name]
+    assert sorted(named) == sorted(lessons)
+
+
+def commands(text):
+    """What stands in its blocks of bash and between its backticks."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return lines + re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "INSTRUCTOR.md",
+                                  "batchfiles/README.md"])
+def test_the_commands_of_the_workshop_exist(page, monkeypatch):
+    text = "\n".join(commands((ROOT / page).read_text()))
+    found = re.findall(r"-m workshop ([a-z][^#|&\n]*)", text)
+    for words in found:
+        if words.strip() != "check":  # named without a stage
+            monkeypatch.setattr(sys, "argv", ["workshop", *shlex.split(words)])
+            workshop.parse()  # raises an error if it is wrong
+    assert found
+    monkeypatch.setattr(sys, "argv", ["workshop", "reset"])
+    with pytest.raises(workshop.UserError):
+        workshop.parse()
+
+
+def test_the_files_that_the_guide_names_exist():
+    ours = ("code/", "batchfiles/", "notebooks/", "site.example.sh",
+            "activate.sh")
+    names = {word for line in commands(GUIDE) for word in line.split()
+             if word.startswith(ours)}
+    assert len(names) > 5
+    for name in names:
+        assert (ROOT / name).exists(), name
+
+
+def test_the_site_file_is_handed_out_to_all_clones(tmp_path):
+    line, = (line for line in commands(GUIDE) if line.startswith("for clone"))
+    homes = [tmp_path / "home" / name / "gpt2-workshop" for name in "abc"]
+    for home in homes:
+        home.mkdir(parents=True)
+    (tmp_path / "site.sh").write_text("export SBATCH_ACCOUNT=us\n")
+    subprocess.run(["bash", "-c", line.replace("/home/", f"{tmp_path}/home/")],
+                   check=True, cwd=tmp_path)
+    assert all((home / "site.sh").read_text() == "export SBATCH_ACCOUNT=us\n"
+               for home in homes)
