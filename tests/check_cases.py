@@ -638,7 +638,7 @@ DDP_RIGHT = (
             "            return model(x, y)\n"
             "        from torch.utils.checkpoint import checkpoint\n"
             "        return checkpoint(model, x, y, use_reentrant=False)\n"),
-           ), suite=True),
+           )),
     right("activation checkpointing of blocks", "ddp",
           (("            x = block(x)\n", "            from torch.utils."
             "checkpoint import checkpoint\n            x = checkpoint(block, "
@@ -736,7 +736,7 @@ LIT_WRONG = (
           "samples of step 0", "accumulate_grad_batches"),
     wrong("precision left at its default", "lit", ((PRECISION, ""),),
           "with --precision bf16 it trains in fp32",
-          'precision="bf16-mixed"', suite=True),
+          'precision="bf16-mixed"'),
     wrong("bf16 always", "lit", ((PRECISION, 'precision="bf16-mixed",'),),
           "with --precision fp32 it trains in bf16", ""),
     wrong("gradients not clipped", "lit",
@@ -897,8 +897,7 @@ LIT_RIGHT = (
            ("    raw_model.hp = hp\n", "")),
           "the checkpoint's names begin with model.", suite=True),
     right("one worker", "lit",
-          (("batch_size=None", "batch_size=None, num_workers=1"),),
-          suite=True),
+          (("batch_size=None", "batch_size=None, num_workers=1"),)),
     right("more print-outs", "lit",
           ((TRAINER, "    print('rank', rank, 'is ready')\n" + TRAINER),)),
 )
@@ -1039,7 +1038,7 @@ FSDP_RIGHT = (
           ((FSDP_LOOP, "for module in (raw_model,):"),),
           "all weights are gathered at once"),
     right("no set_requires_gradient_sync", "fsdp", ((FSDP_SYNC, ""),),
-          "gradients are reduced 4.0 times a step", suite=True),
+          "gradients are reduced 4.0 times a step"),
     right("the norm by item()", "fsdp",
           (("norm.full_tensor().item()", "norm.item()"),)),
     right("a policy that changes nothing", "fsdp",
@@ -1202,14 +1201,14 @@ MPI_RIGHT = (
     for weight in model.parameters():
         total = comm.allreduce(weight.grad.cpu().numpy())
         weight.grad.copy_(torch.from_numpy(total) / comm.size)
-"""),), suite=True),
+"""),)),
     right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),),
           suite=True),
     right("averaged at every microbatch", "mpi",
           ((MPI_AVERAGE, ""), ("            mean_loss += loss.detach()\n",
            "            mean_loss += loss.detach()\n"
            "            average_gradients(raw_model, comm)\n")),
-          "gradients are reduced 4.0 times a step", suite=True),
+          "gradients are reduced 4.0 times a step"),
     right("a ring of Isend and Recv", "mpi",
           ((MPI_LOOP, MPI_RING.replace(
               "EXCHANGE", f"sent = comm.Isend(parts[-1], {NEXT})\n"
@@ -1325,7 +1324,7 @@ TP_WRONG = (
           "samples of step 0", "S // (B * dp_size)"),
     wrong("data by the global rank", "tp",
           ((ROWS, "rank, world_size, vocab_size)\n"),),
-          "samples of step 0", "pass dp_rank and dp_size", suite=True),
+          "samples of step 0", "pass dp_rank and dp_size"),
     wrong("not parallelized", "tp", ((TP_CALL, ""),), "", "parallelize"),
     wrong("sharded over all ranks", "tp",
           (('fully_shard(module, mesh=mesh["dp"])',

@@ -119,31 +119,6 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
 
 
 @pytest.mark.whole
-def test_lesson_lit_runs_with_the_environment_that_the_site_names(
-        repo, execute):
-    (repo / "site.sh").write_text(
-        f"WORKSHOP_VENV={sys.prefix}\n")
-    shutil.copy(STAGES["lit"].solution, repo / "code" / "train_gpt2.py")
-    shown = execute("diff_lit.ipynb")
-    assert shown["strategies()"].count("<rect") == 2 * 4 * 3 * 4
-    assert "Done: all 15 changes are made" in shown['diff("lit")']
-    checked = shown['check("lit")']
-    assert "trains in bf16" in checked and "FAIL" not in checked, checked
-
-
-@pytest.mark.whole
-def test_lesson_fsdp_runs_with_the_environment_that_the_site_names(
-        repo, execute):
-    (repo / "site.sh").write_text(
-        f"WORKSHOP_VENV={sys.prefix}\n")
-    shutil.copy(STAGES["fsdp"].solution, repo / "code" / "train_gpt2.py")
-    shown = execute("diff_fsdp.ipynb")
-    assert "Done: all 8 changes are made" in shown['diff("fsdp")']
-    checked = shown['check("fsdp")']
-    assert "4 processes" in checked and "FAIL" not in checked, checked
-
-
-@pytest.mark.whole
 @pytest.mark.timeout(600)
 def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
         repo, execute):

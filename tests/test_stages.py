@@ -158,7 +158,7 @@ def test_what_follows_from_an_entry_is_up_to_date(path, text):
 
 
 KNOW = {"stages.py",  # the registry
-        "lightning.py", "pictures.py",  # Lightning's strategy of that name
+        "lightning.py", "pictures.py", "runs.py",  # Lightning's strategy
         "causes.py",  # torch's backend of that name
         "sharding.py", "pipelines.py"}  # the lesson that compares them
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import time
 import os
 import sys
 
@@ -78,6 +79,7 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
             result.column(name), rel=1e-6)
 
     # what was written after the checkpoint that is resumed counts once
+    time.sleep(1)  # the files are read by the second in their names
     writer = track.start("tensorboard", run, 2)
     writer.log(2, {"loss": 1.0, "mfu": None})
     writer.close()

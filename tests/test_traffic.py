@@ -18,15 +18,16 @@ from test_std import std
 from backstage import ROOT
 from workshop.notebook import decisions
 from workshop.results.traffic import of_step
+from workshop.stages import STAGES
 
 TABLE = ROOT / "workshop" / "lesson" / "traffic.md"
 T = 32
 CONFIG = {"block_size": T, "vocab_size": 257, "n_layer": 4, "n_head": 4,
           "n_embd": 32}  # preset tiny, with the tests' vocabulary
 CASES = [  # stage, mesh, microbatches of a rank in a step
-    ("ddp", (1, 2, 1), 2), ("ddp", (1, 4, 1), 1), ("lit", (1, 2, 1), 2),
-    ("fsdp", (1, 2, 1), 2), ("fsdp", (1, 4, 1), 1), ("fsdp", (1, 4, 1), 2),
-    ("tp", (1, 1, 2), 2), ("tp", (1, 2, 2), 1), ("tp", (1, 2, 2), 2),
+    ("ddp", (1, 2, 1), 2), ("ddp", (1, 4, 1), 1),
+    ("fsdp", (1, 2, 1), 2), ("fsdp", (1, 4, 1), 1),
+    ("tp", (1, 1, 2), 2), ("tp", (1, 2, 2), 1),
     ("3d", (4, 1, 1), 4), ("3d", (4, 1, 1), 8), ("3d", (2, 2, 1), 4),
     ("3d", (2, 1, 2), 4), ("3d", (2, 2, 2), 4)]
 
@@ -59,8 +60,8 @@ def count(stage, mesh, microbatches, data, folder):
 
 
 def arithmetic(stage, mesh, microbatches):
-    return of_step("ddp" if stage == "lit" else stage, CONFIG, mesh,
-                   microbatches, 8 // (mesh[1] * microbatches), T)
+    return of_step(STAGES[stage].divided, CONFIG, mesh, microbatches,
+                   8 // (mesh[1] * microbatches), T)
 
 
 @pytest.mark.whole

@@ -29,6 +29,7 @@ class Stage:
     tried: tuple = ()  # those of them on which a check tries it (): all
     trainer: bool = False  # whether Lightning's Trainer has the loop
     shards: bool = False  # whether each device holds a part of the model
+    divided: str = ""  # what the devices share, as in results/traffic.py
     jobs: dict = field(  # its batch files: size -> flags of the script
         default_factory=lambda: dict.fromkeys(SIZES, ""))
 
@@ -49,23 +50,27 @@ STAGES = {stage.name: stage for stage in (
     Stage("mpi", "std", "MPI", "gradients averaged by hand, with MPI",
           "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={}),
     Stage("ddp", "std", "DDP", "a process for each device, with DDP",
-          "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+          "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
+          divided="samples"),
     Stage("lit", "ddp", "Lightning", "the same training with Lightning",
           "#cf7a12", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
-          trainer=True),
+          trainer=True, divided="samples"),
     Stage("fsdp", "ddp", "FSDP",
           "a part of the model on each device, with FSDP", "#2b9a5f",
-          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), shards=True),
+          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), shards=True,
+          divided="parameters"),
     Stage("tp", "fsdp", "Tensor parallelism",
           "each matrix split over devices, and FSDP", "#8e4ec6", "torchrun",
           ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2)),
           tried=((1, 1, 1), (1, 1, 2), (1, 2, 2)), shards=True,
+          divided="matrices",
           jobs={"1n2g": "--tensor-parallel 2", "1n4g": "--tensor-parallel 2"}),
     Stage("3d", "tp", "3D parallelism",
           "a pipeline of stages, with tp and FSDP in each", "#c2375a",
           "torchrun", ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2),
                        (2, 2, 2)),
           tried=((1, 1, 1), (2, 1, 1), (2, 2, 2)), shards=True,
+          divided="layers",
           jobs={"2n4g": "--pipeline-parallel 2 --tensor-parallel 2"}),
 )}
 FIRST = next(iter(STAGES))  # where the course starts

@@ -70,11 +70,12 @@ class Result:
 
         Those of the stage of the pipeline that sends most; None if unknown.
         """
-        hp, stage = self.hyperparameters, self.stage
-        if hp.get("strategy") == "ddp":  # Lightning's is the same DDP
-            stage = "ddp"
-        found = of_step(stage, self.config, self.mesh, self.accumulation,
-                        hp["microbatch_size"], hp["sequence_length"])
+        hp = self.hyperparameters
+        if self.stage not in STAGES or hp.get("strategy", "ddp") != "ddp":
+            return None
+        found = of_step(STAGES[self.stage].divided, self.config, self.mesh,
+                        self.accumulation, hp["microbatch_size"],
+                        hp["sequence_length"])
         return found and max(sum(size for _, size in rank.values())
                              for rank in found)
 

@@ -7,13 +7,16 @@ is workshop/lesson/traffic.md. Only the standard library, from Python 3.9 on.
 FP32 = 4  # bytes: weights, gradients and activations are sent in fp32
 
 
-def of_step(stage, config, mesh, microbatches, B, T):
+def of_step(divided, config, mesh, microbatches, B, T):
     """{collective: (calls, bytes)} of a rank in each stage of the pipeline.
 
+    divided: what the devices share: "samples" (each has a copy of the model,
+    as with DDP), "parameters" (FSDP), "matrices" (tensor parallelism and
+    FSDP), "layers" (a pipeline, with both). None for anything else.
     config: a GPTConfig's dictionary. mesh: (pipeline, data, tensor) parallel.
     microbatches: how many a rank takes in a step, of B samples of T tokens.
     The bytes are those that the rank puts in: its input of a reduction, its
-    part of what is gathered. None for a stage of which nothing is known.
+    part of what is gathered.
 
     all_reduce is inside a row of tensor parallelism (and FSDP's norm), and
     allreduce is any other. DDP's calls are those of one bucket: larger models
@@ -22,7 +25,8 @@ def of_step(stage, config, mesh, microbatches, B, T):
     pp, dp, tp = mesh
     if pp * dp * tp == 1:
         return [{}]
-    if stage not in ("ddp", "fsdp", "tp", "3d") or (stage == "3d" and pp == 1):
+    if divided not in ("samples", "parameters", "matrices", "layers") or (
+            divided == "layers" and pp == 1):
         return None
     L, C = config["n_layer"] // pp, config["n_embd"]
     table = -(-config["vocab_size"] // 128) * 128 * C // tp  # tied, so once
@@ -34,12 +38,12 @@ def of_step(stage, config, mesh, microbatches, B, T):
         outside = ((first or last) * table + last * 2 * C
                    + first * config["block_size"] * C)
         calls = Calls()
-        if stage == "ddp":
+        if divided == "samples":
             calls.add("allreduce", 1, L * block + outside)
         elif dp > 1:
-            share(calls, stage, dp, microbatches, L, block, outside,
+            share(calls, divided, dp, microbatches, L, block, outside,
                   first or last)
-        if stage in ("tp", "3d"):
+        if divided in ("matrices", "layers"):
             activations = B * T * C
             if tp > 1:  # two forward and two backward, and one at each end
                 ends = first + last
@@ -67,17 +71,17 @@ class Calls(dict):
             self[name] = calls + number, size + number * elements * FP32
 
 
-def share(calls, stage, dp, microbatches, L, block, outside, is_end):
+def share(calls, divided, dp, microbatches, L, block, outside, is_end):
     """Add what FSDP sends: it gathers weights, and reduces gradients.
 
     A block is gathered before each forward and each backward pass, what is in
     no block once for both. In a pipeline a block stays gathered from its first
     forward pass to its first backward pass.
     """
-    if stage == "fsdp":  # the norm: one number of each parameter
+    if divided == "parameters":  # the norm: one number of each parameter
         calls.add("all_reduce", 1, 12 * L + 4)
     blocks, rest = 2 * microbatches, microbatches
-    if stage == "3d":
+    if divided == "layers":
         blocks, rest = microbatches + 1, 1
     calls.add("allgather_base", blocks * L, block // dp)
     calls.add("allgather_base", rest * is_end, outside // dp)
