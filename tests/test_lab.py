@@ -413,10 +413,9 @@ def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
         lesson.run("strategies()")
         assert lesson.page.locator(".ws svg rect").count() == 2 * 4 * 3 * 4
     checked = lesson.run(f'check("{stage}")', timeout=600)
-    assert checked.splitlines()[0].startswith("Right"), checked
     largest = max(math.prod(mesh) for mesh in
                   STAGES[stage].tried or STAGES[stage].meshes)
-    assert "FAIL" not in checked and f"{largest} processes" in checked
+    assert re.search(rf"Right: .*\b{largest} processes", checked), checked
 
 
 def test_a_saved_lesson_leaves_the_clone_as_it_was(page, lab, repo):
@@ -438,6 +437,7 @@ def test_a_saved_lesson_leaves_the_clone_as_it_was(page, lab, repo):
     git("add", "-A")
     git("commit", "-q", "-m", "all")
     lesson = Lesson(page, lab())
+    lesson.run("import sys")
     lesson.run('diff("ddp")')
     page.keyboard.press("Control+s")
     notebook = repo / "notebooks" / "diff_ddp.ipynb"

@@ -2,9 +2,9 @@
 
 import importlib.util
 import math
-import time
 import os
 import sys
+import time
 
 import pytest
 from stages import FOLDER, train
