@@ -43,7 +43,7 @@ def build(names, folder, pdf=True):
         run_marp(temporary, folder)
         if pdf:
             run_marp(temporary, folder, "--pdf", "--pdf-outlines",
-                     "--browser-path", browser)
+                     "--pdf-outlines.pages=false", "--browser-path", browser)
     return [folder / f"{name}.{ending}" for name in names
             for ending in (("html", "pdf") if pdf else ("html",))]
 

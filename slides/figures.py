@@ -8,6 +8,7 @@ import html
 import random
 import re
 import textwrap
+from functools import cache
 
 import matplotlib
 
@@ -39,6 +40,7 @@ def figure(draw):
     return draw
 
 
+@cache
 def draw(name):
     """The figure, a file's text: black on white, wherever it is shown."""
     drawing = FIGURES[name]()

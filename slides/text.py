@@ -17,13 +17,20 @@ from backstage import ROOT
 from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
 from slides import figures, schedules
-from workshop.lesson.diff import load_lesson
+from workshop.lesson.diff import differences, load_lesson
 from workshop.notebook import decisions, sharding
 from workshop.results import runs
 from workshop.stages import FIRST, LESSONS, STAGES
 
 SLIDES = ROOT / "slides"
 SHARDS, SHARD = 98, 100_000_000  # the course's dataset; tokens in a shard
+ASSUMED = {  # what an example calculates with
+    "share": 0.4,  # of a GPU's peak, which a good script reaches
+    "link": 25e9,  # bytes/s, between two nodes or between CPU and GPU
+    "memory": 80e9,  # of a GPU
+    "B": 16,  # samples in a microbatch
+    "stages": 4, "microbatches": 8,  # of a pipeline
+}
 PLAN = "| 60 min | 120 min | what | where |"
 
 
@@ -138,23 +145,22 @@ def facts():
         decisions.GPT2, decisions.XL))
     flop = flops_per_token(config, T)
     nano = std.GPT(std.MODELS["nano"])
-    rounds = {order: schedules.events(order, 4, 8) for order in (
-        schedules.GPIPE, schedules.ONE_F_ONE_B)}
+    waiting = schedules.idle(schedules.events(
+        schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
     rows = {path.name: runs.read(path)
             for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
     return {
-        "T": T, "S": S, "B": 16, "steps": steps, "shards": SHARDS,
-        "accumulation": S // 16, "tokens": steps * S * T,
-        "minibatch_tokens": S * T, "config": config, "hp": hp,
+        **ASSUMED, "T": T, "S": S, "steps": steps, "shards": SHARDS,
+        "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
+        "minibatch_tokens": S * T,
         "small": small, "large": large, "state": decisions.state,
         "GPT2": decisions.GPT2, "XL": decisions.XL,
         "activations": decisions.activations, "each": figures.state,
-        "decisions": decisions.rows(), "flop": flop,
+        "decisions": decisions.rows(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": runs.traffic,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
         "efficiency": runs.efficiency(rows.values()),
-        "published": runs.PUBLISHED, "idle": schedules.idle,
-        "waiting": schedules.idle(rounds[schedules.GPIPE]),
+        "published": runs.PUBLISHED, "waiting": waiting,
         "messages": len(list(nano.parameters())),
         "unread": lambda n: (1 - 1 / n) ** n,
         "shard": SHARD, "ln": math.log,
@@ -227,29 +233,50 @@ def changes(stage):
                      enumerate(load_lesson(stage).changes, 1))
 
 
-def title(stage, number):
+def number(stage, words):
+    """The number of the change whose title has these words."""
+    found = [k for k, change in enumerate(load_lesson(stage).changes, 1)
+             if words == change.title] or [
+        k for k, change in enumerate(load_lesson(stage).changes, 1)
+        if words in change.title]
+    require(len(found) == 1, f"lesson {stage}: {words!r} is in the titles "
+            f"of {len(found)} changes, not of one")
+    return found[0]
+
+
+def find(stage, words):
+    """The change whose title has these words."""
+    return load_lesson(stage).changes[number(stage, words) - 1]
+
+
+def title(stage, words):
     """A change's number and title."""
-    return f"{number}. {load_lesson(stage).changes[number - 1].title}"
+    return f"{number(stage, words)}. {find(stage, words).title}"
 
 
-def predict(stage, number):
+def predict(stage, words):
     """The question to answer before a change is made."""
-    question = load_lesson(stage).changes[number - 1].predict
-    require(question, f"lesson {stage}: change {number} asks nothing")
+    question = find(stage, words).predict
+    require(question, f"lesson {stage}: {words!r} asks nothing")
     return question
 
 
-def diff(stage, number):
+def diff(stage, words):
     """A change, as a block of unified diff without its line numbers."""
-    lesson = load_lesson(stage)
-    rows = []
+    lesson, chosen, rows = load_lesson(stage), number(stage, words), []
     for piece in lesson.pieces:
-        if piece.change != number - 1:
-            continue
-        rows += [("-", lesson.start.lines[lesson.start.where[i]])
-                 for i in range(piece.i1, piece.i2)]
-        rows += [("+", lesson.goal.lines[lesson.goal.where[j]])
-                 for j in range(piece.j1, piece.j2)]
+        if piece.change == chosen - 1:
+            old, new = ([script.lines[k] for k in script.where[begin:end]]
+                        for script, begin, end in (
+                (lesson.start, piece.i1, piece.i2),
+                (lesson.goal, piece.j1, piece.j2)))
+            i = 0
+            for i1, i2, j1, j2 in [*differences(old, new),
+                                   (len(old), len(old), 0, 0)]:
+                rows += [(" ", line) for line in old[i:i1]]
+                rows += [("-", line) for line in old[i1:i2]]
+                rows += [("+", line) for line in new[j1:j2]]
+                i = i2
     body = textwrap.dedent("\n".join(row for _, row in rows)).splitlines()
     return "\n".join(["```diff", *(
         f"{sign}{row}" for (sign, _), row in zip(rows, body, strict=True)),
@@ -258,9 +285,10 @@ def diff(stage, number):
 
 def changed_lines(stage):
     """(removed, added) lines of code, from the stage before."""
-    pieces = load_lesson(stage).pieces
-    return (sum(piece.i2 - piece.i1 for piece in pieces),
-            sum(piece.j2 - piece.j1 for piece in pieces))
+    lesson = load_lesson(stage)
+    changed = differences(lesson.start.code, lesson.goal.code)
+    return (sum(i2 - i1 for i1, i2, _, _ in changed),
+            sum(j2 - j1 for *_, j1, j2 in changed))
 
 
 def stage_table():
@@ -365,12 +393,14 @@ def write(deck, site_file=ROOT / "site.example.sh"):
     settings.filters["n"] = lambda value: f"{value:,.0f}"
     settings.filters["gb"] = lambda value, digits=1: (
         f"{value / 1e9:,.{digits}f} GB")
+    settings.filters["code"] = lambda words: re.sub(
+        r"(--\w+)", r"`\1`", words)
     plan = [row for row in clock.plan.values()
             if row.name in in_course(clock.plan)
             and deck.minutes in row.minutes]
     text = settings.get_template(f"{deck.source}.md").render(
         **facts(), deck=deck, minutes=deck.minutes, clock=clock, plan=plan,
-        figure=image, changes=changes, change=title, diff=diff,
+        figure=image, changes=changes, change=title, number=number, diff=diff,
         predict=predict, changed_lines=changed_lines,
         stage_table=stage_table, script_map=script_map, terms=terms,
         excerpt=excerpt, log=log, checklist=checklist,
