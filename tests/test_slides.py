@@ -21,6 +21,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from slides import build, figures, schedules, text
 from workshop import __main__ as tools
+from workshop import processes
 from workshop.notebook import sharding
 from workshop.stages import STAGES
 
@@ -412,27 +413,59 @@ def test_red_green_blind_people_tell_the_ranks_apart():
     assert nearest(figures.COLOURS) < 10  # blue and purple: it would be seen
 
 
-@pytest.mark.parametrize(("order", "schedule"), [
-    (schedules.GPIPE, "ScheduleGPipe"),
-    (schedules.ONE_F_ONE_B, "Schedule1F1B")])
-def test_the_schedules_are_pytorchs(order, schedule):
-    from torch.distributed.pipelining import schedules as theirs
-
-    kind, letters = getattr(theirs, schedule), {
-        "FORWARD": "F", "FULL_BACKWARD": "B"}
-    for stages, microbatches in ((2, 4), (4, 8), (4, 4)):
-        one = object.__new__(kind)  # without processes and a model
-        one._num_stages, one._n_microbatches = stages, microbatches
-        expected = one._get_pipeline_order()
-        for stage in range(stages):
-            actions = [(letters[action.computation_type.name],
-                        action.microbatch_index) for action in
-                       expected[stage] if action is not None
-                       and action.computation_type.name in letters]
-            assert order(stage, stages, microbatches) == actions
-        idle = schedules.idle(schedules.events(order, stages, microbatches))
-        assert idle == pytest.approx(
+@pytest.mark.parametrize("order", [schedules.GPIPE, schedules.ONE_F_ONE_B])
+def test_a_pipeline_waits_as_the_formula_says(order):
+    for stages, microbatches in ((2, 4), (4, 8), (4, 4), (4, 16)):
+        events = schedules.events(order, stages, microbatches)
+        assert schedules.idle(events) == pytest.approx(
             (stages - 1) / (microbatches + stages - 1))
+
+
+REAL = """
+import json
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from workshop.notebook.pipelines import run_pipeline
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+tens = lambda count: torch.full((count,), 10**rank)
+held = {}
+held["all-reduce"] = tens(4)
+dist.all_reduce(held["all-reduce"])
+reduced = tens(4)
+dist.reduce(reduced, dst=0)
+held["reduce"] = reduced if rank == 0 else None
+held["broadcast"] = tens(4)
+dist.broadcast(held["broadcast"], src=0)
+held["all-gather"] = torch.zeros(4, dtype=torch.int64)
+dist.all_gather(list(held["all-gather"].split(1)), tens(1))
+parts = list(torch.tensor([1, 2, 3, 4]).split(1)) if rank == 0 else None
+held["scatter"] = torch.zeros(1, dtype=torch.int64)
+dist.scatter(held["scatter"], parts, src=0)
+held["reduce-scatter"] = torch.zeros(1, dtype=torch.int64)
+dist.reduce_scatter(held["reduce-scatter"], list(tens(4).split(1)))
+held = {name: None if x is None else x.tolist() for name, x in held.items()}
+orders = [[event[:2] for event in run_pipeline(schedule, 8, 0, 0)]
+          for schedule in (ScheduleGPipe, Schedule1F1B)]
+print(json.dumps([held, orders]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.whole
+def test_real_processes_do_what_is_drawn(tmp_path):
+    script = tmp_path / "real.py"
+    script.write_text(REAL)
+    ranks = processes.launch(script, world_size=4)
+    for number, rank in enumerate(ranks):
+        held, orders = json.loads(rank.out.splitlines()[-1])
+        assert held == {name: after[number] for name, (_, after) in
+                        figures.COLLECTIVES.items()}
+        for order, done in zip((schedules.GPIPE, schedules.ONE_F_ONE_B),
+                               orders, strict=True):
+            assert [tuple(one) for one in done] == order(number, 4, 8)
 
 
 def test_a_ring_gives_everyone_the_sum():
