@@ -336,10 +336,14 @@ def excerpt(path, begin, end):
 
 
 def log(run, first, last):
-    """Lines of an example run's log: from 0 on, the last one included."""
+    """Lines of an example run's log, as much of them as fits on a slide.
+
+    first, last: from 0 on, the last one included.
+    """
     lines = (runs.EXAMPLES / run / "log.txt").read_text(
         "utf-8").splitlines()
-    return "\n".join(lines[first:last + 1])
+    return "\n".join(re.sub(r"\| tok/s.*", "| ...", line)
+                     for line in lines[first:last + 1])
 
 
 def checklist():
