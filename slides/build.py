@@ -113,8 +113,8 @@ def coverage(decks):
             numbers = [number for number, page in enumerate(
                 text.pages(markdown), 1) if f"section: {row.name}." in page]
             if numbers:
-                places.append(f"[{name}]({name}.md) {numbers[0]} to "
-                              f"{numbers[-1]}")
+                last = f" to {numbers[-1]}" if len(numbers) > 1 else ""
+                places.append(f"[{name}]({name}.md) {numbers[0]}{last}")
         rows.append(f"| {row.what} | {', '.join(places) or '-'} | "
                     f"`{row.where}` |")
     return "\n".join(rows)

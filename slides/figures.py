@@ -277,8 +277,8 @@ def zero(gpus=4):
     right = left + gpus * (bar + gap)
     out, told = [text(right, 14, "GPT-2 XL", "bold")], []
     for k, (name, size) in enumerate(kinds):
-        out += [box(left + 150 * k, 2, 18, 18, fills[k], opacity=0.75),
-                text(left + 24 + 150 * k, 15, f"{name}: {size} bytes")]
+        out += [box(left + 162 * k, 2, 18, 18, fills[k], opacity=0.75),
+                text(left + 24 + 162 * k, 15, f"{name}: {size} bytes")]
     for sharded, name in enumerate(names):
         y = 34 + 54 * sharded
         out.append(text(0, y + 23, name, "bold"))
@@ -395,7 +395,10 @@ def columns_then_rows():
                 box(544, y + 16, 72, 60, colour, f"Y{n}")]
     out += [text(130, 272, "columns of A: nothing is sent"),
             text(396, 272, "rows of B: a term of Y each"),
-            middle(580, 136, "+"), across(622, 664, 124),
+            middle(580, 136, "+"), across(634, 664, 124),
+            line(74, 122, 80, 122, 1.5), line(80, 60, 80, 188, 1.5),
+            *(line(616, y, 634, y, 1.5) for y in (60, 188)),
+            line(634, 60, 634, 188, 1.5),
             box(668, 94, 62, 60, GREY, "Y", 0.12),
             middle(699, 174, "all-reduce")]
     return svg(736, 280, out, "By columns, then by rows: Y = GeLU(XA)B",
@@ -496,5 +499,5 @@ def panel(name):
         return plot.themed(draw, (7.2, 3.3))
 
 
-for NAME in ("loss", "speed", "scaling", "published"):
+for NAME in ("loss", "scaling", "published"):
     FIGURES[NAME] = lambda name=NAME: panel(name)
