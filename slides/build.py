@@ -76,10 +76,7 @@ def embed(markdown):
     """The deck with its figures in it, so that it is a single file."""
     def inline(match):
         drawing = figures.draw(match[1]).replace("\n", " ")
-        names = dict(zip(("title", "desc"), figures.describe(drawing),
-                         strict=True))
-        return f'<figure data-name="{match[1]}" title="{names["title"]}">\n' \
-               f"{drawing}\n</figure>"
+        return f"<figure>\n{drawing}\n</figure>"
     return re.sub(r"^!\[.*\]\(svg/(.+)\.svg\)$", inline, markdown,
                   flags=re.M)
 

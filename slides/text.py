@@ -173,8 +173,6 @@ def facts():
 
 # What the slides cite: authors, year, title, where.
 REFERENCES = {
-    "brown": "Brown et al. (2020). Language models are few-shot learners. "
-             "NeurIPS.",
     "chen": "Chen et al. (2016). Training deep nets with sublinear memory "
             "cost. arXiv:1604.06174.",
     "dalcin": "Dalcin & Fang (2021). mpi4py: status update after 12 years "
@@ -397,6 +395,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
     settings.filters["n"] = lambda value: f"{value:,.0f}"
     settings.filters["gb"] = lambda value, digits=1: (
         f"{value / 1e9:,.{digits}f} GB")
+    settings.filters["power"] = power_of_ten
     settings.filters["code"] = lambda words: re.sub(
         r"(--\w+)", r"`\1`", words)
     plan = [row for row in clock.plan.values()
@@ -411,6 +410,15 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         references=references, site=site(site_file))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def power_of_ten(value):
+    """8.4e18 as people write it."""
+    digits, exponent = f"{value:.1e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans(
+        "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076"
+        "\u2077\u2078\u2079"))
+    return f"{digits} \u00d7 10{raised}"
 
 
 def in_course(plan):

@@ -174,7 +174,10 @@ def test_the_equation():
         assert f"{product:,}" == equation[1] == "9,799,991,296"
     said = re.search(r"(\S+) steps for the course's (\d+) shards",
                      (ROOT / "README.md").read_text())
-    assert said.groups() == (equation[0].split()[0], str(text.SHARDS))
+    steps = equation[0].split()[0]
+    assert said.groups() == (steps, str(text.SHARDS))
+    assert f"epoch: {steps} steps" in figures.describe(
+        figures.draw("words"))[1]
     size = re.search(r"^SIZE = ([\d_]+)", (
         ROOT / "fineweb" / "shards.py").read_text(), re.M)[1]
     assert int(size) == text.SHARD
@@ -360,6 +363,14 @@ def test_every_figure_of_the_list_is_on_a_slide():
              re.findall(r"^!\[(.*)\]\(svg/(.+)\.svg\)$", deck, re.M)}
     assert shown.keys() == figures.FIGURES.keys()
     assert all(len(words) > 40 for words in shown.values())
+
+
+def test_the_cores_are_those_of_a_batch_file():
+    batch = (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text()
+    cores, gpus = (int(re.search(rf"{name}=(\d+)", batch)[1])
+                   for name in ("cpus-per-task", "gpus-per-node"))
+    about = figures.describe(figures.draw("cluster"))[1]
+    assert about.count(f"with {cores // gpus} CPU cores") == 2 * gpus
 
 
 def seen(colour, kind):
