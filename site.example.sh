@@ -65,3 +65,9 @@
 # --- Network: if the processes of several nodes do not find each other ------
 # The interface that connects the nodes (`ip address` lists them):
 #   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+
+# --- The slides: what they say of a session in your portal ------------------
+# `python -m slides` shows these, with the account and the reservation above.
+#
+#   WORKSHOP_PORTAL=https://portal.example.org
+#   WORKSHOP_SESSION="JupyterLab, 1 GPU, 3 hours"

@@ -1,0 +1,1 @@
+"""The lecture: decks of slides, from the same sources as the lessons."""

@@ -1,0 +1,131 @@
+"""Builds the decks with Marp: HTML pages that need no network, and PDFs."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from slides import figures, text
+
+SLIDES = text.SLIDES
+MARP = SLIDES / "node_modules" / ".bin" / "marp"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome",
+            "microsoft-edge")
+MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+PLAN = "<!-- the plan: python -m slides --markdown writes it -->"
+
+
+def build(names, folder, pdf=True):
+    """Write the decks' pages, and PDFs, into the folder: their paths.
+
+    Raises `UserError` if a program is missing.
+    """
+    require(shutil.which("node"), "node is not installed: the slides need "
+            "Node.js 18 or newer (apt-get install nodejs npm, or your "
+            "site's module)")
+    require(MARP.exists(), "Marp is not installed: run `npm ci --prefix "
+            "slides` first")
+    browser = find_browser() if pdf else None
+    site = ROOT / "site.sh"
+    if not site.exists():
+        site = ROOT / "site.example.sh"
+    folder = Path(folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in names:
+            deck = text.write(text.DECKS[name], site)
+            Path(temporary, f"{name}.md").write_text(
+                embed(deck), encoding="utf-8")
+        run_marp(temporary, folder)
+        if pdf:
+            run_marp(temporary, folder, "--pdf", "--pdf-outlines",
+                     "--pdf-outlines.pages=false", "--browser-path", browser)
+    return [folder / f"{name}.{ending}" for name in names
+            for ending in (("html", "pdf") if pdf else ("html",))]
+
+
+def run_marp(source, folder, *options):
+    """Convert all the Markdown in a folder."""
+    end = subprocess.run(
+        [MARP, "--config-file", SLIDES / "marp.config.json", "--no-stdin",
+         "--theme-set", SLIDES / "theme.css", *options, "--input-dir", source,
+         "--output", folder], capture_output=True, text=True,
+        env={**os.environ, "CHROME_NO_SANDBOX": str(int(os.getuid() == 0))})
+    if end.returncode:
+        errors = [line for line in end.stderr.splitlines()
+                  if "ERROR" in line] or end.stderr.splitlines()
+        raise UserError(f"Marp failed: {' '.join(errors).strip()}")
+
+
+def find_browser():
+    """The path of a browser that prints PDFs."""
+    found = [shutil.which(name) for name in BROWSERS]
+    found += [path for path in (MAC,) if Path(path).exists()]
+    path = next(filter(None, found), None)
+    require(path, "there is no Chromium or Chrome, which writes the PDFs: "
+            "install one (apt-get install chromium), or build the pages "
+            "alone with --no-pdf")
+    return path
+
+
+def embed(markdown):
+    """The deck with its figures in it, so that it is a single file."""
+    def inline(match):
+        drawing = figures.draw(match[1]).replace("\n", " ")
+        return f"<figure>\n{drawing}\n</figure>"
+    return re.sub(r"^!\[.*\]\(svg/(.+)\.svg\)$", inline, markdown,
+                  flags=re.M)
+
+
+# --------------------------------------------- what is kept in the repository
+
+
+def documents():
+    """{path: text} of what the repository keeps: decks, figures, a table."""
+    found = {SLIDES / f"{name}.md": text.write(deck)
+             for name, deck in text.DECKS.items()}
+    used = sorted({name for deck in found.values() for name in
+                   re.findall(r"\]\(svg/(.+)\.svg\)", deck)})
+    found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
+              for name in used}
+    readme = SLIDES / "README.md"
+    head, mark, _ = readme.read_text("utf-8").partition(PLAN)
+    require(mark, f"slides/README.md has no line {PLAN}")
+    decks = {path.stem: text for path, text in found.items()
+             if path.suffix == ".md"}
+    found[readme] = f"{head}{mark}\n\n{coverage(decks)}\n"
+    return found
+
+
+def coverage(decks):
+    """A table: each section of the plan, its slides, its notebook."""
+    rows = ["| section of the plan | slides | lesson |", "|---|---|---|"]
+    for row in text.read_plan().values():
+        places = []
+        for name, markdown in decks.items():
+            numbers = [number for number, page in enumerate(
+                text.pages(markdown), 1) if f"section: {row.name}." in page]
+            if numbers:
+                last = f" to {numbers[-1]}" if len(numbers) > 1 else ""
+                places.append(f"[{name}]({name}.md) {numbers[0]}{last}")
+        rows.append(f"| {row.what} | {', '.join(places) or '-'} | "
+                    f"`{row.where}` |")
+    return "\n".join(rows)
+
+
+def write_documents():
+    """Write what the repository keeps; returns the paths that changed."""
+    changed, found = [], documents()
+    (SLIDES / "svg").mkdir(exist_ok=True)
+    for path in sorted({*(SLIDES / "svg").glob("*.svg")} - found.keys()):
+        path.unlink()
+        changed.append(path)
+    for path, new in found.items():
+        if not path.exists() or path.read_text("utf-8") != new:
+            path.write_text(new, encoding="utf-8")
+            changed.append(path)
+    return changed

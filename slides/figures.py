@@ -1,0 +1,503 @@
+"""The slides' figures: SVG, from the code of the notebooks' pictures.
+
+`draw(name)` draws one of `FIGURES`. Each has a title and a description, for
+who cannot see it.
+"""
+
+import html
+import random
+import re
+import textwrap
+from functools import cache
+
+import matplotlib
+
+from slides.schedules import GPIPE, ONE_F_ONE_B, events
+from workshop.notebook import decisions, pictures
+from workshop.notebook.pictures import (
+    COLOURS,
+    GREY,
+    arrow,
+    box,
+    line,
+    middle,
+    svg,
+    text,
+)
+from workshop.results import plot, runs
+
+# Of the four colours of the notebooks, those that people with red-green
+# blindness do not tell apart are replaced: a slide is always white.
+ON_SLIDES = {"#1f7a4a": "#007a5e", "#8e44ad": "#3b0a5c"}
+RANKS = tuple(ON_SLIDES.get(colour, colour) for colour in COLOURS)
+BLUE, ORANGE = COLOURS[:2]
+FIGURES = {}
+
+
+def figure(draw):
+    """Register a figure under its function's name."""
+    FIGURES[draw.__name__.replace("_", "-")] = draw
+    return draw
+
+
+@cache
+def draw(name):
+    """The figure, a file's text: black on white, wherever it is shown."""
+    drawing = FIGURES[name]()
+    for old, new in ON_SLIDES.items():
+        drawing = drawing.replace(old, new)
+    end = drawing.index(">") + 1
+    head = drawing[:end]
+    if "xmlns=" not in head:
+        head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"',
+                            1)
+    head = re.sub(r"max-width: [^;]*;|height: auto", "", head)
+    return (f'{head}<rect width="100%" height="100%" fill="#fff"/>'
+            f"{drawing[end:]}\n")
+
+
+def describe(drawing):
+    """(title, description) of a figure."""
+    return tuple(html.unescape(re.search(
+        rf"<{tag}>(.*?)</{tag}>", drawing, re.DOTALL)[1])
+        for tag in ("title", "desc"))
+
+
+def across(x, end, y, words=""):
+    """An arrow to the right, from x to end, with words above it."""
+    return (line(x, y, end - 4, y, 1.5) + '<path d="M'
+            f'{end - 7:g},{y - 4:g} L{end - 7:g},{y + 4:g} L{end:g},{y:g}z"/>'
+            + middle((x + end) / 2, y - 6, words))
+
+
+# ------------------------------------------------------ the data-parallel step
+
+
+@figure
+def forward():
+    return step(0, "Forward", "Each of four GPUs sends its own samples "
+                "through its copy of the whole model, and gets the loss of "
+                "its samples.")
+
+
+@figure
+def backward():
+    return step(1, "Backward", "Each GPU computes the gradients of its own "
+                "samples; an all-reduce replaces them by the mean of all "
+                "gradients.")
+
+
+@figure
+def update():
+    return step(2, "Update", "Each GPU makes the same update with the same "
+                "mean gradients, so that the copies of the model stay equal.")
+
+
+def step(phase, title, about, ranks=4):
+    """One of the three phases of a step; what was before it is grey."""
+    wide, gap, left = 118, 14, 96
+    whole = ranks * wide + (ranks - 1) * gap
+    rows = ((0, "samples", 6, ""), (0, "model", 50, "the whole model"),
+            (0, "loss", 106, "its loss"),
+            (1, "gradients", 158, "its gradients"),
+            (1, "all-reduce", 210, "the mean of all gradients, for everyone"),
+            (2, "update", 262, "the same update"))
+    out = []
+    for number, name, y, words in rows:
+        if number > phase:
+            continue
+        now = number == phase
+        out.append(f'<g fill="{"#000" if now else "#595959"}">'
+                   + text(0, y + 21, name, "bold"))
+        for rank in range(ranks):
+            x, colour = left + rank * (wide + gap), RANKS[rank]
+            colour = colour if now else "#b0b0b0"
+            if name == "samples":
+                out += [box(x + 12 + 24 * k, y, 22, 28, colour,
+                            str(4 * rank + k)) for k in range(4)]
+                continue
+            out.append(arrow(x + wide / 2, y - 14, y - 2))
+            if name != "all-reduce":
+                out.append(box(x, y, wide, 36 if name == "model" else 32,
+                               colour, words))
+        if name == "all-reduce":
+            out.append(box(left, y, whole, 32, GREY, words, 0.12))
+        out.append("</g>")
+    return svg(left + whole + 4, 300, out, f"Data parallelism: {title}",
+               about)
+
+
+@figure
+def words():
+    return pictures.words()
+
+
+@figure
+def one_process():
+    return pictures.cadence((1,))
+
+
+@figure
+def two_processes():
+    return pictures.cadence((2,))
+
+
+@figure
+def four_processes():
+    return pictures.cadence((4,))
+
+
+@figure
+def cluster(hosts=("node1", "node2"), gpus=4, cores=8):
+    """Ranks and local ranks on named nodes, each with cores and a GPU."""
+    wide, out = 84, []
+    whole = gpus * wide + 16
+    for node, host in enumerate(hosts):
+        left = node * (whole + 24) + 1
+        out += [box(left, 1, whole, 196, GREY, opacity=0.08),
+                text(left + 10, 20, f"host {host}", "bold")]
+        for local in range(gpus):
+            rank, x = node * gpus + local, left + 10 + local * wide
+            colour, at = RANKS[local], left + 6 + (local + 0.5) * wide
+            out += [box(x, 30, wide - 8, 30, colour, f"GPU {local}", 0.4),
+                    box(x, 68, wide - 8, 26, GREY, f"{cores} cores", 0.12),
+                    middle(at, 116, "a process"),
+                    f'<g font-weight="bold">{middle(at, 138, f"rank {rank}")}'
+                    "</g>", middle(at, 160, "local rank"),
+                    middle(at, 178, str(local))]
+        out.append(line(left + whole / 2, 197, left + whole / 2, 214, 3))
+    total = len(hosts) * whole + 24 * (len(hosts) - 1)
+    out += [box(1, 214, total, 28, GREY, "the network between the nodes"),
+            text(2, 264, f"world size = {len(hosts)} nodes x {gpus} GPUs = "
+                 f"{len(hosts) * gpus} processes. A process reads its samples "
+                 "on its CPU cores.")]
+    return svg(total + 2, 272, out, "Nodes, ranks and local ranks", "; ".join(
+        f"{host}, GPU {local}, with {cores} CPU cores: rank "
+        f"{node * gpus + local}, local rank {local}"
+        for node, host in enumerate(hosts) for local in range(gpus)) + ".")
+
+
+# ----------------------------------------------------------- collectives
+
+TENS = [10**rank for rank in range(4)]
+TOTAL = sum(TENS)
+BEFORE = [[value] * 4 for value in TENS]
+COLLECTIVES = {  # name: (what each rank holds before, and after)
+    "all-reduce": (BEFORE, [[TOTAL] * 4] * 4),
+    "reduce": (BEFORE, [[TOTAL] * 4, None, None, None]),
+    "broadcast": (BEFORE, [BEFORE[0]] * 4),
+    "all-gather": ([[value] for value in TENS], [TENS] * 4),
+    "scatter": ([[1, 2, 3, 4], None, None, None],
+                [[i] for i in (1, 2, 3, 4)]),
+    "reduce-scatter": (BEFORE, [[TOTAL]] * 4),
+}
+
+
+def collective(name):
+    """What each rank holds before and after it."""
+    before, after = COLLECTIVES[name]
+    drawing = pictures.tensors([
+        [["before", held, None, None], [f"after {name}", then, None, None]]
+        for held, then in zip(before, after, strict=True)])
+    return drawing.replace("<title>What", f"<title>{name}: what", 1)
+
+
+for NAME in COLLECTIVES:
+    FIGURES[NAME] = lambda name=NAME: collective(name)
+
+
+def ring(ranks=3):
+    """[title, numbers, came, source] of each rank, at each turn of a ring."""
+    held = [[10**rank] * ranks for rank in range(ranks)]
+    shown = [[["at the start", list(row), None, None]] for row in held]
+
+    def turn(title, first, add):
+        sent = [(rank, (first + rank) % ranks, held[rank]
+                 [(first + rank) % ranks]) for rank in range(ranks)]
+        for rank, chunk, value in sent:
+            to = (rank + 1) % ranks
+            held[to][chunk] = value + held[to][chunk] * add
+            shown[to].append([title, list(held[to]), chunk, rank])
+
+    for k in range(ranks - 1):
+        turn(f"turn {k + 1}: add", -k, True)
+    for k in range(ranks - 1):
+        turn(f"turn {ranks + k}: pass on", 1 - k, False)
+    return shown
+
+
+@figure
+def ring_sum():
+    return pictures.tensors([states[:3] for states in ring()])
+
+
+@figure
+def ring_hand_around():
+    return pictures.tensors([states[2:] for states in ring()])
+
+
+@figure
+def partition(samples=24, ranks=4):
+    """Who reads which sample of an epoch: divided, or by random seeds."""
+    dice = [random.Random(rank) for rank in range(ranks)]
+    draws = [[dice[rank].randrange(samples) for _ in
+              range(samples // ranks)] for rank in range(ranks)]
+    turns = [[i for i in range(samples) if i % ranks == rank]
+             for rank in range(ranks)]
+    out, told, y = [], [], 0
+    for title, read in (("divided: the ranks take turns", turns),
+                        ("a random seed for each rank", draws)):
+        missed = samples - len({i for part in read for i in part})
+        out.append(text(0, y + 16, f"{title}: {missed} of {samples} "
+                        "are not read", "bold"))
+        for i in range(samples):
+            owners = [rank for rank in range(ranks) if i in read[rank]]
+            out.append(pictures.sample_box(22 * i, y + 26, i, owners))
+        told.append(f"{title}: {missed} of {samples} samples are not read "
+                    "in an epoch; what two ranks have read has the colours "
+                    "of both.")
+        y += 66
+    for rank in range(ranks):
+        out += [box(110 * rank, y + 4, 20, 20, RANKS[rank], opacity=1),
+                text(110 * rank + 26, y + 19, f"rank {rank}")]
+    return svg(22 * samples, y + 30, out, "Who reads which sample",
+               " ".join(told))
+
+
+# --------------------------------------------------------- ZeRO and FSDP
+
+
+@figure
+def zero(gpus=4):
+    """What each GPU keeps of the state: 4, 4 and 8 bytes a parameter."""
+    kinds = (("parameters", 4), ("gradients", 4), ("moments", 8))
+    names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")
+    left, unit, gap = 104, 6.6, 14
+    bar, fills = 16 * unit, (ORANGE, "#6b6b6b", BLUE)
+    right = left + gpus * (bar + gap)
+    out, told = [text(right, 14, "GPT-2 XL", "bold")], []
+    for k, (name, size) in enumerate(kinds):
+        out += [box(left + 162 * k, 2, 18, 18, fills[k], opacity=0.75),
+                text(left + 24 + 162 * k, 15, f"{name}: {size} bytes")]
+    for sharded, name in enumerate(names):
+        y = 34 + 54 * sharded
+        out.append(text(0, y + 23, name, "bold"))
+        for gpu in range(gpus):
+            x = left + gpu * (bar + gap)
+            for k, (_, size) in enumerate(kinds):
+                width = size * unit
+                out.append(box(x, y, width, 36, GREY, opacity=0))
+                whole = k < len(kinds) - sharded
+                part = width if whole else width / gpus
+                begin = x if whole else x + gpu * part
+                out.append(box(begin, y, part, 36, fills[k], opacity=0.75))
+                x += width
+        each = state(sharded, gpus) / 1e9
+        out.append(text(right, y + 23, f"{each:.1f} GB", "bold"))
+        told.append(f"{name}: {each:.1f} GB")
+    return svg(right + 78, 34 + 54 * 4, out, "What each GPU keeps",
+               "DDP keeps parameters, gradients and moments whole on each of "
+               f"{gpus} GPUs. ZeRO-1 divides the moments, ZeRO-2 the "
+               "gradients, too, ZeRO-3 and FSDP all three. For GPT-2 XL: "
+               f"{', '.join(told)} on each.")
+
+
+def state(sharded, devices):
+    """Bytes on each device of GPT-2 XL's state: sharded, 0 to 3 kinds."""
+    sizes = (4, 4, 8)  # bytes: parameters, gradients, moments
+    parameters = decisions.state(decisions.XL) / sum(sizes)
+    return parameters * sum(
+        size / devices if k >= len(sizes) - sharded else size
+        for k, size in enumerate(sizes))
+
+
+@figure
+def fsdp_step(blocks=3):
+    """Gather, compute, free, reduce-scatter: in time, for a few blocks."""
+    rows = ("gather", "compute", "free", "reduce-scatter")
+    fills = (BLUE, ORANGE, GREY, BLUE)
+    left, wide, last = 108, 62, blocks - 1
+    boxes = []  # (row, time, words)
+    for k in range(blocks):
+        boxes += [(0, k, f"block {k}"), (1, k + 1, f"F {k}"),
+                  (2, k + 2, f"block {k}")]
+    for j, k in enumerate(reversed(range(blocks))):
+        begin = blocks + 1 + j  # the last block is gathered again at once
+        boxes += [(0, begin, f"block {k}"), (1, begin + 1, f"B {k}"),
+                  (2, begin + 2, f"block {k}"), (3, begin + 2, f"grad. {k}")]
+    end = 2 * blocks + 3
+    boxes.append((1, end, "update"))
+    out = [text(0, 30 + 46 * row + 26, name, "bold")
+           for row, name in enumerate(rows)]
+    out += [text(left, 16, "forward"),
+            text(left + (blocks + 1) * wide, 16, "backward"),
+            text(left + end * wide, 16, "its part")]
+    out += [f'<rect x="{left}" y="{30 + 46 * row}" width="{(end + 1) * wide}"'
+            ' height="40" fill="#000" fill-opacity="0.05"/>'
+            for row in range(len(rows))]
+    out += [box(left + time * wide + 2, 32 + 46 * row, wide - 4, 36,
+                fills[row], words, 0.3) for row, time, words in boxes]
+    y = 30 + 46 * len(rows) + 20
+    out.append(text(left, y, "time, from left to right: while a block "
+                    "computes, the next one is gathered"))
+    return svg(left + (end + 1) * wide + 2, y + 10, out, "A step of FSDP",
+               "Forward, each block's weights are gathered while the block "
+               "before it computes, and are dropped after use. Backward, "
+               f"from block {last} to block 0, they are gathered again, the "
+               "block computes its gradients, a reduce-scatter leaves each "
+               "GPU the mean of its own part, and the weights are dropped. "
+               "Then each GPU updates its own part.")
+
+
+# ---------------------------------------------- tensor parallel, pipeline, 3D
+
+
+@figure
+def cuts(layers=6):
+    """A model cut between its layers, and through each of them."""
+    out, wide = [], 250
+    for k, title in enumerate(("between the layers: a pipeline",
+                               "through each layer: tensor parallel")):
+        left = 4 + k * (wide + 70)
+        out.append(text(left, 16, title, "bold"))
+        for i in range(layers):
+            y = 234 - 34 * i - (8 if k == 0 and i >= layers // 2 else 0)
+            parts = ((left, wide, BLUE if i < layers // 2 else ORANGE,
+                      f"layer {i}"),) if k == 0 else (
+                (left, wide / 2 - 4, BLUE, f"half of layer {i}"),
+                (left + wide / 2 + 4, wide / 2 - 4, ORANGE,
+                 f"half of layer {i}"))
+            out += [box(x, y, width, 28, colour, name)
+                    for x, width, colour, name in parts]
+    for k, name in enumerate(("GPU 0", "GPU 1")):
+        out += [box(4 + 100 * k, 278, 20, 20, (BLUE, ORANGE)[k], opacity=0.6),
+                text(30 + 100 * k, 293, name)]
+    return svg(2 * wide + 78, 302, out, "Two ways to cut a model",
+               f"Left, {layers} layers in two groups: GPU 0 has the first "
+               "half of the layers, GPU 1 the second. Right, each layer is "
+               "cut in two, and each GPU has one half of every layer.")
+
+
+@figure
+def columns_then_rows():
+    """GeLU(XA)B on two GPUs: A by columns, B by rows, one all-reduce."""
+    out = [box(2, 92, 72, 60, GREY, "X", 0.12), middle(38, 174, "on both")]
+    for gpu, colour in enumerate((BLUE, ORANGE)):
+        y = 14 + 128 * gpu
+        n = gpu + 1
+        out += [across(80, 126, y + 46),
+                box(130, y, 46, 92, colour, f"A{n}"),
+                across(182, 228, y + 46),
+                box(232, y + 16, 108, 60, colour, f"GeLU(X A{n})"),
+                across(346, 392, y + 46),
+                box(396, y + 23, 92, 46, colour, f"B{n}"),
+                across(494, 540, y + 46),
+                box(544, y + 16, 72, 60, colour, f"Y{n}")]
+    out += [text(130, 272, "columns of A: nothing is sent"),
+            text(396, 272, "rows of B: a term of Y each"),
+            middle(580, 136, "+"), across(634, 664, 124),
+            line(74, 122, 80, 122, 1.5), line(80, 60, 80, 188, 1.5),
+            *(line(616, y, 634, y, 1.5) for y in (60, 188)),
+            line(634, 60, 634, 188, 1.5),
+            box(668, 94, 62, 60, GREY, "Y", 0.12),
+            middle(699, 174, "all-reduce")]
+    return svg(736, 280, out, "By columns, then by rows: Y = GeLU(XA)B",
+               "Both GPUs have X. GPU 0 multiplies it by the first columns "
+               "of A, GPU 1 by the others, and each applies GeLU to its own "
+               "result. Then each multiplies by the rows of B that belong to "
+               "it, and has a term of Y. One all-reduce adds the terms up.")
+
+
+@figure
+def sum_of_products(parts=3):
+    """y = sum of x_i W_i: each process has a part of x and rows of W."""
+    out = []
+    for i in range(parts):
+        y, colour = 6 + 66 * i, RANKS[i]
+        out += [text(0, y + 30, f"process {i}", "bold"),
+                box(92, y + 6, 80, 40, colour, f"x{i}"),
+                middle(190, y + 31, "·"),
+                box(208, y + 6, 130, 40, colour, f"W{i}: its rows"),
+                across(346, 396, y + 26),
+                box(402, y + 6, 100, 40, colour, f"x{i} W{i}")]
+        if i:
+            out += [arrow(452, y - 20, y + 4), text(462, y - 3, "+")]
+    y = 6 + 66 * (parts - 1)
+    out += [across(508, 560, y + 26),
+            box(566, y + 6, 60, 40, GREY, "y", 0.12)]
+    return svg(632, y + 56, out, "A sum of products: y = sum of x_i W_i",
+               f"Each of {parts} processes has a part of x and the rows of W "
+               "that belong to it, and computes a term of y. The terms are "
+               "added up from process to process; the last one has y.")
+
+
+@figure
+def gpipe():
+    return pipeline(GPIPE, "GPipe")
+
+
+@figure
+def one_forward_one_backward():
+    return pipeline(ONE_F_ONE_B, "1F1B")
+
+
+def pipeline(order, name, stages=4, microbatches=8):
+    """The schedule of a pipeline, a backward pass as long as two forward."""
+    drawing = pictures.timeline(events(order, stages, microbatches), 720)
+    drawing = re.sub(r"<text[^>]*>\d[\d.]* s</text>", "", drawing)
+    return re.sub("<title>.*?</title>", f"<title>{name}: when each stage "
+                  "computes what</title>", drawing).replace(" s.", ".")
+
+
+@figure
+def grid():
+    """The mesh (pipeline, data, tensor) = (2, 2, 2) on two nodes."""
+    out, told = [], []
+    for pp in range(2):
+        left = 4 + pp * 350
+        out += [box(left, 2, 290, 232, GREY, opacity=0.08),
+                text(left + 10, 22, f"node {pp}: pipeline stage {pp}",
+                     "bold")]
+        for dp in range(2):
+            y = 40 + 104 * dp
+            for tp in range(2):
+                rank, x = 4 * pp + 2 * dp + tp, left + 14 + 160 * tp
+                out.append(box(x, y, 100, 64, RANKS[tp], ""))
+                out += [middle(x + 50, y + 27, f"rank {rank}"),
+                        middle(x + 50, y + 48, f"({pp}, {dp}, {tp})")]
+                told.append(f"rank {rank}: ({pp}, {dp}, {tp})")
+            out += [line(left + 114, y + 32, left + 174, y + 32, 5),
+                    middle(left + 144, y + 22, "tensor")]
+        for tp in range(2):
+            x = left + 64 + 160 * tp
+            out += [line(x, 104, x, 144, 3), text(x + 8, 128, "data")]
+    out += [across(288, 360, 72), across(288, 360, 176),
+            middle(324, 128, "pipeline")]
+    return svg(648, 240, out, "A mesh of 2 x 2 x 2",
+               "Eight ranks and their places (pipeline, data, tensor). Two "
+               "nodes are the two stages of the pipeline. On each, two rows "
+               "of two GPUs: a row shares each matrix, and the rows read "
+               f"samples of their own. {'; '.join(told)}.")
+
+
+# --------------------------------------------------------------- results
+
+
+def panel(name):
+    """A panel of the notebook's results, with larger words."""
+    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
+    order = list(plot.STAGES)
+    found.sort(key=lambda run: (order.index(run.stage), run.world_size))
+
+    def draw(ax):
+        plot.PANELS[name](ax, found)
+        ax.set_ylabel(textwrap.fill(ax.get_ylabel(), 32))
+
+    with matplotlib.rc_context({
+            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
+            "legend.fontsize": 10.5}):
+        return plot.themed(draw, (7.2, 3.3))
+
+
+for NAME in ("loss", "scaling", "published"):
+    FIGURES[NAME] = lambda name=NAME: panel(name)

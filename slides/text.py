@@ -1,0 +1,440 @@
+"""The decks' text: Markdown, written from source/ and from the course itself.
+
+A source is a Jinja template: `{{ ... }}` asks for a number, a list of changes
+or a diff. So what stands on a slide is computed, or is a lesson's own text.
+"""
+
+import ast
+import math
+import re
+import textwrap
+from dataclasses import dataclass
+
+import jinja2
+
+from backstage import ROOT
+from backstage.errors import require
+from backstage.flops import PEAKS, flops_per_token, num_parameters
+from slides import figures, schedules
+from workshop.lesson.diff import differences, load_lesson
+from workshop.notebook import decisions, sharding
+from workshop.results import runs
+from workshop.stages import FIRST, LESSONS, STAGES
+
+SLIDES = ROOT / "slides"
+SHARDS, SHARD = 98, 100_000_000  # the course's dataset; tokens in a shard
+ASSUMED = {  # what an example calculates with
+    "share": 0.4,  # of a GPU's peak, which a good script reaches
+    "link": 25e9,  # bytes/s, between two nodes or between CPU and GPU
+    "memory": 80e9,  # of a GPU
+    "B": 16,  # samples in a microbatch
+    "stages": 4, "microbatches": 8,  # of a pipeline
+}
+PLAN = "| 60 min | 120 min | more | what | where |"
+MORE = "more"  # the minutes of what follows the course
+
+
+@dataclass(frozen=True)
+class Deck:
+    """A deck of slides: its source, and how long it takes."""
+
+    name: str
+    source: str
+    title: str
+    minutes: int = 0  # of the course: 60 or 120
+
+
+DECKS = {deck.name: deck for deck in (
+    Deck("course-60", "course", "The course in 60 minutes", 60),
+    Deck("course-120", "course", "The course in 120 minutes", 120),
+    Deck("training-at-scale", "training-at-scale", "Training at scale"),
+    Deck("practical-mpi", "practical-mpi", "Practical MPI"),
+)}
+
+
+# ------------------------------------------------------- the plan, the clock
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the README's plan.
+
+    minutes: {60: 5, 120: 10}, or {MORE: 25} for what follows the course.
+    """
+
+    name: str  # of its notebook or folder; with " end" for a notebook's end
+    what: str
+    where: str
+    minutes: dict
+
+
+def read_plan():
+    """The README's plan: {name: `Row`}, in its order."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    require(PLAN in text, f"README.md has no table {PLAN}")
+    rows, name, where = {}, "", ""
+    for line in text[text.index(PLAN):].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        *minutes, what, place = (
+            cell.strip() for cell in line.split("|")[1:-1])
+        link = re.search(r"\[(\w+)\]\((.+)\)", place)
+        name, where = link.groups() if link else (f"{name} end", where)
+        rows[name] = Row(name, what, where, {
+            length: int(cell) for length, cell in
+            zip((60, 120, MORE), minutes, strict=True) if cell})
+    return rows
+
+
+class Clock:
+    """Says at which minute a slide is due.
+
+    A section lasts as long as the plan says, and the slide with "rest" gets
+    what its other slides leave.
+    """
+
+    def __init__(self, deck):
+        self.deck, self.plan = deck, read_plan()
+        self.length = deck.minutes or MORE
+        self.now, self.where, self.slides = 0, "", []
+        self.left = 0  # minutes of this section
+
+    def section(self, name):
+        """Begin a section of the plan."""
+        self.close()
+        self.where, self.left = name, self.plan[name].minutes[self.length]
+        return ""
+
+    def talk(self, minutes):
+        """Begin a section that is in this deck alone."""
+        self.close()
+        self.where, self.left = "", minutes
+        return ""
+
+    def close(self):
+        """End the section."""
+        require(self.left == 0, f"{self.deck.name}: {self.left} minutes of "
+                f"{self.where or 'the talk'} are left: say \"rest\"")
+
+    def __call__(self, minutes):
+        """The first line of a slide's notes; minutes: a number or "rest"."""
+        minutes = self.left if minutes == "rest" else minutes
+        require(minutes <= self.left, f"{self.deck.name}: {self.where} is "
+                f"{minutes - self.left} minutes too long")
+        self.left -= minutes
+        begin, self.now = self.now, self.now + minutes
+        place = ""
+        if self.where:
+            place = (f" `{self.plan[self.where].where}`, section: "
+                     f"{self.where}.")
+        span = (f"Minutes {begin:g} to {self.now:g}" if minutes
+                else f"Minute {begin:g}")
+        return f"{span}.{place}"
+
+
+# ------------------------------------------------------------------- facts
+
+
+def facts():
+    """The numbers on the slides, computed from the course's own code."""
+    std = sharding.std
+    hp, config = std.PRESETS["gpt2"], std.MODELS["gpt2"]
+    T, S = hp.sequence_length, hp.minibatch_size
+    steps = (SHARDS * SHARD - 1) // T // S
+    small, large = (num_parameters(model) for model in (
+        decisions.GPT2, decisions.XL))
+    flop = flops_per_token(config, T)
+    nano = std.GPT(std.MODELS["nano"])
+    waiting = schedules.idle(schedules.events(
+        schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
+    rows = {path.name: runs.read(path)
+            for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
+    return {
+        **ASSUMED, "T": T, "S": S, "steps": steps, "shards": SHARDS,
+        "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
+        "minibatch_tokens": S * T,
+        "small": small, "large": large, "state": decisions.state,
+        "GPT2": decisions.GPT2, "XL": decisions.XL,
+        "activations": decisions.activations, "each": figures.state,
+        "decisions": decisions.rows(ASSUMED["memory"]), "flop": flop,
+        "gradients": 4 * small, "traffic": runs.traffic,
+        "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
+        "efficiency": runs.efficiency(rows.values()),
+        "published": runs.PUBLISHED, "waiting": waiting,
+        "messages": len(list(nano.parameters())),
+        "unread": lambda n: (1 - 1 / n) ** n,
+        "shard": SHARD, "ln": math.log,
+        "spread": lambda names: max(
+            abs(row["loss"] / one["loss"] - 1) for name in names
+            for row, one in zip(rows[name].rows, rows["std-1"].rows,
+                                strict=True)),
+    }
+
+
+# What the slides cite: authors, year, title, where.
+REFERENCES = {
+    "chen": "Chen et al. (2016). Training deep nets with sublinear memory "
+            "cost. arXiv:1604.06174.",
+    "dalcin": "Dalcin & Fang (2021). mpi4py: status update after 12 years "
+              "of development. Computing in Science & Engineering 23(4).",
+    "goyal": "Goyal et al. (2017). Accurate, large minibatch SGD: training "
+             "ImageNet in 1 hour. arXiv:1706.02677.",
+    "hoffmann": "Hoffmann et al. (2022). Training compute-optimal large "
+                "language models. arXiv:2203.15556.",
+    "huang": "Huang et al. (2019). GPipe: efficient training of giant neural "
+             "networks using pipeline parallelism. NeurIPS.",
+    "krizhevsky": "Krizhevsky (2014). One weird trick for parallelizing "
+                  "convolutional neural networks. arXiv:1404.5997.",
+    "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
+          "data parallel training. VLDB 13(12).",
+    "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "
+               "adaptive gradient algorithms. NeurIPS.",
+    "mccandlish": "McCandlish et al. (2018). An empirical model of "
+                  "large-batch training. arXiv:1812.06162.",
+    "mikami": "Mikami et al. (2018). Massively distributed SGD: "
+              "ImageNet/ResNet-50 training in a flash. arXiv:1811.05233.",
+    "mpi": "MPI Forum (1994). MPI: a message-passing interface standard.",
+    "narayanan": "Narayanan et al. (2021). Efficient large-scale language "
+                 "model training on GPU clusters using Megatron-LM. SC.",
+    "ouyang": "Ouyang et al. (2022). Training language models to follow "
+              "instructions with human feedback. NeurIPS.",
+    "patarasuk": "Patarasuk & Yuan (2009). Bandwidth optimal all-reduce "
+                 "algorithms for clusters of workstations. JPDC 69(2).",
+    "penedo": "Penedo et al. (2024). The FineWeb datasets: decanting the web "
+              "for the finest text data at scale. arXiv:2406.17557.",
+    "radford": "Radford et al. (2019). Language models are unsupervised "
+               "multitask learners. OpenAI.",
+    "rajbhandari": "Rajbhandari et al. (2020). ZeRO: memory optimizations "
+                   "toward training trillion parameter models. SC.",
+    "shoeybi": "Shoeybi et al. (2019). Megatron-LM: training multi-billion "
+               "parameter language models using model parallelism. "
+               "arXiv:1909.08053.",
+    "yamazaki": "Yamazaki et al. (2019). Yet another accelerated SGD: "
+                "ResNet-50 training on ImageNet in 74.7 seconds. "
+                "arXiv:1903.12650.",
+    "zhao": "Zhao et al. (2023). PyTorch FSDP: experiences on scaling fully "
+            "sharded data parallel. VLDB 16(12).",
+}
+
+
+def references(*names):
+    """A list of references, in the order of their authors."""
+    return "\n".join(f"- {REFERENCES[name]}" for name in sorted(names))
+
+
+# -------------------------------------------- what comes from lessons, files
+
+
+def changes(stage):
+    """The list of a lesson's changes, by number."""
+    return "\n".join(f"{number}. {change.title}" for number, change in
+                     enumerate(load_lesson(stage).changes, 1))
+
+
+def number(stage, words):
+    """The number of the change whose title has these words."""
+    found = [k for k, change in enumerate(load_lesson(stage).changes, 1)
+             if words == change.title] or [
+        k for k, change in enumerate(load_lesson(stage).changes, 1)
+        if words in change.title]
+    require(len(found) == 1, f"lesson {stage}: {words!r} is in the titles "
+            f"of {len(found)} changes, not of one")
+    return found[0]
+
+
+def find(stage, words):
+    """The change whose title has these words."""
+    return load_lesson(stage).changes[number(stage, words) - 1]
+
+
+def title(stage, words):
+    """A change's number and title."""
+    return f"{number(stage, words)}. {find(stage, words).title}"
+
+
+def predict(stage, words):
+    """The question to answer before a change is made."""
+    question = find(stage, words).predict
+    require(question, f"lesson {stage}: {words!r} asks nothing")
+    return question
+
+
+def diff(stage, words):
+    """A change, as a block of unified diff without its line numbers."""
+    lesson, chosen, rows = load_lesson(stage), number(stage, words), []
+    for piece in lesson.pieces:
+        if piece.change == chosen - 1:
+            old, new = ([script.lines[k] for k in script.where[begin:end]]
+                        for script, begin, end in (
+                (lesson.start, piece.i1, piece.i2),
+                (lesson.goal, piece.j1, piece.j2)))
+            i = 0
+            for i1, i2, j1, j2 in [*differences(old, new),
+                                   (len(old), len(old), 0, 0)]:
+                rows += [(" ", line) for line in old[i:i1]]
+                rows += [("-", line) for line in old[i1:i2]]
+                rows += [("+", line) for line in new[j1:j2]]
+                i = i2
+    body = textwrap.dedent("\n".join(row for _, row in rows)).splitlines()
+    return "\n".join(["```diff", *(
+        f"{sign}{row}" for (sign, _), row in zip(rows, body, strict=True)),
+        "```"])
+
+
+def changed_lines(stage):
+    """(removed, added) lines of code, from the stage before."""
+    lesson = load_lesson(stage)
+    changed = differences(lesson.start.code, lesson.goal.code)
+    return (sum(i2 - i1 for i1, i2, _, _ in changed),
+            sum(j2 - j1 for *_, j1, j2 in changed))
+
+
+def stage_table():
+    """The stages: what each adds, and how many lines of code change."""
+    rows = [f"| {FIRST} | | {STAGES[FIRST].title} | |"]
+    for name in LESSONS:
+        removed, added = changed_lines(name)
+        rows.append(f"| {name} | {STAGES[name].after} | "
+                    f"{STAGES[name].title} | -{removed} +{added} |")
+    return "\n".join(["| stage | after | what it is | lines |",
+                      "|---|---|---|---:|", *rows])
+
+
+def script_map():
+    """Sections of the first stage's script, its classes and functions."""
+    source = STAGES[FIRST].solution.read_text("utf-8")
+    heads = [(number, match[1]) for number, row in
+             enumerate(source.splitlines(), 1)
+             if (match := re.fullmatch(r"# -{3,} (.+)", row))]
+    ends = [*(number for number, _ in heads[1:]), source.count("\n") + 1]
+    items = [node for node in ast.parse(source).body
+             if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    rows = ["| lines | section | what is in it |", "|---:|---|---|"]
+    for (begin, name), end in zip(heads, ends, strict=True):
+        names = [f"`{node.name}`" for node in items
+                 if begin < node.lineno < end]
+        rows.append(f"| {begin} to {end - 1} | {name} | "
+                    f"{', '.join(names) or '-'} |")
+    return "\n".join(rows)
+
+
+def terms():
+    """The README's table of terms."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return re.search(r"\| term \| meaning \|\n(\|.*\n)+", text)[0].strip()
+
+
+def excerpt(path, begin, end):
+    """The lines of a file from the one that starts with begin, before end."""
+    lines = (ROOT / path).read_text("utf-8").splitlines()
+    first = next(i for i, row in enumerate(lines) if row.startswith(begin))
+    last = next((i for i in range(first + 1, len(lines))
+                 if end and lines[i].startswith(end)), len(lines))
+    return textwrap.dedent("\n".join(lines[first:last])).rstrip()
+
+
+def log(run, first, last):
+    """Lines of an example run's log, as much of them as fits on a slide.
+
+    first, last: from 0 on, the last one included.
+    """
+    lines = (runs.EXAMPLES / run / "log.txt").read_text(
+        "utf-8").splitlines()
+    return "\n".join(re.sub(r"\| tok/s.*", "| ...", line)
+                     for line in lines[first:last + 1])
+
+
+def checklist():
+    """The first sentence of each point of the README's checklist."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    text = text[text.index("## Take it home"):text.index("## Where things")]
+    points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
+    require(points, "README.md has no checklist")
+    return "\n".join(f"{number}. {first_sentence(point)}"
+                     for number, point in enumerate(points, 1))
+
+
+def first_sentence(text):
+    """Up to the first full stop, question mark or colon."""
+    first = re.split(r"(?<=[.?:])\s", " ".join(text.split()))[0]
+    return re.sub(":$", ".", first)
+
+
+def site(path):
+    """The settings of a site file that concern a session: {name: value}.
+
+    They are read as text; where the file is commented out, as the example
+    is, so are its first values.
+    """
+    names = ("WORKSHOP_PORTAL", "WORKSHOP_SESSION", "SBATCH_ACCOUNT",
+             "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION",
+             "WORKSHOP_DATA")
+    text = path.read_text("utf-8") if path.exists() else ""
+    settings = {}
+    for prefix in (r"^[^#\n]*?", r"^#.*?"):
+        for name in names:
+            found = re.search(rf"{prefix}\b{name}=(\"[^\"]*\"|'[^']*'|\S+)",
+                              text, re.MULTILINE)
+            if found:
+                settings.setdefault(name, found[1].strip("\"'"))
+        if settings:
+            break
+    return {name: settings[name] for name in names if name in settings}
+
+
+# -------------------------------------------------------------------- decks
+
+
+def write(deck, site_file=ROOT / "site.example.sh"):
+    """The deck's Markdown; site_file: whose settings it shows."""
+    clock = Clock(deck)
+    settings = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(SLIDES / "source"),
+        undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True)
+    settings.filters["n"] = lambda value: f"{value:,.0f}"
+    settings.filters["gb"] = lambda value, digits=1: (
+        f"{value / 1e9:,.{digits}f} GB")
+    settings.filters["power"] = power_of_ten
+    settings.filters["code"] = lambda words: re.sub(
+        r"(--\w+)", r"`\1`", words)
+    plan = [row for row in clock.plan.values()
+            if row.name in in_course(clock.plan)
+            and deck.minutes in row.minutes]
+    text = settings.get_template(f"{deck.source}.md").render(
+        **facts(), deck=deck, minutes=deck.minutes, clock=clock, plan=plan,
+        figure=image, changes=changes, change=title, number=number, diff=diff,
+        predict=predict, changed_lines=changed_lines,
+        stage_table=stage_table, script_map=script_map, terms=terms,
+        excerpt=excerpt, log=log, checklist=checklist,
+        references=references, site=site(site_file))
+    clock.close()
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def power_of_ten(value):
+    """8.4e18 as people write it."""
+    digits, exponent = f"{value:.1e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans(
+        "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076"
+        "\u2077\u2078\u2079"))
+    return f"{digits} \u00d7 10{raised}"
+
+
+def in_course(plan):
+    """The names of the sections of the course: not its further lessons."""
+    return [name for name, row in plan.items() if MORE not in row.minutes]
+
+
+def image(name):
+    """A figure as an image of Markdown, with what it shows in words."""
+    heading, about = figures.describe(figures.draw(name))
+    words = f"{heading}. {about}".replace("\n", " ")
+    words = words.replace("[", "(").replace("]", ")")
+    return f"![{words}](svg/{name}.svg)"
+
+
+def pages(markdown):
+    """The deck's slides: [Markdown], without the head."""
+    body = markdown.split("---\n", 2)[2]
+    return [page.strip() for page in re.split(r"^---$", body, flags=re.M)]

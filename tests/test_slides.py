@@ -1,0 +1,652 @@
+"""The slides: nothing stale, nothing that does not fit, nothing missing."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zlib
+from dataclasses import fields
+from itertools import combinations
+from xml.etree import ElementTree
+
+import pytest
+from conftest import needs
+from test_lab import CHROMIUM, FAINT, FLAGS
+
+from backstage import ROOT
+from backstage.errors import UserError
+from slides import build, figures, schedules, text
+from workshop import __main__ as tools
+from workshop import processes
+from workshop.notebook import sharding
+from workshop.stages import STAGES
+
+SIZES = ((1024, 768), (1920, 1080))  # of projectors
+GOLDEN = ROOT / "tests" / "golden"
+DECKS = {name: text.write(deck) for name, deck in text.DECKS.items()}
+SOURCES = sorted((ROOT / "slides" / "source").glob("*.md"))
+
+
+# -------------------------------------------------------------- up to date
+
+
+def stale(expected):
+    """The files that are not as they would be written now."""
+    old = []
+    for path, new in expected.items():
+        found = path.read_text("utf-8") if path.exists() else ""
+        if path.suffix == ".svg" and "matplotlib" in new and found:
+            new, found = map(figures.describe, (new, found))  # any version
+        if found != new:
+            old.append(path.name)
+    return old
+
+
+def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
+    expected = build.documents()
+    assert not stale(expected), "run `python -m slides --markdown`"
+    kept = {*(ROOT / "slides" / "svg").glob("*"),
+            *(ROOT / "slides").glob("*.md")}
+    assert kept == expected.keys()
+    monkeypatch.setattr(text, "SHARDS", 99)
+    assert stale(build.documents()) == [
+        "course-60.md", "course-120.md", "training-at-scale.md"]
+
+
+def test_the_readme_has_a_line_for_each_file():
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "slides").glob("*.py"):
+        if path.name != "__init__.py":
+            assert re.search(rf"^  {re.escape(path.name)} ", readme, re.M)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_the_plan_is_the_readmes():
+    plan = text.read_plan()
+    readme = (ROOT / "README.md").read_text()
+    course = text.in_course(plan)
+    for length in (60, 120):
+        rows = [row for name, row in plan.items()
+                if name in course and length in row.minutes]
+        assert sum(row.minutes[length] for row in rows) == length
+        shown = re.findall(r"^\| (\d+) \| (.+) \| `(.+)` \|$",
+                           DECKS[f"course-{length}"], re.M)
+        assert shown == [(str(row.minutes[length]), row.what, row.where)
+                         for row in rows]
+        assert all(f"| {row.what} |" in readme for row in rows)
+
+
+def uncovered():
+    """The rows of slides/README.md whose section has no slide."""
+    table = build.coverage(DECKS)
+    return [row for row in table.splitlines() if "| - |" in row]
+
+
+def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
+    plan = text.read_plan()
+    assert build.coverage(DECKS).count("\n") == len(plan) + 1
+    assert not uncovered()
+    for row in plan.values():
+        assert (ROOT / row.where).exists(), row.where
+    more = {**plan, "new": text.Row("new", "New", "notebooks", {120: 5})}
+    monkeypatch.setattr(text, "read_plan", lambda: more)
+    assert uncovered() == ["| New | - | `notebooks` |"]
+
+
+@pytest.mark.parametrize("deck", DECKS)
+def test_each_slide_has_notes_and_its_minutes(deck):
+    now = 0
+    for page in text.pages(DECKS[deck]):
+        span = re.search(
+            r"<!--\nMinutes? (\S+?)(?: to (\S+?))?\.(?=\s)", page)
+        assert span, page
+        begin, end = float(span[1]), float(span[2] or span[1])
+        assert begin == now and end >= begin
+        now = end
+    assert not text.DECKS[deck].minutes or now == text.DECKS[deck].minutes
+
+
+@pytest.mark.parametrize(("minutes", "complaint"), [
+    ((6,), "start_here is 1 minutes too long"),
+    ((3,), "2 minutes of start_here are left")])
+def test_a_section_that_does_not_keep_its_time(minutes, complaint):
+    clock = text.Clock(text.DECKS["course-60"])
+    clock.section("start_here")
+    with pytest.raises(UserError, match=complaint):
+        for number in minutes:
+            clock(number)
+        clock.section("diff_ddp")
+
+
+# ----------------------------------------------------------------- numbers
+
+# Numbers that stand in a source, and the file of the course that they are of.
+SAID = {"80": "README.md", "100": "notebooks/diff_mpi.ipynb",
+        "100,000": "notebooks/diff_mpi.ipynb"}
+CITED = r"[A-Z][\w ]+(?: et al\.| & [A-Z]\w+)?,? \(?((?:19|20)\d\d)\)?"
+
+
+def uncited(source):
+    """Numbers of two digits or more that are neither computed nor cited."""
+    prose = re.sub(r"```.*?```|`[^`]*`|\{\{.*?\}\}|\{%.*?%\}", "", source,
+                   flags=re.S)
+    return [number for part in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", prose)
+            if not re.search(CITED, " ".join(part.split()))
+            for number in re.findall(r"(?<![\w-])\d[\d,.]*(?<![,.])", part)
+            if len(number) > 1]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_every_number_is_computed_or_cited(path):
+    source = path.read_text()
+    for number in uncited(source):
+        said = (ROOT / SAID[number]).read_text().replace("_", ",")
+        assert number in said, number
+    assert uncited(source + "\n\nA step takes 37.5 ms.\n") == [
+        *uncited(source), "37.5"]
+
+
+@pytest.mark.parametrize("deck", DECKS)
+def test_what_is_cited_is_in_the_references(deck):
+    body, _, listed = DECKS[deck].partition("## References")
+    listed = {tuple(found) for found in re.findall(
+        r"^- (\w[^(]*?) \((\d{4})\)", listed, re.M)}
+    words = " ".join(body.split())
+    cited = {found for found in re.findall(
+        r"((?:[A-Z]\w+ & )?[A-Z]\w+(?: et al\.)?),? \(?(\d{4})[);]", words)}
+    cited |= {("MPI Forum", year) for name, year in cited if name == "Forum"}
+    assert {one for one in cited if one[0] != "Forum"} == listed
+
+
+def test_the_equation():
+    for deck in ("course-60", "course-120"):
+        equation, = re.findall(r"\*\*([\d,]+(?: \W [\d,]+)+) = ([\d,]+)\*\*",
+                               DECKS[deck])
+        product = 1
+        for factor in re.split(r" \W ", equation[0]):
+            product *= int(factor.replace(",", ""))
+        assert f"{product:,}" == equation[1] == "9,799,991,296"
+    said = re.search(r"(\S+) steps for the course's (\d+) shards",
+                     (ROOT / "README.md").read_text())
+    steps = equation[0].split()[0]
+    assert said.groups() == (steps, str(text.SHARDS))
+    assert f"epoch: {steps} steps" in figures.describe(
+        figures.draw("words"))[1]
+    size = re.search(r"^SIZE = ([\d_]+)", (
+        ROOT / "fineweb" / "shards.py").read_text(), re.M)[1]
+    assert int(size) == text.SHARD
+
+
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "std"])
+def test_changed_lines_are_those_of_the_scripts(stage, tmp_path):
+    """As another program counts them."""
+    lesson = text.load_lesson(stage)
+    shown = subprocess.run(
+        ["git", "diff", "--no-index", "--patience", "--numstat", "--",
+         *(write_code(script, tmp_path / name) for script, name in (
+             (lesson.start, "old"), (lesson.goal, "new")))],
+        capture_output=True, text=True).stdout
+    added, removed = map(int, shown.split()[:2])
+    ours = text.changed_lines(stage)
+    assert ours[1] - ours[0] == added - removed
+    assert ours == pytest.approx((removed, added), abs=4)
+
+
+def write_code(script, path):
+    """A script's lines without comments and blank lines, in a file."""
+    path.write_text("\n".join(script.code) + "\n")
+    return path
+
+
+def test_site_settings(tmp_path):
+    """Those of site.sh, and those of the example while it is unedited."""
+    example = text.site(ROOT / "site.example.sh")
+    assert example["SBATCH_ACCOUNT"] == "my-project"
+    assert example["WORKSHOP_SESSION"] == "JupyterLab, 1 GPU, 3 hours"
+    site = tmp_path / "site.sh"
+    site.write_text("# export SBATCH_QOS=no\nexport SBATCH_ACCOUNT=a-b "
+                    "SBATCH_RESERVATION='the course'\n")
+    assert text.site(site) == {"SBATCH_ACCOUNT": "a-b",
+                               "SBATCH_RESERVATION": "the course"}
+    assert "| reservation | `the course` |" in text.write(
+        text.DECKS["course-60"], site)
+
+
+# ---------------------------------------------------------------- commands
+
+HERE = "run by test_the_commands"
+# Where each command of the slides is run: here, or by a test that is named,
+# whose source has these words.
+RUN = {
+    "source activate.sh":
+        ("test_activate.py", "test_again_it_needs_no_network_and_changes_"
+         "nothing", ["shell"]),
+    "python -m workshop doctor": ("test_doctor.py", "test_all_is_well", []),
+    "torchrun --standalone --nproc-per-node 2 -- code/train_gpt2.py "
+    "--preset tiny": ("test_ddp.py", "test_torchrun", [
+        '"--standalone", "--nproc-per-node", 2', '"--", script, *tiny(']),
+    "mpirun -n 2 python -m workshop.mpi code/train_gpt2.py --preset tiny":
+        ("test_ddp.py", "test_mpirun",
+         ['"-n", 2', '"-m", "workshop.mpi", DDP, *tiny(']),
+    "mpirun -n 2 python -m workshop.mpi -v code/train_gpt2.py --preset tiny":
+        ("test_launchers.py", "test_a_launcher_and_what_a_rank_says",
+         ['"workshop.mpi", "-v", script']),
+    "mpirun -n 2 python -m workshop doctor --ranks":
+        ("test_launchers.py", "test_the_doctor_asks_all_ranks",
+         ['"doctor", "--ranks"']),
+    "mpirun -n 2 python code/train_gpt2.py --preset tiny":
+        ("test_mpi.py", "test_one_loss_curve_under_both_mpis",
+         ['"-n", 2, sys.executable, MPI']),
+    "python code/train_gpt2.py --preset tiny --devices 2":
+        ("test_lit.py", "test_python_starts_several_devices",
+         ['[(), FSDP2]', '"--devices", "2", *flags']),
+    "python code/train_gpt2.py --preset tiny --devices 2 --strategy fsdp2":
+        ("test_lit.py", "test_python_starts_several_devices",
+         ['[(), FSDP2]', '"--devices", "2", *flags']),
+    "squeue --me": ("test_slurm.py", "test_a_lesson_submits", ["queue"]),
+    "sbatch batchfiles/batch-ddp-2n4g.sh --max-steps 100":
+        ("test_slurm.py", "test_from_inside_another_job",
+         ["batch-ddp-2n4g.sh"]),
+    "sbatch batchfiles/batch-3d-2n4g.sh --max-steps 100":
+        ("test_slurm.py", "test_a_mesh_on_the_nodes", ['"3d-2n4g"']),
+    "batchfiles/ladder.sh ddp":
+        ("test_slurm.py", "test_the_ladder", ['"ladder.sh", "lit"']),
+    **{f"jupyter lab {stage}.jupyterlab-workspace": (
+        "test_lab.py", "test_a_workspace_opens_the_script_beside_the_lesson",
+        ['glob("*.jupyterlab-workspace")'])
+       for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")},
+    **{f"python -m workshop check {stage}": (
+        "test_check.py", "test_a_script_of_the_table", ["outcome(case)"])
+       for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")},
+    **dict.fromkeys((  # in this order: the desk has the first stage
+        "python code/train_gpt2.py --preset tiny",
+        'python code/generate.py --prompt "Return a"',
+        "python -m workshop plot", "python -m workshop script ddp",
+        *(f"python -m workshop diff {stage}"
+          for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")),
+        "python -m workshop apply ddp 3",
+        *(f"python -m workshop reset {stage}"
+          for stage in ("ddp", "fsdp", "tp", "std"))), HERE),
+}
+
+
+def commands(decks):
+    """The commands on the slides, each in one line: what is in files is sh."""
+    found = {}
+    for markdown in decks.values():
+        for block in re.findall(r"^```bash\n(.*?)^```", markdown,
+                                re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                found[" ".join(line.split())] = True
+    return list(filter(None, found))
+
+
+def test_every_command_is_run_by_a_test(monkeypatch):
+    assert set(commands(DECKS)) == RUN.keys()
+    assert "python x.py" in commands({"": "```bash\npython x.py\n```\n"})
+    for command, where in RUN.items():
+        if where is HERE:
+            continue
+        file, name, words = where
+        source = (ROOT / "tests" / file).read_text()
+        test, = (node for node in ast.parse(source).body if isinstance(
+            node, ast.FunctionDef) and node.name == name)
+        first = min([test.lineno, *(one.lineno for one in
+                                    test.decorator_list)])
+        body = " ".join(" ".join(source.splitlines()[
+            first - 1:test.end_lineno]).split())
+        for word in words:
+            assert word in body, (command, word)
+    flags = {"--" + one.name.replace("_", "-")
+             for one in fields(sharding.std.Hyperparameters)}
+    for command in RUN:
+        words = shlex.split(command)
+        if words[0] in ("sbatch", "batchfiles/ladder.sh"):
+            path = words[words[0] == "sbatch"]
+            assert (ROOT / path).exists(), path
+            assert {word for word in words if word[:2] == "--"} <= flags
+        if words[:3] == ["python", "-m", "workshop"]:
+            monkeypatch.setattr(sys, "argv", ["workshop", *words[3:]])
+            assert tools.parse().command == words[3]
+        if words[0] == "jupyter":
+            assert (ROOT / words[2]).exists()
+
+
+@pytest.mark.whole
+def test_the_commands(tmp_path):
+    """Those that no other test runs, in a clone, one after the other."""
+    for name in ("backstage", "workshop", "solutions", "notebooks", "code",
+                 "example-logs"):
+        shutil.copytree(ROOT / name, tmp_path / name,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(GOLDEN, tmp_path / "fineweb" / "demo")
+    said = {}
+    for command in (one for one, where in RUN.items() if where is HERE):
+        program, *flags = shlex.split(command)
+        assert program == "python"
+        done = subprocess.run(
+            [sys.executable, *flags], cwd=tmp_path, capture_output=True,
+            text=True, env={**os.environ, "PYTHONPATH": str(tmp_path),
+                            "WORKSHOP_DATA": ""})
+        assert done.returncode == 0, (command, done.stderr)
+        said[command] = done.stdout
+    assert "| step   19/20" in said["python code/train_gpt2.py --preset tiny"]
+    assert "> Return a" in said[
+        'python code/generate.py --prompt "Return a"']
+    assert "12 of 12 changes left" in said["python -m workshop diff ddp"]
+
+
+# ----------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_says_what_it_shows(name):
+    drawing = figures.draw(name)
+    root = ElementTree.fromstring(drawing)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    children = [child.tag.split("}")[1] for child in root]
+    assert {"title", "desc"} <= set(children)
+    title, about = figures.describe(drawing)
+    assert len(title) > 5 and len(about) > 40
+    with pytest.raises(TypeError):  # it would be seen
+        figures.describe(drawing.replace("<desc>", "<g>"))
+
+
+def test_every_figure_of_the_list_is_on_a_slide():
+    shown = {name: words for deck in DECKS.values() for words, name in
+             re.findall(r"^!\[(.*)\]\(svg/(.+)\.svg\)$", deck, re.M)}
+    assert shown.keys() == figures.FIGURES.keys()
+    assert all(len(words) > 40 for words in shown.values())
+
+
+def test_the_cores_are_those_of_a_batch_file():
+    batch = (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text()
+    cores, gpus = (int(re.search(rf"{name}=(\d+)", batch)[1])
+                   for name in ("cpus-per-task", "gpus-per-node"))
+    about = figures.describe(figures.draw("cluster"))[1]
+    assert about.count(f"with {cores // gpus} CPU cores") == 2 * gpus
+
+
+def seen(colour, kind):
+    """A colour in CIELAB, as people of that kind see it.
+
+    kind: "all", or red-green blind: Machado et al. (2009), severity 1.
+    """
+    matrix = {
+        "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+        "deuteranopia": ((0.367322, 0.860646, -0.227968),
+                         (0.280085, 0.672501, 0.047413),
+                         (-0.011820, 0.042940, 0.968881)),
+        "protanopia": ((0.152286, 1.052583, -0.204868),
+                       (0.114503, 0.786281, 0.099216),
+                       (-0.003882, -0.048116, 1.051998))}[kind]
+    light = [linear(int(colour[i:i + 2], 16) / 255) for i in (1, 3, 5)]
+    red, green, blue = (min(1, max(0, sum(map(float.__mul__, map(
+        float, row), light)))) for row in matrix)
+    x, y, z = (root(value) for value in (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def linear(value):
+    return value / 12.92 if value <= 0.04045 else (
+        (value + 0.055) / 1.055) ** 2.4
+
+
+def root(value):
+    return value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116
+
+
+def nearest(colours):
+    """How far apart the two are that are most alike to anyone."""
+    return min(sum((a - b) ** 2 for a, b in zip(
+        seen(one, kind), seen(other, kind), strict=True)) ** 0.5
+        for one, other in combinations(colours, 2)
+        for kind in ("all", "deuteranopia", "protanopia"))
+
+
+def test_red_green_blind_people_tell_the_ranks_apart():
+    assert nearest(figures.RANKS) > 25
+    assert nearest((figures.BLUE, figures.ORANGE)) > 90
+    assert nearest(figures.COLOURS) < 10  # blue and purple: it would be seen
+
+
+@pytest.mark.parametrize("order", [schedules.GPIPE, schedules.ONE_F_ONE_B])
+def test_a_pipeline_waits_as_the_formula_says(order):
+    for stages, microbatches in ((2, 4), (4, 8), (4, 4), (4, 16)):
+        events = schedules.events(order, stages, microbatches)
+        assert schedules.idle(events) == pytest.approx(
+            (stages - 1) / (microbatches + stages - 1))
+
+
+REAL = """
+import json
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from workshop.notebook.pipelines import run_pipeline
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+tens = lambda count: torch.full((count,), 10**rank)
+held = {}
+held["all-reduce"] = tens(4)
+dist.all_reduce(held["all-reduce"])
+reduced = tens(4)
+dist.reduce(reduced, dst=0)
+held["reduce"] = reduced if rank == 0 else None
+held["broadcast"] = tens(4)
+dist.broadcast(held["broadcast"], src=0)
+held["all-gather"] = torch.zeros(4, dtype=torch.int64)
+dist.all_gather(list(held["all-gather"].split(1)), tens(1))
+parts = list(torch.tensor([1, 2, 3, 4]).split(1)) if rank == 0 else None
+held["scatter"] = torch.zeros(1, dtype=torch.int64)
+dist.scatter(held["scatter"], parts, src=0)
+held["reduce-scatter"] = torch.zeros(1, dtype=torch.int64)
+dist.reduce_scatter(held["reduce-scatter"], list(tens(4).split(1)))
+held = {name: None if x is None else x.tolist() for name, x in held.items()}
+orders = [[event[:2] for event in run_pipeline(schedule, 8, 0, 0)]
+          for schedule in (ScheduleGPipe, Schedule1F1B)]
+print(json.dumps([held, orders]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.whole
+def test_real_processes_do_what_is_drawn(tmp_path):
+    script = tmp_path / "real.py"
+    script.write_text(REAL)
+    ranks = processes.launch(script, world_size=4)
+    for number, rank in enumerate(ranks):
+        held, orders = json.loads(rank.out.splitlines()[-1])
+        assert held == {name: after[number] for name, (_, after) in
+                        figures.COLLECTIVES.items()}
+        for order, done in zip((schedules.GPIPE, schedules.ONE_F_ONE_B),
+                               orders, strict=True):
+            assert [tuple(one) for one in done] == order(number, 4, 8)
+
+
+def test_a_ring_gives_everyone_the_sum():
+    for ranks in (3, 4):
+        total = sum(10**rank for rank in range(ranks))
+        for states in figures.ring(ranks):
+            assert states[-1][1] == [total] * ranks
+            assert len(states) == 1 + 2 * (ranks - 1)
+
+
+# ------------------------------------------------------------- the programs
+
+
+@pytest.mark.parametrize(("missing", "words"), [
+    ("node", "node is not installed: .*apt-get install nodejs npm"),
+    ("marp", "Marp is not installed: run `npm ci --prefix slides`"),
+    ("chromium", "no Chromium or Chrome, .*apt-get install chromium")])
+def test_a_missing_program_is_one_line(missing, words, monkeypatch, tmp_path):
+    there = {"node": "node", "chromium": "chromium"}
+    monkeypatch.setattr(build, "MARP", tmp_path / "marp")
+    if missing != "marp":
+        (tmp_path / "marp").touch()
+    monkeypatch.setattr(build, "MAC", str(tmp_path / "none"))
+    monkeypatch.setattr(build.shutil, "which", lambda name: (
+        None if name == missing else there.get(name)))
+    with pytest.raises(UserError, match=words) as error:
+        build.build(["course-60"], tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_lock_file_names_no_registry():
+    lock = json.loads((ROOT / "slides" / "package-lock.json").read_text())
+    wanted = json.loads((ROOT / "slides" / "package.json").read_text())
+    packages = lock["packages"]
+    assert not [name for name, package in packages.items()
+                if "resolved" in package]
+    assert all(package["integrity"] for name, package in packages.items()
+               if name)
+    for name, version in wanted["dependencies"].items():
+        assert re.fullmatch(r"[\d.]+", version)  # pinned
+        assert packages[f"node_modules/{name}"]["version"] == version
+
+
+# ---------------------------------------------------------- in the browser
+
+# Of the slide that is shown: what does not fit on it or in its figure, and
+# the size of the smallest words in its text and in its figures.
+MEASURE = """() => {
+  const slide = document.querySelector(".bespoke-marp-active section");
+  const frame = slide.getBoundingClientRect(), out = [];
+  const scale = frame.width / slide.offsetWidth, least = [1e9, 1e9];
+  const inside = (box, edge, room) =>
+    box.left >= edge.left + room && box.right <= edge.right - room
+    && box.top >= edge.top + room && box.bottom <= edge.bottom - room;
+  const walk = document.createTreeWalker(slide, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode, parent = node.parentElement;
+    const words = node.textContent.trim();
+    if (!words || parent.closest("title, desc, style, metadata")) continue;
+    const drawing = parent.closest("figure svg"), range =
+      document.createRange();
+    range.selectNodeContents(node);
+    for (const box of range.getClientRects()) {
+      if (!inside(box, frame, 8 * scale) || drawing
+          && !inside(box, drawing.getBoundingClientRect(), -2)) {
+        out.push(words.slice(0, 60));
+        break;
+      }
+    }
+    const matrix = drawing && parent.getScreenCTM();
+    const size = parseFloat(getComputedStyle(parent).fontSize) * (
+      matrix ? Math.hypot(matrix.a, matrix.b) : scale);
+    least[drawing ? 1 : 0] = Math.min(least[drawing ? 1 : 0], size);
+  }
+  return [out, ...least];
+}"""
+PLANT = """() => {
+  const slide = document.querySelector(".bespoke-marp-active section");
+  for (let i = 0; i < 60; i++) slide.append(
+    Object.assign(document.createElement("p"), {textContent: "more"}));
+}"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """All decks, built with no network but the machine's own."""
+    needs("node", CHROMIUM)
+    if not build.MARP.exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "not installed: Marp (npm ci --prefix slides)")
+    folder = tmp_path_factory.mktemp("slides")
+    alone = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        alone = []  # a container may not allow it
+    done = subprocess.run(
+        [*alone, sys.executable, "-m", "slides", "--output", folder],
+        cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{ending}" for name in DECKS for ending in ("html", "pdf")}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which(CHROMIUM), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("deck", DECKS)
+def test_every_slide_fits_and_can_be_read(deck, built, browser):
+    page = browser.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((built / f"{deck}.html").as_uri())
+    page.wait_for_selector(".bespoke-marp-active")
+    count = len(text.pages(DECKS[deck]))
+    assert page.locator("svg[data-marpit-svg]").count() == count
+    faint = FAINT.replace('".ws"', '".bespoke-marp-active section"').replace(
+        "seen < 50", "seen < 1")
+    for k, (width, height) in enumerate(SIZES):
+        page.set_viewport_size({"width": width, "height": height})
+        for number in range(1, count + 1):
+            page.wait_for_function(
+                "number => location.hash == `#${number}`"
+                " || number == 1 && !location.hash", arg=number)
+            out, words, drawn = page.evaluate(MEASURE)
+            assert not out, (number, out)
+            assert words >= 18 * width / 1024, (number, words)
+            assert drawn >= 14 * width / 1024, (number, drawn)
+            if k == 0:
+                assert not page.evaluate(faint), number
+            if number < count:
+                page.keyboard.press("ArrowRight")
+        page.keyboard.press("Home")
+    assert [url for url in asked if not url.startswith("file:")] == []
+    page.evaluate(PLANT)  # what does not fit, is small or faint is seen
+    page.add_style_tag(content="p { color: #888 !important; font-size: 9px }")
+    out, words, _ = page.evaluate(MEASURE)
+    assert "more" in out and words < 18 * width / 1024
+    assert any("more" in one for one in page.evaluate(faint))
+    page.close()
+
+
+@pytest.mark.whole
+def test_the_presenters_view_has_notes_and_a_clock(built, browser):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto((built / "course-60.html").as_uri())
+    page.wait_for_selector(".bespoke-marp-active")
+    page.keyboard.press("ArrowRight")
+    with context.expect_page() as opened:
+        page.keyboard.press("p")
+    view = opened.value
+    note = view.locator(".bespoke-marp-note.active")
+    note.wait_for()
+    assert note.inner_text().startswith("Minutes 0 to 0.5.")
+    assert re.search(r"\d+:\d\d", view.locator(
+        ".bespoke-marp-presenter-info-time").inner_text())
+    context.close()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("deck", DECKS)
+def test_a_pdf_has_a_page_for_each_slide(deck, built):
+    data = (built / f"{deck}.pdf").read_bytes()
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
+        try:  # the objects are in compressed streams
+            data += zlib.decompressobj().decompress(stream)
+        except zlib.error:
+            continue
+    pages = re.findall(rb"/Type\s*/Page\b", data)
+    assert len(pages) == len(text.pages(DECKS[deck]))
