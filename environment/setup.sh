@@ -124,7 +124,7 @@ fetch_vocabulary() {
 }
 
 # Git sees a notebook without its outputs and without what JupyterLab notes of
-# the kernel: looking at a lesson and saving it leaves the clone as it was.
+# the kernel: a lesson that was only run and saved is no difference to it.
 filter_notebooks() {
     local filter="'$venv/bin/nbstripout' --keep-id --extra-keys \
 'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
