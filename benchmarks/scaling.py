@@ -68,7 +68,8 @@ def measure(flags, device):
             f"{row['ratio'] / sizes[name][0]:.0%}",
             f"{1000 * row['seconds']:.1f}", f"{row['all-reduce']:.1%}",
             f"{row['waiting']:.1%}") for name, row in rows.items()))
-    return rows | fitted(rows, sizes, B, found["strong, 1"][0]["hyperparameters"]["config"])
+    config = found["strong, 1"][0]["hyperparameters"]["config"]
+    return rows | fitted(rows, sizes, B, config)
 
 
 def run(script, n, *options):
