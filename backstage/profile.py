@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from backstage.errors import require
+from backstage.errors import require, warn
 from backstage.files import show_path, write_atomically
 from backstage.world import get_rank_and_size, on_every_rank
 
@@ -103,7 +103,9 @@ class Recorder(Nothing):
     def __init__(self, number, folder, max_steps, device):
         self.number, self.max_steps = number, max_steps
         self.folder, self.device = Path(folder) / "profile", device
+        self.rank, _ = get_rank_and_size()
         self.first = None  # step that is recorded
+        self.recorded = 0  # how many steps
         self.profiler = None  # while it records
         self.marks = contextlib.ExitStack()
 
@@ -116,7 +118,7 @@ class Recorder(Nothing):
             spare = self.max_steps - step - 1 - self.number
             self.first = step + 1 + min(BEFORE - 1, max(1, spare))
         if step + 1 == self.first + self.number:
-            self.finish()
+            self.write()
         elif step + 2 == self.first:  # the profiler's first step is slow
             self.begin()
 
@@ -141,8 +143,14 @@ class Recorder(Nothing):
         self.profiler.start()
 
     def finish(self):
-        if not self.profiler:
-            return
+        if self.profiler:
+            self.write()
+        if not self.recorded and self.rank == 0:
+            warn("--profile has recorded nothing: the first steps, which are "
+                 "slow, are left out, and the run had no others")
+
+    def write(self):
+        """Stop recording, and write what was recorded."""
         self.marks.close()  # from now on nothing is marked
         self.profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
@@ -151,17 +159,22 @@ class Recorder(Nothing):
             trace = json.loads(file.read_bytes())
         self.profiler = None
         steps = find_steps(trace["traceEvents"])[1:]
+        self.recorded = len(steps)
+        if not steps:
+            return
         sent = on_every_rank([step.sent for step in steps])
         mine = [step.charge(shortest(ranks, step.sent))
                 for step, *ranks in zip(steps, *sent, strict=True)]
         all_ranks = on_every_rank((trace["baseTimeNanoseconds"], mine))
-        rank, _ = get_rank_and_size()
         self.folder.mkdir(exist_ok=True)
-        write_trace(self.folder / f"trace-rank-{rank}.json.gz", trace,
+        write_trace(self.folder / f"trace-rank-{self.rank}.json.gz", trace,
                     all_ranks)
-        if rank == 0:
+        if self.rank == 0:
             self.report([[total(pieces) for pieces in steps]
                          for _, steps in all_ranks])
+            for note in self.notes(trace["traceEvents"]):
+                print(note)
+            sys.stdout.flush()
 
     def report(self, ranks):
         """Write parts.json, and print the means as a table. Rank 0 alone.
@@ -180,7 +193,15 @@ class Recorder(Nothing):
                      for part in PARTS]
             print(f"{rank:11d}" + "".join(
                 f"{mean:11.1f}" for mean in (*means, sum(means))))
-        sys.stdout.flush()
+
+    def notes(self, events):
+        """What these figures cannot tell."""
+        if self.device.type != "cpu" and not has_kernels(events):
+            yield (f"{self.device.type}: no kernels were recorded, so this "
+                   "is what the program did, not when the device computed")
+        if any(is_one_to_one(event["name"]) for event in events):
+            yield ("messages between the stages of a pipeline are all counted "
+                   "as waiting")
 
 
 # ------------------------------------- what the recorded events say of a step
@@ -275,16 +296,18 @@ def find_steps(events):
     marks = [(begin, end, event["name"].removeprefix(MARK), event["tid"])
              for begin, end, event in times if event["name"].startswith(MARK)]
     ends = [i for i, (_, _, name, _) in enumerate(marks) if name == "end"]
-    main = marks[ends[-1]][3]
-    kernels = any(event.get("cat") == "kernel" for event in events)
     steps = []
     for before, last in pairwise([-1, *ends]):
         doing = what_it_does([mark[:3] for mark in marks[before + 1:last + 1]])
         steps.append(Step(doing[0][0], doing[-1][1], doing, [], [], []))
-    read = read_kernels if kernels else read_operators
+    read = read_kernels if has_kernels(events) else read_operators
     for step in steps:
-        read(step, times, main)
+        read(step, times, main=marks[-1][3])
     return steps
+
+
+def has_kernels(events):
+    return any(event.get("cat") == "kernel" for event in events)
 
 
 def what_it_does(marks):

@@ -104,6 +104,10 @@ def test_off_is_off_and_a_wrong_number_is_a_line(tmp_path):
     result = train("std", tmp_path / "run", "--max-steps", 2, "--profile",
                    -1, data=FOLDER / "golden")
     assert "--profile must be 1 or more" in result.err
+    short = train("std", tmp_path / "short", "--max-steps", 2, "--profile", 1,
+                  data=FOLDER / "golden")
+    assert short.status == 0 and "recorded nothing" in short.err
+    assert not (tmp_path / "short" / "profile").exists()
 
 
 def test_what_lies_on_top_is_charged():
@@ -169,9 +173,10 @@ def test_a_slow_rank_is_charged_and_the_others_wait(part, tmp_path):
     ("lit", (1, 2, 1)), ("mpi", (1, 2, 1)), ("fsdp", (1, 2, 1)),
     ("tp", (1, 1, 2)), ("3d", (2, 1, 1))])
 def test_every_stage_is_recorded(stage, mesh, tmp_path):
-    ranks = check(train(stage, tmp_path / "run", "--profile", 3,
-                        "--max-steps", 7, data=FOLDER / "golden", mesh=mesh),
-                  3)
+    result = train(stage, tmp_path / "run", "--profile", 3, "--max-steps", 7,
+                   data=FOLDER / "golden", mesh=mesh)
+    ranks = check(result, 3)
+    assert ("all counted as waiting" in result.out) == (stage == "3d")
     for part in ("data", "forward", "backward", "optimizer", "waiting"):
         assert max(means(ranks, part)) > 0, part
     # a pipeline's messages go from one to the next
