@@ -46,10 +46,9 @@ BEFORE = 5  # steps that are not recorded: allocation, compilation
 MARK = "step: "  # begins the names of what is marked here
 CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
 SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
-BETWEEN = {  # two marks that follow one another: what lies between them
-    ("begin", "data"): "loop", ("data", "data"): "loop",
-    ("data", "backward"): "forward", ("backward", "backward"): "forward",
-    ("backward", "data"): "loop", ("backward", "end"): "optimizer"}
+BETWEEN = {  # two marks that follow one another; all others: "loop"
+    ("begin", "backward"): "forward", ("data", "backward"): "forward",
+    ("backward", "backward"): "forward", ("backward", "end"): "optimizer"}
 
 
 def prepare(number):
@@ -228,12 +227,10 @@ class Step:
 
         least: the least that each message takes on any rank, microseconds.
         """
-        split = [end - time for (_, end, _), time in zip(
-            self.messages, least, strict=True)]
-        moving = [(time, end, "all-reduce") for time, (_, end, _) in zip(
-            split, self.messages, strict=True)]
-        waiting = [(begin, time, "waiting") for time, (begin, _, _) in zip(
-            split, self.messages, strict=True)]
+        moving, waiting = [], []
+        for (begin, end, _), time in zip(self.messages, least, strict=True):
+            waiting.append((begin, end - time, "waiting"))
+            moving.append((end - time, end, "all-reduce"))
         upper = cover([self.work, moving, waiting, self.calls])
         upper = [piece for piece in upper if piece[2]]
         return [(max(begin, self.begin), min(end, self.end), part)
@@ -325,7 +322,7 @@ def what_it_does(marks):
     for (begin, end, name), (then, _, following) in pairwise(marks):
         if name in PARTS:
             doing.append((begin, end, name))
-        doing.append((end, then, BETWEEN[name, following]))
+        doing.append((end, then, BETWEEN.get((name, following), "loop")))
     return doing
 
 
