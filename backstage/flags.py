@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from backstage import ROOT, dataset, track
+from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
 from backstage.cores import use_cores
 from backstage.device import cpu_has_bf16, find_device, memory_size
@@ -94,6 +94,7 @@ def parse(Hyperparameters, presets, models):
     check_hyperparameters(hp, models[preset], saved)
     check_pipeline(hp, data_size)
     track.check(hp.track)
+    profile.prepare(getattr(hp, "profile", 0))
     if os.environ.get("RANK", "0") == "0":
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "
@@ -173,8 +174,9 @@ def read_hyperparameters(choice):
         raise UserError(f"{file}: damaged ({error}): delete it, and give all "
                         "of the run's flags again") from error
     return {key: value for key, value in saved.items()
-            if key not in ("run", "resume", "init", "devices", "num_nodes",
-                           "tensor_parallel", "pipeline_parallel")}
+            if key not in ("run", "resume", "init", "profile", "devices",
+                           "num_nodes", "tensor_parallel",
+                           "pipeline_parallel")}
 
 
 def check_pipeline(hp, data_size):

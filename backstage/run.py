@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT, dataset, terminal, track, vocabulary
+from backstage import ROOT, dataset, profile, terminal, track, vocabulary
 from backstage.checkpoint import (
     FORMAT,
     gather_state,
@@ -76,6 +76,8 @@ class Run:
         self.metrics = None  # on rank 0: metrics.csv, open for appending
         self.tracker = None  # on rank 0: the same for another tool
         self.folder = Path(on_rank_0(self._make_folder))
+        self.recorder = profile.start(
+            getattr(hp, "profile", 0), self.folder, max_steps, device)
         self.encoding = self._load_vocabulary()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.catch_signals()
@@ -201,7 +203,11 @@ class Run:
     # ----------------------------------------------- during the training
 
     def check_finite(self, step, loss, norm):
-        """Stop the run before a broken model is saved. All ranks."""
+        """Stop the run before a broken model is saved. All ranks.
+
+        Called at the end of a step, where its time is taken.
+        """
+        self.recorder.step_ended(step)
         if math.isfinite(loss) and math.isfinite(norm):
             return
         raise UserError(
@@ -278,6 +284,7 @@ class Run:
 
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
+        self.recorder.finish()
         wait_for_all()  # a rank that leaves early can make another abort
         if self.rank == 0:
             terminal.keep()

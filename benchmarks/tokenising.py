@@ -1,56 +1,32 @@
 """The speed of turning text into shards, against the usual recipe.
 
-    python benchmarks/tokenising.py                    # about two minutes
-    python benchmarks/tokenising.py --parquet FILE     # a file of FineWeb-Edu
-
 The recipe is that of build-nanogpt and its descendants: a pool of processes
 to which `imap` hands one document at a time. Without a file, the text is
 Python's documentation, repeated, with its paragraphs unwrapped like FineWeb's.
-The two sides take turns, so that a busy machine slows both down. Each figure
-is a median.
 """
 
 import multiprocessing
-import statistics
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import demo
+import documents
+import manifest
 import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import rustbpe
 import tiktoken
-
-from backstage import ROOT, vocabulary
-from backstage.command_line import parse_flags
-from backstage.errors import UserError, run_main
-
-sys.path.insert(0, str(ROOT / "fineweb"))
-import demo
-import documents
-import manifest
 import tokenise
+from turns import show, summary, take_turns
 
 import fineweb
+from backstage import vocabulary
+from backstage.errors import UserError
 
 SHARD = 10_000_000  # tokens
-
-
-@dataclass
-class Flags:
-    """Measure the speed of turning text into shards, against a recipe."""
-
-    parquet: Path | None = None
-    """A Parquet file with a column `text`, instead of the documentation."""
-    megabytes: int = 60
-    """How much text to make from the documentation."""
-    rounds: int = 5
-    """Turns of each side."""
-    workers: tuple[int, ...] = ()
-    """Numbers of workers to try (default: 1, 2, 4, ... up to the cores)."""
 
 
 def recipe_tokens(text):
@@ -102,24 +78,6 @@ def ours(path, out, encoding, workers):
     return made["train"]["tokens"] + made["val"]["tokens"]
 
 
-def compare(what, rounds, *sides):
-    """Print how many tokens a second two sides process, taking turns.
-
-    The ratio is the median of the rounds' ratios: whatever slows a round down
-    slows both of its turns.
-    """
-    rates = []
-    for _ in range(rounds):
-        rates.append([])
-        for side in sides:
-            start = time.perf_counter()
-            count = side()
-            rates[-1].append(count / (time.perf_counter() - start) / 1e6)
-    first, second = map(statistics.median, zip(*rates, strict=True))
-    ratio = statistics.median(ours / recipe for recipe, ours in rates)
-    print(f"{what:24} {first:10.2f} {second:10.2f} {ratio:8.2f}", flush=True)
-
-
 def make_parquet(path, megabytes):
     """Write a file like one of FineWeb's, from Python's documentation."""
     texts = ["\n".join(" ".join(paragraph.split())
@@ -146,40 +104,50 @@ def find_vocabulary(texts):
             special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
 
 
-def main():
-    global encoding
-    flags = parse_flags(Flags)
+def measure(flags, device):
+    """Million tokens/s of both: {what: {side: figures}}."""
+    global encoding, SHARD
+    if flags.quick:
+        SHARD = 100_000
     cores = fineweb.count_cores()
-    tries = flags.workers or [2**i for i in range(cores.bit_length())]
     with tempfile.TemporaryDirectory() as folder:
         path = flags.parquet
         if path is None:
             path = Path(folder) / "documentation.parquet"
-            make_parquet(path, flags.megabytes)
+            make_parquet(path, 1 if flags.quick else 60)
         some = next(parquet.ParquetFile(path).iter_batches(
             10_000, columns=["text"])).column(0).to_pylist()
         encoding = find_vocabulary(some)
-        print(f"{path.name}, {encoding.n_vocab:,} tokens in the vocabulary "
-              f"{encoding.name}, {cores} cores\n"
-              f"{'million tokens/s':24} {'recipe':>10} {'fineweb.py':>10} "
-              f"{'ratio':>8}")
-
         fast = tokenise.Encoder(encoding)
-        compare("tokenising, one process", flags.rounds,
-                lambda: sum(len(recipe_tokens(text)) for text in some),
-                lambda: sum(len(fast(some[i:i + documents.ROWS]))
-                            for i in range(0, len(some), documents.ROWS)))
 
-        def side(function, workers):
-            def turn():
-                with tempfile.TemporaryDirectory(dir=folder) as out:
-                    return function(path, Path(out), encoding, workers)
-            return turn
+        def write(function, workers):
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                return function(path, Path(out), encoding, workers)
 
-        for workers in tries:
-            compare(f"end to end, {workers} workers", flags.rounds,
-                    side(recipe, workers), side(ours, workers))
+        sides = {"tokenising, one process": (
+            lambda: sum(len(recipe_tokens(text)) for text in some),
+            lambda: sum(len(fast(some[i:i + documents.ROWS]))
+                        for i in range(0, len(some), documents.ROWS)))}
+        for workers in [2**i for i in range(cores.bit_length())]:
+            sides[f"end to end, {workers} workers"] = (
+                partial(write, recipe, workers), partial(write, ours, workers))
+        results = {}
+        for what, pair in sides.items():
+            found = take_turns({
+                name: partial(million_tokens_per_second, side) for name, side
+                in zip(("recipe", "fineweb.py"), pair, strict=True)},
+                flags.rounds)
+            results[what] = {name: summary(turns, found["recipe"])
+                             for name, turns in found.items()}
+    print(f"{path.name}, {encoding.n_vocab:,} tokens in the vocabulary "
+          f"{encoding.name}, {cores} cores")
+    show(("million tokens/s", "recipe", "fineweb.py", "ratio"), *(
+        (what, *(f"{row['median']:.2f}" for row in rows.values()),
+         f"{rows['fineweb.py']['ratio']:.2f}")
+        for what, rows in results.items()))
+    return results
 
 
-if __name__ == "__main__":
-    run_main(main)
+def million_tokens_per_second(side):
+    start = time.perf_counter()
+    return side() / (time.perf_counter() - start) / 1e6

@@ -279,6 +279,7 @@ class Hyperparameters:
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
+    profile: int = 0  # steps to record: where does their time go?
 
 
 MODELS = {

@@ -5,6 +5,7 @@
 
 import html
 import io
+import math
 import sys
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,10 @@ from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
 DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
+PARTS = {  # as in backstage/profile.py
+    "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
+    "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f",
+    "loop": "#999999"}
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -134,6 +139,25 @@ def model(ax, runs):
                       "the model does not hold)")
 
 
+def parts(ax, runs):
+    """Where each rank's time goes in a step, as --profile recorded it."""
+    ax.set(title="where a step's time goes, recorded", xlabel="ms per step")
+    rows = [(f"{run.name}, rank {rank}", seconds) for run in runs
+            for rank, seconds in enumerate(results.recorded_parts(run.folder))]
+    if not rows:
+        ax.set_axis_off()
+        return note(ax, "no step of these runs was recorded:\n"
+                        "train with --profile 10")
+    left = [0.0] * len(rows)
+    for part, color in PARTS.items():
+        widths = [1000 * seconds[part] for _, seconds in rows]
+        ax.barh(range(len(rows)), widths, left=left, label=part, color=color)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # room for the legend
+    ax.legend(loc="lower left", ncols=4)
+
+
 def published(ax, runs):
     """The course's own curves: time per epoch against the number of GPUs."""
     ax.set(title="published: one epoch, A100-40 and Max 1550",
@@ -170,7 +194,7 @@ def gpus(ax, runs):
 
 
 PANELS = {panel.__name__: panel
-          for panel in (loss, speed, scaling, model, published, gpus)}
+          for panel in (loss, speed, scaling, model, parts, published, gpus)}
 
 
 # ----------------------------------------------------------------- helpers
@@ -242,11 +266,13 @@ def about(ax):
 def main(output, folders=()):
     """Draw all panels in one picture, and print which runs it shows."""
     runs, notes = results.find(folders)
-    figure = Figure((14, 8), layout="constrained")
+    panels = [panel for panel in PANELS.values() if panel is not parts
+              or any(results.recorded_parts(run.folder) for run in runs)]
+    columns = math.ceil(len(panels) / 2)
+    figure = Figure((4.7 * columns, 8), layout="constrained")
     figure.suptitle(subtitle(runs))
-    for ax, panel in zip(figure.subplots(2, 3).flat, PANELS.values(),
-                         strict=True):
-        panel(ax, runs)
+    for number, panel in enumerate(panels, 1):
+        panel(figure.add_subplot(2, columns, number), runs)
     try:
         figure.savefig(output, dpi=110)
     except ValueError as error:  # matplotlib does not know the file's ending

@@ -261,6 +261,25 @@ def fit_stage(results, stage):
     return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
 
 
+# ------------------------------------------------- what --profile recorded
+
+
+def recorded_parts(folder):
+    """Seconds of a step by part, the mean of those recorded: one for each
+    rank, [] if none were.
+    """
+    try:
+        ranks = json.loads((folder / "profile/parts.json").read_text())[
+            "ranks"]
+        return [{part: statistics.mean(step[part] for step in steps)
+                 for part in steps[0]} for steps in ranks]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{show_path(folder)}/profile/parts.json: damaged "
+                        f"({error})") from error
+
+
 # --------------------------------------------------------- GPU utilisation
 
 

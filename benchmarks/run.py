@@ -1,0 +1,88 @@
+"""Measures this machine: prints tables, and writes JSON beside them.
+
+    pip install -r benchmarks/requirements.txt
+    python benchmarks/run.py                     # how fast one device trains
+    python benchmarks/run.py speed scaling growth shared tokenising
+
+    speed       std, ddp and lit, at nano and at 124M parameters, beside
+                transformers' GPT-2 and nanoGPT's model in their own loops
+    scaling     more processes: strong, weak, the exposed all-reduce
+    growth      more shards, more steps, larger checkpoints
+    shared      a step beside other programs that need the CPU
+    tokenising  text into shards, against the usual recipe
+
+The figures are medians over the rounds. README.md beside this file says what
+was measured, and on what.
+"""
+
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from backstage import ROOT
+from backstage.command_line import parse_flags
+from backstage.cores import count_cores
+from backstage.device import device_name, find_device
+from backstage.errors import run_main
+from backstage.files import show_path, write_atomically
+
+sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]
+
+Part = Literal["speed", "scaling", "growth", "shared", "tokenising"]
+
+
+@dataclass
+class Flags:
+    """Measure this machine."""
+
+    parts: tyro.conf.Positional[tuple[Part, ...]] = ("speed",)
+    """What to measure."""
+    rounds: int = 3
+    """Turns of each side."""
+    quick: bool = False
+    """A tiny model and few steps: to see that everything works."""
+    device: str = "auto"
+    """cpu, cuda, xpu, mps (auto: an accelerator, if any)."""
+    parquet: Path | None = None
+    """For tokenising: a file with a column `text`, such as FineWeb-Edu's."""
+    output: Path = ROOT / "runs" / "benchmark.json"
+    """The file for the figures."""
+
+
+def processor():
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines
+                    if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def main():
+    flags = parse_flags(Flags)
+    device = find_device(flags.device)
+    record = {
+        "device": device_name(device), "processor": processor(),
+        "cores": count_cores(), "torch": torch.__version__,
+        "load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
+    print(", ".join(f"{key} {value}" for key, value in record.items()))
+    for part in flags.parts:
+        record[part] = importlib.import_module(part).measure(flags, device)
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            flags.output, json.dumps(record, indent=1).encode() + b"\n")
+    print(f"written: {show_path(flags.output, Path.cwd())}")
+
+
+if __name__ == "__main__":
+    run_main(main)
