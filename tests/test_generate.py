@@ -1,15 +1,13 @@
 """code/generate.py: continuations, with and without the cache."""
 
 import importlib.util
-import sys
 
 import pytest
 import torch
-from conftest import needs
-from stages import Result, make_dataset, run_command, train
+from stages import Result, make_dataset, train
 
 from backstage import ROOT
-from workshop.processes import OPEN_MPI, free_port, launch
+from workshop.processes import launch
 
 SCRIPT = ROOT / "code" / "generate.py"
 
@@ -105,23 +103,6 @@ def test_choices_have_their_probabilities():
         chosen = generate.choose(logits, temperature, top_k, evenly)
         counts = torch.bincount(chosen[:, 0], minlength=4) / 1000
         torch.testing.assert_close(counts, expected, rtol=0, atol=2e-3)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_under_a_launcher(run, launcher, monkeypatch):
-    needs(launcher)
-    flags = ("--run", run, "--device", "cpu", "--max-new-tokens", 40)
-    for name, value in {**OPEN_MPI, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    command = {
-        "torchrun": ("torchrun", "--standalone", "--nproc-per-node", 2, "--"),
-        "mpirun": ("mpirun", "-n", 2, sys.executable, "-m", "workshop.mpi")}
-    done = run_command(*command[launcher], SCRIPT, *flags)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert "\n".join(lines[1:-1]) == texts(write(*flags))
-    assert lines[-1].endswith("(with key-value cache, 2 processes)")
 
 
 @pytest.mark.parametrize(("flags", "words"), [
