@@ -75,7 +75,7 @@ def name_ranks(env=os.environ):
     elif size > 1:
         env["RANK"] = env[LAUNCHERS[launcher][0]]
         stop_all(f"{launcher} has started {size} processes, and each would "
-                 "train alone: put `-m workshop.mpi` between python and the "
+                 "work alone: put `-m workshop.mpi` between python and the "
                  f"script (mpirun -n {size} python -m workshop.mpi "
                  "code/train_gpt2.py)", env)
 

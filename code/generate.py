@@ -1,25 +1,38 @@
 """Let a trained model write: continuations of a prompt.
 
     python code/generate.py --run runs/20261121-120000-std --prompt "Return"
+    torchrun --standalone --nproc-per-node 4 -- code/generate.py
+    mpirun -n 4 python -m workshop.mpi code/generate.py
 
-It reads the checkpoints of every stage. With the key-value cache (the default)
-each step computes the keys and values of the newest token only, and keeps
-those of the tokens before it. Without the cache it computes all of them again.
+It reads the checkpoints of every stage. Several processes share the
+continuations. With the key-value cache (the default) each step computes the
+keys and values of the newest token only, and keeps those of the tokens before
+it. Without the cache it computes all of them again.
 """
 
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from backstage import ROOT, vocabulary
 from backstage.checkpoint import load_checkpoint
 from backstage.command_line import parse_flags
+from backstage.cores import use_cores
 from backstage.device import use_device
 from backstage.errors import require, run_main
+from backstage.launchers import name_ranks
+from backstage.world import (
+    get_rank_and_size,
+    on_every_rank,
+    on_rank_0,
+    wait_for_all,
+)
 
 sys.path.insert(0, str(ROOT / "solutions"))  # code/ may be half edited
 from train_gpt2_std import GPT, GPTConfig
@@ -35,7 +48,7 @@ class Flags:
     max_new_tokens: int = 64  # tokens in each
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 50  # choose among this many tokens (0: among all)
-    seed: int = 1337  # for the random choices
+    seed: int = 1337  # of the first text; each of the others has the next
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
     cache: bool = True  # keep keys and values from step to step
 
@@ -81,61 +94,103 @@ def forward(model, idx, cache):
     return model.lm_head(parts.ln_f(x[:, -1]))[:, :model.config.vocab_size]
 
 
-def choose(logits, temperature, top_k, generator):
-    """A token for each row of logits (B, vocab_size): int64 (B, 1)."""
+def draw(seeds, number):
+    """That many random numbers from 0 to 1 for each seed: (seeds, number).
+
+    A text has a seed of its own, so it does not depend on what other texts
+    this process writes.
+    """
+    return torch.stack([
+        torch.rand(number, generator=torch.Generator().manual_seed(seed))
+        for seed in seeds])
+
+
+def choose(logits, temperature, top_k, random):
+    """A token for each row of logits (B, vocab_size): int64 (B, 1).
+
+    random: a number from 0 to 1 for each row, (B, 1). The likely tokens take
+    up more of the way from 0 to 1, and so more numbers fall on them.
+    """
     if temperature == 0:
         return logits.argmax(dim=1, keepdim=True)
     values, tokens = logits.topk(min(top_k or logits.shape[1],
                                      logits.shape[1]))
-    choice = torch.multinomial((values / temperature).softmax(dim=1), 1,
-                               generator=generator)
-    return tokens.gather(1, choice)
+    ends = (values / temperature).softmax(dim=1).cumsum(dim=1)
+    choice = torch.searchsorted(ends, random * ends[:, -1:], right=True)
+    return tokens.gather(1, choice.clamp(max=tokens.shape[1] - 1))
 
 
 @torch.no_grad()
-def generate(model, idx, flags, generator):
-    """Continue idx, int64 (B, T): (B, T + max_new_tokens)."""
+def generate(model, idx, flags, random):
+    """Continue idx, int64 (B, T): (B, T + max_new_tokens).
+
+    random: a number from 0 to 1 for each new token, (B, max_new_tokens).
+    """
     block_size, cache, new = model.config.block_size, [], idx
-    for _ in range(flags.max_new_tokens):
+    for i in range(flags.max_new_tokens):
         # Beyond the block size the window moves: then every token has a new
         # position, and the cache is useless.
         if not flags.cache or idx.shape[1] > block_size:
             cache, new = [], idx[:, -block_size:]
         logits = forward(model, new, cache)
-        new = choose(logits, flags.temperature, flags.top_k, generator)
+        new = choose(logits, flags.temperature, flags.top_k,
+                     random[:, i:i + 1])
         idx = torch.cat((idx, new), dim=1)
     return idx
 
 
+def join_others():
+    """Join the other processes, if a launcher has started several."""
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    use_cores(on_node)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("gloo")  # only texts are sent
+    return get_rank_and_size()
+
+
 def main():
+    name_ranks()
     flags = parse_flags(Flags)
     require(flags.num_sequences > 0, "--num-sequences must be 1 or more")
     require(flags.max_new_tokens > 0, "--max-new-tokens must be 1 or more")
     require(flags.temperature >= 0, "--temperature must not be negative")
     require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
-    file = find_checkpoint(flags.run)
+    rank, world_size = join_others()
+    file = on_rank_0(lambda: find_checkpoint(flags.run))
     state = load_checkpoint(file)
-    device = use_device(flags.device)
+    device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
     model = GPT(GPTConfig(**state["config"])).to(device)
     model.load_state_dict(state["model"])
     encoding = vocabulary.load(state["hyperparameters"]["data"])
     require(encoding.n_vocab == model.config.vocab_size,
             f"{state['hyperparameters']['data']} now has another vocabulary: "
             "restore the dataset that the run was trained on")
-    print(f"{file} ({state['stage']}, {state['step']} steps)")
+    if rank == 0:
+        print(f"{file} ({state['stage']}, {state['step']} steps)")
 
     prompt = encoding.encode(flags.prompt, allowed_special="all")
     prompt = prompt or [encoding.eot_token]
-    idx = torch.tensor([prompt] * flags.num_sequences, device=device)
-    generator = torch.Generator(device).manual_seed(flags.seed)
-    start_time = time.perf_counter()
-    idx = generate(model, idx, flags, generator).tolist()
-    seconds = time.perf_counter() - start_time
-    for row in idx:
-        print(">", encoding.decode(row))
-    tokens = flags.num_sequences * flags.max_new_tokens
-    print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tok/s "
-          f"({'with' if flags.cache else 'without'} key-value cache)")
+    first, end = (flags.num_sequences * r // world_size
+                  for r in (rank, rank + 1))  # this rank's share, or none
+    rows, seconds = [], 0.0
+    if first < end:
+        idx = torch.tensor([prompt] * (end - first), device=device)
+        seeds = range(flags.seed + first, flags.seed + end)
+        random = draw(seeds, flags.max_new_tokens).to(device)
+        start_time = time.perf_counter()
+        rows = generate(model, idx, flags, random).tolist()
+        seconds = time.perf_counter() - start_time
+    shares = on_every_rank((rows, seconds))  # in rank order
+    if rank == 0:
+        for row in (row for rows, _ in shares for row in rows):
+            print(">", encoding.decode(row))
+        tokens = flags.num_sequences * flags.max_new_tokens
+        seconds = max(seconds for _, seconds in shares)
+        print(f"{tokens} tokens in {seconds:.2f} s: "
+              f"{tokens / seconds:,.0f} tok/s "
+              f"({'with' if flags.cache else 'without'} key-value cache"
+              + (f", {world_size} processes)" if world_size > 1 else ")"))
+    wait_for_all()  # a process that leaves early can make another abort
 
 
 if __name__ == "__main__":

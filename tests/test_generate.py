@@ -27,8 +27,9 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def write(*flags):
-    result = Result(None, launch(SCRIPT, "--device", "cpu", *flags))
+def write(*flags, **options):
+    result = Result(
+        None, launch(SCRIPT, "--device", "cpu", *flags, **options))
     assert "Traceback" not in result.err
     return result
 
@@ -73,6 +74,35 @@ def test_choices(run):
     greedy = texts(write(*same, "--temperature", 0))
     assert greedy == texts(write(*same, "--top-k", 1, "--seed", 3))
     assert texts(write(*same, "--prompt", "", "--top-k", 0))
+
+
+@pytest.mark.parametrize("world_size", [2, 7])
+def test_several_processes_write_the_same(run, world_size):
+    """Also if some have no text to write; rank 0 alone prints."""
+    flags = ("--run", run, "--num-sequences", 5, "--max-new-tokens", 40)
+    shared = write(*flags, world_size=world_size)
+    assert texts(shared) == texts(write(*flags))
+    assert f", {world_size} processes)" in shared.out
+    assert not any(rank.out for rank in shared.ranks[1:])
+
+
+def test_a_text_does_not_depend_on_the_others(run):
+    flags = ("--run", run, "--max-new-tokens", 40)
+    three = texts(write(*flags, "--num-sequences", 3)).split("> ")[1:]
+    alone = texts(write(*flags, "--num-sequences", 1, "--seed", 1339))
+    assert len(set(three)) == 3 and alone == f"> {three[2]}"
+
+
+def test_choices_have_their_probabilities():
+    generate = load_script()
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]]).repeat(1000, 1)
+    evenly = (torch.arange(1000) / 1000)[:, None]
+    for temperature, top_k, out in ((1.0, 0, []), (0.5, 3, [3])):
+        expected = (logits[0] / temperature).index_fill(
+            0, torch.tensor(out, dtype=torch.int64), -torch.inf).softmax(0)
+        chosen = generate.choose(logits, temperature, top_k, evenly)
+        counts = torch.bincount(chosen[:, 0], minlength=4) / 1000
+        torch.testing.assert_close(counts, expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(("flags", "words"), [

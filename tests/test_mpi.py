@@ -1,6 +1,8 @@
 """What is particular to stage mpi; the rest is in test_contract.py."""
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from stages import (
 )
 
 from backstage import ROOT
-from workshop.processes import OPEN_MPI, Rank
+from workshop.processes import OPEN_MPI, Rank, free_port
 from workshop.stages import STAGES
 
 MPI = STAGES["mpi"].solution
@@ -31,6 +33,12 @@ MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 def test_few_lines_change():
     std = STAGES["std"].solution.read_text()
     assert 0 < changed_lines(std, MPI.read_text()) <= 40
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The single-device run that the others are compared with."""
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=GOLDEN)
 
 
 def environment(**more):
@@ -45,8 +53,67 @@ def mpich(tmp_path_factory):
     if not MPICH.exists():
         pytest.skip(f"not there: {MPICH}")
     folder = tmp_path_factory.mktemp("mpich")
-    (folder / "libmpi.so.12").symlink_to(MPICH)  # its name elsewhere
-    return {"LD_LIBRARY_PATH": str(folder), "MPI4PY_MPIABI": "mpich"}
+    (folder / "libmpi.so.12").symlink_to(MPICH)  # as the README says
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
+ENTER = """\
+#!/bin/sh
+# [options] HOST WORD...: a shell runs the words there, as by ssh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case $1 in node1) process={};; node2) process={};; *) exit 1;; esac
+shift
+exec nsenter --target "$process" --net --uts --mount --wdns="$PWD" sh -c "$*"
+"""
+
+
+@pytest.fixture(scope="module")
+def enter(tmp_path_factory):
+    """The program that starts another on node1 or node2, as ssh would.
+
+    Each has a network, a host name and an /etc/hosts of its own; a cable
+    connects them. They end with the test.
+    """
+    needs("ip", "nsenter", "unshare")
+    folder = tmp_path_factory.mktemp("nodes")
+    hosts = folder / "hosts"
+    hosts.write_text(
+        "127.0.0.1 localhost\n10.79.0.1 node1\n10.79.0.2 node2\n")
+    nodes = [subprocess.Popen(
+        ["unshare", "--net", "--uts", "--mount", "sh", "-ec",
+         f"hostname {name}; mount --bind '{hosts}' /etc/hosts; "
+         "ip link set lo up; echo ready; exec sleep 1000"],
+        stdout=subprocess.PIPE, text=True) for name in ("node1", "node2")]
+    try:
+        if any(node.stdout.readline() != "ready\n" for node in nodes):
+            pytest.skip("this user may not make network namespaces")
+        first, second = (str(node.pid) for node in nodes)
+        cable = subprocess.run(
+            ["ip", "link", "add", "eth0", "netns", first, "type", "veth",
+             "peer", "name", "eth0", "netns", second])
+        if cable.returncode:
+            pytest.skip("this system cannot connect network namespaces")
+        program = folder / "enter"
+        program.write_text(ENTER.format(first, second))
+        program.chmod(0o755)
+        for number in 1, 2:
+            subprocess.run(
+                [program, f"node{number}", "ip", "address", "add",
+                 f"10.79.0.{number}/24", "dev", "eth0;",
+                 "ip", "link", "set", "eth0", "up"], check=True)
+        yield program
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def received(enter):
+    """The bytes that have come to node1 over the cable."""
+    said = subprocess.run(
+        [enter, "node1", "ip", "-json", "-stats", "link", "show", "eth0"],
+        check=True, capture_output=True, text=True)
+    return json.loads(said.stdout)[0]["stats64"]["rx"]["bytes"]
 
 
 def start(*words, **more):
@@ -74,15 +141,47 @@ def errors(rank):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("library", ["Open MPI", "MPICH"])
-def test_one_loss_curve_under_both_mpis(library, tmp_path, request):
+def test_one_loss_curve_under_both_mpis(library, single, tmp_path, request):
     needs("mpirun")
-    single = train("std", tmp_path / "std", data=GOLDEN)
     mpirun, more = (("mpirun", {}) if library == "Open MPI" else
                     ("mpiexec.mpich", request.getfixturevalue("mpich")))
     rank = run(mpirun, "-n", 2, sys.executable, MPI,
                *tiny(tmp_path / "run", GOLDEN), **more)
     agree(Result(tmp_path / "run", [rank]), single)
     assert "world size 2" in rank.out
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "library"), [
+    ("mpi", "Open MPI"), ("mpi", "MPICH"), ("ddp", "Open MPI")])
+def test_one_loss_curve_on_two_nodes(
+        stage, library, single, tmp_path, request, enter):
+    """Each has a network of its own, and they talk over the cable."""
+    needs("mpirun")
+    more, script = {}, [sys.executable, STAGES[stage].solution]
+    if stage == "ddp":
+        script[1:1] = ["-m", "workshop.mpi", "-v"]
+        more = {"MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
+    if library == "Open MPI":
+        mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
+                  "node1,node2", *(["-x", "MASTER_ADDR"] if more else [])]
+    else:
+        more |= request.getfixturevalue("mpich")
+        mpirun = ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec",
+                  enter, "-hosts", "node1,node2"]
+        # it would find that both nodes are the same machine
+        more["UCX_TLS"] = "self,tcp"
+    words = [*mpirun, "-n", 2, *script, *tiny(tmp_path / "run", GOLDEN)]
+    before = received(enter)
+    rank = run(enter, "node1", shlex.join(map(str, words)), **more)
+    agree(Result(tmp_path / "run", [rank]), single)
+    assert "world size 2" in rank.out
+    if stage == "ddp":
+        assert "rank 1 of 2, on node2 local rank 0 of 1" in rank.out
+    # at least half of the gradients, 20 times
+    weights = Result(tmp_path / "run", []).checkpoint()["model"].values()
+    sent = 20 * sum(weight.nbytes for weight in weights) / 2
+    assert received(enter) - before > sent
 
 
 @pytest.mark.whole
@@ -118,6 +217,7 @@ def test_two_mpis_mixed_are_one_line(tmp_path, mpich):
         (line,) = errors(rank)
         assert rank.status == 1 and "2 processes were started" in line
         assert "MPI4PY_LIBMPI" in line and "Traceback" not in rank.err
+        assert (f"ln -s {MPICH}" in line) == (mpirun == "mpiexec.mpich")
     assert not (tmp_path / "run").exists()
 
 

@@ -30,6 +30,13 @@ PUBLISHED = {
     "Max 1550, batch 256": {1: 41.0, 4: 11.8, 8: 8.3, 16: 6.0},
 }
 
+# A university project's GPT-2 (6 layers, 384 wide): the seconds of training
+# for 50 epochs, and of writing texts, of a length that we do not know.
+UNIVERSITY = {
+    "one CPU": (15264, 113), "MPI on two nodes": (1287, 112),
+    "CUDA": (429, 8.0), "CUDA and MPI": (226, 7.8),
+}
+
 
 @dataclass
 class Result:
@@ -278,6 +285,20 @@ def recorded_parts(folder):
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{show_path(folder)}/profile/parts.json: damaged "
                         f"({error})") from error
+
+
+# -------------------------------------------------------------- the ladder
+
+
+def read_ladder():
+    """What benchmarks/ladder.py has measured: here, or else the example."""
+    mine = RUNS / "ladder.json"
+    file = mine if mine.exists() else EXAMPLES / "ladder.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{show_path(file)}: damaged ({error}): run "
+                        "benchmarks/ladder.py again") from error
 
 
 # --------------------------------------------------------- GPU utilisation
