@@ -148,9 +148,10 @@ HANG = ("        if rank == 0:\n            run.log(",
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
 @pytest.mark.parametrize(("number", "everyone", "line", "seconds"), [
     (signal.SIGINT, True, "against the single", 0.3),  # torch is imported
-    (signal.SIGINT, False, "against the single", 2),
-    (signal.SIGTERM, False, "1 process", 0.2),
-    (signal.SIGINT, True, "2 processes", 0.5),
+    pytest.param(signal.SIGTERM, False, "1 process", 0.2,
+                 marks=pytest.mark.whole),
+    pytest.param(signal.SIGINT, True, "2 processes", 0.5,
+                 marks=pytest.mark.whole),
     (signal.SIGTERM, True, "2 processes", 2)])  # it hangs there
 def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     run = start(plant(tmp_path, HANG), tmp_path / "tmp")
@@ -171,6 +172,7 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
         time.sleep(0.05)
 
 
+@pytest.mark.whole
 def test_nothing_is_left_after_a_check(tmp_path):
     run = start(plant(tmp_path), tmp_path / "tmp")
     out, _ = run.communicate(timeout=200)

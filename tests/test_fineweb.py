@@ -196,6 +196,7 @@ def test_without_looking_ahead_the_words_are_the_same(corpus, pattern):
                                          *plain.encode_ordinary(text)], text
 
 
+@pytest.mark.whole
 def test_long_documents_are_cut_by_the_stated_rule(corpus, tmp_path):
     rng = random.Random(2)
     plain, million = corpus.encoding, tokenise.LONG
@@ -249,13 +250,15 @@ def test_text_files_too(corpus, tmp_path):
         for token in (plain.eot_token, *plain.encode_ordinary(text))]
 
 
-@pytest.mark.whole
 # ------------------------------------------------------------- interruptions
-def test_killed_a_dozen_times_the_bytes_are_the_same(corpus, whole, tmp_path):
+
+
+@pytest.mark.whole
+def test_killed_six_times_the_bytes_are_the_same(corpus, whole, tmp_path):
     out = tmp_path / "out"
     rng = random.Random(3)
     between = 0  # kills after some shards and before the last
-    for kill in range(12):
+    for kill in range(6):
         before = len(list(out.glob("*.npy")))
         process = start("fineweb", *corpus.flags, "--out", out,
                         start_new_session=True)
@@ -277,7 +280,7 @@ def test_killed_a_dozen_times_the_bytes_are_the_same(corpus, whole, tmp_path):
         between += process.returncode < 0 and len(done) > 0
         if process.returncode == 0:  # too late: from the start again
             shutil.rmtree(out)
-    assert between >= 4
+    assert between >= 2
     status, _, err = run("fineweb", *corpus.flags, "--out", out)
     assert status == 0, err
     assert contents(out) == contents(whole)
@@ -552,9 +555,7 @@ def test_splitting_changes_no_token(whole, tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("stage", [
-    re.fullmatch(r"train_gpt2_(\w+)", path.stem)[1]
-    for path in sorted((ROOT / "solutions").glob("train_gpt2_*.py"))])
+@pytest.mark.parametrize("stage", ["std", "lit"])
 def test_training_reads_it_with_every_stage(stage, whole, tmp_path):
     # another course's folder has neither manifest nor vocabulary
     plain = tmp_path / "edu_fineweb10B"

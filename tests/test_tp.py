@@ -50,10 +50,8 @@ def test_sizes_that_do_not_divide_evenly(tmp_path):
     flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
              "--sequence-length", 32, "--microbatch-size", 4)
     std = train("std", tmp_path / "std", *flags, data=data)
-    for mesh in ((1, 1, 3), (1, 2, 3)):
-        run = tmp_path / "x".join(map(str, mesh))
-        agree(train("tp", run, *flags, data=data, mesh=mesh), std,
-              learning_rate=2e-3)
+    agree(train("tp", tmp_path / "tp", *flags, data=data, mesh=(1, 1, 3)),
+          std, learning_rate=2e-3)
 
 
 @pytest.mark.whole
@@ -82,6 +80,7 @@ def test_a_resumed_run_does_not_inherit_the_mesh(data, tmp_path):
 # ------------------------------------------------ sizes that do not fit
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("stage", "size", "flags", "words"), [
     ("tp", 1, ["--tensor-parallel", 2], ["1 process(es)", "multiple"]),
     ("tp", 3, ["--tensor-parallel", 2], ["3 process(es)", "groups of 2"]),
