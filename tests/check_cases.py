@@ -226,7 +226,7 @@ DDP_WRONG = (
           "the logged loss of step 0", "all_reduce it"),
     wrong("the validation loss not reduced", "ddp",
           (("    dist.all_reduce(loss)  # the sum over all ranks\n", ""),),
-          "the validation loss of step", "all_reduce it in evaluate()"),
+          "the validation loss of step", "not summed over them: all_reduce"),
     wrong("all ranks log", "ddp",
           ((LOG, "        run.log(step, mean_loss, val_loss, lr, norm, "
             "seconds)\n"),),
@@ -422,7 +422,7 @@ DDP_WRONG = (
           suite=True),
     # what is logged
     wrong("logged loss divided but not reduced", "ddp", ((SUM, ""),),
-          "the logged loss of step 0", "not summed over ranks"),
+          "the logged loss of step 0", "not summed over them"),
     wrong("logged loss summed but not divided", "ddp",
           (("(report / world_size)", "report"),),
           "the logged loss of step 0", "divide it by the world size"),
@@ -996,7 +996,7 @@ FSDP_WRONG = (
           "the logged loss of step 0", "all_reduce it"),
     wrong("the validation loss not reduced", "fsdp",
           (("    dist.all_reduce(loss)  # the sum over all ranks\n", ""),),
-          "the validation loss of step", "all_reduce it in evaluate()"),
+          "the validation loss of step", "not summed over them: all_reduce"),
     wrong("rank 0 alone evaluates", "fsdp",
           (("if last or (step + 1) % hp.eval_every == 0:",
             "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),

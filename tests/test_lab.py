@@ -319,10 +319,11 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     # only code can be copied from the view, without the removed lines
     page.locator(".ws summary", has_text="4 of 12").click()
     assert colours_apart(page) > FAR
-    page.add_style_tag(content=".ws pre.code .add { background: #dfd }"
-                       ".ws pre.code .del { background: #fdd }")
+    style = page.add_style_tag(
+        content=".ws .add { background: #dfd !important }"
+                ".ws .del { background: #fdd !important }")
     assert colours_apart(page) < FAR  # it would be seen
-    page.evaluate("[...document.querySelectorAll('style')].pop().remove()")
+    style.evaluate("style => style.remove()")
     box = page.locator(".ws .code", has_text="use_device(hp.device, local_ran")
     box.evaluate("box => getSelection().selectAllChildren(box)")
     page.keyboard.press("Control+c")
