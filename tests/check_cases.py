@@ -741,7 +741,7 @@ LIT_WRONG = (
           "with --precision fp32 it trains in bf16", ""),
     wrong("gradients not clipped", "lit",
           (("gradient_clip_val=1.0,", ""),),
-          "gradients of step 0 are off", "not"),
+          "not 'NoneType'", "gradient_clip_val=1.0"),
     wrong("gradients clipped at another norm", "lit",
           (("gradient_clip_val=1.0,", "gradient_clip_val=0.5,"),),
           "gradients of step 0 are off", "clipped at 0.5, not at 1.0"),

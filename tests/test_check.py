@@ -15,6 +15,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import processes
 from workshop.check.command import main
+from workshop.lesson import checked
 from workshop.stages import LESSONS, STAGES
 
 SUITE = [case for case in CASES if case.suite]
@@ -76,6 +77,38 @@ def test_what_follows_is_folded(tmp_path, capsys):
     assert not main("ddp", script, verbose=True)
     out = capsys.readouterr().out
     assert out.count("FAIL") == 1 and "  and   the final" in out
+
+
+@pytest.mark.parametrize(("stage", "number", "says"), [
+    ("ddp", 3, "name 'local_rank' is not defined"),  # left out
+    ("ddp", 9, "it is rank 0's own loss"),
+    ("ddp", 8, "Right, as far as 2 processes show it"),  # sends more, is right
+    pytest.param("lit", 8, "no attribute 'norm'", marks=pytest.mark.whole),
+    pytest.param("fsdp", 8, "move it out of", marks=pytest.mark.whole),
+    pytest.param("tp", 12, "pass dp_rank and dp_size",
+                 marks=pytest.mark.whole),
+    pytest.param("3d", 20, "the last stage has a loss",
+                 marks=pytest.mark.whole)])
+def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, number, says):
+    """The script of the stage before, with all other changes made."""
+    seen = []
+    monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
+    script = tmp_path / "train_gpt2.py"
+    before = STAGES[STAGES[stage].after].solution.read_text()
+    script.write_text(before)
+    right = main(stage, script, change=number)
+    out = capsys.readouterr().out
+    assert says in out and f"Change {number} (" in out
+    assert right == ("Right" in out) and script.read_text() == before
+    assert not seen  # it is not the whole check
+
+
+def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
+    script = plant(tmp_path, FORWARD)
+    assert main("ddp", script, change=7)
+    assert "Change 7 is made as the lesson has it" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no change 13"):
+        main("ddp", script, change=13)
 
 
 def test_a_script_that_is_none(tmp_path):

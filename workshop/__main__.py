@@ -24,7 +24,7 @@ def main():
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(render.to_text(Diff(args.stage), colour, args.hints))
     elif args.command == "check":
-        check(args.stage, args.verbose, args.events)
+        check(args.stage, args.verbose, args.events, args.number)
     elif args.command == "apply":
         desk.apply(args.stage, args.number)
     elif args.command == "reset" and args.list:
@@ -68,6 +68,9 @@ def parse():
     check = add("check", "Run your script as 1, 2 and more processes, and "
                 "compare with the single-device stage.")
     add_stage(check)
+    check.add_argument("number", nargs="?", type=int,
+                       help="try this change alone, as diff numbers it, with "
+                       "all others made")
     check.add_argument("-v", "--verbose", action="store_true",
                        help="show every question, and what follows from a "
                        "mistake")
@@ -117,13 +120,13 @@ def parse():
     return args
 
 
-def check(stage, verbose, events):
+def check(stage, verbose, events, change):
     """Hand over to the checker, which needs torch."""
     try:
         from workshop.check.command import main as run_check
     except ModuleNotFoundError as error:
         raise missing(error) from error
-    right = run_check(stage, verbose=verbose, events=events)
+    right = run_check(stage, verbose=verbose, events=events, change=change)
     sys.exit(0 if right else 1)
 
 

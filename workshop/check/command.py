@@ -17,21 +17,29 @@ from backstage.files import show_path
 from workshop import processes
 from workshop.check.board import Board
 from workshop.lesson import checked
+from workshop.lesson.diff import Diff
 from workshop.stages import DESK, FIRST, STAGES
 
 LARGEST = 1_000_000  # bytes of a script
 references = {}  # script -> Trial
 
 
-def main(stage, script=DESK, verbose=False, events=False):
+def main(stage, script=DESK, verbose=False, events=False, change=None):
     """Check a script; returns whether it is right. Prints as it goes.
 
     verbose: with every question, and what follows from a mistake. events:
-    in JSON, for a `Board` elsewhere.
+    in JSON, for a `Board` elsewhere. change: the number of a change of the
+    lesson, to try it alone, as it is in the script: quickly, on two processes,
+    and with all the others made.
     """
     out = Events() if events else Terminal()
     with Ending() as ending:
         data = read_script(script)
+        if change is not None:
+            data = make_others(stage, script, data, change, out.say)
+            if data is None:
+                out.report(right=True)
+                return True
         processes.get_server()  # imports torch, while this process does
         from workshop.check import trial
 
@@ -39,10 +47,10 @@ def main(stage, script=DESK, verbose=False, events=False):
         ending.folder.mkdir(mode=0o700)
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
-            right = Check(bench, verbose, out).run()
+            right = Check(bench, verbose, out, change is not None).run()
         finally:
             remove(ending.folder)
-    if right:
+    if right and change is None:
         checked.record(stage, data)
     return right
 
@@ -67,6 +75,30 @@ def read_script(script):
         raise UserError(f"{show_path(script)}: "
                         + (f"line {where}: " if where else "")
                         + f"{getattr(error, 'msg', error)}") from error
+    return data
+
+
+def make_others(stage, script, data, change, say):
+    """The script with all changes but this one made, as the lesson has them.
+
+    None if this one is made so, too.
+    """
+    diff = Diff(stage, script, data)
+    require(1 <= change <= diff.total, f"there is no change {change}: {stage} "
+            f"has changes 1 to {diff.total}")
+    left = {item.number: item for item in diff.left}
+    if change not in left:
+        say(f"Change {change} is made as the lesson has it.")
+        return None
+    say(f"Change {change} ({left[change].title}) as it is in your script, "
+        "with all others made:")
+    data = diff.apply(left.keys() - {change}).encode()
+    try:
+        ast.parse(data)
+    except SyntaxError as error:
+        raise UserError(
+            f"lines of yours are in the way of the other changes: `python -m "
+            f"workshop diff {stage}` shows them") from error
     return data
 
 
@@ -160,28 +192,33 @@ def remove(folder):
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose, out):
+    def __init__(self, bench, verbose, out, quick=False):
         from workshop.check.trial import STEPS, Mesh
 
         self.bench, self.verbose, self.out = bench, verbose, out
-        self.say = out.say
+        self.say, self.quick = out.say, quick
         stage = STAGES[bench.stage]
         self.meshes = [Mesh(*sizes) for sizes in stage.tried or stage.meshes]
+        if quick:
+            self.meshes = [mesh for mesh in self.meshes if mesh.size == 2]
         self.steps, self.warned = STEPS, []
 
     def run(self):
         """Whether all of them are right."""
         bench = self.bench
-        self.out.report(columns=[
-            *(label(mesh) for mesh in self.meshes), "resumed", "stopped",
-            *(["bf16"] if STAGES[bench.stage].trainer else [])])
+        more = [] if self.quick else ["resumed", "stopped"] + (
+            ["bf16"] * STAGES[bench.stage].trainer)
+        self.out.report(columns=[*map(label, self.meshes), *more])
         self.say(f"{bench.script.name} against the single-device stage: "
                  f"preset tiny, fp32, {self.steps} steps")
         bench.reference = self.try_reference()
-        right = (all(map(self.try_mesh, self.meshes))
-                 and self.try_to_resume() and self.try_to_stop()
-                 and self.try_bf16())
-        if not right:
+        right = all(map(self.try_mesh, self.meshes)) and (
+            self.quick or (self.try_to_resume() and self.try_to_stop()
+                           and self.try_bf16()))
+        if right and self.quick:
+            self.say("\nRight, as far as 2 processes show it. Without a "
+                     "number, the check tries everything.")
+        elif not right:
             self.say("\nNot yet." + ("" if self.verbose else
                                      " With -v it tells all that it saw."))
         else:

@@ -33,6 +33,8 @@ HINTS = (
      "for the model, and the optimizer after that"),
     (r"has no attribute '(no_sync|require_backward_grad_sync)'",
      r"\1 is the wrapper's: model = DistributedDataParallel(raw_model)"),
+    (r"float\(\) argument must be .* not 'NoneType'", "the Trainer hands "
+     "over its gradient_clip_val, None by default: gradient_clip_val=1.0"),
     (r"Default process group has not been initialized",
      "the processes have not met yet: dist.init_process_group("
      "dist.get_default_backend_for_device(device)) comes before"),

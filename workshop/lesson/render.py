@@ -239,7 +239,9 @@ def to_text(diff, colour=False, hints=False):
         out += ["", f"{paint(name, 1)} ({where})",
                 *wrap(item.why)]
         if item.predict:
-            out += ["", *wrap(f"Predict: {item.predict}")]
+            out += ["", *wrap(f"Predict: {item.predict} `python -m workshop "
+                              f"check {diff.lesson.stage} {item.number}` "
+                              "tries it.")]
         if hints:
             continue
         for line, sign, parts in rows(
@@ -325,7 +327,9 @@ def change(diff, item, hints):
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
         why.append(paragraph(
-            f"<strong>Predict:</strong> {quote(item.predict)}", "ask"))
+            f"<strong>Predict:</strong> {quote(item.predict)} <code>check("
+            f"&quot;{diff.lesson.stage}&quot;, {item.number})</code> tries "
+            "it.", "ask"))
     code = code_box(rows(diff.yours.lines, diff.goal.lines, item.edits))
     if hints:
         code = f"<details><summary>Show the code</summary>{code}</details>"

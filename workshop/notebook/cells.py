@@ -95,10 +95,11 @@ def diff(stage, hints=None):
 
 
 @in_one_line
-def check(stage):
+def check(stage, change=None):
     """Compare your script with the single-device stage, on real processes.
 
-    Shows a table that fills while the check runs.
+    Shows a table that fills while the check runs. change: the number of a
+    change, to try it alone, as it is in your script, with all others made.
     """
     board = Board()
     show = live(lambda: Shown(
@@ -114,8 +115,9 @@ def check(stage):
         show()
 
     try:
-        interpreter.run("-m", "workshop", "check", stage, "--events",
-                        on_line=on_line)
+        interpreter.run("-m", "workshop", "check", stage,
+                        *([] if change is None else [str(change)]),
+                        "--events", on_line=on_line)
     finally:
         if board.right is None:
             board.update({"say": "The check did not come to its end."})
