@@ -26,10 +26,6 @@ from workshop.notebook.pictures import (
 )
 from workshop.results import plot, runs
 
-# Of the four colours of the notebooks, those that people with red-green
-# blindness do not tell apart are replaced: a slide is always white.
-ON_SLIDES = {"#1f7a4a": "#007a5e", "#8e44ad": "#3b0a5c"}
-RANKS = tuple(ON_SLIDES.get(colour, colour) for colour in COLOURS)
 BLUE, ORANGE = COLOURS[:2]
 FIGURES = {}
 
@@ -44,8 +40,6 @@ def figure(draw):
 def draw(name):
     """The figure, a file's text: black on white, wherever it is shown."""
     drawing = FIGURES[name]()
-    for old, new in ON_SLIDES.items():
-        drawing = drawing.replace(old, new)
     end = drawing.index(">") + 1
     head = drawing[:end]
     if "xmlns=" not in head:
@@ -110,7 +104,7 @@ def step(phase, title, about, ranks=4):
         out.append(f'<g fill="{"#000" if now else "#595959"}">'
                    + text(0, y + 21, name, "bold"))
         for rank in range(ranks):
-            x, colour = left + rank * (wide + gap), RANKS[rank]
+            x, colour = left + rank * (wide + gap), COLOURS[rank]
             colour = colour if now else "#b0b0b0"
             if name == "samples":
                 out += [box(x + 12 + 24 * k, y, 22, 28, colour,
@@ -158,7 +152,7 @@ def cluster(hosts=("node1", "node2"), gpus=4, cores=8):
                 text(left + 10, 20, f"host {host}", "bold")]
         for local in range(gpus):
             rank, x = node * gpus + local, left + 10 + local * wide
-            colour, at = RANKS[local], left + 6 + (local + 0.5) * wide
+            colour, at = COLOURS[local], left + 6 + (local + 0.5) * wide
             out += [box(x, 30, wide - 8, 30, colour, f"GPU {local}", 0.4),
                     box(x, 68, wide - 8, 26, GREY, f"{cores} cores", 0.12),
                     middle(at, 116, "a process"),
@@ -258,7 +252,7 @@ def partition(samples=24, ranks=4):
                     "of both.")
         y += 66
     for rank in range(ranks):
-        out += [box(110 * rank, y + 4, 20, 20, RANKS[rank], opacity=1),
+        out += [box(110 * rank, y + 4, 20, 20, COLOURS[rank], opacity=1),
                 text(110 * rank + 26, y + 19, f"rank {rank}")]
     return svg(22 * samples, y + 30, out, "Who reads which sample",
                " ".join(told))
@@ -413,7 +407,7 @@ def sum_of_products(parts=3):
     """y = sum of x_i W_i: each process has a part of x and rows of W."""
     out = []
     for i in range(parts):
-        y, colour = 6 + 66 * i, RANKS[i]
+        y, colour = 6 + 66 * i, COLOURS[i]
         out += [text(0, y + 30, f"process {i}", "bold"),
                 box(92, y + 6, 80, 40, colour, f"x{i}"),
                 middle(190, y + 31, "·"),
@@ -462,7 +456,7 @@ def grid():
             y = 40 + 104 * dp
             for tp in range(2):
                 rank, x = 4 * pp + 2 * dp + tp, left + 14 + 160 * tp
-                out.append(box(x, y, 100, 64, RANKS[tp], ""))
+                out.append(box(x, y, 100, 64, COLOURS[tp], ""))
                 out += [middle(x + 50, y + 27, f"rank {rank}"),
                         middle(x + 50, y + 48, f"({pp}, {dp}, {tp})")]
                 told.append(f"rank {rank}: ({pp}, {dp}, {tp})")

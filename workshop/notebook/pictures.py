@@ -5,8 +5,9 @@ import html
 import math
 import re
 
-# one a process; white words can be read on them
-COLOURS = ("#2166c0", "#a85500", "#1f7a4a", "#8e44ad")
+# one a process; white words can be read on them, they are seen in both themes,
+# and red-green blind people tell them apart
+COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
 CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
 
