@@ -307,9 +307,9 @@ def test_runs_to_their_end(slurm, single):
         assert f"world size {n}" in log or n == 1
 
 
-def test_a_mesh_on_the_nodes(slurm, single):
+@pytest.mark.parametrize(("name", "n"), [("tp-1n4g", 4), ("3d-2n4g", 8)])
+def test_a_mesh_on_the_nodes(slurm, single, name, n):
     """With its batch file's flags, the losses of one device."""
-    name, n = "3d-2n4g", 8
     job = slurm.submit(name, *FLAGS, options=["--cpus-per-task=1"])
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     result = slurm.result(name, job)
