@@ -72,7 +72,7 @@ class Rung:
     processes: int
     threads: int  # of each process
     device: str
-    losses: list = ()
+    losses: list = ()  # of the steps that it has trained
     step: float | None = None  # seconds: the median
     training: float | None = None  # seconds of all epochs
     plain: float | None = None  # seconds for the texts, without a cache
@@ -113,7 +113,7 @@ class Rung:
 
 
 def find_rungs(processes):
-    """The rungs that this machine has, from the slowest, and what it lacks."""
+    """The rungs that this machine has, and what it lacks for others."""
     cores, lacks = count_cores(), []
     rungs = [Rung("std", 1, threads, "cpu") for threads in sorted({1, cores})]
     for stage in "mpi", "ddp":
@@ -158,9 +158,9 @@ def make_dataset(folder):
     require(demo.is_dir(), f"{demo} is not there: run `source activate.sh`")
     encoding = vocabulary.load(demo)
     shard = min(demo.glob("*_train_*.npy"))
-    ids = np.load(shard, mmap_mode="r")[:2 * TOKENS].tolist()
+    ids = np.load(shard, mmap_mode="r")[:TOKENS].tolist()
     text = encoding.decode([i for i in ids if i != encoding.eot_token])
-    text = text.encode("ascii", "ignore")[:2 * TOKENS + TOKENS // 2]
+    text = text.encode("ascii", "ignore")  # three times as many letters
 
     # its characters, and its most frequent pairs of characters
     parts = [bytes([character]) for character in sorted(set(text))]
@@ -172,12 +172,12 @@ def make_dataset(folder):
             vocabulary.END_OF_TEXT: len(parts)},
         mergeable_ranks={part: rank for rank, part in enumerate(parts)})
     ids = np.array(encoding.encode_ordinary(text.decode()), np.uint16)
-    splits = {"train_000001": ids[:TOKENS], "val_000000": ids[TOKENS:]}
-    for name, tokens in splits.items():
-        require(len(tokens) > TOKENS // 20, f"{demo} has too little text")
-        np.save(folder / f"toy_{name}.npy", tokens)
+    end = TOKENS + TOKENS // 10
+    require(len(ids) >= end, f"{demo} has too little text: build it again, "
+            "without sources of your own")
+    np.save(folder / "toy_train_000001.npy", ids[:TOKENS])
+    np.save(folder / "toy_val_000000.npy", ids[TOKENS:end])
     vocabulary.save(encoding, folder)
-    return folder
 
 
 def measure(rung, flags, data, run):

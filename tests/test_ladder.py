@@ -7,9 +7,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import needs
 
 from backstage import ROOT, vocabulary
+from backstage.errors import UserError
+from workshop.results import plot
+from workshop.results import runs as results
 
 SCRIPT = ROOT / "benchmarks" / "ladder.py"
 
@@ -70,3 +74,39 @@ def test_losses_that_differ_are_seen(ladder):
     rungs = [ladder.Rung("std", 1, 1, "cpu", losses) for losses in (
         [5.0, 4.0, 3.0], [5.0, 4.0004])]
     assert ladder.distance(rungs[1], rungs[0]) == pytest.approx(1e-4)
+
+
+def test_the_rungs_of_a_machine_with_gpus(ladder, monkeypatch):
+    """As they would be: there is none here."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator",
+                        lambda: torch.device("cuda"))
+    monkeypatch.setattr(ladder, "count_cores", lambda: 8)
+    monkeypatch.setattr(ladder.shutil, "which", lambda name: name)
+    rungs, lacks = ladder.find_rungs((2, 4))
+    assert [(rung.name, rung.threads) for rung in rungs] == [
+        ("std, 1 thread", 1), ("std, 8 threads", 8),
+        ("mpi, 2 processes", 4), ("mpi, 4 processes", 2),
+        ("ddp, 2 processes", 4), ("ddp, 4 processes", 2),
+        ("std, 1 GPU", 8), ("ddp, 2 GPUs", 4)]
+    assert not lacks
+    command = " ".join(rungs[-1].command("script.py", "--tokens", 3))
+    assert command.endswith(
+        "--nproc-per-node 2 -- script.py --tokens 3 --device cuda")
+
+
+def test_the_table_shows_the_figures_of_the_example(ladder):
+    record = json.loads((ROOT / "example-logs" / "ladder.json").read_text())
+    assert record["model"] == "ladder" and record["steps"] == 600
+    readme = (ROOT / "benchmarks" / "README.md").read_text()
+    assert ladder.table(record) in readme
+
+
+def test_the_picture_shows_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RUNS", tmp_path)
+    shown = plot.themed(lambda ax: plot.ladder(ax, []))
+    for text in ("theirs: one CPU", "15,264", "mpi, 2 processes"):
+        assert text in shown
+    (tmp_path / "ladder.json").write_text("{")
+    with pytest.raises(UserError, match=r"run benchmarks/ladder\.py again"):
+        results.read_ladder()

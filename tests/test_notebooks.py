@@ -407,7 +407,8 @@ def test_results_fall_back_on_the_examples(ready, execute):
     assert "No run to show in runs/ yet" in shown["runs()"]
     for name in ("std x 1", "ddp x 4", "lit x 2"):
         assert f"<td>{name}</td>" in shown["runs()"]
-    for panel in ("loss", "speed", "scaling", "model", "published", "gpus"):
+    for panel in ("loss", "speed", "scaling", "model", "published", "ladder",
+                  "gpus"):
         picture = shown[f'plot("{panel}")']
         assert "currentColor" in picture and "#010203" not in picture
     assert "no MFU" in shown['plot("speed")']

@@ -193,8 +193,36 @@ def gpus(ax, runs):
              "(gpus-*.txt)")
 
 
+def ladder(ax, runs):
+    """Seconds for 50 epochs and for texts, theirs and those of each rung."""
+    record = results.read_ladder()
+    ax.set(title="50 epochs of a small GPT-2, and four texts",
+           xlabel=f"seconds ({record['hardware']}, load average "
+           f"{record['load']:.1f})", xscale="log")
+    rows = [(f"theirs: {name}", INK, training, texts, None) for
+            name, (training, texts) in results.UNIVERSITY.items()]
+    rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
+              rung["plain"], rung["cached"]) for rung in record["rungs"]]
+    for y, (_, color, training, texts, cached) in enumerate(rows):
+        ax.plot(training, y, "o", color=color)
+        ax.annotate(f"{training:,.0f}", (training, y), (7, 0), va="center",
+                    textcoords="offset points")
+        for seconds, fill in (texts, "none"), (cached, "full"):
+            if seconds is not None:
+                ax.plot(seconds, y, ">", color=color, fillstyle=fill)
+    for marker, fill, name in (
+            ("o", "full", "50 epochs"), (">", "none", "texts"),
+            (">", "full", "texts, with key-value cache")):
+        ax.plot([], [], marker, color=INK, fillstyle=fill, label=name)
+    ax.set_yticks(range(len(rows)), [row[0] for row in rows])
+    ax.set_ylim(len(rows) + 0.6, -0.6)  # room for the legend below
+    ax.margins(x=0.15)
+    ax.legend(loc="lower center", ncols=3, columnspacing=1, handletextpad=0)
+
+
 PANELS = {panel.__name__: panel
           for panel in (loss, speed, scaling, model, parts, published, gpus)}
+IN_NOTEBOOK = {**PANELS, "ladder": ladder}  # not about the runs
 
 
 # ----------------------------------------------------------------- helpers
@@ -292,10 +320,10 @@ def subtitle(runs):
 def write_panel():
     """For a notebook: write one panel to a file, as SVG."""
     output, name, *folders = sys.argv[1:]
-    require(name in PANELS, f"there is no picture {name}: choose from "
-            f"{', '.join(PANELS)}")
+    require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
+            f"{', '.join(IN_NOTEBOOK)}")
     runs, _ = results.find(folders)
-    svg = themed(lambda ax: PANELS[name](ax, runs))
+    svg = themed(lambda ax: IN_NOTEBOOK[name](ax, runs))
     Path(output).write_text(svg, encoding="utf-8")
 
 
