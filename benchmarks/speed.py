@@ -121,9 +121,9 @@ def compare(preset, flags, device, data):
     check(found)
     base = BASE if BASE in found else next(
         name for name in found if name.startswith("nanoGPT"))
-    print(NOTE if base != BASE else f"ratio: over {base}; first step: from "
-          "the command to its end; of matmul: of the FLOP/s that products of "
-          "large matrices reach here")
+    print(NOTE if base != BASE else f"ratio: over {base}; of matmul: of "
+          "the FLOP/s that products of large matrices reach here; start, "
+          "first step: from the command to the begin and the end of that step")
     config = replace(std.MODELS[preset], vocab_size=vocabulary.size(data))
     flops = flops_per_token(config, std.PRESETS[preset].sequence_length)
     rows = {}
@@ -138,14 +138,16 @@ def compare(preset, flags, device, data):
                 "memory": max(column(turns, "memory")),
                 "losses": turns[0]["losses"]}
         if name.startswith(("std", "ddp", "lit")):  # the loops do more first
-            row["first_step"] = median(column(turns, "first"))
+            row |= {"start": median(column(turns, "start")),
+                    "first_step": median(column(turns, "first"))}
         rows[name] = row
     show((f"{preset}: tokens/s", "median", "least", "most", "ratio",
-          "of matmul", "MFU", "MiB", "first step"),
+          "of matmul", "MFU", "MiB", "start", "first step"),
          *((name, *(f"{row[key]:,.0f}" for key in ("median", "least", "most")),
             f"{row['ratio']:.2f}",
             f"{row['of_matmul']:.0%}", row["mfu"] and f"{row['mfu']:.0%}",
             f"{row['memory'] / 2**20:,.0f}",
-            f"{row['first_step']:.1f} s" if "first_step" in row else None)
+            *(f"{row[key]:.1f} s" if key in row else None
+              for key in ("start", "first_step")))
            for name, row in rows.items()))
     return rows | peaks

@@ -61,8 +61,9 @@ def train(side, *flags, processes=1, skip=1, limit=None, env=None):
 
     Returns a dictionary: tokens_per_second and seconds (medians of the
     steps), steps (seconds of each), losses, memory (bytes, of the process
-    that needs most), first (seconds from the command to the end of the first
-    step), and hyperparameters and parts, as the run has written them.
+    that needs most), start and first (seconds from the command to the
+    begin and the end of the first step), and hyperparameters and parts, as
+    the run has written them.
     """
     launcher = [] if processes == 1 else [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -101,10 +102,12 @@ def follow(command, skip, limit, env):
     require(process.returncode == 0 and len(steps) > skip,
             f"{' '.join(command)} failed:\n{''.join(text[-20:])}")
     losses, milliseconds, speeds = zip(*steps, strict=True)
+    start = first - milliseconds[0] / 1000
     return {"tokens_per_second": statistics.median(speeds[skip:]),
             "seconds": statistics.median(milliseconds[skip:]) / 1000,
             "steps": [time / 1000 for time in milliseconds],
-            "losses": losses, "memory": max(memory), "first": first}
+            "losses": losses, "memory": max(memory),
+            "start": start, "first": first}
 
 
 def column(turns, name):
@@ -123,5 +126,5 @@ def show(header, *rows):
     """Print a table."""
     for row in (header, *rows):
         first, *others = ("-" if cell is None else cell for cell in row)
-        print(f"{first:28}" + "".join(f"{cell:>12}" for cell in others),
+        print(f"{first:28}" + "".join(f"{cell:>11}" for cell in others),
               flush=True)
