@@ -7,6 +7,7 @@ here but its entry in workshop/stages.py.
 import csv
 import math
 import os
+import re
 import signal
 
 import pytest
@@ -66,6 +67,12 @@ def single(tmp_path_factory):
                  observe=Observer(folder / "seen", folder / "run"))
 
 
+def texts(result):
+    """The texts that a run has written, in their order."""
+    return re.findall(r"^> Hello, I'm a language model,(.*?)(?=^>|^\||^fin)",
+                      result.out, re.MULTILINE | re.DOTALL)
+
+
 # ------------------------------------------------------- the same training
 
 
@@ -86,8 +93,9 @@ def test_the_same_training(stage, mesh, single, tmp_path):
     lines = [line for line in result.out.splitlines() if "| step" in line]
     assert len(lines) == 20
     if pipeline == 1:
-        texts = result.out.count("> Hello, I'm a language model,")
-        assert texts == 4 * data
+        written = texts(result)
+        assert len(written) == 4 * data
+        assert written[:4] == texts(single)  # those of the first row
     ranks = [torch.load(file) for file in sorted(seen.glob("*.pt"))]
     assert len(ranks) == pipeline * data * tensor
     alone = torch.load(single.folder.parent / "seen" / "0.pt")

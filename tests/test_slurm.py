@@ -294,7 +294,9 @@ def test_runs_to_their_end(slurm, single):
         ("ddp-1n2g", 2, "too"): slurm.submit(
             "ddp-1n2g", *FLAGS, options=one_node),
         ("lit-2n2g", 4): slurm.submit(
-            "lit-2n2g", *FLAGS, options=["--cpus-per-task=1"])}
+            "lit-2n2g", *FLAGS, options=["--cpus-per-task=1"]),
+        ("fsdp-1n4g", 4): slurm.submit(
+            "fsdp-1n4g", *FLAGS, options=["--cpus-per-task=1"])}
     expected = single(*FLAGS)
     for (name, n, *_), job in jobs.items():
         end = slurm.wait(job)
