@@ -147,6 +147,7 @@ def test_refuses_to_be_executed(tmp_path, how):
     assert not (repo / ".venv").exists()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("shell", SHELLS)
 def test_again_it_needs_no_network_and_changes_nothing(desk, shell, tmp_path):
     made = (desk / ".venv/workshop-base").stat().st_mtime_ns

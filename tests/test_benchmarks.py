@@ -80,6 +80,7 @@ def test_ratios_are_those_of_the_turns():
         "a": [None] * 2, "b": [None] * 2}
 
 
+@pytest.mark.whole
 def test_a_side_that_fails_is_shown():
     with pytest.raises(UserError, match="--no-such"):
         turns.train("nanogpt", "--no-such", "flag")

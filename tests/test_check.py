@@ -185,7 +185,8 @@ HANG = ("        if rank == 0:\n            run.log(",
                  marks=pytest.mark.whole),
     pytest.param(signal.SIGINT, True, "2 processes", 0.5,
                  marks=pytest.mark.whole),
-    (signal.SIGTERM, True, "2 processes", 2)])  # it hangs there
+    pytest.param(signal.SIGTERM, True, "2 processes", 2,  # it hangs there
+                 marks=pytest.mark.whole)])
 def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     run = start(plant(tmp_path, HANG), tmp_path / "tmp")
     said = ""

@@ -137,7 +137,8 @@ def test_resume_on_one_process_is_exact(stage, tmp_path):
 
 
 @pytest.mark.parametrize("chain", [
-    pytest.param([*LARGEST, *SMALLER[::-1]], id="forward"),
+    pytest.param([*LARGEST, *SMALLER[::-1]], id="forward",
+                 marks=pytest.mark.whole),
     pytest.param([*LARGEST[::-1], *SMALLER], id="backward",
                  marks=pytest.mark.whole)])
 def test_every_stage_resumes_and_is_resumed(chain, single, tmp_path):
@@ -173,6 +174,7 @@ def test_a_signal_to_the_last_rank_stops_all(stage, mesh, tmp_path):
     assert "stopped" in result.out and "Traceback" not in result.err
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("stage", "mesh"), places(SHARED), ids=name)
 def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
     """Also without a launcher that ends them: the connection breaks."""

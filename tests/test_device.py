@@ -97,7 +97,9 @@ def test_the_driver_is_named(tmp_path):
 
 
 @no_accelerator
-@pytest.mark.parametrize("stage", ["std", "mpi", "ddp", "lit"])
+@pytest.mark.parametrize("stage", [
+    "ddp", *(pytest.param(name, marks=pytest.mark.whole)
+             for name in ("std", "mpi", "lit"))])
 def test_a_gpu_job_does_not_train_on_the_cpu(stage, tmp_path):
     script = STAGES[stage].solution
     words = ("--preset", "tiny", "--data", GOLDEN, "--run", tmp_path / "run")

@@ -336,6 +336,7 @@ def test_two_at_once_and_other_settings(corpus, whole, tmp_path):
 
 
 # ------------------------------------------------------------------ the hub
+@pytest.mark.whole
 def test_from_the_hub(corpus, whole, tmp_path):
     flags = corpus.flags[2:]
     with hub.serve(NAME, corpus.data) as (endpoint, requests):
@@ -365,6 +366,7 @@ def test_from_the_hub(corpus, whole, tmp_path):
             assert not none.exists()
 
 
+@pytest.mark.whole
 def test_downloaded_where_there_is_a_network(corpus, whole, tmp_path):
     flags = corpus.flags[2:]
     env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
@@ -463,6 +465,7 @@ def test_a_missing_package(module, message, corpus, tmp_path):
 
 
 # ----------------------------------------------- counting, splitting, reading
+@pytest.mark.whole
 def test_counting_and_verifying(corpus, whole, tmp_path):
     n = len(corpus.tokens)
     status, out, _ = run("countfineweb", whole)

@@ -105,6 +105,7 @@ def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
         assert end.value.code == 1
 
 
+@pytest.mark.whole
 def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
     ranks = start_stage(
         "std", tmp_path / "run", data=GOLDEN, world_size=2,

@@ -295,6 +295,7 @@ def test_collectives_are_run_for_real(ready, execute):
         assert "Traceback" not in text
 
 
+@pytest.mark.whole
 def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
     """It stays warm, and ends with its kernel."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

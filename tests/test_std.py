@@ -195,6 +195,7 @@ def test_help_from_another_folder(tmp_path):
 # ------------------------------------------------------- nothing is lost
 
 
+@pytest.mark.whole
 def test_killed_at_random_moments(data, tmp_path):
     """kill -9 until it is done: the same loss and weights, bit for bit."""
     flags = ("--max-steps", 150, "--checkpoint-every", 7, "--precision",

@@ -100,6 +100,7 @@ def test_an_error_has_a_row_of_its_own(data, tmp_path):
     assert steps(rows)[-1] == last
 
 
+@pytest.mark.whole
 def test_a_terminal_that_cannot_erase_gets_every_line(data, tmp_path):
     status, output, _ = in_terminal(*tiny(
         tmp_path / "run", data, "--max-steps", 60, *QUIET), term="dumb")
