@@ -156,9 +156,8 @@ class CollectivesSeen:
     def __call__(self, rank):
         import torch.distributed._functional_collectives as functional
         from torch.optim.optimizer import register_optimizer_step_pre_hook
-        from torch.utils._python_dispatch import TorchDispatchMode
 
-        from workshop.check.observe import tensors_in
+        from workshop.collectives import Collectives
 
         calls, sent = collections.Counter(), collections.Counter()
 
@@ -166,14 +165,9 @@ class CollectivesSeen:
             calls[name] += 1
             sent[name] += sum(tensor.nbytes for tensor in tensors)
 
-        class Count(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(),
-                                   kwargs=None):
-                name = function._schema.name.split("::")[1]
-                if function.namespace == "c10d":
-                    base = name.startswith("_")  # (output, input, ...)
-                    note(name.strip("_"), tensors_in(args[int(base)]))
-                return function(*args, **(kwargs or {}))
+        def note_others(name, tensors, function, args):
+            if function.namespace == "c10d":
+                note(name, tensors)
 
         all_reduce = functional.all_reduce
 
@@ -188,7 +182,7 @@ class CollectivesSeen:
             sent.clear()
 
         functional.all_reduce = visible_all_reduce
-        Count().__enter__()
+        Collectives(note_others).__enter__()
         register_optimizer_step_pre_hook(say)
 
 

@@ -288,7 +288,9 @@ class Observer:
         from torch.distributed import distributed_c10d as c10d
         from torch.nn.parallel import DistributedDataParallel
 
-        collectives(self).__enter__()
+        from workshop.collectives import Collectives
+
+        Collectives(self.on_collective).__enter__()
         initialise, destroy = (
             dist.init_process_group, dist.destroy_process_group)
         wrap = DistributedDataParallel.__init__
@@ -339,9 +341,9 @@ class Observer:
         fsdp.fully_shard = visible_shard
         fsdp.FSDPModule.set_requires_gradient_sync = visible_switch
 
-    def on_collective(self, name, tensors, group):
+    def on_collective(self, name, tensors, function, args):
         count = sum(tensor.numel() for tensor in tensors)
-        self.on_message(name, count, group)
+        self.on_message(name, count, group_of(args))
 
     def watch_mpi(self):
         """Note the calls of MPI, if `Launch` has made it patient."""
@@ -442,38 +444,6 @@ class Observer:
             print(f"error: {message}", file=sys.stderr, flush=True)
 
         errors.say_once = say_now
-
-
-def collectives(observer):
-    """A dispatch mode that tells the observer of each collective.
-
-    PyTorch's own reducer comes by here as well: a communication hook in
-    Python, which would see the same, makes some scripts hang at their end.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Collectives(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace in ("c10d", "_c10d_functional"):
-                name = function._schema.name.split("::")[1].strip("_")
-                if name not in ("wait_tensor", "wrap_tensor_autograd"):
-                    source = args[1] if name in (
-                        "allgather_base", "reduce_scatter_base") else args[0]
-                    observer.on_collective(
-                        name, list(tensors_in(source)), group_of(args))
-            return function(*args, **(kwargs or {}))
-
-    return Collectives()
-
-
-def tensors_in(value):
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
 
 
 def group_of(args):

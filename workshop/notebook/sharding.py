@@ -3,10 +3,9 @@
 import collections
 import importlib.util
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from workshop.collectives import Collectives
 from workshop.stages import find
 
 
@@ -49,7 +48,7 @@ def saved_bytes(model, x, y):
     return sum(kept.values())
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Collectives):
     """Counts what this process sends: `calls` and `bytes`, by operation.
 
     Bytes are those that go into a collective. In the backward pass, too; but
@@ -57,16 +56,10 @@ class Traffic(TorchDispatchMode):
     """
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.count)
         self.calls, self.bytes = collections.Counter(), collections.Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.split("::")[1].strip("_")
-        if function.namespace in ("c10d", "_c10d_functional") and not (
-                name.startswith(("wait", "wrap")) or name == "barrier"):
-            base = name.endswith("_base")  # (output, input, ...)
-            leaves = torch.utils._pytree.tree_leaves(args[int(base)])
+    def count(self, name, tensors, function, args):
+        if name != "barrier":
             self.calls[name] += 1
-            self.bytes[name] += sum(tensor.nbytes for tensor in leaves
-                                    if isinstance(tensor, torch.Tensor))
-        return function(*args, **(kwargs or {}))
+            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
