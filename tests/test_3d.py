@@ -9,24 +9,12 @@ from conftest import needs
 from stages import (
     agree,
     changed_lines,
-    make_dataset,
     train,
 )
 
 from backstage import ROOT
 from backstage.errors import explain
 from workshop.stages import STAGES
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The single-device run that all others are compared with."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
 def test_a_small_change_of_the_tp_stage():

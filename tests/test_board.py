@@ -5,6 +5,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from conftest import linear_light
 from test_check import FORWARD, plant
 
 from workshop.check.board import Board
@@ -111,11 +112,8 @@ def test_every_picture_has_a_title_and_a_description():
 
 
 def luminance(colour):
-    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else
-              ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear,
-                                     strict=True))
+    return sum(a * b for a, b in zip(
+        (0.2126, 0.7152, 0.0722), linear_light(colour), strict=True))
 
 
 @pytest.mark.parametrize("colour", pictures.COLOURS)

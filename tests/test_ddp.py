@@ -11,7 +11,6 @@ from stages import (
     Result,
     agree,
     changed_lines,
-    make_dataset,
     run_command,
     tiny,
     train,
@@ -22,17 +21,6 @@ from workshop.processes import free_port
 from workshop.stages import STAGES
 
 DDP = STAGES["ddp"].solution
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The single-device run that all others are compared with."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
 def test_a_small_change_of_the_single_device_stage():

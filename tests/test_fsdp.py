@@ -6,7 +6,6 @@ from stages import (
     CollectivesSeen,
     agree,
     changed_lines,
-    make_dataset,
     train,
 )
 
@@ -15,17 +14,6 @@ from workshop.stages import STAGES
 
 FSDP = STAGES["fsdp"].solution
 SYNC = "            raw_model.set_requires_gradient_sync(reduce)\n"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The single-device run that all others are compared with."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from stages import (
     agree,
     changed_lines,
     code_lines,
-    make_dataset,
     run_command,
     same_state,
     start_stage,
@@ -37,17 +36,6 @@ from workshop.stages import STAGES
 LIT = STAGES["lit"].solution
 HELPERS = ROOT / "backstage" / "lightning.py"
 FSDP2 = ("--strategy", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The single-device run that all others are compared with."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
 @pytest.fixture(scope="module")

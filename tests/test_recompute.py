@@ -3,21 +3,10 @@
 import pytest
 import torch
 from conftest import needs
-from stages import agree, make_dataset, train
+from stages import agree, train
 
 from backstage.flops import num_parameters
 from workshop.notebook.sharding import saved_bytes, std
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The run that keeps its activations."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
 @pytest.mark.parametrize("precision, flags", [

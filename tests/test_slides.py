@@ -14,7 +14,7 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from conftest import needs
+from conftest import linear_light, needs
 from test_lab import CHROMIUM, FAINT, FLAGS
 
 from backstage import ROOT
@@ -386,7 +386,7 @@ def seen(colour, kind):
         "protanopia": ((0.152286, 1.052583, -0.204868),
                        (0.114503, 0.786281, 0.099216),
                        (-0.003882, -0.048116, 1.051998))}[kind]
-    light = [linear(int(colour[i:i + 2], 16) / 255) for i in (1, 3, 5)]
+    light = linear_light(colour)
     red, green, blue = (min(1, max(0, sum(map(float.__mul__, map(
         float, row), light)))) for row in matrix)
     x, y, z = (root(value) for value in (
@@ -394,11 +394,6 @@ def seen(colour, kind):
         0.2126 * red + 0.7152 * green + 0.0722 * blue,
         (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089))
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-def linear(value):
-    return value / 12.92 if value <= 0.04045 else (
-        (value + 0.055) / 1.055) ** 2.4
 
 
 def root(value):

@@ -28,18 +28,6 @@ from backstage.run import new_folder
 sys.path.insert(0, str(ROOT / "solutions"))
 import train_gpt2_std as std
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """A run that nothing disturbs, for the others to be compared with."""
-    return train("std", tmp_path_factory.mktemp("whole") / "run", data=data)
-
-
 # ------------------------------------------------------------- the contract
 
 
@@ -53,47 +41,47 @@ def test_desk_starts_as_the_single_device_stage():
     assert text == (ROOT / "solutions/train_gpt2_std.py").read_bytes()
 
 
-def test_log_and_metrics(whole):
-    assert whole.status == 0, whole.err
-    lines = [line for line in whole.out.splitlines() if line[:6] == "| step"]
+def test_log_and_metrics(single):
+    assert single.status == 0, single.err
+    lines = [line for line in single.out.splitlines() if line[:6] == "| step"]
     number = r"[\d,.]+(e[+-]\d+)?"
     for step, line in enumerate(lines):
         assert re.match(
             rf"\| step {step:4d}/20 \| loss \d\.\d{{6}} \| lr: {number} "
             rf"\| norm: \d\.\d{{4}} \| dt: +{number} ms "
             rf"\| tok/s: {number} \|", line), line
-    header = (whole.folder / "metrics.csv").read_text().splitlines()[0]
+    header = (single.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == ("step,loss,val_loss,lr,norm,seconds,"
                       "tokens_per_second,mfu,samples_per_second,"
                       "tokens_per_second_per_device")
-    assert whole.column("step") == list(range(20)) and len(lines) == 20
-    evaluated = [row["step"] for row in whole.rows
+    assert single.column("step") == list(range(20)) and len(lines) == 20
+    evaluated = [row["step"] for row in single.rows
                  if row["val_loss"] is not None]
     assert evaluated == [9, 19]
-    losses = whole.column("loss")
+    losses = single.column("loss")
     assert losses[-1] < losses[0] - 1
-    for row in whole.rows:  # a step is 8 samples of 32 tokens
+    for row in single.rows:  # a step is 8 samples of 32 tokens
         assert row["tokens_per_second"] == pytest.approx(
             8 * 32 / row["seconds"], rel=1e-6)
-    assert whole.out.count("> Hello, I'm a language model,") == 4
+    assert single.out.count("> Hello, I'm a language model,") == 4
 
 
-def test_loss_is_the_mean_before_the_update(data, whole):
+def test_loss_is_the_mean_before_the_update(data, single):
     """Step 0's loss and norm, computed with one large microbatch."""
     model, batch = first_batch(data, 8)
     loss = model(*batch)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert whole.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert whole.rows[0]["norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert single.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert single.rows[0]["norm"] == pytest.approx(norm.item(), rel=1e-5)
     shards = std.get_shards(data, "val")
     samples = std.DataIterator(shards, 32, 32, 0, 1, 257)
     config = replace(std.MODELS["tiny"], vocab_size=257)
     trained = std.GPT(config)
-    trained.load_state_dict(whole.checkpoint()["model"])
+    trained.load_state_dict(single.checkpoint()["model"])
     with torch.no_grad():
         val_loss = trained(*next(samples)).item()
-    assert whole.rows[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
+    assert single.rows[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
 
 
 def first_batch(data, size, dtype=torch.float32):
@@ -104,7 +92,7 @@ def first_batch(data, size, dtype=torch.float32):
     return std.GPT(config).to(dtype), batch
 
 
-def test_accumulation_changes_nothing(data, tmp_path, whole):
+def test_accumulation_changes_nothing(data, tmp_path, single):
     """One microbatch of 8, and four of 2: gradients in fp64, losses."""
     def gradients(size):
         model, _ = first_batch(data, 1, torch.float64)
@@ -119,7 +107,7 @@ def test_accumulation_changes_nothing(data, tmp_path, whole):
     large = train("std", tmp_path / "run", "--microbatch-size", "8",
                   data=data)
     assert large.column("loss") == pytest.approx(
-        whole.column("loss"), rel=1e-6)
+        single.column("loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [[4001], [700, 3, 1298, 2000], [97] * 40])
@@ -238,7 +226,7 @@ class DieWhileSaving:
         torch.save = half
 
 
-def test_killed_while_a_checkpoint_is_written(data, tmp_path, whole):
+def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
     flags = ("--checkpoint-every", 5)
     dead = train("std", tmp_path / "run", *flags, data=data,
                  observe=DieWhileSaving())
@@ -249,10 +237,10 @@ def test_killed_while_a_checkpoint_is_written(data, tmp_path, whole):
     assert re.fullmatch(r"\.step_00000010\.pt\.\d+\.part", part)
     done = train("std", tmp_path / "run", "--resume")
     assert done.status == 0, done.err
-    assert done.column("loss") == whole.column("loss")
+    assert done.column("loss") == single.column("loss")
     assert done.column("step") == list(range(20))
     assert same_state(done.checkpoint()["model"],
-                      whole.checkpoint()["model"])
+                      single.checkpoint()["model"])
     assert sorted(file.name for file in folder.iterdir()) == [
         "step_00000015.pt", "step_00000020.pt"]
 
@@ -278,7 +266,7 @@ def test_stops_with_a_checkpoint(data, tmp_path, number, status):
     assert more.status == 0 and more.column("step") == list(range(rows + 3))
 
 
-def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, whole):
+def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     run = tmp_path / "run"
     train("std", run, "--checkpoint-every", 5, data=data)
     newest = run / "checkpoints" / "step_00000020.pt"
@@ -287,9 +275,9 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, whole):
     assert done.status == 0
     assert done.err.count(f"{newest} is damaged") == 1
     assert "resuming after step 14" in done.out
-    assert done.column("loss") == whole.column("loss")
+    assert done.column("loss") == single.column("loss")
     assert same_state(done.checkpoint()["model"],
-                      whole.checkpoint()["model"])
+                      single.checkpoint()["model"])
     for file in run.glob("checkpoints/*.pt"):
         os.truncate(file, file.stat().st_size // 2)
     refused(train("std", run, "--resume"), "every checkpoint is damaged")
@@ -311,7 +299,7 @@ class SmallFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, whole):
+def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, single):
     run = tmp_path / "run"
     train("std", run, "--max-steps", 10, data=data)
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
@@ -399,12 +387,12 @@ def test_resume_of_an_empty_folder_starts_afresh(data, tmp_path):
     assert result.status == 0 and result.column("step") == [0, 1]
 
 
-def test_init_starts_from_other_weights(data, tmp_path, whole):
-    file = sorted(whole.folder.glob("checkpoints/*.pt"))[-1]
+def test_init_starts_from_other_weights(data, tmp_path, single):
+    file = sorted(single.folder.glob("checkpoints/*.pt"))[-1]
     more = train("std", tmp_path / "run", "--init", file, "--max-steps", 2,
                  data=data)
     assert more.status == 0 and more.column("step") == [0, 1]
-    assert more.rows[0]["loss"] < whole.rows[0]["loss"] - 1
+    assert more.rows[0]["loss"] < single.rows[0]["loss"] - 1
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
@@ -491,7 +479,7 @@ def test_bad_shards(tmp_path, kind, words):
     refused(train("std", tmp_path / "run", data=data), *words)
 
 
-def test_a_run_of_another_model(data, tmp_path, whole):
+def test_a_run_of_another_model(data, tmp_path, single):
     other = tmp_path / "run"
     train("std", other, "--max-steps", 2, data=data)
     refused(train("std", other, "--resume", "--sequence-length", 16),

@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 from conftest import edit, needs
-from stages import make_dataset, train
+from stages import train
 
 from workshop.processes import launch
 from workshop.stages import STAGES
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
 
 # ------------------------------------------------ nothing waits for the device
 

@@ -11,18 +11,13 @@ import termios
 import time
 
 import pytest
-from stages import Result, make_dataset, tiny
+from stages import Result, tiny
 
 from workshop.stages import STAGES
 
 WIDTH = 80
 QUIET = ("--eval-every", "1000", "--generate-every", "1000",
          "--checkpoint-every", "1000")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
 
 
 def in_terminal(*flags, term="xterm"):

@@ -12,17 +12,6 @@ from stages import (
 from workshop.stages import STAGES
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(scope="module")
-def single(data, tmp_path_factory):
-    """The single-device run that all others are compared with."""
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
-
-
 def test_a_small_change_of_the_fsdp_stage():
     fsdp, tp = (STAGES[name].solution.read_text() for name in ("fsdp", "tp"))
     assert 0 < changed_lines(fsdp, tp) <= 65

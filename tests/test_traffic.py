@@ -32,11 +32,6 @@ CASES = [  # stage, mesh, microbatches of a rank in a step
     ("3d", (2, 1, 2), 4), ("3d", (2, 2, 2), 4)]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("data") / "data")
-
-
 def count(stage, mesh, microbatches, data, folder):
     """What each stage of the pipeline sends, as `of_step` says it.
 
