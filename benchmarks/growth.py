@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 import train_gpt2_std as std
-from turns import column, show, stage, summary, take_turns, train
+from turns import column, show, summary, take_turns, train
 
 from backstage import vocabulary
 from backstage.checkpoint import (
@@ -20,6 +20,7 @@ from backstage.checkpoint import (
     write_checkpoint,
 )
 from backstage.flags import DEMO
+from workshop.stages import find
 
 TOKENS = 1_000_000  # of a shard; they are mapped, not read
 
@@ -39,7 +40,8 @@ def measure(flags, device):
             f"{preset}: checkpoint": partial(save, preset, size, folder)
             for preset, size in sizes.items()}, flags.rounds)
     steps = 40 if flags.quick else 2000
-    turn = train(stage("std"), "--preset", "tiny" if flags.quick else "nano",
+    preset = "tiny" if flags.quick else "nano"
+    turn = train(find("std").solution, "--preset", preset,
                  "--device", device.type, "--max-steps", steps, "--data",
                  DEMO)
     tenth = steps // 10

@@ -13,12 +13,10 @@ texts. The table is printed, and the figures are written as JSON, from which
 notebooks/results.ipynb draws its picture.
 """
 
-import contextlib
 import datetime
 import importlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -39,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backstage import ROOT, vocabulary
 from backstage.command_line import parse_flags
-from backstage.cores import count_cores
+from backstage.cores import count_cores, processor
 from backstage.device import device_name
 from backstage.errors import require, run_main
 from backstage.files import show_path, write_atomically
@@ -218,11 +216,7 @@ def distance(rung, first):
 
 def hardware():
     """What the machine computes with, without its name."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, AttributeError):
-        cpu = re.search(r"^model name\s*: (.*)$", Path(
-            "/proc/cpuinfo").read_text(), re.MULTILINE)[1]
-    found = [f"{count_cores()} cores of {cpu}, "
+    found = [f"{count_cores()} cores of {processor()}, "
              f"{torch.backends.cpu.get_cpu_capability()}"]
     if count := torch.accelerator.device_count():
         kind = torch.accelerator.current_accelerator()

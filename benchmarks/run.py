@@ -18,7 +18,6 @@ was measured, and on what.
 import importlib
 import json
 import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ import tyro
 
 from backstage import ROOT
 from backstage.command_line import parse_flags
-from backstage.cores import count_cores
+from backstage.cores import count_cores, processor
 from backstage.device import device_name, find_device
 from backstage.errors import run_main
 from backstage.files import show_path, write_atomically
@@ -56,16 +55,6 @@ class Flags:
     """For tokenising: a file with a column `text`, such as FineWeb-Edu's."""
     output: Path = ROOT / "runs" / "benchmark.json"
     """The file for the figures."""
-
-
-def processor():
-    """The CPU's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines
-                    if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def main():

@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from turns import column, show, stage, summary, take_turns, train
+from turns import column, show, summary, take_turns, train
 
 from backstage.cores import count_cores
 from backstage.errors import require
 from backstage.flags import DEMO
 from backstage.flops import num_parameters
 from workshop.results.runs import fit
+from workshop.stages import find
 
 NO_SYNC = "with nullcontext() if reduce else model.no_sync():"
 STEPS = 25
@@ -38,8 +39,9 @@ def measure(flags, device):
     sizes |= {f"weak, {n}": (n, samples * n) for n in numbers[1:]}
     with tempfile.TemporaryDirectory() as folder:
         always = Path(folder, "no_sync.py")
-        text = stage("ddp").read_text()
-        require(NO_SYNC in text, f"{stage('ddp')} has no line {NO_SYNC}")
+        ddp = find("ddp").solution
+        text = ddp.read_text()
+        require(NO_SYNC in text, f"{ddp} has no line {NO_SYNC}")
         always.write_text(text.replace(NO_SYNC, "with nullcontext():"))
 
         def side(script, n, S):
@@ -48,7 +50,7 @@ def measure(flags, device):
                            "--microbatch-size", B,
                            *(("--data", DEMO) if cpu else ()))
 
-        sides = {name: side(stage("ddp"), n, S)
+        sides = {name: side(ddp, n, S)
                  for name, (n, S) in sizes.items()}
         if len(numbers) > 1:
             sizes["no no_sync(), 2"] = 2, samples

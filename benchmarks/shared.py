@@ -17,7 +17,9 @@ from functools import partial
 from itertools import accumulate
 from statistics import mean, median
 
-from turns import show, stage, summary, take_turns, train
+from turns import show, summary, take_turns, train
+
+from workshop.stages import find
 
 SPINS = {"BENCHMARK_SPINS": "1"}  # side.py leaves backstage/spinning.py out
 SIDES = {"default": SPINS, "ours": {},
@@ -52,8 +54,8 @@ def measure(flags, device):
 
 def seconds(env, limit):
     """Of a step: the mean of a turn, but for its beginning."""
-    turn = train(stage("std"), "--preset", "nano", "--device", "cpu", env=env,
-                 limit=SETTLE + limit)
+    turn = train(find("std").solution, "--preset", "nano", "--device", "cpu",
+                 env=env, limit=SETTLE + limit)
     ends = accumulate(turn["steps"])
     steps = [time for time, end in zip(turn["steps"], ends, strict=True)
              if end - time > SETTLE]

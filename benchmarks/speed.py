@@ -17,7 +17,6 @@ from turns import (
     column,
     random_tokens,
     show,
-    stage,
     summary,
     take_turns,
     train,
@@ -28,6 +27,7 @@ from backstage import vocabulary
 from backstage.device import cpu_has_bf16
 from backstage.errors import require
 from backstage.flops import flops_per_token, peak_flops
+from workshop.stages import find
 
 BASE = "transformers, fp32"
 NOTE = ("transformers is not installed (pip install -r benchmarks/"
@@ -53,11 +53,11 @@ def sides_of(preset, device, data):
                   "--microbatch-size", 1]
     fast = "bf16" if not quick and (gpu or cpu_has_bf16()) else "fp32"
     ours = [*sizes, "--precision", fast]
-    sides = {f"{name}, {fast}": (stage(name), ours, skip)
+    sides = {f"{name}, {fast}": (find(name).solution, ours, skip)
              for name in ("std", "ddp", "lit")}
     if not gpu and not quick:
         sides[f"std, {fast}, compiled"] = (
-            stage("std"), [*ours, "--compile"], max(2, skip))
+            find("std").solution, [*ours, "--compile"], max(2, skip))
     theirs = "bf16" if device.type == "cuda" else "fp32"
     sides[f"nanoGPT, {theirs}"] = (
         "nanogpt", [*sizes, "--precision", theirs], skip)

@@ -24,11 +24,6 @@ STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| dt: +(\S+) ms \| "
 NEVER = 10**6  # steps
 
 
-def stage(name):
-    """The script of a stage."""
-    return ROOT / "solutions" / f"train_gpt2_{name}.py"
-
-
 def take_turns(sides, rounds):
     """{name: [result of each turn]} of {name: function}; says how far it is.
     """
