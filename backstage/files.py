@@ -5,7 +5,9 @@ course use it, too.
 """
 
 import fcntl
+import itertools
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +87,14 @@ def sync_folder(folder):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def dated_names(path):
+    """`name.DATE.suffix` beside the file, then `name.DATE-2.suffix`, ..."""
+    path, now = Path(path), time.strftime("%Y%m%d-%H%M%S")
+    yield path.with_name(f"{path.stem}.{now}{path.suffix}")
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.stem}.{now}-{number}{path.suffix}")
 
 
 def show_path(path, folder=ROOT):

@@ -5,7 +5,6 @@ out of the way, to names with the date in them. The desk's script stays as it
 is, with a backup. Only the standard library, from Python 3.9 on.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -14,7 +13,12 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import locked, show_path, write_atomically
+from backstage.files import (
+    dated_names,
+    locked,
+    show_path,
+    write_atomically,
+)
 from workshop.lesson import desk
 from workshop.stages import DESK
 
@@ -37,7 +41,8 @@ def main():
         script = edited_script(source)
         backup = desk.back_up() if script is not None else None
         for path in in_the_way(source):
-            kept = free_name(path, now)
+            kept = next(name for name in dated_names(path)
+                        if not os.path.lexists(name))
             path.rename(kept)
             print(f"your {show_path(path)} is {show_path(kept)} now")
         try:
@@ -85,15 +90,6 @@ def has_outputs(path):
         return False
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return True
-
-
-def free_name(path, date):
-    """`name.DATE.suffix` beside the file, where there is no such file yet."""
-    for number in itertools.count(1):
-        end = f".{date}" + (f"-{number}" if number > 1 else "")
-        kept = path.with_name(path.stem + end + path.suffix)
-        if not os.path.lexists(kept):
-            return kept
 
 
 def say_news(before, source):

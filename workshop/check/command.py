@@ -84,8 +84,7 @@ def make_others(stage, script, data, change, say):
     None if this one is made so, too.
     """
     diff = Diff(stage, script, data)
-    require(1 <= change <= diff.total, f"there is no change {change}: {stage} "
-            f"has changes 1 to {diff.total}")
+    diff.require_change(change)
     left = {item.number: item for item in diff.left}
     if change not in left:
         say(f"Change {change} is made as the lesson has it.")

@@ -5,10 +5,14 @@ name: `code/train_gpt2.20261231-235959.py`.
 """
 
 import re
-import time
 
 from backstage.errors import UserError, require
-from backstage.files import locked, show_path, write_atomically
+from backstage.files import (
+    dated_names,
+    locked,
+    show_path,
+    write_atomically,
+)
 from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
 from workshop.stages import DESK, LESSONS, STAGES, find
@@ -28,8 +32,7 @@ def apply_locked(stage, numbers):
     diff = Diff(stage)
     left = {item.number for item in diff.left}
     for number in numbers:
-        require(1 <= number <= diff.total, f"there is no change {number}: "
-                f"{stage} has changes 1 to {diff.total}")
+        diff.require_change(number)
     chosen = left & set(numbers) if numbers else left
     if not chosen:
         what = "those changes are" if numbers else "every change is"
@@ -204,17 +207,13 @@ def replace(data, expected=None):
 
 def back_up():
     """Copy the desk's script to a name that is not taken; returns it."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while True:
-        name = now if number == 1 else f"{now}-{number}"
-        backup = DESK.with_name(f"{DESK.stem}.{name}{DESK.suffix}")
+    for backup in dated_names(DESK):
         try:
             with open(backup, "xb") as copy:
                 copy.write(DESK.read_bytes())
             return backup
         except FileExistsError:
-            number += 1
+            continue
         except OSError:
             backup.unlink(missing_ok=True)  # half a copy is no backup
             raise

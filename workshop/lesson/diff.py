@@ -221,7 +221,7 @@ class Diff:
 
     def __init__(self, stage, path=DESK, data=None):
         """Raises `UserError` if the script cannot be read."""
-        self.yours = Script(path, data)
+        self.stage, self.yours = stage, Script(path, data)
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
         self.left, self.others = [], []
@@ -240,6 +240,11 @@ class Diff:
             it = self.lesson.changes[change]
             self.left.append(Left(
                 change + 1, it.title, it.why, edits[change], it.predict))
+
+    def require_change(self, number):
+        """Raises `UserError` if the lesson has no change of that number."""
+        require(1 <= number <= self.total, f"there is no change {number}: "
+                f"{self.stage} has changes 1 to {self.total}")
 
     def _parts(self):
         """The differences, cut where another change of the lesson begins.
