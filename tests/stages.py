@@ -59,9 +59,15 @@ class Result:
 
     @property
     def status(self):
-        """The one exit status of all ranks, or the list of them."""
+        """The one exit status of all ranks, or the list of them.
+
+        Those that were ended after an error of rank 0 do not count.
+        """
         every = [rank.status for rank in self.ranks]
-        return every[0] if len(set(every)) == 1 else every
+        counted = set(every)
+        if every[0]:
+            counted.discard(-signal.SIGTERM)
+        return every[0] if len(counted) == 1 else every
 
     @property
     def out(self):
@@ -91,8 +97,16 @@ class StageLaunch(Launch):
     """A stage's solution, started on preset tiny."""
 
     def result(self, run, timeout=120):
-        """What it left behind, once it has ended."""
-        return Result(Path(run), self.wait(timeout))
+        """What it left behind, once it has ended.
+
+        After an error of rank 0 it ends the others, as a launcher does;
+        mpirun does so itself.
+        """
+        return Result(Path(run), self.wait(timeout, self.end_others))
+
+    def end_others(self):
+        if not self.mpirun and self.server.ended.get(self.jobs[0]):
+            self.signal(signal.SIGTERM)
 
 
 def start_stage(stage, run, *flags, data=None, mesh=None, **options):
