@@ -108,10 +108,12 @@ class Run:
         else:
             folder = new_folder(ROOT / "runs", self.stage)
         (folder / "checkpoints").mkdir(exist_ok=True)
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
             "config": asdict(self.config), "max_steps": self.max_steps,
-            "world_size": self.world_size,
+            "world_size": self.world_size, "nodes": math.ceil(
+                self.world_size / on_node),
             "device": device_name(self.device), "torch": torch.__version__,
         }
         text = json.dumps(record, indent=1) + "\n"

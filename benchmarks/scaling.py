@@ -93,7 +93,7 @@ def fitted(rows, sizes, B, config):
     points = {}
     for name, (n, samples) in sizes.items():
         if name.startswith(("strong", "weak")):
-            points[n, samples // (B * n)] = rows[name]["seconds"]
+            points[n, samples // (B * n), 1] = rows[name]["seconds"]
     model = fit(points, 4 * num_parameters(config))
     if model is None:
         print("(three numbers of processes are needed to fit the times)")

@@ -101,9 +101,9 @@ def test_efficiency_is_relative_to_one_process():
 def test_the_model_finds_the_times_it_was_made_of():
     num_bytes = 4 * num_parameters(GPT2)
     assert num_bytes == pytest.approx(498e6, rel=1e-3)
-    made = results.Model(0.03, 0.004, 1 / 50e9, num_bytes)
-    ladder = [(1, 32), (2, 16), (4, 8), (8, 4)]
-    points = {point: made.seconds(*point) for point in [*ladder, (8, 1)]}
+    made = results.Model(0.03, 0.004, 1 / 50e9, None, num_bytes)
+    ladder = [(1, 32, 1), (2, 16, 1), (4, 8, 1), (8, 4, 1)]
+    points = {point: made.seconds(*point) for point in [*ladder, (8, 1, 1)]}
     fitted = results.fit(points, num_bytes)
     assert fitted.told_apart
     assert fitted.microbatch == pytest.approx(0.03)
@@ -119,10 +119,40 @@ def test_the_model_finds_the_times_it_was_made_of():
                        num_bytes) is None
 
 
+def test_the_model_bends_at_the_edge_of_a_node():
+    num_bytes = 4 * num_parameters(GPT2)
+    made = results.Model(0.03, 0.004, 1 / 50e9, 1 / 5e9, num_bytes)
+    ladder = [(1, 32, 1), (2, 16, 1), (4, 8, 1), (8, 4, 2), (16, 2, 4)]
+    points = {point: made.seconds(*point) for point in [*ladder, (8, 1, 2)]}
+    fitted = results.fit(points, num_bytes)
+    assert fitted.told_apart
+    assert 1 / fitted.per_byte == pytest.approx(50e9)
+    assert 1 / fitted.per_byte_between == pytest.approx(5e9)
+
+    # with one minibatch size: the times, on both sides of the edge
+    points = {point: made.seconds(*point) for point in ladder}
+    fitted = results.fit(points, num_bytes)
+    assert not fitted.told_apart
+    for point in [(4, 8, 1), (8, 4, 2), (32, 1, 8)]:
+        assert fitted.seconds(*point) == pytest.approx(made.seconds(*point))
+    # which one bandwidth cannot say
+    one = results.fit({(n, A, 1): seconds for (n, A, _), seconds
+                       in points.items()}, num_bytes)
+    assert any(abs(one.seconds(n, A) / seconds - 1) > 0.05
+               for (n, A, _), seconds in points.items())
+
+    # only between nodes, of one GPU each
+    points = {(n, 16 // n, n): made.seconds(n, 16 // n, n) for n in (1, 2, 4)}
+    fitted = results.fit({**points, (4, 1, 4): made.seconds(4, 1, 4)},
+                         num_bytes)
+    assert fitted.told_apart and fitted.per_byte is None
+    assert 1 / fitted.per_byte_between == pytest.approx(5e9)
+
+
 def test_the_model_fits_what_was_published():
     """Eight H100s, 512 samples: 98.5, 95.2 and 90.9% on 2, 4 and 8."""
     efficiency = {1: 1, 2: 0.985, 4: 0.952, 8: 0.909}
-    points = {(n, 32 // n): 1 / (n * ratio)
+    points = {(n, 32 // n, 1): 1 / (n * ratio)
               for n, ratio in efficiency.items()}
     fitted = results.fit(points, 4 * num_parameters(GPT2))
     for point, seconds in points.items():

@@ -6,6 +6,7 @@ The CPU and gloo stand in for the GPUs.
 
 import csv
 import functools
+import json
 import os
 import re
 import shutil
@@ -183,9 +184,10 @@ def agree(result, single):
                            single.checkpoint()["model"]) <= 0.02 * 3e-3
 
 
-def world_size(result):
-    text = (result.folder / "hyperparameters.json").read_text()
-    return int(re.search(r'"world_size": (\d+)', text)[1])
+def world(result):
+    """How many nodes and processes trained, as the run says."""
+    record = json.loads((result.folder / "hyperparameters.json").read_text())
+    return record["nodes"], record["world_size"]
 
 
 # ------------------------------------------------------------ without a run
@@ -304,7 +306,7 @@ def test_runs_to_their_end(slurm, single):
         assert end["JobState"] == "COMPLETED", log
         assert end["Restarts"] == "0"
         result = slurm.result(name, job)
-        assert world_size(result) == n
+        assert world(result) == (int(name[-4]), n)
         agree(result, expected)
         assert f"world size {n}" in log or n == 1
 
@@ -315,7 +317,7 @@ def test_a_mesh_on_the_nodes(slurm, single, name, n):
     job = slurm.submit(name, *FLAGS, options=["--cpus-per-task=1"])
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     result = slurm.result(name, job)
-    assert world_size(result) == n
+    assert world(result) == (int(name[-4]), n)
     agree(result, single(*FLAGS))
 
 
@@ -337,7 +339,7 @@ def test_from_inside_another_job(slurm, single):
     assert state == "COMPLETED", log
     slurm("scancel", outer)
     result = slurm.result("ddp-2n4g", job)
-    assert world_size(result) == 8
+    assert world(result) == (2, 8)
     agree(result, single(*FLAGS))
 
     head = log[:log.index("| step")]

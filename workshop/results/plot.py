@@ -90,11 +90,13 @@ def scaling(ax, runs):
         model = results.fit_stage(runs, stage)
         if model:
             first = next(run for run in runs if run.stage == stage)
-            one = model.seconds(1, first.accumulation * first.world_size)
+            microbatches = first.accumulation * first.world_size
+            on_node = node_size(runs, stage)
             xs = [n for n in powers_of_two(first)
                   if n <= 4 * max(points)]
+            one = model.seconds(1, microbatches)
             ax.plot(xs, [one / n / model.seconds(
-                n, first.accumulation * first.world_size / n) for n in xs],
+                n, microbatches / n, 1 + (n - 1) // on_node) for n in xs],
                 "--", color=COLOURS.get(stage), label=f"{stage}, the model")
             most = max(most, *xs)
     ax.set_ylim(0, 1.15)
@@ -119,10 +121,12 @@ def model(ax, runs):
     fitted = results.fit_stage(runs, stage)
     runs = [run for run in runs if run.stage == stage]
     names = ("A microbatches", "optimizer", "exposed all-reduce")
+    left = [0.0] * len(runs)
+    parts = [fitted.parts(run.world_size, run.accumulation, run.nodes)
+             for run in runs]
     if not fitted.told_apart:
         names = (names[0], "optimizer and exposed all-reduce")
-    left = [0.0] * len(runs)
-    parts = [fitted.parts(run.world_size, run.accumulation) for run in runs]
+        parts = [(first, sum(others)) for first, *others in parts]
     for i, name in enumerate(names):
         widths = [1000 * part[i] for part in parts]
         ax.barh(range(len(runs)), widths, left=left, label=name,
@@ -237,6 +241,14 @@ def note(ax, text):
     """Say what is missing, in the middle of the panel."""
     ax.annotate(text, (0.5, 0.5), xycoords="axes fraction", alpha=0.8,
                 ha="center", va="center")
+
+
+def node_size(runs, stage):
+    """How many processes a node takes; without end if all had room on one."""
+    runs = [run for run in runs if run.stage == stage]
+    if all(run.nodes == 1 for run in runs):
+        return math.inf
+    return max(run.world_size // run.nodes for run in runs)
 
 
 def powers_of_two(run):

@@ -45,6 +45,7 @@ class Result:
     folder: Path
     stage: str
     world_size: int
+    nodes: int
     device: str
     config: dict
     hyperparameters: dict
@@ -121,8 +122,8 @@ def read(folder):
                     for row in csv.DictReader(file)]
         require(rows, f"{show_path(folder)}: no step is finished yet")
         return Result(folder, record["stage"], record["world_size"],
-                      record["device"], record["config"],
-                      record["hyperparameters"], rows)
+                      record.get("nodes", 1), record["device"],
+                      record["config"], record["hyperparameters"], rows)
     except FileNotFoundError as error:
         raise UserError(f"{show_path(folder)}: there is no "
                         f"{Path(error.filename).name}") from error
@@ -214,49 +215,67 @@ class Model:
     """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
 
     t_exposed = traffic / bandwidth is the part of the all-reduce that is not
-    hidden behind the backward pass; bandwidth is what it then seems to have.
+    hidden behind the backward pass; bandwidth is what it then seems to have:
+    one inside a node, another one as soon as there are several nodes. One that
+    was not measured is taken to be like the other.
     """
 
     microbatch: float
     optimizer: float  # includes t_exposed if they cannot be told apart
-    per_byte: float  # 1 / bandwidth
+    per_byte: float | None  # 1 / bandwidth inside a node
+    per_byte_between: float | None  # 1 / bandwidth between nodes
     num_bytes: int  # of the gradients
     told_apart: bool = True
 
-    def parts(self, n, accumulation):
+    def parts(self, n, accumulation, nodes=1):
+        per_byte, other = self.per_byte, self.per_byte_between
+        if nodes > 1:
+            per_byte, other = other, per_byte
+        if per_byte is None:
+            per_byte = other or 0
         return (accumulation * self.microbatch, self.optimizer,
-                traffic(n, self.num_bytes) * self.per_byte)
+                traffic(n, self.num_bytes) * per_byte)
 
-    def seconds(self, n, accumulation):
-        return sum(self.parts(n, accumulation))
+    def seconds(self, n, accumulation, nodes=1):
+        return sum(self.parts(n, accumulation, nodes))
 
 
 def fit(points, num_bytes):
-    """The `Model` nearest to {(n, accumulation): seconds}, or None.
+    """The `Model` nearest to {(n, accumulation, nodes): seconds}, or None.
 
     It minimises the squares of the relative errors, with no time below zero,
     and needs at least three world sizes. With a single minibatch size, both A
     and the traffic are linear in 1/n, so the times of the optimizer and of the
-    all-reduce cannot be told apart: then they stay together.
+    all-reduce cannot be told apart: then they stay together, but for what the
+    all-reduce takes longer between nodes.
     """
     import numpy as np
 
-    if len({n for n, _ in points}) < 3:
+    if len({n for n, *_ in points}) < 3:
         return None
-    matrix = np.array([[A, 1, traffic(n, num_bytes)] for n, A in points])
-    scale = matrix.max(axis=0)
-    rank = np.linalg.matrix_rank(matrix / scale)  # 2 or 3
+    matrix = np.array([
+        [A, 1, *(traffic(n, num_bytes) * here for here in (
+            nodes == 1, nodes > 1))] for n, A, nodes in points])
+    measured = [column for column in range(4) if matrix[:, column].any()]
+    scale = matrix.max(axis=0).clip(min=1)
+    rank = np.linalg.matrix_rank(matrix / scale)
+    told_apart = bool(rank == len(measured))
+    # else the all-reduce inside a node is in the optimizer's time
+    fitted = [column for column in measured if told_apart or column != 2]
     matrix = matrix / scale / np.array(list(points.values()))[:, None]
     best, least = None, np.inf
-    for size in range(1, rank + 1):  # how many times are above zero
-        for columns in combinations(range(rank), size):
+    for size in range(1, len(fitted) + 1):  # how many times are above zero
+        for columns in combinations(fitted, size):
             part = np.linalg.lstsq(matrix[:, columns], np.ones(len(points)),
                                    rcond=None)[0]
             error = np.sum((matrix[:, columns] @ part - 1) ** 2)
             if (part >= 0).all() and error < least:
-                best, least = np.zeros(3), error
+                best, least = np.zeros(4), error
                 best[list(columns)] = part
-    return Model(*(best / scale).tolist(), num_bytes, bool(rank == 3))
+    microbatch, optimizer, *per_byte = (best / scale).tolist()
+    per_byte = [value if column in measured else None
+                for column, value in enumerate(per_byte, 2)]
+    return Model(microbatch, optimizer, *per_byte, num_bytes, told_apart)
 
 
 def fit_stage(results, stage):
@@ -264,7 +283,8 @@ def fit_stage(results, stage):
     runs = [result for result in results if result.stage == stage]
     if not runs:
         return None
-    points = {(run.world_size, run.accumulation): run.seconds for run in runs}
+    points = {(run.world_size, run.accumulation, run.nodes): run.seconds
+              for run in runs}
     return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
 
 
