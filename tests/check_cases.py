@@ -872,7 +872,7 @@ LIT_RIGHT = (
             '"""Train GPT-2 on many devices'),)),
     right("the strategy fsdp2", "lit",
           (('"fsdp2"] = "ddp"', '"fsdp2"] = "fsdp2"'),),
-          "gradients are reduced", suite=True),
+          "gradients are reduced"),
     right("a module that holds the model", "lit",
           (("class GPT(L.LightningModule)", "class GPT(nn.Module)"),
            ("    def configure_optimizers(self):\n"
@@ -1141,8 +1141,7 @@ MPI_WRONG = (
           ((MPI_LOOP, MPI_RING.replace(
               "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
               f"comm.Recv(part, {BEFORE})")),),
-          "it hangs", "each waits in Send until the other receives",
-          suite=True),
+          "it hangs", "each waits in Send until the other receives"),
     # the others
     wrong("Bcast inside if rank == 0", "mpi",
           (("    first_step = run.restore", """\
@@ -1202,8 +1201,7 @@ MPI_RIGHT = (
         total = comm.allreduce(weight.grad.cpu().numpy())
         weight.grad.copy_(torch.from_numpy(total) / comm.size)
 """),)),
-    right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),),
-          suite=True),
+    right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),)),
     right("averaged at every microbatch", "mpi",
           ((MPI_AVERAGE, ""), ("            mean_loss += loss.detach()\n",
            "            mean_loss += loss.detach()\n"
@@ -1367,7 +1365,7 @@ TP_WRONG = (
           "gradients of step 0", "clips by the norm of its own part"),
     wrong("the norm counts copies", "tp",
           ((TP_CLIP, BY_SQUARES.format(reduce=ADD_UP)),),
-          "gradients of step 0 are off", "LayerNorms", suite=True),
+          "gradients of step 0 are off", "LayerNorms"),
     wrong("the norm by the rows", "tp",
           (("1.0, world_size)", "1.0, dp_size)"),),
           "gradients of step 0 are off", "1.0, world_size)"),
@@ -1538,8 +1536,7 @@ D3_WRONG = (
           "gradients of step 0 are off", "clipped before they are reduced"),
     wrong("the tied matrix counted twice", "3d",
           (("1.0, ranks, tied)", "1.0, ranks)"),),
-          "gradients of step 0 are off", "the tied matrix counts twice",
-          suite=True),
+          "gradients of step 0 are off", "the tied matrix counts twice"),
     wrong("the norm over the world", "3d",
           (("1.0, ranks, tied)", "1.0, world_size, tied)"),),
           "gradients of step 0 are off", "the ranks of one stage"),

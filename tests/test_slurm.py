@@ -311,10 +311,12 @@ def test_runs_to_their_end(slurm, single):
         assert f"world size {n}" in log or n == 1
 
 
-@pytest.mark.parametrize(("name", "n"), [("tp-1n4g", 4), ("3d-2n4g", 8)])
-def test_a_mesh_on_the_nodes(slurm, single, name, n):
+@pytest.mark.parametrize(("name", "n", "microbatch"), [
+    ("tp-1n4g", 4, 4), ("3d-2n4g", 8, 2)])  # as large as they can be
+def test_a_mesh_on_the_nodes(slurm, single, name, n, microbatch):
     """With its batch file's flags, the losses of one device."""
-    job = slurm.submit(name, *FLAGS, options=["--cpus-per-task=1"])
+    job = slurm.submit(name, *FLAGS, "--microbatch-size", microbatch,
+                       options=["--cpus-per-task=1"])
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     result = slurm.result(name, job)
     assert world(result) == (int(name[-4]), n)

@@ -37,7 +37,8 @@ def test_sizes_that_do_not_divide_evenly(tmp_path):
     """Three ranks share nano's three heads and a vocabulary of 384."""
     data = make_dataset(tmp_path / "data")
     flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
-             "--sequence-length", 32, "--microbatch-size", 4)
+             "--sequence-length", 32, "--microbatch-size", 4,
+             "--eval-minibatches", 2)
     std = train("std", tmp_path / "std", *flags, data=data)
     agree(train("tp", tmp_path / "tp", *flags, data=data, mesh=(1, 1, 3)),
           std, learning_rate=2e-3)
