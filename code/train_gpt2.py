@@ -270,9 +270,9 @@ PRESETS = {
         precision="fp32", eval_every=10, generate_every=20,
         checkpoint_every=10),
     "nano": Hyperparameters(  # minutes on a CPU
-        "nano", max_steps=1200, minibatch_size=8, sequence_length=128,
-        learning_rate=2e-3, warmup_steps=300, eval_every=200,
-        eval_minibatches=32, generate_every=400, checkpoint_every=200),
+        "nano", max_steps=2000, minibatch_size=8, sequence_length=128,
+        learning_rate=2e-3, warmup_steps=800, eval_every=400,
+        eval_minibatches=32, generate_every=1000, checkpoint_every=400),
     "gpt2": Hyperparameters(),
     "gpt2-xl": Hyperparameters(  # 25 GB of state: for several GPUs
         "gpt2-xl", microbatch_size=4, learning_rate=2e-4, recompute=True),
