@@ -222,8 +222,8 @@ class Model:
 
     microbatch: float
     optimizer: float  # includes t_exposed if they cannot be told apart
-    per_byte: float | None  # 1 / bandwidth inside a node
-    per_byte_between: float | None  # 1 / bandwidth between nodes
+    per_byte: float  # 1 / bandwidth inside a node, or None
+    per_byte_between: float  # 1 / bandwidth between nodes, or None
     num_bytes: int  # of the gradients
     told_apart: bool = True
 
