@@ -1,7 +1,6 @@
 """How many of the machine's cores a process may use."""
 
 import os
-import platform
 from pathlib import Path
 
 
@@ -33,16 +32,6 @@ def count_cores(processes=1, root=Path("/")):
     if cores >= affinity(os.getppid()):
         cores = cores // processes
     return max(1, min(cores, int(quota(root) / processes)))
-
-
-def processor():
-    """The processor's name, or its kind where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines
-                    if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def affinity(process):

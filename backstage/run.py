@@ -38,6 +38,7 @@ from backstage.checkpoint import (
 from backstage.device import device_name
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path, write_atomically
+from backstage.flags import count_processes
 from backstage.flops import flops_per_token, peak_flops
 from backstage.launchers import is_one_of_several, stop_all
 from backstage.world import (
@@ -108,12 +109,12 @@ class Run:
         else:
             folder = new_folder(ROOT / "runs", self.stage)
         (folder / "checkpoints").mkdir(exist_ok=True)
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        on_node, _ = count_processes(hp)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
             "config": asdict(self.config), "max_steps": self.max_steps,
-            "world_size": self.world_size, "nodes": math.ceil(
-                self.world_size / on_node),
+            "world_size": self.world_size,
+            "nodes": math.ceil(self.world_size / on_node),
             "device": device_name(self.device), "torch": torch.__version__,
         }
         text = json.dumps(record, indent=1) + "\n"

@@ -1,7 +1,7 @@
 """What a step of the stage std does on a GPU, worked out without one.
 
-    python benchmarks/fake_cuda.py                     # five minutes
-    python benchmarks/fake_cuda.py --microbatches 16   # one size alone
+    PYTHONPATH=. python benchmarks/fake_cuda.py      # five minutes
+    PYTHONPATH=. python benchmarks/fake_cuda.py --microbatches 16
 
 It needs a CUDA build of torch and gcc, but no GPU. A small library says to
 torch that there is an H100, and the stage's own main() trains GPT-2 124M for

@@ -34,10 +34,11 @@ import numpy as np
 import tiktoken
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from turns import processor
 
 from backstage import ROOT, vocabulary
 from backstage.command_line import parse_flags
-from backstage.cores import count_cores, processor
+from backstage.cores import count_cores
 from backstage.device import device_name
 from backstage.errors import require, run_main
 from backstage.files import show_path, write_atomically

@@ -26,10 +26,11 @@ from typing import Literal
 
 import torch
 import tyro
+from turns import processor
 
 from backstage import ROOT
 from backstage.command_line import parse_flags
-from backstage.cores import count_cores, processor
+from backstage.cores import count_cores
 from backstage.device import device_name, find_device
 from backstage.errors import run_main
 from backstage.files import show_path, write_atomically

@@ -5,6 +5,7 @@ median of the ratios of the turns.
 """
 
 import json
+import platform
 import re
 import statistics
 import subprocess
@@ -22,6 +23,16 @@ SIDE = Path(__file__).with_name("side.py")
 STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| dt: +(\S+) ms \| "
                   r"tok/s: ([\d,]+)")
 NEVER = 10**6  # steps
+
+
+def processor():
+    """The processor's name, or its kind where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines
+                    if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def take_turns(sides, rounds):

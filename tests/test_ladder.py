@@ -21,12 +21,14 @@ SCRIPT = ROOT / "benchmarks" / "ladder.py"
 @pytest.fixture(scope="module")
 def ladder():
     """The script as a module."""
+    sys.path.append(str(SCRIPT.parent))  # it imports from beside it
     spec = importlib.util.spec_from_file_location("ladder", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["ladder"] = module  # where dataclasses look
     spec.loader.exec_module(module)
     yield module
     del sys.modules["ladder"]
+    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture(autouse=True)
