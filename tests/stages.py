@@ -18,7 +18,7 @@ import torch
 from conftest import needs
 
 from backstage import ROOT, vocabulary
-from workshop.processes import Launch
+from workshop.processes import Launch, modules_of
 from workshop.stages import STAGES
 
 FOLDER = Path(__file__).resolve().parent
@@ -124,6 +124,7 @@ def start_stage(stage, run, *flags, data=None, mesh=None, **options):
         size = math.prod(mesh)
         options["world_size"] = size if size > 1 else None
     options["mpirun"] = STAGES[stage].launcher == "mpirun"
+    options["preload"] = modules_of(stage)
     if options["mpirun"]:
         needs("mpirun")
     return StageLaunch(STAGES[stage].solution, *given, *flags, **options)

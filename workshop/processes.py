@@ -11,6 +11,7 @@ terminal does not reach them, and `end_all` ends them at once.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import logging
 import os
@@ -33,12 +34,12 @@ from pathlib import Path
 from backstage.errors import require
 from backstage.launchers import without_slurm
 from workshop import relay
+from workshop.stages import STAGES
 
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
            "torch._dynamo", "torch.distributed.pipelining",
-           "torch.distributed.tensor.parallel", "backstage.lightning",
-           "workshop.check.observe"]
+           "torch.distributed.tensor.parallel", "workshop.check.observe"]
 
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
@@ -68,7 +69,7 @@ class Launch:
     whether MPI's ranks sleep while they wait (see patient.py).
     observe: a picklable function of the rank that every process calls first;
     what it returns is called at the end, also after an error. preload: what
-    is imported once for all of them, by the first Launch of this program.
+    is imported once for all of them, if no earlier Launch has done so.
     place: the folder that the script imports from, its own by default.
     within: where the folder of what they print is made.
     """
@@ -97,7 +98,8 @@ class Launch:
                     str(script), [str(flag) for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
                     str(place or Path(script).parent),
-                    (started, nodes if patient else 0) if mpirun else None))
+                    (started, nodes if patient else 0) if mpirun else None,
+                    preload=preload))
             if started:
                 self.mpirun = start_mpirun(world_size, self.folder, env)
         except BaseException:
@@ -185,6 +187,11 @@ class Launch:
             self.server.kill(job, number)
 
 
+def modules_of(stage):
+    """What to preload for a stage's processes."""
+    return [*PRELOAD, *["backstage.lightning"] * STAGES[stage].trainer]
+
+
 def launch(script, *flags, timeout=120, **options):
     """Start `script`, wait until it has ended, return its `Rank`s."""
     return Launch(script, *flags, **options).wait(timeout)
@@ -238,11 +245,11 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *arguments):
+    def fork(self, *arguments, preload):
         """Start a rank; returns the number of this job."""
         job = len(self.pids)
         # the pickle is opened where sys.path is right for it
-        self.link.send((job, os.getcwd(), list(sys.path),
+        self.link.send((job, preload, os.getcwd(), list(sys.path),
                         pickle.dumps(arguments)))
         while job == len(self.pids):
             self.listen(60)
@@ -300,7 +307,10 @@ folders = set()  # of launches that have not been waited for
 
 
 def get_server(preload=PRELOAD):
-    """The server of this program, which is started when first asked for."""
+    """The server of this program, which is started when first asked for.
+
+    preload: what it then imports first.
+    """
     global the_server
     if the_server is None or the_server.owner != os.getpid() or (
             the_server.process.poll() is not None):
@@ -327,8 +337,7 @@ def serve(link, preload):
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     for name in preload:
-        with contextlib.suppress(Exception):  # the rank will say it
-            importlib.import_module(name)
+        preload_one(name)
     link = Connection(link)
     bell, ring = os.pipe()
     os.set_blocking(bell, False)
@@ -343,7 +352,9 @@ def serve(link, preload):
                 os.read(bell, 1000)
                 tell_ended(link, jobs)
             if link in ready:
-                job, folder, path, arguments = link.recv()
+                job, preload, folder, path, arguments = link.recv()
+                for name in preload:
+                    preload_one(name)
                 pid = os.fork()
                 if pid == 0:
                     for handle in (link.fileno(), bell, ring):
@@ -353,6 +364,12 @@ def serve(link, preload):
                 link.send(("started", job, pid))
         except (EOFError, OSError):  # the program is gone
             os.killpg(0, signal.SIGKILL)
+
+
+@functools.cache
+def preload_one(name):
+    with contextlib.suppress(Exception):  # the rank will say it
+        importlib.import_module(name)
 
 
 def tell_ended(link, jobs):

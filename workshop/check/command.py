@@ -40,7 +40,8 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
             if data is None:
                 out.report(right=True)
                 return True
-        processes.get_server()  # imports torch, while this process does
+        # it imports torch while this process does
+        processes.get_server(processes.modules_of(stage))
         from workshop.check import trial
 
         ending.folder = trial.name_folder()

@@ -17,7 +17,7 @@ import torch
 from backstage import vocabulary
 from backstage.errors import UserError
 from workshop.check.observe import SAMPLES, Observer, T
-from workshop.processes import Launch
+from workshop.processes import Launch, modules_of
 from workshop.stages import STAGES
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
@@ -156,6 +156,7 @@ class Bench:
                 script is None),  # the reference knows nothing of it
             observe=Observer(observed, run, terminated),
             env=quiet_environment(self.folder / "tmp"),
+            preload=modules_of(self.stage),
             place=script.parent if script else self.place,
             within=self.folder)
         patience = Patience(launch, observed, self.reference, self.say)
