@@ -100,6 +100,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
         self.recompute = False
+        self.bf16_residual = False
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -118,6 +119,8 @@ class GPT(nn.Module):
         if self.transformer.wte:  # in the first stage
             positions = torch.arange(idx.shape[1], device=idx.device)
             x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        if self.bf16_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.bfloat16()  # what the blocks add to
         for block in self.transformer.h:
             if self.recompute:  # in the backward pass, from x alone
                 x = checkpoint(block, x, use_reentrant=False)
@@ -125,8 +128,9 @@ class GPT(nn.Module):
                 x = block(x)
         if not self.lm_head:  # not in the last stage
             return x
-        # x is fp32 even under autocast, so the softmax is fp32, too
-        logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
+        # the weights are fp32 even under autocast: so is the softmax
+        logits = self.lm_head(self.transformer.ln_f(x))
+        logits = logits.to(self.lm_head.weight.dtype)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -294,6 +298,7 @@ class Hyperparameters:
     pipeline_parallel: int = 1  # stages that the blocks are divided into
     compile: bool = False  # compile the model
     recompute: bool = False  # compute activations twice, keep few
+    bf16_residual: bool = False  # also bf16: what the blocks add to
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
@@ -390,6 +395,7 @@ def main():
     config = replace(MODELS[hp.preset], vocab_size=vocab_size)
     raw_model = GPT(config).to(device)
     raw_model.recompute = hp.recompute
+    raw_model.bf16_residual = hp.bf16_residual
     parallelize(raw_model, mesh["tp"])
     cut(raw_model, pp_rank, pp_size)
     if hp.compile:  # the whole model cannot be compiled with DTensors in it

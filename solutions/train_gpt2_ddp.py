@@ -92,6 +92,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
         self.recompute = False
+        self.bf16_residual = False
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -108,13 +109,16 @@ class GPT(nn.Module):
         """
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        if self.bf16_residual and torch.is_autocast_enabled(x.device.type):
+            x = x.bfloat16()  # what the blocks add to
         for block in self.transformer.h:
             if self.recompute:  # in the backward pass, from x alone
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        # x is fp32 even under autocast, so the softmax is fp32, too
-        logits = self.lm_head(self.transformer.ln_f(x)).type_as(x)
+        # the weights are fp32 even under autocast: so is the softmax
+        logits = self.lm_head(self.transformer.ln_f(x))
+        logits = logits.to(self.lm_head.weight.dtype)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -251,6 +255,7 @@ class Hyperparameters:
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
     compile: bool = False  # compile the model
     recompute: bool = False  # compute activations twice, keep few
+    bf16_residual: bool = False  # also bf16: what the blocks add to
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
@@ -337,6 +342,7 @@ def main():
     config = replace(MODELS[hp.preset], vocab_size=vocab_size)
     raw_model = GPT(config).to(device)
     raw_model.recompute = hp.recompute
+    raw_model.bf16_residual = hp.bf16_residual
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("ddp", hp, config, max_steps, device)
     first_step = run.restore(raw_model, optimizer)
