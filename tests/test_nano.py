@@ -20,7 +20,7 @@ def test_the_default_run(tmp_path):
         pytest.skip("fineweb/demo is not built: source activate.sh")
     result = Result(tmp_path / "run", launch(
         ROOT / "code" / "train_gpt2.py", "--run", tmp_path / "run",
-        "--device", "cpu", threads=2, timeout=1100))
+        "--device", "cpu", timeout=1100))
     assert result.status == 0, result.err
     assert result.out.startswith("preset nano, data ")
     val_losses = [loss for loss in result.column("val_loss") if loss]
