@@ -26,17 +26,8 @@ def pytest_addoption(parser):
         "takes long or needs programs such as SLURM, MPI, a browser")
 
 
-# Whole files that take long, in the order in which they begin where two run at
-# a time: one that mostly waits beside one that keeps the cores busy.
-LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_contract.py",
-        "test_nano.py"]
-
-
 def pytest_collection_modifyitems(config, items):
     """`pytest` alone leaves out marked tests; naming a file runs all of it."""
-    if config.option.whole:
-        items.sort(key=lambda item: (
-            [*LONG, item.path.name].index(item.path.name)))
     plain = config.args_source is not pytest.Config.ArgsSource.ARGS
     if plain and not config.option.whole:
         left_out = [item for item in items if item.get_closest_marker("whole")]
@@ -53,7 +44,6 @@ def pytest_terminal_summary(terminalreporter, config):
             "MPI, a compiler or a browser: `pytest --whole` runs them too")
 
 
-@pytest.hookimpl(trylast=True)  # when pytest-xdist's workers have ended
 def pytest_sessionfinish(session):
     """No test may leave a process behind."""
     end, left = time.monotonic() + 20, []
