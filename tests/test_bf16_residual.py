@@ -48,7 +48,7 @@ def say_dtypes(rank):
             seen.add(args[0].dtype)
 
     torch.nn.modules.module.register_module_forward_pre_hook(see)
-    return lambda: print("into blocks:", seen)
+    return lambda: print("into blocks:", seen, flush=True)
 
 
 @pytest.mark.whole

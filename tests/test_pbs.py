@@ -28,7 +28,7 @@ FILES = sorted((ROOT / "batchfiles" / "pbs").glob("batch-*.sh"))
 
 QSTAT = """#!/bin/sh
 echo "Job Id: $2
-    Resource_List.walltime = 00:00:24"
+    Resource_List.walltime = 00:00:44"
 """
 QSUB = """#!/bin/sh
 for word; do echo "$word"; done > "$SUBMITTED"
