@@ -200,7 +200,8 @@ def check_hyperparameters(hp, config, saved):
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
             f"{config.block_size} positions of preset {hp.preset}")
-    require(hp.precision == "bf16" or not hp.bf16_residual,
+    # an attendee's script may be older than the flag
+    require(hp.precision == "bf16" or not getattr(hp, "bf16_residual", False),
             "--bf16-residual needs --precision bf16")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):

@@ -107,7 +107,7 @@ class GPT(nn.Module):
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         if self.bf16_residual and torch.is_autocast_enabled(x.device.type):
-            x = x.bfloat16()  # what the blocks add to
+            x = x.bfloat16()  # the residual stream
         for block in self.transformer.h:
             if self.recompute:  # in the backward pass, from x alone
                 x = checkpoint(block, x, use_reentrant=False)
@@ -260,7 +260,7 @@ class Hyperparameters:
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
     compile: bool = False  # compile the model
     recompute: bool = False  # compute activations twice, keep few
-    bf16_residual: bool = False  # also bf16: what the blocks add to
+    bf16_residual: bool = False  # the residual stream in bf16, too
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next

@@ -826,7 +826,7 @@ LIT_WRONG = (
 )
 
 LIT_RIGHT = (
-    right("the solution", "lit", ()),  # suite: in the browser
+    right("the solution", "lit", (), suite=True),
     right("device given to the Trainer by auto", "lit",
           (("accelerator=device.type", 'accelerator="auto"'),)),
     right("precision of an own name", "lit",
@@ -1574,7 +1574,7 @@ D3_WRONG = (
 )
 
 D3_RIGHT = (
-    right("the solution", "3d", ()),  # suite: in the browser
+    right("the solution", "3d", ()),  # the suite checks it in a browser
     right("GPipe", "3d",
           (("import PipelineStage, Schedule1F1B",
             "import PipelineStage, ScheduleGPipe"),

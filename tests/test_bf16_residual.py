@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from stages import train
+from stages import tiny, train
 
 from workshop.notebook.sharding import std
+from workshop.processes import launch
+from workshop.stages import STAGES
 
 BF16 = ("--precision", "bf16", "--max-steps", 5)
 
@@ -68,3 +70,13 @@ def test_fp32_has_no_use_for_it(data, tmp_path):
     result = train("std", tmp_path / "run", "--bf16-residual", data=data)
     assert result.status == 1
     assert "--bf16-residual needs --precision bf16" in result.err
+
+
+def test_a_script_from_before_the_flag_still_runs(data, tmp_path):
+    lines = STAGES["std"].solution.read_text().splitlines(keepends=True)
+    script = tmp_path / "train_gpt2.py"
+    script.write_text("".join(
+        line for line in lines if not line.strip().startswith((
+            "bf16_residual:", "raw_model.bf16_residual ="))))
+    rank, = launch(script, *tiny(tmp_path / "run", data, "--max-steps", 1))
+    assert rank.status == 0, rank.err

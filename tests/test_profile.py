@@ -162,8 +162,7 @@ def test_a_slow_rank_is_charged_and_the_others_wait(part, tmp_path):
                     for chosen in ([ranks[2]], ranks[:2] + ranks[3:]))
     assert slow[5] >= DELAY > others[15]
     waited = means(ranks, "waiting")
-    # less than most: on a busy machine another one may be late, too
-    assert waited[2] < sorted(waited)[2]
+    assert min(waited) == waited[2]
     others = [step["waiting"] for rank, steps in enumerate(ranks)
               for step in steps if rank != 2]
     assert sorted(others)[len(others) // 2] > DELAY / 2
