@@ -14,7 +14,12 @@ from typing import Literal
 from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
 from backstage.cores import use_cores
-from backstage.device import cpu_has_bf16, find_device, memory_size
+from backstage.device import (
+    cpu_has_bf16,
+    find_device,
+    keep_memory,
+    memory_size,
+)
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
 from backstage.launchers import name_ranks
@@ -85,6 +90,7 @@ def parse(Hyperparameters, presets, models):
     use_cores(on_node)
     if device.type == "cpu":
         share_cores()
+        keep_memory()
     data_size = divide_processes(hp, models[preset], world_size)
     if not choice.microbatch_size:
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)

@@ -21,9 +21,9 @@ from turns import show, summary, take_turns, train
 
 from workshop.stages import find
 
-SPINS = {"BENCHMARK_SPINS": "1"}  # side.py leaves backstage/spinning.py out
-SIDES = {"default": SPINS, "ours": {},
-         "passive": SPINS | {"OMP_WAIT_POLICY": "PASSIVE"}}
+DEFAULT = {"BENCHMARK_DEFAULT": "1"}  # side.py: as torch does by itself
+SIDES = {"default": DEFAULT, "ours": {},
+         "passive": DEFAULT | {"OMP_WAIT_POLICY": "PASSIVE"}}
 SETTLE = 2.0  # seconds of a turn that do not count: a run goes on for minutes
 COMPUTE = """if True:  # until the process that started it has ended
     import os

@@ -57,8 +57,11 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         # query, key and value head by head: a slice holds whole heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
+        if torch.is_autocast_enabled("cpu"):  # a CPU attends faster in fp32
+            qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with torch.autocast("cpu", enabled=False):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 

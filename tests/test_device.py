@@ -1,6 +1,7 @@
 """The device of a process, without one: fakes in the place of GPUs."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -375,6 +376,24 @@ def test_devices_of_different_memory_are_named(tmp_path):
 
 
 # --------------------------------------------------------------- the copy
+
+
+FAULTS = """
+import resource, torch
+from backstage.device import keep_memory
+keep_memory()
+def count():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(50_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first, again = count(), count()
+assert again < 1000, (first, again)  # the tensor has 48,829 pages
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_is_kept_for_the_next_tensor():
+    subprocess.run([sys.executable, "-c", FAULTS], check=True, cwd=ROOT)
 
 
 def test_one_copy_from_pinned_memory(monkeypatch):

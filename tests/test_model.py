@@ -124,3 +124,18 @@ def test_the_golden_losses_come_from_the_tokens_beside_them():
     row = (FOLDER / "golden" / "metrics.csv").read_text().splitlines()[1]
     assert sum(losses).item() / 8 == pytest.approx(
         float(row.split(",")[1]), rel=1e-6)
+
+
+def test_a_cpu_attends_in_fp32(monkeypatch):
+    """Under autocast: in bf16 its backward pass takes longer."""
+    seen = []
+
+    def attend(q, k, v, **options):
+        seen.extend([q.dtype, torch.is_autocast_enabled("cpu")])
+        return v
+
+    model = std.GPT(std.GPTConfig(32, 64, 1, 2, 16))
+    monkeypatch.setattr(std.F, "scaled_dot_product_attention", attend)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.transformer.h[0].attn(torch.ones(1, 4, 16))
+    assert seen == [torch.float32, False] and logits.dtype == torch.bfloat16
