@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import needs
+from conftest import edit, needs
 
 from backstage import ROOT, vocabulary
 from workshop.processes import Launch, modules_of
@@ -109,10 +109,12 @@ class StageLaunch(Launch):
             self.signal(signal.SIGTERM)
 
 
-def start_stage(stage, run, *flags, data=None, mesh=None, **options):
+def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
+                **options):
     """Start a stage's solution on preset tiny: a `StageLaunch`.
 
     mesh: (pipeline, data, tensor) parallel, in the place of a world_size.
+    script: to start instead.
     """
     given = ["--run", run, *(["--data", data] if data else [])]
     if "--resume" not in flags:
@@ -127,12 +129,25 @@ def start_stage(stage, run, *flags, data=None, mesh=None, **options):
     options["preload"] = modules_of(stage)
     if options["mpirun"]:
         needs("mpirun")
-    return StageLaunch(STAGES[stage].solution, *given, *flags, **options)
+    return StageLaunch(script or STAGES[stage].solution, *given, *flags,
+                       **options)
 
 
 def train(stage, run, *flags, timeout=120, **options):
     """Run a stage's solution on preset tiny to its end: a `Result`."""
     return start_stage(stage, run, *flags, **options).result(run, timeout)
+
+
+def with_layers(number, stage, folder):
+    """A copy of a stage's solution whose tiny model has so many layers.
+
+    Compiling takes its time for each.
+    """
+    script = folder / f"{stage}-{number}.py"
+    script.write_text(edit(
+        STAGES[stage].solution.read_text(),
+        ("n_layer=4, n_head=4,", f"n_layer={number}, n_head=4,")))
+    return script
 
 
 def wait_for_rows(run, number):

@@ -10,6 +10,7 @@ from stages import (
     agree,
     changed_lines,
     train,
+    with_layers,
 )
 
 from backstage import ROOT
@@ -59,9 +60,12 @@ def test_an_error_within_a_stage_is_explained(cause, words):
 
 
 @pytest.mark.whole
-def test_compiled(data, single, tmp_path):
+def test_compiled(data, tmp_path):
     needs("g++")
+    single = train("std", tmp_path / "single", data=data,
+                   script=with_layers(2, "std", tmp_path))
     result = train("3d", tmp_path / "run", "--compile", data=data,
+                   script=with_layers(2, "3d", tmp_path),
                    mesh=(2, 1, 1), timeout=290)
     assert result.status == 0, result.err
     assert "does not work here" not in result.err

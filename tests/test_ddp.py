@@ -14,6 +14,7 @@ from stages import (
     run_command,
     tiny,
     train,
+    with_layers,
 )
 
 from backstage import ROOT
@@ -96,10 +97,13 @@ def test_mpirun(data, single, tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", ["ddp", "lit"])
-def test_compiled(data, single, tmp_path, stage):
+def test_compiled(data, tmp_path, stage):
     """torch.compile inside DDP, two processes; the raw model is saved."""
     needs("g++")
+    single = train("std", tmp_path / "single", data=data,
+                   script=with_layers(1, "std", tmp_path))
     result = train(stage, tmp_path / "run", "--compile", data=data,
+                   script=with_layers(1, stage, tmp_path),
                    world_size=2, timeout=290)
     assert result.status == 0, result.err
     assert "does not work here" not in result.err

@@ -7,6 +7,7 @@ from stages import (
     agree,
     changed_lines,
     train,
+    with_layers,
 )
 
 from workshop.processes import Launch
@@ -149,10 +150,13 @@ def test_rank_0_alone_cannot_save(data, tmp_path):
 
 
 @pytest.mark.whole
-def test_compiled(data, single, tmp_path):
+def test_compiled(data, tmp_path):
     """The whole sharded model; its checkpoint knows nothing of it."""
     needs("g++")
+    single = train("std", tmp_path / "single", data=data,
+                   script=with_layers(1, "std", tmp_path))
     result = train("fsdp", tmp_path / "run", "--compile", data=data,
+                   script=with_layers(1, "fsdp", tmp_path),
                    world_size=2, timeout=290)
     assert result.status == 0, result.err
     assert "does not work here" not in result.err

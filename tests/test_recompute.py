@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import needs
-from stages import agree, train
+from stages import agree, train, with_layers
 
 from backstage.flops import num_parameters
 from workshop.notebook.sharding import saved_bytes, std
@@ -16,8 +16,9 @@ def test_one_device_computes_exactly_the_same(data, tmp_path, precision,
                                               flags):
     if flags:
         needs("g++")
+    script = with_layers(1, "std", tmp_path) if flags else None
     kept, again = (train("std", tmp_path / name, "--precision", precision,
-                         *flags, *more, data=data, timeout=290)
+                         *flags, *more, data=data, script=script, timeout=290)
                    for name, more in (("kept", []),
                                       ("again", ["--recompute"])))
     assert again.status == 0, again.err

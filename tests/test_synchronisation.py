@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import edit, needs
-from stages import train
+from stages import train, with_layers
 
 from workshop.processes import launch
 from workshop.stages import STAGES
@@ -236,7 +236,8 @@ def test_a_reduction_in_every_microbatch_is_seen(data, tmp_path):
 def test_one_graph_and_no_recompilation(data, tmp_path):
     """DDP around the compiled model, with and without no_sync."""
     needs("g++")
-    seen = train_as_rank_of_eight(data, tmp_path, "--compile")
+    seen = train_as_rank_of_eight(data, tmp_path, "--compile",
+                                  script=with_layers(1, "ddp", tmp_path))
     assert seen["steps"] == [[seen["parameters"]]] * 3
     # compile_model's trial, and the model
     assert (seen["graphs"], seen["breaks"]) == (2, [])
@@ -245,9 +246,9 @@ def test_one_graph_and_no_recompilation(data, tmp_path):
 @pytest.mark.whole
 def test_a_graph_that_breaks_is_seen(data, tmp_path):
     needs("g++")
-    script = tmp_path / "train_gpt2.py"
+    script = with_layers(1, "ddp", tmp_path)
     script.write_text(edit(
-        STAGES["ddp"].solution.read_text(),
+        script.read_text(),
         ("x = block(x)", "x = block(x); torch._dynamo.graph_break()")))
     seen = train_as_rank_of_eight(data, tmp_path, "--compile", script=script)
     assert seen["breaks"]
@@ -256,9 +257,9 @@ def test_a_graph_that_breaks_is_seen(data, tmp_path):
 @pytest.mark.whole
 def test_a_recompilation_is_seen(data, tmp_path):
     needs("g++")
-    script = tmp_path / "train_gpt2.py"
+    script = with_layers(1, "ddp", tmp_path)
     script.write_text(edit(
-        STAGES["ddp"].solution.read_text(),
+        script.read_text(),
         ("batch.is_pinned())\n", "batch.is_pinned())\n"
          "    if batch.sum() % 2:\n"
          "        x, y = x[:, 1:], y[:, 1:]\n")))

@@ -7,6 +7,7 @@ from stages import (
     changed_lines,
     make_dataset,
     train,
+    with_layers,
 )
 
 from workshop.stages import STAGES
@@ -45,10 +46,13 @@ def test_sizes_that_do_not_divide_evenly(tmp_path):
 
 
 @pytest.mark.whole
-def test_compiled(data, single, tmp_path):
+def test_compiled(data, tmp_path):
     """Block by block; the checkpoint knows nothing of it."""
     needs("g++")
+    single = train("std", tmp_path / "single", data=data,
+                   script=with_layers(1, "std", tmp_path))
     result = train("tp", tmp_path / "run", "--compile", data=data,
+                   script=with_layers(1, "tp", tmp_path),
                    mesh=(1, 1, 2), timeout=290)
     assert result.status == 0, result.err
     assert "does not work here" not in result.err
