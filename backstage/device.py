@@ -124,7 +124,8 @@ def keep_memory():
 
     The C library would give large blocks back to the system, which hands out
     memory in pages of 4 KB and clears each of them: 12,000 in a step of nano,
-    a sixth of its time. Does nothing where there is no GNU C library.
+    a sixth of its time. In return the process keeps the most that it needed,
+    and some holes. Does nothing where there is no GNU C library.
     """
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt
