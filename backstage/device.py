@@ -124,12 +124,12 @@ def keep_memory():
 
     The C library would give large blocks back to the system, which hands out
     memory in pages of 4 KB and clears each of them: 12,000 in a step of nano,
-    a sixth of its time. In return the process keeps the most that it needed,
-    and some holes. Does nothing where there is no GNU C library.
+    a sixth of its time. The price: the process keeps as much as it has once
+    needed, and some holes. Does nothing without the GNU C library.
     """
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-        set_option(-4, 0)  # M_MMAP_MAX: no block is asked for by itself
+        set_option(-4, 0)  # M_MMAP_MAX: no block has pages of its own
         set_option(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back
 
 

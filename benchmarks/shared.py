@@ -2,11 +2,11 @@
 
 torch's threads wait for one another hundreds of times in a step. Three sides
 train: "default" lets them spin, as torch does by itself; "ours" has
-backstage/spinning.py, as the stages do; and with "passive" (OMP_WAIT_POLICY)
-they always sleep. They take turns beside k processes that compute without a
-pause. k = 0 is an idle machine only if nothing else runs there. The goals,
-over the default beside none: ours at most 1.03 beside none, 2 beside two and,
-on two cores, 4 beside six.
+backstage/spinning.py and keeps its memory, as the stages do; and "passive" is
+the default with threads that always sleep (OMP_WAIT_POLICY). They take turns
+beside k processes that compute without a pause. k = 0 is an idle machine only
+if nothing else runs there. The goals, over the default beside none: ours at
+most 1.03 beside none, 2 beside two and, on two cores, 4 beside six.
 """
 
 import os

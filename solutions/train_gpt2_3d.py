@@ -57,7 +57,7 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         # query, key and value head by head: a slice holds whole heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
-        if torch.is_autocast_enabled("cpu"):  # a CPU attends faster in fp32
+        if torch.is_autocast_enabled("cpu"):  # fp32 is faster, if T is short
             qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         with torch.autocast("cpu", enabled=False):

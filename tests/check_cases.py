@@ -1252,7 +1252,7 @@ TP_CLIP = ("        norm = clip_grad_norm("
 ROWS = "dp_rank, dp_size, vocab_size)\n"
 HEADS = """\
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
-        if torch.is_autocast_enabled("cpu"):  # a CPU attends faster in fp32
+        if torch.is_autocast_enabled("cpu"):  # fp32 is faster, if T is short
             qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
 """

@@ -275,6 +275,22 @@ def weight_distance(a, b):
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
+def agree_compiled(stage, layers, folder, data, **options):
+    """Compiled, a stage trains as one device does that compiles nothing."""
+    needs("g++")
+    single = train("std", folder / "single", data=data,
+                   script=with_layers(layers, "std", folder))
+    result = train(stage, folder / "run", "--compile", data=data,
+                   script=with_layers(layers, stage, folder), timeout=290,
+                   **options)
+    assert result.status == 0, result.err
+    assert "does not work here" not in result.err
+    assert result.column("loss") == pytest.approx(
+        single.column("loss"), rel=1e-4)
+    assert result.checkpoint()["model"].keys() == (
+        single.checkpoint()["model"].keys())
+
+
 def code_lines(text):
     """The lines without comments and blank lines."""
     return [line for line in text.splitlines()

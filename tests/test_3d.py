@@ -5,12 +5,11 @@ import sys
 
 import pytest
 import torch
-from conftest import needs
 from stages import (
     agree,
+    agree_compiled,
     changed_lines,
     train,
-    with_layers,
 )
 
 from backstage import ROOT
@@ -61,16 +60,7 @@ def test_an_error_within_a_stage_is_explained(cause, words):
 
 @pytest.mark.whole
 def test_compiled(data, tmp_path):
-    needs("g++")
-    single = train("std", tmp_path / "single", data=data,
-                   script=with_layers(2, "std", tmp_path))
-    result = train("3d", tmp_path / "run", "--compile", data=data,
-                   script=with_layers(2, "3d", tmp_path),
-                   mesh=(2, 1, 1), timeout=290)
-    assert result.status == 0, result.err
-    assert "does not work here" not in result.err
-    assert result.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-4)
+    agree_compiled("3d", 4, tmp_path, data, mesh=(2, 1, 1))
 
 
 @pytest.mark.whole

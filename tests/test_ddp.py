@@ -10,11 +10,11 @@ from conftest import needs
 from stages import (
     Result,
     agree,
+    agree_compiled,
     changed_lines,
     run_command,
     tiny,
     train,
-    with_layers,
 )
 
 from backstage import ROOT
@@ -99,18 +99,7 @@ def test_mpirun(data, single, tmp_path):
 @pytest.mark.parametrize("stage", ["ddp", "lit"])
 def test_compiled(data, tmp_path, stage):
     """torch.compile inside DDP, two processes; the raw model is saved."""
-    needs("g++")
-    single = train("std", tmp_path / "single", data=data,
-                   script=with_layers(1, "std", tmp_path))
-    result = train(stage, tmp_path / "run", "--compile", data=data,
-                   script=with_layers(1, stage, tmp_path),
-                   world_size=2, timeout=290)
-    assert result.status == 0, result.err
-    assert "does not work here" not in result.err
-    assert result.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-4)
-    assert result.checkpoint()["model"].keys() == (
-        single.checkpoint()["model"].keys())
+    agree_compiled(stage, 1, tmp_path, data, world_size=2)
 
 
 def test_without_a_compiler_it_goes_on(tmp_path):

@@ -375,7 +375,7 @@ def test_devices_of_different_memory_are_named(tmp_path):
     assert "add --microbatch-size 1" in ranks[0].err
 
 
-# --------------------------------------------------------------- the copy
+# -------------------------------------------------------------- the memory
 
 
 FAULTS = """
@@ -398,6 +398,9 @@ def test_memory_is_kept_for_the_next_tensor():
         [sys.executable, "-c", FAULTS, word], check=True, cwd=ROOT,
         stdout=subprocess.PIPE).stdout) for word in ("given", "kept"))
     assert 10 * kept < given, (kept, given)
+
+
+# --------------------------------------------------------------- the copy
 
 
 def test_one_copy_from_pinned_memory(monkeypatch):

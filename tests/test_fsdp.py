@@ -1,13 +1,13 @@
 """The FSDP stage: each rank holds a part, and what that costs is sent."""
 
 import pytest
-from conftest import edit, needs
+from conftest import edit
 from stages import (
     CollectivesSeen,
     agree,
+    agree_compiled,
     changed_lines,
     train,
-    with_layers,
 )
 
 from workshop.processes import Launch
@@ -152,15 +152,4 @@ def test_rank_0_alone_cannot_save(data, tmp_path):
 @pytest.mark.whole
 def test_compiled(data, tmp_path):
     """The whole sharded model; its checkpoint knows nothing of it."""
-    needs("g++")
-    single = train("std", tmp_path / "single", data=data,
-                   script=with_layers(1, "std", tmp_path))
-    result = train("fsdp", tmp_path / "run", "--compile", data=data,
-                   script=with_layers(1, "fsdp", tmp_path),
-                   world_size=2, timeout=290)
-    assert result.status == 0, result.err
-    assert "does not work here" not in result.err
-    assert result.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-4)
-    assert result.checkpoint()["model"].keys() == (
-        single.checkpoint()["model"].keys())
+    agree_compiled("fsdp", 2, tmp_path, data, world_size=2)

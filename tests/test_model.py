@@ -127,7 +127,7 @@ def test_the_golden_losses_come_from_the_tokens_beside_them():
 
 
 def test_a_cpu_attends_in_fp32(monkeypatch):
-    """Under autocast: in bf16 its backward pass takes longer."""
+    """Under autocast: with short samples bf16 takes longer."""
     seen = []
 
     def attend(q, k, v, **options):

@@ -545,7 +545,7 @@ class Disturbed:
 
 @pytest.mark.parametrize("stage", ["ddp", "lit"])  # torchrun, and srun alone
 def test_nothing_is_lost(slurm, single, stage):
-    """A signal, a killed rank, for ddp a requeue and a crashed node, scancel.
+    """A signal, a killed rank, a requeue, a crashed node, scancel.
 
     The run ends as if nothing had happened.
     """
@@ -559,15 +559,13 @@ def test_nothing_is_lost(slurm, single, stage):
     job.kill_rank()
     job.get_going()
     assert job.log.count("requeueing, to go on after") == 2
-    if stage == "ddp":  # these do not depend on who starts the processes
-        slurm("scontrol", "requeue", job.job)
-        job.get_going()
-        node = slurm.nodes[1]
-        slurm.lab("kill-node", node)
-        slurm("scontrol", "update", f"nodename={node}", "state=down",
-              "reason=x")
-        slurm.lab("start-node", node)
-        job.get_going()
+    slurm("scontrol", "requeue", job.job)
+    job.get_going()
+    node = slurm.nodes[1]
+    slurm.lab("kill-node", node)
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=x")
+    slurm.lab("start-node", node)
+    job.get_going()
     slurm("scancel", job.job)
     assert slurm.wait(job.job)["JobState"] == "CANCELLED"
     wait_for(lambda: not slurm.processes(job.job), 20)

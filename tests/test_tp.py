@@ -1,13 +1,12 @@
 """The stage tp: the ranks of a row each have a part of every matrix."""
 
 import pytest
-from conftest import needs
 from stages import (
     agree,
+    agree_compiled,
     changed_lines,
     make_dataset,
     train,
-    with_layers,
 )
 
 from workshop.stages import STAGES
@@ -48,18 +47,7 @@ def test_sizes_that_do_not_divide_evenly(tmp_path):
 @pytest.mark.whole
 def test_compiled(data, tmp_path):
     """Block by block; the checkpoint knows nothing of it."""
-    needs("g++")
-    single = train("std", tmp_path / "single", data=data,
-                   script=with_layers(1, "std", tmp_path))
-    result = train("tp", tmp_path / "run", "--compile", data=data,
-                   script=with_layers(1, "tp", tmp_path),
-                   mesh=(1, 1, 2), timeout=290)
-    assert result.status == 0, result.err
-    assert "does not work here" not in result.err
-    assert result.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-4)
-    assert result.checkpoint()["model"].keys() == (
-        single.checkpoint()["model"].keys())
+    agree_compiled("tp", 2, tmp_path, data, mesh=(1, 1, 2))
 
 
 def test_a_resumed_run_does_not_inherit_the_mesh(data, tmp_path):
