@@ -1,5 +1,6 @@
 """What the tests share."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,8 +17,21 @@ from packaging.requirements import Requirement
 # Processes that wait for one another should sleep: no test may depend on
 # how busy the machine is. This has to be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-MARK = f"WORKSHOP_TESTS={os.getpid()}"  # that all inherit whom tests start
-os.environ.update([MARK.split("=")])
+
+# Files that take long, in the order in which they begin where two run at a
+# time: one that mostly waits beside one that keeps the cores busy.
+LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_contract.py",
+        "test_nano.py"]
+
+
+def is_worker(config):
+    """Whether this process runs the tests for another (pytest-xdist)."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config):
+    if not is_worker(config):  # all that tests start inherit it
+        os.environ["WORKSHOP_TESTS"] = str(os.getpid())
 
 
 def pytest_addoption(parser):
@@ -28,6 +42,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """`pytest` alone leaves out marked tests; naming a file runs all of it."""
+    if config.option.whole:
+        items.sort(key=lambda item: (
+            [*LONG, item.path.name].index(item.path.name)))
     plain = config.args_source is not pytest.Config.ArgsSource.ARGS
     if plain and not config.option.whole:
         left_out = [item for item in items if item.get_closest_marker("whole")]
@@ -44,11 +61,14 @@ def pytest_terminal_summary(terminalreporter, config):
             "MPI, a compiler or a browser: `pytest --whole` runs them too")
 
 
+@pytest.hookimpl(trylast=True)  # when the workers have ended
 def pytest_sessionfinish(session):
     """No test may leave a process behind."""
     end, left = time.monotonic() + 20, []
     if "workshop.processes" in sys.modules:
         sys.modules["workshop.processes"].end_all()
+    if is_worker(session.config):
+        return
     while (left := list(left_behind())) and time.monotonic() < end:
         time.sleep(0.2)
     for pid, command in left:
@@ -60,10 +80,10 @@ def pytest_sessionfinish(session):
 
 def left_behind():
     """(process, its command line) of those that tests have started."""
+    mark = f"WORKSHOP_TESTS={os.getpid()}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            mine = MARK.encode() in (folder / "environ").read_bytes().split(
-                b"\0")
+            mine = mark in (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
         except OSError:  # it has ended, or is another user's
             continue
@@ -98,6 +118,24 @@ def linear_light(colour):
     parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
     return [part / 12.92 if part <= 0.04045 else
             ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+@pytest.fixture(autouse=True)
+def turn(request, tmp_path_factory):
+    """Where two files run at a time, a test marked `alone` runs alone.
+
+    Who waits to be alone comes before all who begin later.
+    """
+    if not is_worker(request.config):
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent
+    alone = request.node.get_closest_marker("alone")
+    with open(folder / "next", "w") as first, open(folder / "now", "w") as now:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        fcntl.flock(now, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(first, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -153,6 +153,7 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
 
 
 @pytest.mark.whole
+@pytest.mark.alone
 @pytest.mark.parametrize("part", ["data", "optimizer"])
 def test_a_slow_rank_is_charged_and_the_others_wait(part, tmp_path):
     ranks = check(train(
