@@ -101,6 +101,11 @@ def enter(tmp_path_factory):
                 [program, f"node{number}", "ip", "address", "add",
                  f"10.79.0.{number}/24", "dev", "eth0;",
                  "ip", "link", "set", "eth0", "up"], check=True)
+        end = time.monotonic() + 30
+        while not all(cable_end(program, node)["operstate"] == "UP"
+                      for node in ("node1", "node2")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
         yield program
     finally:
         for node in nodes:
@@ -108,12 +113,17 @@ def enter(tmp_path_factory):
             node.wait()
 
 
+def cable_end(enter, node):
+    """What the system says of the cable's end in a node."""
+    said = subprocess.run(
+        [enter, node, "ip", "-json", "-stats", "link", "show", "eth0"],
+        check=True, capture_output=True, text=True)
+    return json.loads(said.stdout)[0]
+
+
 def received(enter):
     """The bytes that have come to node1 over the cable."""
-    said = subprocess.run(
-        [enter, "node1", "ip", "-json", "-stats", "link", "show", "eth0"],
-        check=True, capture_output=True, text=True)
-    return json.loads(said.stdout)[0]["stats64"]["rx"]["bytes"]
+    return cable_end(enter, "node1")["stats64"]["rx"]["bytes"]
 
 
 def start(*words, **more):
@@ -127,7 +137,7 @@ def start(*words, **more):
 def run(*words, **more):
     process = start(*words, **more)
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -151,6 +161,46 @@ def test_one_loss_curve_under_both_mpis(library, single, tmp_path, request):
     assert "world size 2" in rank.out
 
 
+# or MPICH would find that both nodes are the same machine
+ON_TWO_NODES = {"UCX_TLS": "self,tcp"}
+
+
+def mpich_on(enter):
+    """MPICH's launcher, on both nodes."""
+    return ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec", enter,
+            "-hosts", "node1,node2"]
+
+
+LATE = """\
+import time
+import numpy as np
+from mpi4py import MPI
+from backstage.errors import run_main
+
+def main():
+    comm = MPI.COMM_WORLD
+    comm.Allreduce(MPI.IN_PLACE, np.ones(50_000))
+    if comm.rank == 0:
+        time.sleep(0.01)
+    comm.gather("text")
+
+run_main(main)
+"""
+
+
+@pytest.mark.whole
+def test_all_leave_mpi(tmp_path, enter, mpich):
+    """Of 20 programs that only finalized MPI, 13 waited for ever."""
+    needs("mpirun")
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    words = [*mpich_on(enter), "-n", 2, sys.executable, script]
+    for _ in range(5):
+        rank = run(enter, "node1", shlex.join(map(str, words)),
+                   **mpich, **ON_TWO_NODES)
+        assert rank.status == 0, rank.err
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(("stage", "library"), [
     ("mpi", "Open MPI"), ("mpi", "MPICH"), ("ddp", "Open MPI")])
@@ -166,11 +216,8 @@ def test_one_loss_curve_on_two_nodes(
         mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
                   "node1,node2", *(["-x", "MASTER_ADDR"] if more else [])]
     else:
-        more |= request.getfixturevalue("mpich")
-        mpirun = ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec",
-                  enter, "-hosts", "node1,node2"]
-        # it would find that both nodes are the same machine
-        more["UCX_TLS"] = "self,tcp"
+        more |= request.getfixturevalue("mpich") | ON_TWO_NODES
+        mpirun = mpich_on(enter)
     words = [*mpirun, "-n", 2, *script, *tiny(tmp_path / "run", GOLDEN)]
     before = received(enter)
     rank = run(enter, "node1", shlex.join(map(str, words)), **more)
