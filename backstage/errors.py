@@ -86,13 +86,13 @@ def leave_mpi(status):
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
     sys.stdout.flush()
-    if MPI.COMM_WORLD.size == 1:
-        MPI.Finalize()
-    elif status in (0, None):
-        # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all, and
-        # whoever came too early no longer gives it: they come together
-        MPI.COMM_WORLD.Ibarrier().Wait()
-        time.sleep(0.1)
+    several = MPI.COMM_WORLD.size > 1
+    if status in (0, None) or not several:
+        if several:
+            # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all,
+            # and whoever came too early no longer gives it: come together
+            MPI.COMM_WORLD.Ibarrier().Wait()
+            time.sleep(0.1)
         MPI.Finalize()
     else:
         sys.stderr.flush()

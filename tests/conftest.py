@@ -20,7 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take long, in the order in which they begin where two run at a
 # time: one that mostly waits beside one that keeps the cores busy.
-LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_contract.py"]
+LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_contract.py",
+        "test_nano.py"]
 
 
 def is_worker(config):
