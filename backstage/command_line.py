@@ -18,12 +18,11 @@ def parse_flags(cls, **options):
     except SystemExit as end:
         if not end.code:  # --help
             raise
-    rows = re.findall(r"^│ (.*?) *│$", box.getvalue(), re.MULTILINE)
-    reason = []
-    for row in rows:
-        if row.startswith("──"):
-            break
-        reason.append(row.strip())
-    reason = " ".join(reason) or "wrong flags"
+    text = re.sub(r"\x1b\[[\d;]*m", "", box.getvalue())  # without colours
+    rows = [row.strip(" │") for row in text.splitlines()]
+    edges = [number for number, row in enumerate(rows)
+             if re.match("[╭╰]|[─-]+$", row)]  # hyphens: no UTF-8 here
+    reason = (" ".join(rows[edges[0] + 1:edges[1]]) if len(edges) > 1
+              else "wrong flags")
     reason = reason[0].lower() + reason[1:].rstrip(".")
     raise UserError(f"{reason}: see --help")

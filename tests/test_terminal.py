@@ -95,6 +95,15 @@ def test_an_error_has_a_row_of_its_own(data, tmp_path):
     assert steps(rows)[-1] == last
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_wrong_flag_is_named(encoding, monkeypatch):
+    """Where colours and boxes are drawn, and where there are none."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    status, output, _ = in_terminal("--max-stepz", 3)
+    assert (status, output) == (1, "error: unrecognized options: --max-stepz, "
+                                "3: see --help\r\n")
+
+
 @pytest.mark.whole
 def test_a_terminal_that_cannot_erase_gets_every_line(data, tmp_path):
     status, output, _ = in_terminal(*tiny(
