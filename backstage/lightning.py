@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 from backstage.checkpoint import is_sharded
 from backstage.device import OWN_DEVICE, find_device
 from backstage.errors import require
+from backstage.flags import count_processes
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
 
@@ -45,8 +46,8 @@ def get_world(hp):
     A launcher has started the processes, or Lightning will start --devices
     of them on this node. Raises `UserError` where the numbers do not match.
     """
-    world_size, devices = count_processes(hp)
-    require(devices > 0, "--devices must be 1 or more")
+    require(hp.devices >= 0, "--devices must be 1 or more")
+    devices, world_size = count_processes(hp)
     require(hp.devices in (0, devices),
             f"--devices {hp.devices}, but {devices} process(es) were started "
             "on a node: make srun's --ntasks-per-node (torchrun's "
@@ -55,14 +56,6 @@ def get_world(hp):
     rank, local_rank = (int(os.environ.get(name, 0))
                         for name in ("RANK", "LOCAL_RANK"))
     return rank, local_rank, world_size, world_size // devices
-
-
-def count_processes(hp):
-    """How many processes there are, or will be: in all, and on a node."""
-    if "RANK" not in os.environ:
-        return hp.devices or 1, hp.devices or 1
-    world_size = int(os.environ["WORLD_SIZE"])
-    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def check_device(hp, devices):
