@@ -39,7 +39,8 @@ from workshop.stages import STAGES
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
            "torch._dynamo", "torch.distributed.pipelining",
-           "torch.distributed.tensor.parallel", "workshop.check.observe"]
+           "torch.distributed.tensor.parallel", "workshop.check.observe",
+           "backstage.run", "regex"]
 
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
