@@ -18,10 +18,10 @@ from packaging.requirements import Requirement
 # how busy the machine is. This has to be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Files that take long, in the order in which they begin where two run at a
-# time: one that mostly waits beside one that keeps the cores busy.
-LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_contract.py",
-        "test_nano.py"]
+# Files that take long, in the order in which they begin where several run at
+# a time: those that mostly wait beside those that keep the cores busy.
+LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_nano.py",
+        "test_contract.py"]
 
 
 def is_worker(config):
@@ -122,7 +122,7 @@ def linear_light(colour):
 
 @pytest.fixture(autouse=True)
 def turn(request, tmp_path_factory):
-    """Where two files run at a time, a test marked `alone` runs alone.
+    """Where several files run at a time, a test marked `alone` runs alone.
 
     Who waits to be alone comes before all who begin later.
     """
