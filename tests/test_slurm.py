@@ -583,7 +583,7 @@ def test_preempted_and_out_of_time(slurm):
     node = f"--nodelist={slurm.nodes[0]}"
     jobs = {name: slurm.submit(
         name, *FLAGS, "--max-steps", 10**6, options=[
-            "--time=2", "--signal=B:USR1@80", "--cpus-per-task=1", node])
+            "--time=2", "--signal=B:USR1@50", "--cpus-per-task=1", node])
         for name in ("ddp-1n1g", "lit-1n1g")}
 
     def wait_for_all(count, text):
