@@ -22,7 +22,7 @@ def parse_flags(cls, **options):
     rows = [row.strip(" │") for row in text.splitlines()]
     edges = [number for number, row in enumerate(rows)
              if re.match("[╭╰]|[─-]+$", row)]  # hyphens: no UTF-8 here
-    reason = (" ".join(rows[edges[0] + 1:edges[1]]) if len(edges) > 1
-              else "wrong flags")
+    first, end, *_ = *edges, 0, 0
+    reason = " ".join(rows[first + 1:end]) or "wrong flags"
     reason = reason[0].lower() + reason[1:].rstrip(".")
     raise UserError(f"{reason}: see --help")

@@ -97,7 +97,7 @@ def test_an_error_has_a_row_of_its_own(data, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_a_wrong_flag_is_named(encoding, monkeypatch):
-    """Where colours and boxes are drawn, and where there are none."""
+    """In colours, in a box and, where there is no UTF-8, without one."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     status, output, _ = in_terminal("--max-stepz", 3)
     assert (status, output) == (1, "error: unrecognized options: --max-stepz, "
