@@ -80,6 +80,24 @@ def open_locked(path):
         file.close()  # replaced while we waited: lock the new one
 
 
+def lock_folder(folder, refusal):
+    """Lock a folder for this process alone; returns the open folder, an int.
+
+    The lock is gone when it is closed, or when the process ends in any way.
+    Where the file system does not lock folders (NFS), none is taken. Raises
+    `UserError(refusal)` if another process has the lock.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UserError(refusal) from error
+    except OSError:
+        pass
+    return handle
+
+
 def sync_folder(folder):
     """Make sure that a file renamed in the folder survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)

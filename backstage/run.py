@@ -37,7 +37,7 @@ from backstage.checkpoint import (
 )
 from backstage.device import device_name
 from backstage.errors import UserError, require, warn
-from backstage.files import show_path, write_atomically
+from backstage.files import lock_folder, show_path, write_atomically
 from backstage.flags import count_processes
 from backstage.flops import flops_per_token, peak_flops
 from backstage.launchers import is_one_of_several, stop_all
@@ -72,6 +72,7 @@ class Run:
                 f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
                 f"less memory: add --microbatch-size {sizes[0]}")
         self.stop_signal = None
+        self.lock = None  # on rank 0: the folder, locked
         self.next_step = 0  # on rank 0: the step after the last logged one
         self.kept_time = -math.inf  # when a line last stayed in the terminal
         self.metrics = None  # on rank 0: metrics.csv, open for appending
@@ -108,6 +109,9 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = new_folder(ROOT / "runs", self.stage)
+        self.lock = lock_folder(
+            folder, f"{folder}: another process trains in this run: wait for "
+            "it, or name another --run")
         (folder / "checkpoints").mkdir(exist_ok=True)
         on_node, _ = count_processes(hp)
         record = {
@@ -293,6 +297,7 @@ class Run:
             terminal.keep()
             self.metrics.close()
             self.tracker.close()
+            os.close(self.lock)
             if self.next_step == self.max_steps:
                 print(f"finished: {show_path(self.folder, Path.cwd())}")
             else:

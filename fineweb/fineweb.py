@@ -9,7 +9,6 @@ others are for training. Documents keep their order, whatever the number of
 workers.
 """
 
-import fcntl
 import os
 import re
 import time
@@ -30,6 +29,7 @@ import tokenise
 from backstage import vocabulary
 from backstage.command_line import parse_flags
 from backstage.errors import UserError, require, run_main
+from backstage.files import lock_folder
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"
@@ -98,14 +98,9 @@ def main():
 @contextmanager
 def alone(folder):
     """Lock the folder; a second process gets an error."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder}: another process is making this dataset: "
-                        "wait for it, or choose another --out") from error
-    except OSError:
-        pass  # the file system has no locks
+    handle = lock_folder(
+        folder, f"{folder}: another process is making this dataset: wait for "
+        "it, or choose another --out")
     try:
         yield
     finally:

@@ -381,6 +381,24 @@ def test_resume_finds_its_own_settings(data, tmp_path):
     refused(train("std", run, data=data), "holds a run already")
 
 
+@pytest.mark.parametrize("again", [(), ("--resume",)])
+def test_one_process_at_a_time_trains_in_a_run(data, tmp_path, again):
+    run = tmp_path / "run"
+    launch = start_stage("std", run, "--max-steps", 2000, data=data)
+    metrics = run / "metrics.csv"
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+        time.sleep(0.01)
+    record = (run / "hyperparameters.json").read_bytes()
+    refused(train("std", run, *again, data=data),
+            "another process trains in this run", "another --run")
+    assert (run / "hyperparameters.json").read_bytes() == record
+    launch.signal(signal.SIGKILL)
+    assert launch.wait()[0].status == -signal.SIGKILL
+    rows = metrics.read_text().count("\n") - 1
+    done = train("std", run, "--resume", "--max-steps", rows + 2)
+    assert done.status == 0 and done.column("step") == list(range(rows + 2))
+
+
 def test_resume_of_an_empty_folder_starts_afresh(data, tmp_path):
     result = train("std", tmp_path / "new", "--preset", "tiny", "--resume",
                    "--max-steps", 2, data=data)

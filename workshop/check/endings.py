@@ -41,7 +41,7 @@ HINTS = (
     (r"initialize the default process group twice",
      "the process group is joined once: init_process_group stands there "
      "twice"),
-    (r"holds a run already",
+    (r"holds a run already|another process trains in this run",
      "each process takes itself for rank 0: what is wrong where the rank "
      "is read?"),
     (r"NameError: name '(rank|local_rank|world_size)'",
@@ -162,7 +162,8 @@ def explain(trial):
         apart = part_ways(trial)
         if apart:
             return apart
-    unasked = "holds a run already|(RANK|ADDR) expected|called run"
+    unasked = ("holds a run already|another process trains in this run|"
+               "(RANK|ADDR) expected|called run")
     if (re.search(unasked, said[rank])
             and STAGES[trial.stage].launcher == "torchrun"
             and not asks_the_launcher(trial)):
