@@ -9,7 +9,6 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
@@ -33,7 +32,7 @@ FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 class Choice:
     """The flags that the other flags' defaults depend on."""
 
-    preset: Literal["tiny", "nano", "gpt2", "gpt2-xl", ""] = ""
+    preset: str = ""
     data: str = ""
     run: str = ""
     resume: bool = False
@@ -65,6 +64,8 @@ def parse(Hyperparameters, presets, models):
         large = accelerated and (bool(data) or has_fineweb)
         preset = "gpt2" if large else "nano"
         why += ["an accelerator" if accelerated else "no accelerator"]
+    require(preset in presets, f"there is no preset {preset}: choose from "
+            f"{', '.join(presets)}")
     if not data:
         real = has_fineweb and preset.startswith("gpt2")
         data = fineweb if real else DEMO

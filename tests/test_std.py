@@ -437,7 +437,7 @@ def refused(result, *words):
     (["--device", "tpu"], ["--device tpu", "cpu"]),
     (["--max-stepz", 3], ["--max-stepz", "--help"]),
     (["--max-steps", "many"], ["--max-steps", "many"]),
-    (["--preset", "huge"], ["preset", "huge"]),
+    (["--preset", "huge"], ["preset huge", "tiny, nano, gpt2, gpt2-xl"]),
     (["--max-steps", -1], ["--max-steps"]),
     (["--microbatch-size", -1], ["--microbatch-size"]),
     (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
