@@ -1,6 +1,7 @@
 """`python -m workshop check`: scripts of the table, and its manners."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from check_cases import CASES, outcome, problem
+from conftest import needs
 
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop import processes
+from workshop.check import trial
 from workshop.check.command import main
 from workshop.lesson import checked
 from workshop.stages import LESSONS, STAGES
@@ -279,6 +282,31 @@ def test_four_at_once(tmp_path):
     assert [run.returncode for run in runs] == [0, 1, 1, 0], outs
     assert "gradients of step 0 differ" in outs[1]
     assert "it hangs: rank 0 waits in line" in outs[2]
+
+
+@pytest.mark.whole
+def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
+    """Once is seen now and then, and is no verdict; twice is an error."""
+    needs("mpirun")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bench").mkdir()
+    mpirun, hangs = tmp_path / "bin" / "mpirun", tmp_path / "hangs"
+    mpirun.write_text(f'#!/bin/sh\nrm "{hangs}" && exec sleep 600\n'
+                      f'exec {shutil.which("mpirun")} "$@"\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{mpirun.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(trial, "UNSTARTED", 2.0)
+    script = STAGES["mpi"].solution
+    bench = trial.Bench(
+        tmp_path / "bench", "mpi", script, script.read_bytes())
+    hangs.touch()
+    two = bench.try_out("once", trial.Mesh(1, 2, 1))
+    assert not hangs.exists()
+    assert [rank.status for rank in two.ranks] == [0, 0]
+
+    mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(UserError, match="mpirun does not start the processes"):
+        bench.try_out("twice", trial.Mesh(1, 2, 1))
 
 
 def test_a_server_that_was_killed_is_replaced():

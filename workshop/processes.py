@@ -142,12 +142,14 @@ class Launch:
         """Complain if mpirun has ended before it had started the ranks."""
         if self.mpirun is None or self.mpirun.poll() in (None, 0):
             return
-        met = [not os.path.exists(f"{self.folder}/{rank}.relay")
-               for rank in range(len(self.jobs))]
         said = (self.folder / "mpirun.txt").read_text(errors="replace")
         lines = [line for line in said.splitlines() if line.strip("- ")]
-        require(all(met), "mpirun does not start: "
+        require(self.all_met(), "mpirun does not start: "
                 + " ".join([*lines, "no message"][:3]))
+
+    def all_met(self):
+        """Whether mpirun has started a relay for each rank."""
+        return not any(self.folder.glob("*.relay"))
 
     def is_alive(self, job):
         self.server.listen(0)
@@ -174,13 +176,18 @@ class Launch:
     def clear(self):
         for job in self.jobs:
             self.server.kill(job, signal.SIGKILL)
-        if self.mpirun:  # ends when its processes have ended
+        if self.mpirun:  # ends when its processes have ended, if it has any
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.mpirun.wait(10)
+                self.mpirun.wait(10 if self.all_met() else 0)
             self.mpirun.kill()
             self.mpirun.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
         folders.discard(self.folder)
+
+    def activity(self):
+        """`Server.activity` of the ranks, and of mpirun and all it started."""
+        return self.server.activity(
+            [self.mpirun.pid] if self.mpirun is not None else [])
 
     def signal(self, number, rank=None):
         """Send a signal to one rank, or to all."""
@@ -281,17 +288,19 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def activity(self):
+    def activity(self, sessions):
         """The CPU seconds of each thread, and how many threads want a CPU.
 
-        None where the system does not say (it has no /proc).
+        Of all that was forked, and of the processes of those sessions. None
+        where the system does not say (it has no /proc).
         """
         tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
         if not Path("/proc/self/stat").exists():
             return None
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.getsid(int(folder.name)) != self.process.pid or (
+                session = os.getsid(int(folder.name))
+                if session not in (self.process.pid, *sessions) or (
                         folder.name == str(self.process.pid)):
                     continue
                 for task in (folder / "task").iterdir():

@@ -26,6 +26,8 @@ def main():
     handles = [int(variables["PMI_FD"])] if "PMI_FD" in variables else []
     link = socket.socket(socket.AF_UNIX)
     while link.connect_ex(os.path.join(sys.argv[1], f"{rank}.relay")):
+        if not os.path.isdir(sys.argv[1]):  # nobody wants the ranks any more
+            sys.exit(1)
         time.sleep(0.01)  # the rank is not there yet
     data = "\0".join(f"{key}={value}" for key, value in variables.items())
     socket.send_fds(link, [len(data.encode()).to_bytes(8, "big")], handles)

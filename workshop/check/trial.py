@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from backstage import vocabulary
-from backstage.errors import UserError
+from backstage.errors import UserError, require
 from workshop.check.observe import SAMPLES, Observer, T
 from workshop.processes import Launch, modules_of
 from workshop.stages import STAGES
@@ -36,6 +36,7 @@ LONGEST = 60  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
 LITTLE = 1e6  # with no more than that left, a file may not be whole
 ASLEEP = 3.0  # seconds without anything to do after which it hangs
+UNSTARTED = 20.0  # the same, before mpirun has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
              "TORCHELASTIC_")
@@ -147,21 +148,31 @@ class Bench:
         run, observed = self.folder / name, self.folder / f"{name}-seen"
         observed.mkdir()
         begin = time.monotonic()
-        launch = Launch(
-            script or self.script, *FLAGS, "--data", self.folder / "data",
-            "--run", run, *mesh.flags(), *flags,
-            world_size=None if plain else mesh.size,
-            nodes=mesh.nodes,
-            mpirun=STAGES[self.stage].launcher == "mpirun" and (
-                script is None),  # the reference knows nothing of it
-            observe=Observer(observed, run, terminated),
-            env=quiet_environment(self.folder / "tmp"),
-            preload=modules_of(self.stage),
-            place=script.parent if script else self.place,
-            within=self.folder)
-        patience = Patience(launch, observed, self.reference, self.say)
-        trial = Trial(self.stage, mesh, script or self.script,
-                      launch.wait(900, patience))
+
+        def start():
+            launch = Launch(
+                script or self.script, *FLAGS, "--data", self.folder / "data",
+                "--run", run, *mesh.flags(), *flags,
+                world_size=None if plain else mesh.size,
+                nodes=mesh.nodes,
+                mpirun=STAGES[self.stage].launcher == "mpirun" and (
+                    script is None),  # the reference knows nothing of it
+                observe=Observer(observed, run, terminated),
+                env=quiet_environment(self.folder / "tmp"),
+                preload=modules_of(self.stage),
+                place=script.parent if script else self.place,
+                within=self.folder)
+            patience = Patience(launch, observed, self.reference, self.say)
+            return launch.wait(900, patience), patience
+
+        ranks, patience = start()
+        if patience.reason == "unstarted":
+            # Open MPI 4 seldom hangs in MPI_Init, before the script begins
+            ranks, patience = start()
+            require(patience.reason != "unstarted", "mpirun does not start "
+                    f"the processes: does `mpirun -n {mesh.size} hostname` "
+                    f"print {mesh.size} lines?")
+        trial = Trial(self.stage, mesh, script or self.script, ranks)
         trial.gave_up, trial.cpu = patience.reason, patience.cpu
         trial.seconds = time.monotonic() - begin
         self.collect(trial, run, observed)
@@ -209,6 +220,7 @@ class Patience:
         self.launch, self.observed, self.say = launch, observed, say
         self.allowed = 6 * max(1.0, reference.cpu if reference else 20.0)
         self.reason, self.cpu, self.spent = "", 0.0, 0.0
+        self.begun = not launch.mpirun
         self.tasks, self.updates, self.asleep = {}, 0, []
         self.begin = self.last = self.stepped = time.monotonic()
         self.said = self.begin
@@ -237,7 +249,7 @@ class Patience:
             return "flood"
         if updates > 3 * STEPS * size:
             return "endless"
-        activity = self.launch.server.activity()
+        activity = self.launch.activity()
         if activity is None:  # no such figures on this system
             return "asleep" if now - self.stepped > 60 else ""
         tasks, eager = activity
@@ -247,14 +259,18 @@ class Patience:
         self.cpu += used
         self.spent += used
         self.asleep.append((now, used, eager))
-        while now - self.asleep[0][0] > ASLEEP:
+        if not self.begun and any(self.observed.glob("*.jsonl")):
+            self.begun, self.asleep = True, [(now, used, eager)]
+        seconds, reason = ((ASLEEP, "asleep") if self.begun else
+                           (UNSTARTED, "unstarted"))
+        while now - self.asleep[0][0] > seconds:
             self.asleep.pop(0)
         watched = now - max(self.begin, self.asleep[0][0])
         busy = sum(used for _, used, _ in self.asleep[1:])
         wanted = sum(eager > 0 for _, _, eager in self.asleep)
-        if (watched > 0.9 * ASLEEP and busy < 0.05 * watched
+        if (watched > 0.9 * seconds and busy < 0.05 * watched
                 and wanted < 0.2 * len(self.asleep)):
-            return "asleep"
+            return reason
         return "busy" if self.spent > self.allowed * size else ""
 
 
