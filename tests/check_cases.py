@@ -1166,7 +1166,7 @@ MPI_WRONG = (
           "the logged loss of step 0", "Allreduce it"),
     wrong("the validation loss not reduced", "mpi", ((MPI_EVALUATE,
           "    loss = loss.item()\n"),),
-          "the validation loss of step", "Allreduce it in evaluate()"),
+          "the validation loss of step", "not summed over them: Allreduce"),
     wrong("rank 0 alone evaluates", "mpi",
           (("if last or (step + 1) % hp.eval_every == 0:",
             "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),
