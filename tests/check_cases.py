@@ -247,7 +247,7 @@ DDP_WRONG = (
           "every process takes itself for rank 0: change 3", "save it",
           suite=True),
     wrong("the Lightning script", "ddp", "lit", "it trains with Lightning",
-          "check lit"),
+          "check lit", suite=True),
     # devices
     wrong("the rank for the local rank", "ddp",
           ((DEVICE, "device = use_device(hp.device, rank)"),),

@@ -137,6 +137,9 @@ class Bench:
         (self.folder / "script").mkdir()
         self.script = self.folder / "script" / Path(script).name
         self.script.write_bytes(data)
+        self.preload = modules_of(stage)
+        if b"lightning" in data:  # to see its Trainer, whatever the stage
+            self.preload.append("backstage.lightning")
         (self.folder / "tmp").mkdir()
         (self.folder / "data").mkdir()
         make_dataset(self.folder / "data")
@@ -159,7 +162,7 @@ class Bench:
                     script is None),  # the reference knows nothing of it
                 observe=Observer(observed, run, terminated),
                 env=quiet_environment(self.folder / "tmp"),
-                preload=modules_of(self.stage),
+                preload=self.preload,
                 place=script.parent if script else self.place,
                 within=self.folder)
             patience = Patience(launch, observed, self.reference, self.say)
