@@ -10,6 +10,7 @@ from workshop.check.trial import STEPS, Mesh
 from workshop.stages import STAGES
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
+TAKEN = "holds a run already|another process trains in this run"
 # What an error says -> what to do; \1 is what the pattern has found.
 HINTS = (
     (r"name 'MPI' is not defined",
@@ -41,7 +42,7 @@ HINTS = (
     (r"initialize the default process group twice",
      "the process group is joined once: init_process_group stands there "
      "twice"),
-    (r"holds a run already|another process trains in this run",
+    (TAKEN,
      "each process takes itself for rank 0: what is wrong where the rank "
      "is read?"),
     (r"NameError: name '(rank|local_rank|world_size)'",
@@ -162,8 +163,7 @@ def explain(trial):
         apart = part_ways(trial)
         if apart:
             return apart
-    unasked = ("holds a run already|another process trains in this run|"
-               "(RANK|ADDR) expected|called run")
+    unasked = f"{TAKEN}|(RANK|ADDR) expected|called run"
     if (re.search(unasked, said[rank])
             and STAGES[trial.stage].launcher == "torchrun"
             and not asks_the_launcher(trial)):

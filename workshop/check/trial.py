@@ -170,7 +170,7 @@ class Bench:
 
         ranks, patience = start()
         if patience.reason == "unstarted":
-            # Open MPI 4 seldom hangs in MPI_Init, before the script begins
+            # in rare cases Open MPI 4 hangs before the script begins
             ranks, patience = start()
             require(patience.reason != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
