@@ -567,19 +567,19 @@ DDP_RIGHT = (
           (("Train GPT-2 on many devices with DDP: each has a copy of the "
             "model.", "Train GPT-2 on one device."),)),
     right("the run named after the first stage", "ddp",
-          (('Run("ddp",', 'Run("std",'),), "calls itself std", suite=True),
+          (('Run("ddp",', 'Run("std",'),), "calls itself std"),
     right("no no_sync", "ddp", ((SYNC, "with nullcontext():"),),
-          "gradients are reduced 4.0 times a step", suite=True),
+          "gradients are reduced 4.0 times a step"),
     right("the same texts everywhere", "ddp",
           (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
-          "all ranks write the same texts", suite=True),
+          "all ranks write the same texts"),
     right("the group left before the end", "ddp",
           ((LEAVE, "    run.finish()\n"),)),
     right("the group left at exit", "ddp",
           ((LEAVE, "    run.finish()\n"), (JOIN, JOIN + "    import atexit\n"
             "    atexit.register(dist.destroy_process_group)\n"))),
     right("os._exit at the end", "ddp",
-          ((LEAVE, LEAVE + "    os._exit(0)\n"),), suite=True),
+          ((LEAVE, LEAVE + "    os._exit(0)\n"),)),
     right("renamed variables", "ddp",
           (("mean_loss, stop = (", "average, stop = ("),
            ("run.check_finite(step, mean_loss",
@@ -600,7 +600,7 @@ DDP_RIGHT = (
             "\n        samples = range(first, first + self.B)"),)),
     right("gradients reduced by hand", "ddp",
           ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
-           (CLIP, BY_HAND + CLIP)), suite=True),
+           (CLIP, BY_HAND + CLIP))),
     right("no compile, other print-outs", "ddp",
           (("    if hp.compile:\n        model = compile_model(model, device)"
             "\n", ""), ("    for step in range(first", "    print('rank', "
@@ -608,8 +608,7 @@ DDP_RIGHT = (
     right("a communication hook of its own", "ddp",
           ((WRAP, WRAP + "    from torch.distributed.algorithms."
             "ddp_comm_hooks import default_hooks\n    model."
-            "register_comm_hook(None, default_hooks.allreduce_hook)\n"),),
-          suite=True),
+            "register_comm_hook(None, default_hooks.allreduce_hook)\n"),)),
     right("ZeroRedundancyOptimizer", "ddp",
           ((OPTIMIZER, OPTIMIZER + "    from torch.distributed.optim import "
             "ZeroRedundancyOptimizer\n    groups = [{'params': g['params'], "
@@ -655,7 +654,7 @@ DDP_RIGHT = (
             '"""Train GPT-2 on many devices'),)),
     right("device_ids of the local rank", "ddp",
           (("model, gradient_as_bucket_view=True",
-            "model, device_ids=[local_rank]"),), suite=True),
+            "model, device_ids=[local_rank]"),)),
     right("nccl and set_device", "ddp",
           ((JOIN, '    torch.cuda.set_device(local_rank)\n'
             '    dist.init_process_group("nccl")\n'),)),

@@ -27,9 +27,9 @@ def test_a_small_change_of_the_tp_stage():
 
 @pytest.mark.whole
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
-    std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
-    this = train("3d", tmp_path / "3d", "--precision", "bf16", data=data,
-                 mesh=(2, 1, 1))
+    flags = ("--precision", "bf16", "--max-steps", 8)
+    std = train("std", tmp_path / "std", *flags, data=data)
+    this = train("3d", tmp_path / "3d", *flags, data=data, mesh=(2, 1, 1))
     assert this.status == 0, this.err
     for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
         assert this.column(column) == pytest.approx(
@@ -37,9 +37,9 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
 
 
 @pytest.mark.whole
-def test_stages_of_unequal_length(data, single, tmp_path):
+def test_stages_of_unequal_length(data, tmp_path):
     """Three stages of two blocks, one and one."""
-    flags = ("--minibatch-size", 6, "--microbatch-size", 1)
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 8)
     std = train("std", tmp_path / "std", *flags, data=data)
     agree(train("3d", tmp_path / "run", *flags, data=data, mesh=(3, 1, 1)),
           std)
@@ -60,7 +60,7 @@ def test_an_error_within_a_stage_is_explained(cause, words):
 
 @pytest.mark.whole
 def test_compiled(data, tmp_path):
-    agree_compiled("3d", 4, tmp_path, data, mesh=(2, 1, 1))
+    agree_compiled("3d", 2, tmp_path, data, mesh=(2, 1, 1))
 
 
 @pytest.mark.whole

@@ -59,6 +59,23 @@ def test_a_script_of_the_table(case):
     assert out.count("FAIL") == (not case.right)  # one diagnosis
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("names", [
+    ("the run named after the first stage", "the same texts everywhere",
+     "gradients reduced by hand"),
+    ("no no_sync", "os._exit at the end", "a communication hook of its own",
+     "device_ids of the local rank")], ids=lambda names: names[-1])
+def test_right_scripts_of_the_table_in_one(names, tmp_path, capsys):
+    """They change different lines."""
+    cases = [case for case in CASES if case.right and case.stage == "ddp"
+             and case.name in names]
+    assert len(cases) == len(names)
+    assert main("ddp", plant(tmp_path, *(
+        change for case in cases for change in case.changes)))
+    out = capsys.readouterr().out
+    assert all(case.says in out for case in cases), out
+
+
 def plant(folder, *changes):
     text = STAGES["ddp"].solution.read_text()
     for old, new in changes:
@@ -122,24 +139,6 @@ def test_a_script_that_is_none(tmp_path):
     large.write_bytes(b"#" * 20_000_000)
     with pytest.raises(UserError, match="20 MB are too large"):
         main("ddp", large)
-
-
-@pytest.mark.whole
-def test_saved_during_the_check(tmp_path):
-    """It is read once."""
-    script = plant(tmp_path)
-    run = start(script, tmp_path)
-    assert "against the single-device" in run.stdout.readline()
-    script.write_text("raise SystemExit(3)\n")
-    out, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, out
-
-
-@pytest.mark.whole
-def test_imports_what_lies_beside_it(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("from math import inf\n")
-    assert main("ddp", plant(tmp_path, ("import math\n",
-                                        "import math\nimport mine\n")))
 
 
 def start(script, temporary, **variables):
@@ -210,10 +209,18 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
 
 
 @pytest.mark.whole
-def test_nothing_is_left_after_a_check(tmp_path):
-    run = start(plant(tmp_path), tmp_path / "tmp")
+def test_saved_during_the_check_without_a_home(tmp_path):
+    """It is read once, with what lies beside it, and nothing is left."""
+    (tmp_path / "mine.py").write_text("from math import inf\n")
+    script = plant(tmp_path, ("import math\n", "import math\nimport mine\n"))
+    run = start(script, tmp_path / "tmp", HOME="/dev/null/home",
+                XDG_CACHE_HOME="", XDG_CONFIG_HOME="")
+    assert "against the single-device" in run.stdout.readline()
+    script.write_text("raise SystemExit(3)\n")
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
+    assert "Right" in out.splitlines()[-1]
+    assert "/dev/null" not in out and "matplotlib" not in out.lower()
     assert not left_in(tmp_path / "tmp")
     assert not os.path.exists("/proc") or not left_by(tmp_path / "tmp")
 
@@ -224,17 +231,6 @@ def test_a_folder_with_a_long_name_and_a_shell_of_srun(tmp_path):
                 **IN_SRUN)
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
-
-
-@pytest.mark.whole
-def test_a_home_that_cannot_be_written(tmp_path):
-    run = start(plant(tmp_path), tmp_path / "tmp", HOME="/dev/null/home",
-                XDG_CACHE_HOME="", XDG_CONFIG_HOME="")
-    out, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, out
-    first, *_, last = out.splitlines()
-    assert "against the single-device" in first and "Right" in last
-    assert "/dev/null" not in out and "matplotlib" not in out.lower()
 
 
 @pytest.mark.whole

@@ -119,9 +119,9 @@ def test_what_other_scripts_send(
 @pytest.mark.parametrize("n", [1, 4])
 def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
-    std = train("std", tmp_path / "std", "--precision", "bf16", data=data)
-    fsdp = train("fsdp", tmp_path / "fsdp", "--precision", "bf16", data=data,
-                 world_size=n)
+    flags = ("--precision", "bf16", "--max-steps", 8)
+    std = train("std", tmp_path / "std", *flags, data=data)
+    fsdp = train("fsdp", tmp_path / "fsdp", *flags, data=data, world_size=n)
     assert fsdp.status == 0, fsdp.err
     for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
         assert fsdp.column(column) == pytest.approx(
@@ -129,13 +129,12 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
 
 
 @pytest.mark.whole
-def test_sizes_that_do_not_divide_evenly(data, single, tmp_path):
+def test_sizes_that_do_not_divide_evenly(data, tmp_path):
     """Three ranks: FSDP pads what they do not share evenly."""
-    std = train("std", tmp_path / "std", "--minibatch-size", 6,
-                "--microbatch-size", 1, data=data)
-    fsdp = train("fsdp", tmp_path / "fsdp", "--minibatch-size", 6,
-                 "--microbatch-size", 1, data=data, world_size=3)
-    agree(fsdp, std)
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 8)
+    std = train("std", tmp_path / "std", *flags, data=data)
+    agree(train("fsdp", tmp_path / "fsdp", *flags, data=data, world_size=3),
+          std)
 
 
 def test_rank_0_alone_cannot_save(data, tmp_path):

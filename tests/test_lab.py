@@ -267,6 +267,13 @@ class Lesson:
         self.expect(self.tab).not_to_have_class(re.compile("jp-mod-dirty"))
 
 
+def kernel(url):
+    """The program that JupyterLab starts for a notebook."""
+    with urllib.request.urlopen(f"{url}/api/kernelspecs") as answer:
+        spec = json.load(answer)["kernelspecs"]["python3"]["spec"]
+    return spec["argv"][0]
+
+
 def colours_apart(page):
     """How far apart added and removed lines are for red-green blind eyes.
 
@@ -288,13 +295,10 @@ def colours_apart(page):
     return min(distances)
 
 
-@pytest.mark.parametrize("kernel", ["ours", "the portal's"])
-def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
-    path = portal / "share" / "jupyter" if kernel != "ours" else ""
-    url = lab(JUPYTER_PATH=str(path))
-    with urllib.request.urlopen(f"{url}/api/kernelspecs") as answer:
-        spec = json.load(answer)["kernelspecs"]["python3"]["spec"]
-    assert (str(portal) in spec["argv"][0]) == (kernel != "ours")
+def test_the_journey_to_ddp(page, lab, repo, portal):
+    """In a portal's kernel."""
+    url = lab(JUPYTER_PATH=str(portal / "share" / "jupyter"))
+    assert str(portal) in kernel(url)
     lesson = Lesson(page, url)
     assert "side by side" in lesson.run("import sys")
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
@@ -312,9 +316,6 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     assert "12 of 12 changes left" in lesson.run('diff("ddp")')
     lesson.save()
     assert "11 of 12 changes left" in lesson.run('diff("ddp")')
-
-    if kernel != "ours":  # test_notebooks.py goes on with it
-        return
 
     # only code can be copied from the view, without the removed lines
     page.locator(".ws summary", has_text="4 of 12").click()
@@ -389,11 +390,15 @@ def test_the_journey_to_ddp(kernel, page, lab, repo, portal):
     (["lit"], (1600, 900), True), (["fsdp", "tp", "3d"], (1280, 720), False)],
     ids=["to Lightning", "to 3d"])
 def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
-    """Lesson by lesson, with the cells that make changes for the attendee."""
+    """Lesson by lesson, with the cells that make changes for the attendee.
+
+    In a kernel of the environment.
+    """
     page.set_viewport_size({"width": size[0], "height": size[1]})
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     shutil.copy(STAGES["ddp"].solution, repo / "code" / "train_gpt2.py")
     url = lab()
+    assert sys.prefix in kernel(url)
     for stage in stages:
         lesson = Lesson(page, url, stage)
         lesson.choose_theme(dark)
@@ -455,8 +460,8 @@ def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
 def test_a_workspace_opens_the_script_beside_the_lesson(page, lab, repo):
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     url = lab()
-    # every second one: the same function writes them all
-    for path in sorted(ROOT.glob("*.jupyterlab-workspace"))[::2]:
+    # the first and the last: the same function writes them all
+    for path in sorted(ROOT.glob("*.jupyterlab-workspace"))[::5]:
         # where `jupyter lab NAME` leads the browser
         page.goto(f"{url}/lab/tree/{path.name}")
         see_both(page, path.stem)
