@@ -464,12 +464,13 @@ def test_launchers_of_the_ddp_stage(data, single, tmp_path, launcher):
 
 
 @pytest.mark.whole
-def test_python_starts_several_devices(data, single, tmp_path):
+@pytest.mark.parametrize("flags", [(), FSDP2])
+def test_python_starts_several_devices(data, single, tmp_path, flags):
     """Lightning starts the other processes itself."""
     run = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, LIT, "--preset", "tiny", "--device", "cpu", "--data",
-         data, "--run", run, "--devices", "2"],
+         data, "--run", run, "--devices", "2", *flags],
         capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

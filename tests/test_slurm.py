@@ -320,7 +320,7 @@ def test_a_mesh_on_the_nodes(slurm, single, name, n, microbatch):
 
 def test_from_inside_another_job(slurm, single):
     """As from a portal's JupyterLab: its variables are not the new job's."""
-    file = slurm.repo / "batchfiles" / "batch-ddp-2n2g.sh"
+    file = slurm.repo / "batchfiles" / "batch-ddp-2n4g.sh"
     outer = slurm("sbatch", "--parsable", "--output=outer.log", "--ntasks=3",
                   "--mem-per-cpu=10", "--wrap", f"""
         srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_TRES_PER_TASK=cpu:3 \
@@ -335,16 +335,16 @@ def test_from_inside_another_job(slurm, single):
     log = (slurm.repo.parent / "inner.log").read_text()
     assert state == "COMPLETED", log
     slurm("scancel", outer)
-    result = slurm.result("ddp-2n2g", job)
-    assert world(result) == (2, 4)
+    result = slurm.result("ddp-2n4g", job)
+    assert world(result) == (2, 8)
     agree(result, single(*FEW))
 
     head = log[:log.index("| step")]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True,
                             cwd=slurm.repo, capture_output=True).stdout.strip()
-    for what in (f"ddp-2n2g {job}: 2 x 2 GPUs, on", f" {commit}", "torch 2.",
+    for what in (f"ddp-2n4g {job}: 2 x 4 GPUs, on", f" {commit}", "torch 2.",
                  "solutions/train_gpt2_ddp.py --run", "world size "
-                 "4", "preset tiny, data data, "):
+                 "8", "preset tiny, data data, "):
         assert what in head
     files = list(result.folder.glob("gpus-*.txt"))
     assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
