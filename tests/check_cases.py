@@ -93,7 +93,8 @@ def problem(case, passed, says, hint):
 def run(words):
     """Try the scripts so called; whether all came out as expected."""
     chosen = [case for case in CASES if all(
-        word == case.stage or word in case.name for word in words)]
+        word == case.stage if word in STAGES else word in case.name
+        for word in words)]
     assert chosen, f"no script is so called: {' '.join(words)}"
     good = True
     for stage in dict.fromkeys(case.stage for case in chosen):
