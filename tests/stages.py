@@ -275,6 +275,17 @@ def weight_distance(a, b):
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
+def agree_in_bf16(stage, folder, data, loss, norm, **options):
+    """In bf16, a stage trains as one device does: relative tolerances."""
+    flags = ("--precision", "bf16", "--max-steps", 8)
+    single = train("std", folder / "single", *flags, data=data)
+    result = train(stage, folder / "run", *flags, data=data, **options)
+    assert result.status == 0, result.err
+    for column, tolerance in (("loss", loss), ("norm", norm)):
+        assert result.column(column) == pytest.approx(
+            single.column(column), rel=tolerance)
+
+
 def agree_compiled(stage, layers, folder, data, **options):
     """Compiled, a stage trains as one device does that compiles nothing."""
     needs("g++")

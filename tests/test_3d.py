@@ -8,6 +8,7 @@ import torch
 from stages import (
     agree,
     agree_compiled,
+    agree_in_bf16,
     changed_lines,
     train,
 )
@@ -27,13 +28,7 @@ def test_a_small_change_of_the_tp_stage():
 
 @pytest.mark.whole
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
-    flags = ("--precision", "bf16", "--max-steps", 8)
-    std = train("std", tmp_path / "std", *flags, data=data)
-    this = train("3d", tmp_path / "3d", *flags, data=data, mesh=(2, 1, 1))
-    assert this.status == 0, this.err
-    for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
-        assert this.column(column) == pytest.approx(
-            std.column(column), rel=tolerance)
+    agree_in_bf16("3d", tmp_path, data, 1e-4, 1e-2, mesh=(2, 1, 1))
 
 
 @pytest.mark.whole

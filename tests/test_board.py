@@ -1,26 +1,15 @@
 """The check's table: in a terminal and in a notebook, and its pictures."""
 
-import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 from conftest import linear_light
-from test_check import FORWARD, plant
+from test_check import FORWARD, board_of, plant
 
 from workshop.check.board import Board
 from workshop.check.command import main
 from workshop.notebook import pictures
-
-
-def board_of(script, capsys):
-    """A check's `Board`, from its events."""
-    board = Board()
-    right = main("ddp", script, events=True)
-    for line in capsys.readouterr().out.splitlines():
-        board.update(json.loads(line))
-    assert board.right == right
-    return board
 
 
 def test_a_table_of_a_wrong_script(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """`python -m workshop check`: scripts of the table, and its manners."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import processes
 from workshop.check import trial
+from workshop.check.board import Board
 from workshop.check.command import main
 from workshop.lesson import checked
 from workshop.stages import LESSONS, STAGES
@@ -66,14 +68,18 @@ def test_a_script_of_the_table(case):
     ("no no_sync", "os._exit at the end", "a communication hook of its own",
      "device_ids of the local rank")], ids=lambda names: names[-1])
 def test_right_scripts_of_the_table_in_one(names, tmp_path, capsys):
-    """They change different lines."""
+    """They change different lines, and each gets its warning."""
     cases = [case for case in CASES if case.right and case.stage == "ddp"
              and case.name in names]
     assert len(cases) == len(names)
-    assert main("ddp", plant(tmp_path, *(
-        change for case in cases for change in case.changes)))
-    out = capsys.readouterr().out
-    assert all(case.says in out for case in cases), out
+    board = board_of(plant(tmp_path, *(
+        change for case in cases for change in case.changes)), capsys)
+    assert board.right, board.findings
+    warnings = {case.says for case in cases if case.says}
+    said = [text for _, text, _ in board.findings]
+    assert all(any(words in text for text in said) for words in warnings)
+    assert len(warnings) == sum(
+        "warn" in verdicts.values() for verdicts in board.answers.values())
 
 
 def plant(folder, *changes):
@@ -84,6 +90,16 @@ def plant(folder, *changes):
     script = folder / "train_gpt2.py"
     script.write_text(text)
     return script
+
+
+def board_of(script, capsys):
+    """A check's `Board`, from its events."""
+    board = Board()
+    right = main("ddp", script, events=True)
+    for line in capsys.readouterr().out.splitlines():
+        board.update(json.loads(line))
+    assert board.right == right
+    return board
 
 
 FORWARD = ("loss = training_step(model, ", "loss = training_step(raw_model, ")

@@ -28,8 +28,6 @@ from workshop.stages import STAGES
 GOLDEN = FOLDER / "golden"  # the tokens, and what was computed from them
 
 CORE = ("std", "ddp", "lit")  # of which `pytest` alone tries everything
-# Steps of DTensors take their time on a CPU. This is into the third shard.
-FEWER = ("--max-steps", 12)
 
 
 def places(all_places):
@@ -37,6 +35,14 @@ def places(all_places):
     return [place if place[0] in CORE else
             pytest.param(*place, marks=pytest.mark.whole)
             for place in all_places]
+
+
+def fewer_steps(stage):
+    """Flags: a step with DTensors takes long on a CPU.
+
+    As few as reach the third shard.
+    """
+    return ("--max-steps", 12) if STAGES[stage].shards else ()
 
 
 def every_stage():
@@ -74,7 +80,8 @@ def single(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shorter(tmp_path_factory):
     """The same with fewer steps."""
-    return train_alone(tmp_path_factory.mktemp("shorter"), *FEWER)
+    return train_alone(tmp_path_factory.mktemp("shorter"),
+                       *fewer_steps("fsdp"))
 
 
 def texts(result):
@@ -91,9 +98,9 @@ def test_the_same_training(stage, mesh, request, tmp_path):
     seen = tmp_path / "seen"
     seen.mkdir()
     pipeline, data, tensor = mesh
-    fewer = STAGES[stage].shards
+    flags = fewer = fewer_steps(stage)
     single = request.getfixturevalue("shorter" if fewer else "single")
-    flags, steps = FEWER if fewer else (), len(single.rows)
+    steps = len(single.rows)
     if tensor > 1 == pipeline:  # and fewer microbatches
         flags += ("--microbatch-size", min(2 * tensor, 8 // data))
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
@@ -141,7 +148,7 @@ def test_the_same_training(stage, mesh, request, tmp_path):
 @pytest.mark.parametrize("stage", every_stage())
 def test_resume_on_one_process_is_exact(stage, tmp_path):
     """Bit for bit, after an odd step, in the middle of an epoch."""
-    flags = FEWER if STAGES[stage].shards else ()
+    flags = fewer_steps(stage)
     whole = train(stage, tmp_path / "whole", *flags, data=GOLDEN)
     run = tmp_path / "run"
     start_stage(stage, run, *flags, "--checkpoint-every", 7, data=GOLDEN,

@@ -6,6 +6,7 @@ from stages import (
     CollectivesSeen,
     agree,
     agree_compiled,
+    agree_in_bf16,
     changed_lines,
     train,
 )
@@ -119,13 +120,7 @@ def test_what_other_scripts_send(
 @pytest.mark.parametrize("n", [1, 4])
 def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
-    flags = ("--precision", "bf16", "--max-steps", 8)
-    std = train("std", tmp_path / "std", *flags, data=data)
-    fsdp = train("fsdp", tmp_path / "fsdp", *flags, data=data, world_size=n)
-    assert fsdp.status == 0, fsdp.err
-    for column, tolerance in (("loss", 1e-4), ("norm", 1e-2)):
-        assert fsdp.column(column) == pytest.approx(
-            std.column(column), rel=tolerance)
+    agree_in_bf16("fsdp", tmp_path, data, 1e-4, 1e-2, world_size=n)
 
 
 @pytest.mark.whole

@@ -29,18 +29,26 @@ def test_one_device_computes_exactly_the_same(data, tmp_path, precision,
             kept.column(column), rel=tolerance, abs=0)
 
 
+FEWER = ("--max-steps", 8)
+
+
+@pytest.fixture(scope="module")
+def shorter(data, tmp_path_factory):
+    """A run of the single device with fewer steps."""
+    return train("std", tmp_path_factory.mktemp("shorter") / "run", *FEWER,
+                 data=data)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("stage, mesh, flags", [
     ("ddp", (1, 2, 1), []), ("lit", (1, 2, 1), ["--strategy", "fsdp2"]),
     ("fsdp", (1, 2, 1), []), ("3d", (2, 1, 2), []),
 ], ids=str)
 def test_every_stage_computes_what_one_device_computes(
-        data, tmp_path, stage, mesh, flags):
-    few = ("--max-steps", 8)
-    single = train("std", tmp_path / "std", *few, data=data)
-    result = train(stage, tmp_path / "run", "--recompute", *few, *flags,
+        data, shorter, tmp_path, stage, mesh, flags):
+    result = train(stage, tmp_path / "run", "--recompute", *FEWER, *flags,
                    data=data, mesh=mesh)
-    agree(result, single)
+    agree(result, shorter)
 
 
 def test_a_run_goes_on_with_it_or_without_it(data, single, tmp_path):

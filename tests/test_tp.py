@@ -4,6 +4,7 @@ import pytest
 from stages import (
     agree,
     agree_compiled,
+    agree_in_bf16,
     changed_lines,
     make_dataset,
     train,
@@ -23,13 +24,7 @@ def test_a_small_change_of_the_fsdp_stage():
 @pytest.mark.whole
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16, and so are the terms that are added up."""
-    flags = ("--precision", "bf16", "--max-steps", 8)
-    std = train("std", tmp_path / "std", *flags, data=data)
-    tp = train("tp", tmp_path / "tp", *flags, data=data, mesh=(1, 1, 2))
-    assert tp.status == 0, tp.err
-    for column, tolerance in (("loss", 1e-3), ("norm", 2e-2)):
-        assert tp.column(column) == pytest.approx(
-            std.column(column), rel=tolerance)
+    agree_in_bf16("tp", tmp_path, data, 1e-3, 2e-2, mesh=(1, 1, 2))
 
 
 @pytest.mark.whole
