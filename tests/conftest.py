@@ -1,6 +1,5 @@
 """What the tests share."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from packaging.requirements import Requirement
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take long, in the order in which they begin where several run at
-# a time: those that mostly wait beside those that keep the cores busy.
+# a time: those that mostly wait along with those that keep the cores busy.
 LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_nano.py",
         "test_contract.py"]
 
@@ -118,24 +117,6 @@ def linear_light(colour):
     parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
     return [part / 12.92 if part <= 0.04045 else
             ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-
-
-@pytest.fixture(autouse=True)
-def turn(request, tmp_path_factory):
-    """Where several files run at a time, a test marked `alone` runs alone.
-
-    Who waits to be alone comes before all who begin later.
-    """
-    if not is_worker(request.config):
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent
-    alone = request.node.get_closest_marker("alone")
-    with open(folder / "next", "w") as first, open(folder / "now", "w") as now:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        fcntl.flock(now, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(first, fcntl.LOCK_UN)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from workshop.processes import Rank
 DEMO = ROOT / "fineweb" / "demo"
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)  # a machine may have much else to do
 @pytest.mark.whole
 def test_the_default_run(tmp_path):
     """It learns, and most of the words that it writes are real words."""
@@ -27,7 +27,7 @@ def test_the_default_run(tmp_path):
     end = subprocess.run(
         [sys.executable, ROOT / "code" / "train_gpt2.py", "--run",
          tmp_path / "run", "--device", "cpu"],
-        env=env, capture_output=True, text=True, timeout=1100)
+        env=env, capture_output=True, text=True)
     result = Result(tmp_path / "run",
                     [Rank(end.returncode, end.stdout, end.stderr)])
     assert result.status == 0, result.err

@@ -54,7 +54,6 @@ def python(program):
     return [float(word) for word in done.stdout.split()]
 
 
-@pytest.mark.alone
 def test_more_threads_than_cores_do_not_spin():
     """What the module relies on, measured in CPU time; and its end."""
     spinning_before, asleep, spinning_after, left = python("""
