@@ -2,10 +2,10 @@
 
 A step has hundreds of operations, and after each of them torch's threads wait
 for one another. They spin: for up to 3 ms they ask again and again, and only
-then they sleep. Sleeping at once would make a step on an idle machine up to
-40% longer. But beside other work spinning is worse: the thread that spins may
-keep the core from the very thread that it waits for, and a step takes ten
-times as long.
+then do they sleep. Sleeping at once would make a step on an idle machine up to
+40% longer. But while other programs compute, spinning is worse: the thread
+that spins may keep the core from the very thread that it waits for, and a step
+takes ten times as long.
 
 GNU's OpenMP, which torch brings along, has no switch for this after it is
 loaded. But it hardly spins if it has more threads than there are cores. So a

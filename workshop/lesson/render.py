@@ -16,7 +16,7 @@ CONTEXT = 2  # unchanged lines shown above and below a change
 # JupyterLab's variables follow its theme; other pages keep their own colours.
 # The style sheet draws the numbers and signs, so they cannot be selected, and
 # whoever copies from the view copies only code. Blue and orange differ for
-# every eye, and what is removed has stripes besides.
+# every eye, and what is removed also has stripes.
 BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
 STYLE = """<style>
 .ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
