@@ -1,4 +1,4 @@
-"""The metrics for another tool, as well as in metrics.csv: --track.
+"""The metrics for another tool, in addition to metrics.csv: --track.
 
 Both write into the run's folder and need no network. TensorBoard shows all
 runs at once, `tensorboard --logdir runs`; what wandb has written is uploaded

@@ -609,6 +609,7 @@ def test_preempted_and_out_of_time(slurm):
     wait_for_all(1, "resuming after step")
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
     ranks = [pid for job in jobs.values() for pid, _ in slurm.ranks(job)]
+    assert len(ranks) == 2
     send(signal.SIGSTOP, ranks)  # others may compute for a minute
     wait_for(lambda: max(slurm.job(job)["RunTime"]
                          for job in jobs.values()) >= "00:01:05")
