@@ -10,6 +10,7 @@ A run is a folder:
 method: all ranks, or rank 0 alone.
 """
 
+import contextlib
 import csv
 import datetime
 import io
@@ -97,10 +98,12 @@ class Run:
     def _on_signal(self, number, frame):
         if self.stop_signal == number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C stops at once
-        if number == signal.SIGINT and self.rank == 0:
-            print("\nCtrl-C: stopping after this step (press it again to stop "
-                  "at once, without a checkpoint)", flush=True)
         self.stop_signal = number
+        if number == signal.SIGINT and self.rank == 0:
+            # print() fails where the signal has interrupted another one
+            with contextlib.suppress(OSError):
+                os.write(1, b"\nCtrl-C: stopping after this step (press it "
+                         b"again to stop at once, without a checkpoint)\n")
 
     def _make_folder(self):
         hp = self.hp

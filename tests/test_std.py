@@ -1,5 +1,6 @@
 """The single-device stage: what it computes, and that nothing is lost."""
 
+import io
 import os
 import random
 import re
@@ -264,6 +265,29 @@ def test_stops_with_a_checkpoint(data, tmp_path, number, status):
     # and it continues as if nothing had happened
     more = train("std", tmp_path / "run", "--resume", "--max-steps", rows + 3)
     assert more.status == 0 and more.column("step") == list(range(rows + 3))
+
+
+class CtrlCWhilePrinting(io.RawIOBase):
+    """The standard output, in which Ctrl-C meets the line of a step."""
+
+    def __call__(self, rank):
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(self))
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if b"| step    3/" in bytes(data):
+            os.kill(os.getpid(), signal.SIGINT)
+        return os.write(1, data)
+
+
+def test_ctrl_c_in_the_midst_of_a_print(data, tmp_path):
+    stopped = train("std", tmp_path / "run", "--max-steps", 2000, data=data,
+                    observe=CtrlCWhilePrinting())
+    assert stopped.status == 130, stopped.err
+    assert "Ctrl-C: stopping after this step" in stopped.out
+    assert stopped.checkpoint()["step"] == len(stopped.rows)
 
 
 def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
