@@ -3,22 +3,26 @@
 import os
 from pathlib import Path
 
+CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
+
 
 def use_cores(processes=1):
     """Let torch compute with this process's share of the cores.
 
     processes: how many of a node share them. torch starts a thread for each
     core that it sees, also where a container may use two of 64: then the
-    threads wait for one another. OMP_NUM_THREADS, if it is set, is obeyed.
+    threads wait for one another. OMP_NUM_THREADS, if it is set, is obeyed. A
+    second call, with more processes, counts them anew.
     """
     import torch
 
-    if not os.environ.get("OMP_NUM_THREADS"):
+    if os.environ.get("OMP_NUM_THREADS", "") in ("", *CHOSEN):
         threads = min(torch.get_num_threads(), count_cores(processes))
         torch.set_num_threads(threads)
         # for what this process starts, and for Lightning, which would take
         # all cores otherwise
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        CHOSEN[:] = [str(threads)]
 
 
 def count_cores(processes=1, root=Path("/")):

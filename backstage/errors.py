@@ -119,6 +119,9 @@ def explain(error):
                 or first == "CUDA error: out of memory")):
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
+    if isinstance(error, IndexError) and first == "index out of range in self":
+        return ("a token of the data is not in the vocabulary: make the "
+                "dataset again")
     if isinstance(error, MemoryError):
         return "the memory is full: try a smaller --microbatch-size"
     if kind.startswith("Dist") or "gloo" in str(error):  # torch.distributed

@@ -1,7 +1,8 @@
 """The flags of a stage: what a run does, and why.
 
-The flags are the fields of the stage's `Hyperparameters`. The default of a
-flag comes from the run that is resumed, from the preset, or from the machine.
+The flags are the fields of the stage's `Hyperparameters`, and before them
+those of `RunFlags`, which every stage has. The default of a flag comes from
+the run that is resumed, from the preset, or from the machine.
 """
 
 import json
@@ -9,23 +10,30 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
-from backstage.cores import use_cores
-from backstage.device import (
-    cpu_has_bf16,
-    find_device,
-    keep_memory,
-    memory_size,
-)
+from backstage.device import cpu_has_bf16, find_device, memory_size
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
-from backstage.launchers import name_ranks
-from backstage.spinning import share_cores
+from backstage.launchers import count_processes
 
 DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
+
+
+@dataclass
+class RunFlags:
+    """What a run reads, where it writes, and on which device."""
+
+    data: str = ""  # folder of the shards
+    run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
+    resume: bool = False  # continue from the last checkpoint in --run
+    init: str = ""  # start from the weights in this checkpoint
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
+    track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
+    profile: int = 0  # steps to record: where does their time go?
 
 
 @dataclass
@@ -45,9 +53,9 @@ def parse(Hyperparameters, presets, models):
 
     presets: name -> Hyperparameters; models: name -> GPTConfig. When a run is
     resumed, its own hyperparameters are the defaults. Rank 0 says what was
-    chosen and why.
+    chosen and why. Raises a `UserError` for values and datasets with which no
+    stage can train.
     """
-    name_ranks()
     if {"-h", "--help"} & set(sys.argv):
         parse_flags(Hyperparameters, default=presets["nano"])
     choice, _ = parse_flags(
@@ -87,21 +95,16 @@ def parse(Hyperparameters, presets, models):
             if hasattr(default, key)})
     hp = parse_flags(Hyperparameters, default=default)
     hp.preset, hp.data = preset, str(data)
-    on_node, world_size = count_processes(hp)
-    use_cores(on_node)
-    if device.type == "cpu":
-        share_cores()
-        keep_memory()
+    _, world_size = count_processes(getattr(hp, "devices", 0) or 1)
     data_size = divide_processes(hp, models[preset], world_size)
     if not choice.microbatch_size:
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
 
-    require(Path(hp.data).is_dir(), f"{hp.data}: there is no such folder: "
-            "check --data")
     check_hyperparameters(hp, models[preset], saved)
     check_pipeline(hp, data_size)
+    dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
-    profile.prepare(getattr(hp, "profile", 0))
+    profile.check(hp.profile)
     if os.environ.get("RANK", "0") == "0":
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "
@@ -113,15 +116,6 @@ def parse(Hyperparameters, presets, models):
               + (f", world size {os.environ['WORLD_SIZE']}"
                  if "WORLD_SIZE" in os.environ else ""), flush=True)
     return hp
-
-
-def count_processes(hp):
-    """How many processes there are, or will be: on this node, and in all."""
-    started = getattr(hp, "devices", 0) or 1  # by Lightning, on this node
-    world_size = int(os.environ.get("WORLD_SIZE", started))
-    # a launcher that does not say it: as if all were here
-    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return max(1, on_node), max(1, world_size)
 
 
 def divide_processes(hp, config, world_size):
@@ -207,9 +201,6 @@ def check_hyperparameters(hp, config, saved):
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
             f"{config.block_size} positions of preset {hp.preset}")
-    # an attendee's script may be older than the flag
-    require(hp.precision == "bf16" or not getattr(hp, "bf16_residual", False),
-            "--bf16-residual needs --precision bf16")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)

@@ -51,6 +51,17 @@ def find_launcher(env):
     return "", 1
 
 
+def count_processes(started=1, env=os.environ):
+    """How many processes there are: on this node, and in all.
+
+    started: how many there will be if no launcher has started them.
+    """
+    world_size = int(env.get("WORLD_SIZE", started))
+    # a launcher that does not say it: as if all were here
+    on_node = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, on_node), max(1, world_size)
+
+
 def is_one_of_several(env=os.environ):
     """Whether torchrun or another launcher has started several processes."""
     return (int(env.get("WORLD_SIZE", 1)) > 1

@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from backstage.checkpoint import is_sharded
+from backstage.cores import use_cores
 from backstage.device import OWN_DEVICE, find_device
 from backstage.errors import require
-from backstage.flags import count_processes
+from backstage.launchers import count_processes
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
 
@@ -47,12 +48,13 @@ def get_world(hp):
     of them on this node. Raises `UserError` where the numbers do not match.
     """
     require(hp.devices >= 0, "--devices must be 1 or more")
-    devices, world_size = count_processes(hp)
+    devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
             f"--devices {hp.devices}, but {devices} process(es) were started "
             "on a node: make srun's --ntasks-per-node (torchrun's "
             "--nproc-per-node) the same, or leave --devices out")
     check_device(hp, devices)
+    use_cores(devices)  # it may start them itself
     rank, local_rank = (int(os.environ.get(name, 0))
                         for name in ("RANK", "LOCAL_RANK"))
     return rank, local_rank, world_size, world_size // devices
@@ -148,7 +150,7 @@ class Microbatches(IterableDataset):
 class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
-    write_texts(model, encoding, device, seed) returns what is printed every
+    write_texts(model, tokenizer, device, seed) returns what is printed every
     --generate-every steps.
 
     The Trainer calls the methods that begin with "on_", and `setup`, on all
@@ -163,7 +165,7 @@ class LitRun(L.Callback):
 
     def setup(self, trainer, module, stage):
         """Make the run: the processes know each other now."""
-        self.hp, module.stopping = module.hp, False
+        self.hp = module.hp
         self.device = trainer.strategy.root_device
         self.run = Run(
             self.stage, self.hp, module.config, trainer.max_steps, self.device)
@@ -234,7 +236,7 @@ class LitRun(L.Callback):
         if last or module.stopping or step % hp.checkpoint_every == 0:
             if run.rank == 0 or is_sharded(module):
                 run.save(step, module, trainer.optimizers[0])
-        if run.encoding and (last or step % hp.generate_every == 0):
+        if run.tokenizer and (last or step % hp.generate_every == 0):
             self.print_texts(module)
         self.begin_step()
 
@@ -243,7 +245,7 @@ class LitRun(L.Callback):
         run = self.run
         seed = self.hp.seed + 1000 * (self.step - 1) + run.rank
         with torch.compiler.set_stance("force_eager"):  # of many lengths
-            texts = self.write_texts(module, run.encoding, self.device, seed)
+            texts = self.write_texts(module, run.tokenizer, self.device, seed)
         texts = on_every_rank(texts)
         if run.rank == 0:
             print(*texts, sep="\n")

@@ -20,6 +20,7 @@ from backstage.launchers import (
     stop_all,
     without_slurm,
 )
+from backstage.profile import record_messages
 
 # What to do if the library has found no other process than this one.
 OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
@@ -43,7 +44,7 @@ def join():
         launcher, size = "torchrun", int(os.environ.get("WORLD_SIZE", 1))
     with without_slurm() if size == 1 else nullcontext():
         MPI = load()
-    comm = MPI.COMM_WORLD
+    comm = MPI.COMM_WORLD = record_messages(MPI.COMM_WORLD)
     if comm.size == 1 and size > 1:
         stop_all(
             f"{size} processes were started, but each is alone: "

@@ -51,25 +51,20 @@ BETWEEN = {  # two marks that follow one another; all others: "loop"
     ("backward", "backward"): "forward", ("backward", "end"): "optimizer"}
 
 
-def prepare(number):
-    """Check that the script can be recorded, and record MPI's messages.
-
-    All ranks, before the script asks for MPI's communicator.
-    """
+def check(number):
+    """Raise a `UserError` unless the script's steps can be recorded."""
     require(number >= 0, "--profile must be 1 or more (0: off)")
     require(not number or hasattr(sys.modules["__main__"], "DataIterator"),
             "--profile needs the script's class DataIterator, which reads "
             "the microbatches")
-    if number and "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD = record_messages(MPI.COMM_WORLD)
 
 
 def record_messages(comm):
-    """The same communicator of MPI; the profiler sees its Allreduce."""
+    """The same communicator of MPI; a profiler sees its Allreduce."""
     class Recorded(type(comm)):
         def Allreduce(self, *args, **options):
+            if not torch.autograd._profiler_enabled():
+                return super().Allreduce(*args, **options)
             with record_function("mpi:Allreduce"):
                 return super().Allreduce(*args, **options)
 

@@ -39,9 +39,12 @@ from backstage.checkpoint import (
 from backstage.device import device_name
 from backstage.errors import UserError, require, warn
 from backstage.files import lock_folder, show_path, write_atomically
-from backstage.flags import count_processes
 from backstage.flops import flops_per_token, peak_flops
-from backstage.launchers import is_one_of_several, stop_all
+from backstage.launchers import (
+    count_processes,
+    is_one_of_several,
+    stop_all,
+)
 from backstage.world import (
     get_rank_and_size,
     keep_group,
@@ -81,7 +84,7 @@ class Run:
         self.folder = Path(on_rank_0(self._make_folder))
         self.recorder = profile.start(
             getattr(hp, "profile", 0), self.folder, max_steps, device)
-        self.encoding = self._load_vocabulary()
+        self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.catch_signals()
 
@@ -116,7 +119,7 @@ class Run:
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run")
         (folder / "checkpoints").mkdir(exist_ok=True)
-        on_node, _ = count_processes(hp)
+        on_node, _ = count_processes(getattr(hp, "devices", 0) or 1)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
             "config": asdict(self.config), "max_steps": self.max_steps,
@@ -139,8 +142,8 @@ class Run:
         print(f"run {show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
 
-    def _load_vocabulary(self):
-        """The vocabulary, or None on all ranks if one of them has none.
+    def _load_tokenizer(self):
+        """The dataset's tokenizer; None on all ranks if one of them has none.
 
         None also for a pipeline: its stages only compute batches of one size.
         """
@@ -150,15 +153,15 @@ class Run:
                       f"--run {show_path(self.folder, Path.cwd())} writes "
                       "them from the checkpoint", flush=True)
             return None
-        encoding, problem = None, None
+        tokenizer, problem = None, None
         try:
-            encoding = vocabulary.load(self.hp.data)
+            tokenizer = vocabulary.load(self.hp.data)
         except UserError as error:
             problem = str(error)
         problems = [problem for problem in on_every_rank(problem) if problem]
         if problems and self.rank == 0:  # training works without it
             warn(f"nothing will be generated: {problems[0]}")
-        return None if problems else encoding
+        return None if problems else tokenizer
 
     # ---------------------------------------------------------- resuming
 

@@ -161,15 +161,15 @@ def main():
     device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
     model = GPT(GPTConfig(**state["config"])).to(device)
     model.load_state_dict(state["model"])
-    encoding = vocabulary.load(state["hyperparameters"]["data"])
-    require(encoding.n_vocab == model.config.vocab_size,
+    tokenizer = vocabulary.load(state["hyperparameters"]["data"])
+    require(tokenizer.n_vocab == model.config.vocab_size,
             f"{state['hyperparameters']['data']} now has another vocabulary: "
             "restore the dataset that the run was trained on")
     if rank == 0:
         print(f"{file} ({state['stage']}, {state['step']} steps)")
 
-    prompt = encoding.encode(flags.prompt, allowed_special="all")
-    prompt = prompt or [encoding.eot_token]
+    prompt = tokenizer.encode(flags.prompt, allowed_special="all")
+    prompt = prompt or [tokenizer.eot_token]
     first, end = (flags.num_sequences * r // world_size
                   for r in (rank, rank + 1))  # this rank's share, or none
     rows, seconds = [], 0.0
@@ -183,7 +183,7 @@ def main():
     shares = on_every_rank((rows, seconds))  # in rank order
     if rank == 0:
         for row in (row for rows, _ in shares for row in rows):
-            print(">", encoding.decode(row))
+            print(">", tokenizer.decode(row))
         tokens = flags.num_sequences * flags.max_new_tokens
         seconds = max(seconds for _, seconds in shares)
         print(f"{tokens} tokens in {seconds:.2f} s: "

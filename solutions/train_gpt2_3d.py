@@ -1,6 +1,6 @@
-"""Train GPT-2 on a 3D mesh of devices: a pipeline of stages, FSDP and TP.
+"""Train GPT-2 on a 3D mesh of devices: a pipeline, FSDP and TP groups.
 
-What is not taught here is in backstage/: the flags, the run's folder with its
+What is not taught here is in backstage/: the flags of a run, its folder with
 metrics and checkpoints, signals, and readable error messages.
 """
 
@@ -18,20 +18,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
+from backstage.deferred import draw_weights, make_shapes
 from backstage.device import compile_blocks, pin, use_device
-from backstage.errors import UserError, require, run_main
-from backstage.flags import parse
-from backstage.norm import clip_grad_norm
+from backstage.errors import require, run_main
+from backstage.flags import RunFlags, parse
+from backstage.process import prepare_process
 from backstage.run import Run
 
 # -------------------------------------------------------- model
@@ -55,13 +51,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # query, key and value head by head: a slice holds whole heads
+        # ordered head by head, so that stage tp can split it by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
-        if torch.is_autocast_enabled("cpu"):  # fp32 is faster, if T is short
-            qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
-        with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -89,10 +82,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, recompute=False):
         super().__init__()
-        self.config = config
-        # GPUs multiply matrices faster when their sides divide by 128
+        self.config, self.recompute = config, recompute
+        # GPUs multiply faster if the dimensions are multiples of 128
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(padded_vocab_size, config.n_embd),
@@ -102,8 +95,6 @@ class GPT(nn.Module):
         })
         self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
-        self.recompute = False
-        self.bf16_residual = False
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -118,25 +109,22 @@ class GPT(nn.Module):
 
         idx, targets: int64 (B, T); logits: (B, T, padded_vocab_size).
         """
-        x = idx  # or what the stage before this one returned (B, T, n_embd)
-        if self.transformer.wte:  # in the first stage
+        x = idx  # or (B, T, n_embd), from the pipeline stage before
+        if self.transformer.wte:
             positions = torch.arange(idx.shape[1], device=idx.device)
             x = self.transformer.wte(idx) + self.transformer.wpe(positions)
-        if self.bf16_residual and torch.is_autocast_enabled(x.device.type):
-            x = x.bfloat16()  # the residual stream
-        for block in self.transformer.h:
-            if self.recompute:  # in the backward pass, from x alone
+        for block in self.transformer.h.values():
+            if self.recompute:  # keep x alone for the backward pass
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        if not self.lm_head:  # not in the last stage
+        if not self.lm_head:  # the next pipeline stage goes on
             return x
-        # the weights are fp32 even under autocast: so is the softmax
-        logits = self.lm_head(self.transformer.ln_f(x))
-        logits = logits.to(self.lm_head.weight.dtype)
+        logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss.full_tensor()
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, generator, top_k=50):
@@ -151,52 +139,90 @@ class GPT(nn.Module):
         return idx
 
     def configure_optimizers(self, hp):
-        decayed, others = [], []  # biases and LayerNorms are not decayed
-        for name, weight in self.named_parameters():
-            is_matrix = not name.endswith("bias") and "ln_" not in name
-            (decayed if is_matrix else others).append(weight)
-        groups = [{"params": decayed, "weight_decay": hp.weight_decay},
-                  {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
+        weights = list(self.parameters())
+        matrices = [weight for weight in weights if weight.dim() == 2]
+        vectors = [weight for weight in weights if weight.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": hp.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
-        return optimizer
 
 
 def parallelize(model, mesh):
     """Split heads, MLPs and the vocabulary over the ranks of the mesh."""
-    parallelize_module(model, mesh, {
-        "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
-        "transformer.h.*.attn.c_attn": ColwiseParallel(),
-        "transformer.h.*.attn.c_proj": RowwiseParallel(),
-        "transformer.h.*.mlp.c_fc": ColwiseParallel(),
-        "transformer.h.*.mlp.c_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(use_local_output=False),
+    tp.parallelize_module(model, mesh, {
+        "transformer.wte": tp.RowwiseParallel(input_layouts=Replicate()),
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
+        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(),
+        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(),
+        "lm_head": tp.ColwiseParallel(use_local_output=False),
     })
     model.lm_head.weight = model.transformer.wte.weight  # tied again
 
 
-def cut(model, stage, num_stages):
-    """Leave in the model, under its name, what belongs to the stage."""
-    n = len(model.transformer.h)
-    for i in range(n):
-        if i * num_stages // n != stage:
-            delattr(model.transformer.h, str(i))
+def cut(model, mesh):
+    """Leave the layers of this pipeline stage alone, under their names."""
+    stage, num_stages = mesh.get_local_rank(), mesh.size()
+    model.transformer.h = nn.ModuleDict({
+        str(i): block for i, block in enumerate(model.transformer.h)
+        if i * num_stages // model.config.n_layer == stage})
     if stage > 0:
         model.transformer.wte = model.transformer.wpe = None
     if stage < num_stages - 1:
         model.transformer.ln_f = model.lm_head = None
 
 
-def training_step(step, batch, device, precision):
-    """The mean loss of a batch; 0 in all stages but the last."""
-    # step: schedule.step, which computes the gradients, too, or schedule.eval
+class Pipeline(nn.Module):
+    """All pipeline stages, to be called like the whole model."""
+
+    def __init__(self, part, num_microbatches, device, mesh):
+        super().__init__()
+        self.part, self.group = part, mesh.get_group()
+        stage = PipelineStage(part, mesh.get_local_rank(), mesh.size(),
+                              device, group=self.group)
+        self.schedule = Schedule1F1B(
+            stage, num_microbatches, lambda loss, target: loss)
+
+    def forward(self, x, y):
+        """The mean loss; where the model trains, the gradients, too."""
+        run = self.schedule.step if self.training else self.schedule.eval
+        losses = []  # of the microbatches, in the last stage alone
+        run(x, targets=y, target=y, losses=losses, return_outputs=False)
+        loss = sum(losses, torch.zeros((), device=x.device)).detach()
+        loss /= max(len(losses), 1)
+        dist.all_reduce(loss, group=self.group)  # the other stages add 0
+        return loss
+
+
+def join_tied_ends(mesh):
+    """The group of the two ranks with the same part of the tied matrix."""
+    ends = mesh.mesh[[0, -1]].flatten(1).T.tolist()  # first and last stage
+    return dist.new_subgroups_by_enumeration(ends)[0]
+
+
+def clip_grad_norm(model, max_norm, ranks):
+    """Clip by the norm of all parts, each counted once; returns the norm."""
+    square = 0
+    for weight in model.transformer.parameters():  # the tied matrix once
+        parts = math.prod(size for size, placement in zip(
+            weight.device_mesh.shape, weight.placements, strict=True)
+            if not placement.is_replicate())
+        copies = ranks / parts
+        square += weight.grad.to_local().square().sum() / copies
+    dist.all_reduce(square)  # the sum over all ranks
+    norm = torch.sqrt(square)
+    nn.utils.clip_grads_with_norm_(
+        model.parameters(), max_norm, norm, foreach=False)
+    return norm
+
+
+def training_step(model, batch, device, precision):
+    """The mean loss of one microbatch."""
     # from pinned memory it is copied while the program goes on
     x, y = batch.to(device, non_blocking=batch.is_pinned())
     with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
-        losses = []
-        # every stage gets the targets, and the last one computes the loss
-        step(x, targets=y, target=y, losses=losses, return_outputs=False)
-    return sum(loss.detach() for loss in losses) / (len(losses) or 1)
+        return model(x, y)
 
 
 # --------------------------------------------------------- data
@@ -204,44 +230,32 @@ def training_step(step, batch, device, precision):
 
 def get_shards(data, split):
     """The files of a split, "train" or "val", in order."""
-    shards = sorted(Path(data).glob(f"*_{split}_*.npy"))
-    require(shards, f"{data}: no shard *_{split}_*.npy is there: see --data")
-    return shards
+    return sorted(Path(data).glob(f"*_{split}_*.npy"))
 
 
 def load_tokens(shard):
     """The token ids of a shard, uint16: memory-mapped, read when used."""
-    try:
-        tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{shard}: not a whole shard, make it again "
-                        f"({error})") from error
-    require(tokens.dtype == np.uint16 and tokens.ndim == 1,
-            f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
-    return tokens
+    return np.load(shard, mmap_mode="r")
 
 
 class DataIterator:
     """This rank's microbatches, for ever: x and y, int64 (2, B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
-    The ranks take turns: rank r starts at sample r*B, reads B samples, and
-    then moves on by world_size * B samples.
+    The ranks take turns: rank r begins at r*B, and moves on by world_size*B.
     """
 
-    def __init__(self, shards, B, T, rank, world_size, vocab_size):
+    def __init__(self, shards, B, T, rank, world_size):
         self.shards = [load_tokens(shard) for shard in shards]
         self.ends = np.cumsum([len(tokens) for tokens in self.shards])
-        self.B, self.T, self.vocab_size = B, T, vocab_size
-        self.rank, self.world_size = rank, world_size
+        self.B, self.T = B, T
+        self.offset, self.stride = rank * B, world_size * B
         self.num_samples = (int(self.ends[-1]) - 1) // T
-        require(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
-                f"tokens are too few for one sample of {T} and its targets")
         self.seek(0)
 
     def seek(self, i):
         """Let the ranks continue from sample i."""
-        self.position = i + self.rank * self.B
+        self.position = i + self.offset
 
     def sample(self, i):
         """Sample i and its last target, uint16 (T + 1,)."""
@@ -262,9 +276,7 @@ class DataIterator:
     def __next__(self):
         samples = range(self.position, self.position + self.B)
         tokens = np.stack([self.sample(i) for i in samples])
-        require(tokens.max() < self.vocab_size, f"token {tokens.max()} of the "
-                f"data is not in the vocabulary of {self.vocab_size}")
-        self.position += self.world_size * self.B
+        self.position += self.stride
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return pin(torch.stack((tokens[:, :-1], tokens[:, 1:])))
 
@@ -274,21 +286,19 @@ class DataIterator:
 
 def get_lr(step, max_steps, hp):
     """Linear warm-up, then half a cosine down to a tenth."""
+    max_lr, min_lr = hp.learning_rate, 0.1 * hp.learning_rate
     if step < hp.warmup_steps:
-        return hp.learning_rate * (step + 1) / hp.warmup_steps
+        return max_lr * (step + 1) / hp.warmup_steps
     progress = (step - hp.warmup_steps) / (max_steps - hp.warmup_steps)
-    return hp.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+    coeff = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+    return min_lr + coeff * (max_lr - min_lr)
 
 
 @dataclass
-class Hyperparameters:
+class Hyperparameters(RunFlags):
     """Train GPT-2."""
 
     preset: Literal["tiny", "nano", "gpt2", "gpt2-xl"] = "gpt2"  # the model
-    data: str = ""  # folder of the shards
-    run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
-    resume: bool = False  # continue from the last checkpoint in --run
-    init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
     microbatch_size: int = 0  # samples at once (0: the most that fit)
@@ -297,19 +307,15 @@ class Hyperparameters:
     warmup_steps: int = 715  # steps from 0 to the learning rate
     weight_decay: float = 0.1  # of the matrices
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
-    tensor_parallel: int = 1  # processes that share each matrix
-    pipeline_parallel: int = 1  # stages that the blocks are divided into
     compile: bool = False  # compile the model
     recompute: bool = False  # compute activations twice, keep few
-    bf16_residual: bool = False  # the residual stream in bf16, too
-    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
-    track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
-    profile: int = 0  # steps to record: where does their time go?
+    tensor_parallel: int = 1  # ranks that share each matrix
+    pipeline_parallel: int = 1  # parts that the layers are divided into
 
 
 MODELS = {
@@ -320,47 +326,50 @@ MODELS = {
 }
 PRESETS = {
     "tiny": Hyperparameters(  # seconds: for tests
-        "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
-        sequence_length=32, learning_rate=3e-3, warmup_steps=4,
-        precision="fp32", eval_every=10, generate_every=20,
-        checkpoint_every=10),
+        preset="tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
+        sequence_length=32, learning_rate=3e-3, warmup_steps=4, eval_every=10,
+        generate_every=20, checkpoint_every=10, precision="fp32"),
     "nano": Hyperparameters(  # minutes on a CPU
-        "nano", max_steps=2000, minibatch_size=8, sequence_length=128,
+        preset="nano", max_steps=2000, minibatch_size=8, sequence_length=128,
         learning_rate=2e-3, warmup_steps=800, eval_every=400,
         eval_minibatches=32, generate_every=1000, checkpoint_every=400),
     "gpt2": Hyperparameters(),
     "gpt2-xl": Hyperparameters(  # 25 GB of state: for several GPUs
-        "gpt2-xl", microbatch_size=4, learning_rate=2e-4, recompute=True),
+        preset="gpt2-xl", microbatch_size=4, learning_rate=2e-4,
+        recompute=True),
 }
 
 # ------------------------------------------------ training loop
 
 
 @torch.no_grad()
-def evaluate(schedule, data, num_batches, device, precision, ranks):
+def evaluate(model, data, num_batches, device, precision):
     """The mean loss of the first num_batches, a float."""
+    model.eval()  # dropout, where a model has it, is off
     data.seek(0)
     loss = torch.zeros((), device=device)
     for _ in range(num_batches):
-        loss += training_step(schedule.eval, next(data), device, precision)
+        loss += training_step(model, next(data), device, precision)
+    model.train()
     dist.all_reduce(loss)  # the sum over all ranks
-    return (loss / num_batches / ranks).item()
+    return (loss / num_batches / dist.get_world_size()).item()
 
 
-def write_texts(model, encoding, device, seed):
+def write_texts(model, tokenizer, device, seed):
     """Four continuations of a prompt, in one string."""
-    prompt = encoding.encode("Hello, I'm a language model,")
+    prompt = tokenizer.encode("Hello, I'm a language model,")
     idx = torch.tensor([prompt] * 4, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     idx = model.generate(idx, 32, generator)
-    return "\n".join(f"> {encoding.decode(row)}" for row in idx.tolist())
+    return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
 
 
-@loss_parallel()  # of logits that are split over the vocabulary
+@tp.loss_parallel()  # of logits that are split over the vocabulary
 def main():
+    prepare_process()
     hp = parse(Hyperparameters, PRESETS, MODELS)
-    # The launcher says who we are (parse() translates the names of srun);
-    # without a launcher this is a world of one.
+    # The launcher says who this process is (prepare_process() translates
+    # the names of srun); without a launcher this is a world of one.
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
                           MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -373,54 +382,46 @@ def main():
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
-    # the ranks of a row share each matrix, and read the same samples
-    tp_size, pp_size = hp.tensor_parallel, hp.pipeline_parallel
-    ranks = world_size // pp_size  # of each stage
-    dp_size = ranks // tp_size
+    # the ranks of a TP group share each matrix, and read the same samples
+    tp_size = hp.tensor_parallel
+    pp_size = hp.pipeline_parallel
+    dp_size = world_size // tp_size // pp_size
     mesh = dist.init_device_mesh(
         device.type, (pp_size, dp_size, tp_size),
         mesh_dim_names=("pp", "dp", "tp"))
-    dp_rank, pp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    dp_rank = mesh.get_local_rank("dp")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    require(S % (B * dp_size) == 0, f"a minibatch of {S} samples does not "
-            f"divide into microbatches of {B} on {dp_size} row(s) of the mesh")
-    accumulation_steps = S // (B * dp_size)
+    round_size = B * dp_size  # samples of a microbatch in every TP group
+    require(S % round_size == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {round_size}: every rank has microbatches of {B}")
+    accumulation_steps = S // round_size
 
-    vocab_size = vocabulary.size(hp.data)
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), S // dp_size, T,
-                     dp_rank, dp_size, vocab_size)
+                     dp_rank, dp_size)
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same initial weights everywhere
-    config = replace(MODELS[hp.preset], vocab_size=vocab_size)
-    raw_model = GPT(config).to(device)
-    raw_model.recompute = hp.recompute
-    raw_model.bf16_residual = hp.bf16_residual
+    torch.manual_seed(hp.seed)  # the same initial weights on every rank
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    raw_model = make_shapes(GPT, config, hp.recompute)
     parallelize(raw_model, mesh["tp"])
-    cut(raw_model, pp_rank, pp_size)
+    cut(raw_model, mesh["pp"])
+    draw_weights(raw_model)  # of the layers that are left
     if hp.compile:  # the whole model cannot be compiled with DTensors in it
-        compile_blocks(raw_model.transformer.h, device)
-    # each rank keeps a part of each block, and of all that is in no block
-    for module in (*raw_model.transformer.h, raw_model):
+        compile_blocks(raw_model.transformer.h.children(), device)
+    # a part of each block goes to each device, and of what is in no block
+    for module in (*raw_model.transformer.h.children(), raw_model):
         fully_shard(module, mesh=mesh["dp"])
-    tied = None
-    if pp_size > 1:  # the first and the last stage both have the tied matrix
-        ends, _ = dist.new_subgroups_by_enumeration(
-            mesh.mesh[[0, -1]].flatten(1).T.tolist())
-        end = raw_model.transformer.wte or raw_model.lm_head
-        tied = end.weight if end else None
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("3d", hp, config, max_steps, device)
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    stage = PipelineStage(raw_model, pp_rank, pp_size, device,
-                          group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(stage, accumulation_steps,
-                            lambda loss, target: loss.full_tensor())
+    model = Pipeline(raw_model, accumulation_steps, device, mesh["pp"])
+    tied = raw_model.transformer.wte or raw_model.lm_head
+    ends = join_tied_ends(mesh) if pp_size > 1 else None
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
@@ -429,16 +430,18 @@ def main():
             group["lr"] = lr
 
         mean_loss = training_step(
-            schedule.step, next(train_data), device, hp.precision)
-        if tied is not None:  # each end has a part of its gradient
-            dist.all_reduce(tied.grad.to_local(), group=ends)
-        norm = clip_grad_norm(raw_model.parameters(), 1.0, ranks, tied)
+            model, next(train_data), device, hp.precision)
+        if ends:  # each end has a part of the tied matrix's gradient
+            dist.all_reduce(tied.weight.grad.to_local(), group=ends)
+        norm = clip_grad_norm(raw_model, 1.0, world_size // pp_size)
         optimizer.step()
         optimizer.zero_grad()
 
-        report = torch.tensor([mean_loss, run.stop_requested], device=device)
+        stop = torch.full_like(mean_loss, run.stop_requested)
+        report = torch.stack((mean_loss, stop))
         dist.all_reduce(report)  # the sum over all ranks
-        mean_loss, stop = (report / ranks).tolist()
+        mean_loss, stop = (report / world_size).tolist()
+        norm = norm.item()
         seconds = time.perf_counter() - start_time
         run.check_finite(step, mean_loss, norm)
 
@@ -446,20 +449,19 @@ def main():
         last = step + 1 == max_steps
         if last or (step + 1) % hp.eval_every == 0:
             val_loss = evaluate(
-                schedule, val_data, hp.eval_minibatches, device,
-                hp.precision, ranks)
+                model, val_data, hp.eval_minibatches, device, hp.precision)
         save = last or stop or (step + 1) % hp.checkpoint_every == 0
         if rank == 0:
             run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:  # all ranks
             run.save(step + 1, raw_model, optimizer)
-        if run.encoding and (last or (step + 1) % hp.generate_every == 0):
+        if run.tokenizer and (last or (step + 1) % hp.generate_every == 0):
             seed = hp.seed + 1000 * step + dp_rank
             texts = [None] * world_size
             dist.all_gather_object(
-                texts, write_texts(raw_model, run.encoding, device, seed))
+                texts, write_texts(raw_model, run.tokenizer, device, seed))
             if rank == 0:
-                print(*texts[::tp_size], sep="\n")  # one of each row
+                print(*texts[::tp_size], sep="\n")  # one of each TP group
         if stop:
             break
     run.finish()

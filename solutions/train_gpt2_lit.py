@@ -1,6 +1,6 @@
 """Train GPT-2 on many devices with Lightning: its Trainer has the loop.
 
-What is not taught here is in backstage/: the flags, the run's folder with its
+What is not taught here is in backstage/: the flags of a run, its folder with
 metrics and checkpoints, signals, and readable error messages.
 """
 
@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 from backstage import lightning as lit
 from backstage import vocabulary
 from backstage.device import compile_model, pin, use_device
-from backstage.errors import UserError, require, run_main
-from backstage.flags import parse
+from backstage.errors import require, run_main
+from backstage.flags import RunFlags, parse
+from backstage.process import prepare_process
 
 # -------------------------------------------------------- model
 
@@ -45,13 +46,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # query, key and value head by head: a slice holds whole heads
+        # ordered head by head, so that stage tp can split it by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
-        if torch.is_autocast_enabled("cpu"):  # fp32 is faster, if T is short
-            qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
-        with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -79,10 +77,11 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    def __init__(self, config):
+    def __init__(self, config, hp):
         super().__init__()
-        self.config = config
-        # GPUs multiply matrices faster when their sides divide by 128
+        self.config, self.recompute = config, hp.recompute
+        self.hp, self.stopping = hp, False
+        # GPUs multiply faster if the dimensions are multiples of 128
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(padded_vocab_size, config.n_embd),
@@ -92,8 +91,6 @@ class GPT(L.LightningModule):
         })
         self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
-        self.recompute = False
-        self.bf16_residual = False
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(weight)
@@ -110,16 +107,12 @@ class GPT(L.LightningModule):
         """
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
-        if self.bf16_residual and torch.is_autocast_enabled(x.device.type):
-            x = x.bfloat16()  # the residual stream
         for block in self.transformer.h:
-            if self.recompute:  # in the backward pass, from x alone
+            if self.recompute:  # keep x alone for the backward pass
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        # the weights are fp32 even under autocast: so is the softmax
-        logits = self.lm_head(self.transformer.ln_f(x))
-        logits = logits.to(self.lm_head.weight.dtype)
+        logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -145,12 +138,11 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self):
         hp, max_steps = self.hp, self.trainer.max_steps
-        decayed, others = [], []  # biases and LayerNorms are not decayed
-        for name, weight in self.named_parameters():
-            is_matrix = not name.endswith("bias") and "ln_" not in name
-            (decayed if is_matrix else others).append(weight)
-        groups = [{"params": decayed, "weight_decay": hp.weight_decay},
-                  {"params": others, "weight_decay": 0.0}]
+        weights = list(self.parameters())
+        matrices = [weight for weight in weights if weight.dim() == 2]
+        vectors = [weight for weight in weights if weight.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": hp.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
         # get_lr as a factor of the maximum (OneCycleLR has another shape).
@@ -179,44 +171,32 @@ class GPT(L.LightningModule):
 
 def get_shards(data, split):
     """The files of a split, "train" or "val", in order."""
-    shards = sorted(Path(data).glob(f"*_{split}_*.npy"))
-    require(shards, f"{data}: no shard *_{split}_*.npy is there: see --data")
-    return shards
+    return sorted(Path(data).glob(f"*_{split}_*.npy"))
 
 
 def load_tokens(shard):
     """The token ids of a shard, uint16: memory-mapped, read when used."""
-    try:
-        tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{shard}: not a whole shard, make it again "
-                        f"({error})") from error
-    require(tokens.dtype == np.uint16 and tokens.ndim == 1,
-            f"{shard}: {tokens.dtype} {tokens.shape}, not a list of uint16")
-    return tokens
+    return np.load(shard, mmap_mode="r")
 
 
 class DataIterator:
     """This rank's microbatches, for ever: x and y, int64 (2, B, T).
 
     Sample i is tokens[i*T : i*T + T+1] of the shards laid end to end.
-    The ranks take turns: rank r starts at sample r*B, reads B samples, and
-    then moves on by world_size * B samples.
+    The ranks take turns: rank r begins at r*B, and moves on by world_size*B.
     """
 
-    def __init__(self, shards, B, T, rank, world_size, vocab_size):
+    def __init__(self, shards, B, T, rank, world_size):
         self.shards = [load_tokens(shard) for shard in shards]
         self.ends = np.cumsum([len(tokens) for tokens in self.shards])
-        self.B, self.T, self.vocab_size = B, T, vocab_size
-        self.rank, self.world_size = rank, world_size
+        self.B, self.T = B, T
+        self.offset, self.stride = rank * B, world_size * B
         self.num_samples = (int(self.ends[-1]) - 1) // T
-        require(self.num_samples > 0, f"{shards[0].parent}: {self.ends[-1]} "
-                f"tokens are too few for one sample of {T} and its targets")
         self.seek(0)
 
     def seek(self, i):
         """Let the ranks continue from sample i."""
-        self.position = i + self.rank * self.B
+        self.position = i + self.offset
 
     def sample(self, i):
         """Sample i and its last target, uint16 (T + 1,)."""
@@ -237,9 +217,7 @@ class DataIterator:
     def __next__(self):
         samples = range(self.position, self.position + self.B)
         tokens = np.stack([self.sample(i) for i in samples])
-        require(tokens.max() < self.vocab_size, f"token {tokens.max()} of the "
-                f"data is not in the vocabulary of {self.vocab_size}")
-        self.position += self.world_size * self.B
+        self.position += self.stride
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return pin(torch.stack((tokens[:, :-1], tokens[:, 1:])))
 
@@ -249,21 +227,19 @@ class DataIterator:
 
 def get_lr(step, max_steps, hp):
     """Linear warm-up, then half a cosine down to a tenth."""
+    max_lr, min_lr = hp.learning_rate, 0.1 * hp.learning_rate
     if step < hp.warmup_steps:
-        return hp.learning_rate * (step + 1) / hp.warmup_steps
+        return max_lr * (step + 1) / hp.warmup_steps
     progress = (step - hp.warmup_steps) / (max_steps - hp.warmup_steps)
-    return hp.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+    coeff = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+    return min_lr + coeff * (max_lr - min_lr)
 
 
 @dataclass
-class Hyperparameters:
+class Hyperparameters(RunFlags):
     """Train GPT-2."""
 
     preset: Literal["tiny", "nano", "gpt2", "gpt2-xl"] = "gpt2"  # the model
-    data: str = ""  # folder of the shards
-    run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
-    resume: bool = False  # continue from the last checkpoint in --run
-    init: str = ""  # start from the weights in this checkpoint
     max_steps: int = 0  # steps to train for (0: one epoch)
     minibatch_size: int = 512  # samples in a step
     microbatch_size: int = 0  # samples at once (0: the most that fit)
@@ -274,15 +250,11 @@ class Hyperparameters:
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16 is autocast
     compile: bool = False  # compile the model
     recompute: bool = False  # compute activations twice, keep few
-    bf16_residual: bool = False  # the residual stream in bf16, too
-    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     seed: int = 1337  # of the initial weights and the generated texts
     eval_every: int = 250  # steps from one validation loss to the next
     eval_minibatches: int = 4  # how much of the validation split it reads
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
-    track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
-    profile: int = 0  # steps to record: where does their time go?
     devices: int = 0  # on a node (0: one, or as many as were started)
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # copies, or shards
 
@@ -295,32 +267,33 @@ MODELS = {
 }
 PRESETS = {
     "tiny": Hyperparameters(  # seconds: for tests
-        "tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
-        sequence_length=32, learning_rate=3e-3, warmup_steps=4,
-        precision="fp32", eval_every=10, generate_every=20,
-        checkpoint_every=10),
+        preset="tiny", max_steps=20, minibatch_size=8, microbatch_size=2,
+        sequence_length=32, learning_rate=3e-3, warmup_steps=4, eval_every=10,
+        generate_every=20, checkpoint_every=10, precision="fp32"),
     "nano": Hyperparameters(  # minutes on a CPU
-        "nano", max_steps=2000, minibatch_size=8, sequence_length=128,
+        preset="nano", max_steps=2000, minibatch_size=8, sequence_length=128,
         learning_rate=2e-3, warmup_steps=800, eval_every=400,
         eval_minibatches=32, generate_every=1000, checkpoint_every=400),
     "gpt2": Hyperparameters(),
     "gpt2-xl": Hyperparameters(  # 25 GB of state: for several GPUs
-        "gpt2-xl", microbatch_size=4, learning_rate=2e-4, recompute=True),
+        preset="gpt2-xl", microbatch_size=4, learning_rate=2e-4,
+        recompute=True),
 }
 
 # ------------------------------------------------ training loop
 
 
-def write_texts(model, encoding, device, seed):
+def write_texts(model, tokenizer, device, seed):
     """Four continuations of a prompt, in one string."""
-    prompt = encoding.encode("Hello, I'm a language model,")
+    prompt = tokenizer.encode("Hello, I'm a language model,")
     idx = torch.tensor([prompt] * 4, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     idx = model.generate(idx, 32, generator)
-    return "\n".join(f"> {encoding.decode(row)}" for row in idx.tolist())
+    return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
 
 
 def main():
+    prepare_process()
     hp = parse(Hyperparameters, PRESETS, MODELS)
     rank, local_rank, world_size, num_nodes = lit.get_world(hp)
     device = use_device(hp.device, local_rank)
@@ -328,27 +301,21 @@ def main():
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    require(S % (B * world_size) == 0, f"a minibatch of {S} samples does not "
-            f"divide into microbatches of {B} on {world_size} process(es)")
-    accumulation_steps = S // (B * world_size)
+    round_size = B * world_size  # samples of a microbatch on every rank
+    require(S % round_size == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {round_size}: every rank has microbatches of {B}")
+    accumulation_steps = S // round_size
 
-    vocab_size = vocabulary.size(hp.data)
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), B, T,
-                     rank, world_size, vocab_size)
+                     rank, world_size)
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same initial weights everywhere
-    config = replace(MODELS[hp.preset], vocab_size=vocab_size)
-    raw_model = GPT(config)
-    raw_model.recompute = hp.recompute
-    raw_model.bf16_residual = hp.bf16_residual
-    raw_model.hp = hp
-
-    model = raw_model
-    if hp.compile:
-        model = compile_model(model, device)
+    torch.manual_seed(hp.seed)  # the same initial weights on every rank
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    raw_model = GPT(config, hp)
+    model = compile_model(raw_model, device) if hp.compile else raw_model
 
     trainer = L.Trainer(
         accelerator=device.type, devices=world_size // num_nodes,

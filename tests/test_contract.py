@@ -223,7 +223,7 @@ def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
 
 ERRORS = [  # flags, and words of the one line
     # these two meet lines of the script itself, the others the backstage's
-    (["--microbatch-size", 3], ["does not divide into microbatches of 3"]),
+    (["--microbatch-size", 3], ["not divisible"]),
     (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
     (["--max-stepz", 3], ["--max-stepz", "--help"]),
     (["--data", "/no/such/folder"], ["/no/such/folder", "--data"]),

@@ -34,7 +34,7 @@ def clone(tmp_path_factory):
     script = clone / "solutions" / "train_gpt2_other.py"
     script.write_text(edit(STAGES["ddp"].solution.read_text(),
                            ('Run("ddp"', 'Run("other"')))
-    lesson = clone / "workshop" / "lesson" / "other.md"
+    lesson = clone / "workshop" / "lessons" / "other.md"
     lesson.write_text(STAGES["ddp"].lesson.read_text().replace(
         'Run("ddp"', 'Run("other"'))
     registry = clone / "workshop" / "stages.py"

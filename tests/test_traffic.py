@@ -2,7 +2,7 @@
 
     python tests/test_traffic.py
 
-writes the table in workshop/lesson/traffic.md from what it counts.
+writes the table in workshop/lessons/traffic.md from what it counts.
 """
 
 import re
@@ -20,7 +20,7 @@ from workshop.notebook import decisions
 from workshop.results.traffic import of_step
 from workshop.stages import STAGES
 
-TABLE = ROOT / "workshop" / "lesson" / "traffic.md"
+TABLE = ROOT / "workshop" / "lessons" / "traffic.md"
 T = 32
 CONFIG = {"block_size": T, "vocab_size": 257, "n_layer": 4, "n_head": 4,
           "n_embd": 32}  # preset tiny, with the tests' vocabulary

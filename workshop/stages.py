@@ -1,6 +1,6 @@
 """The stages: everything that the tools of the course know about them.
 
-A stage is its script in solutions/, its lesson in workshop/lesson/ with its
+A stage is its script in solutions/, its lesson in workshop/lessons/ with its
 notebook (the first one needs none), and its entry here. No other place knows
 its name: `python -m workshop.jobs` writes its batch files and its workspace.
 Only the standard library, from Python 3.9 on.
@@ -45,7 +45,7 @@ class Stage:
     @property
     def lesson(self):
         """The document that leads to it from the previous stage."""
-        return ROOT / "workshop" / "lesson" / f"{self.name}.md"
+        return ROOT / "workshop" / "lessons" / f"{self.name}.md"
 
 
 STAGES = {stage.name: stage for stage in (

@@ -1,7 +1,7 @@
 """What the processes send to each other in a step, by arithmetic.
 
 tests/test_traffic.py counts it in real runs, and the two are equal; its table
-is workshop/lesson/traffic.md. Only the standard library, from Python 3.9 on.
+is workshop/lessons/traffic.md. Only the standard library, from Python 3.9 on.
 """
 
 FP32 = 4  # bytes: weights, gradients and activations are sent in fp32
