@@ -48,17 +48,17 @@ def gather_state(model, optimizer):
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     options = whole if len(firsts) == 1 else StateDictOptions()
     weights = get_model_state_dict(model, options=options)
-    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    optim_state = get_optimizer_state_dict(model, optimizer, options=options)
     if len(firsts) > 1:
-        weights, moments = join_stages(weights, moments, firsts)
-    for group in moments.get("param_groups", ()):
+        weights, optim_state = join_pipeline(weights, optim_state, firsts)
+    for group in optim_state.get("param_groups", ()):
         for name in group.keys() - {"params", *optimizer.defaults}:
             del group[name]  # a scheduler's, which other stages do not have
-    return weights, moments
+    return weights, optim_state
 
 
 def first_ranks(model):
-    """The first rank of each stage of a pipeline: [0] without a pipeline."""
+    """The first rank of each pipeline stage: [0] without a pipeline."""
     if not is_sharded(model):
         return [0]
     firsts = {}
@@ -67,31 +67,31 @@ def first_ranks(model):
     return list(firsts.values())
 
 
-def join_stages(weights, moments, firsts):
-    """What `gather_state` returns, from the states of a pipeline's stages."""
+def join_pipeline(weights, optim_state, firsts):
+    """What `gather_state` returns, from the pipeline stages' states."""
     keep = dist.get_rank() in firsts
 
     def gather(part):
-        whole = part.full_tensor()  # from all ranks of this stage
+        whole = part.full_tensor()  # from all ranks of this pipeline stage
         return whole.cpu() if keep else None
 
-    mine = tree_map_only(DTensor, gather, (weights, moments))
+    mine = tree_map_only(DTensor, gather, (weights, optim_state))
     states = [None] * dist.get_world_size()
     dist.gather_object(mine if keep else None,
                        states if dist.get_rank() == 0 else None)
     if dist.get_rank() > 0:
         return {}, {}
-    weights, moments = states[0]
+    weights, optim_state = states[0]
     for rank in firsts[1:]:
         more_weights, more = states[rank]
         weights |= more_weights
-        more["state"].pop(TIED[1], None)  # the first stage has it
-        moments["state"] |= more["state"]
-        for group, added in zip(
-                moments["param_groups"], more["param_groups"], strict=True):
+        more["state"].pop(TIED[1], None)  # the first pipeline stage has it
+        optim_state["state"] |= more["state"]
+        for group, added in zip(optim_state["param_groups"],
+                                more["param_groups"], strict=True):
             group["params"] += [name for name in added["params"]
                                 if name != TIED[1]]
-    return weights, moments
+    return weights, optim_state
 
 
 def spread_state(state, model, optimizer=None):
@@ -106,19 +106,19 @@ def spread_state(state, model, optimizer=None):
 
 
 def cut_state(state, names):
-    """The part of a checkpoint's state that a pipeline's stage has."""
-    moments = state["optimizer"]
-    if TIED[0] not in names:  # the last stage has it under its other name
-        moments["state"][TIED[1]] = moments["state"].pop(TIED[0])
-        for group in moments["param_groups"]:
+    """The part of a checkpoint's state that a pipeline stage has."""
+    optim_state = state["optimizer"]
+    if TIED[0] not in names:  # the last pipeline stage has its other name
+        optim_state["state"][TIED[1]] = optim_state["state"].pop(TIED[0])
+        for group in optim_state["param_groups"]:
             group["params"] = [TIED[1] if name == TIED[0] else name
                                for name in group["params"]]
-    moments["state"] = {name: values for name, values
-                        in moments["state"].items() if name in names}
-    for group in moments["param_groups"]:
+    optim_state["state"] = {name: values for name, values
+                        in optim_state["state"].items() if name in names}
+    for group in optim_state["param_groups"]:
         group["params"] = [name for name in group["params"] if name in names]
     model = {name: state["model"][name] for name in names}
-    return state | {"model": model, "optimizer": moments}
+    return state | {"model": model, "optimizer": optim_state}
 
 
 def is_sharded(model):

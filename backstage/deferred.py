@@ -64,16 +64,21 @@ def make_shapes(Model, *args):
 
 
 @torch.no_grad()
-def draw_weights(model):
-    """Give the model of `make_shapes` its weights, one after the other.
+def draw_weights(model, part):
+    """Give a part of the model of `make_shapes` its weights. All ranks.
 
-    A DTensor gets this rank's part, on its mesh's device; others are made on
-    the CPU. A weight under two names stays one.
+    part: a module of the model, or all of it; weights that are there already
+    stay. A DTensor gets this rank's part, on its mesh's device; the others
+    are made on the CPU. A weight under two names stays one.
     """
-    fills, made, random_state = RECORDS.pop(model), {}, torch.get_rng_state()
-    for name, shape in [*model.named_parameters(remove_duplicate=False)]:
+    random_state, made = torch.get_rng_state(), {}
+    places = {module: name for name, module in model.named_modules()}
+    for name, shape in [*part.named_parameters(remove_duplicate=False)]:
+        if not shape.is_meta:
+            continue
         if shape not in made:
-            weight = replay(fills[name], torch.empty(
+            fills = RECORDS[model][f"{places[part]}.{name}".lstrip(".")]
+            weight = replay(fills, torch.empty(
                 shape.shape, dtype=shape.dtype))
             if isinstance(shape, DTensor):
                 weight = distribute_tensor(
@@ -81,5 +86,5 @@ def draw_weights(model):
                     src_data_rank=None)  # every rank has drawn all of it
             made[shape] = nn.Parameter(weight)
         module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, made[shape])
+        setattr(part.get_submodule(module), last, made[shape])
     torch.set_rng_state(random_state)

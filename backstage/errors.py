@@ -139,7 +139,7 @@ def explain(error):
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"there is no room to write: {error.strerror}: make room; a "
                 "run goes on with --resume")
-    if kind == "RuntimeError" and error.__cause__:  # a pipeline's stage failed
+    if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None
 

@@ -1,4 +1,8 @@
-"""Floating-point operations: how many a model needs, a device's peak."""
+"""Floating-point operations: how many a model needs, a device's peak.
+
+The tools of the course count a model's weights with this, too: but for the
+peak, only the standard library is needed, from Python 3.9 on.
+"""
 
 import re
 
@@ -29,15 +33,26 @@ PEAKS = {
 }
 
 
+def padded_vocab_size(vocab_size):
+    """The rows of the embedding: GPUs multiply faster by multiples of 128."""
+    return -(-vocab_size // 128) * 128
+
+
+def block_parameters(width, tensor_parallel=1):
+    """How many weights a block has, or a rank of a TP group has of it."""
+    divided = 12 * width**2 + 7 * width  # matrices, most of the biases
+    return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
+
+
 def num_parameters(config, positions=True):
     """How many weights a model has; config: a GPTConfig or its dictionary."""
     if not isinstance(config, dict):
         config = vars(config)
     width, layers = config["n_embd"], config["n_layer"]
-    vocab = -(-config["vocab_size"] // 128) * 128
-    block = 12 * width**2 + 13 * width  # matrices, then biases and LayerNorms
-    block_size = config["block_size"] if positions else 0
-    return (vocab + block_size) * width + layers * block + 2 * width
+    rows = padded_vocab_size(config["vocab_size"])
+    if positions:
+        rows += config["block_size"]
+    return rows * width + layers * block_parameters(width) + 2 * width
 
 
 def flops_per_token(config, sequence_length):

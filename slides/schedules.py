@@ -1,6 +1,6 @@
-"""When each stage of a pipeline computes what: by arithmetic.
+"""When each pipeline stage computes what: by arithmetic.
 
-An order is a list of ("F" or "B", microbatch) for each stage.
+An order is a list of ("F" or "B", microbatch) for each pipeline stage.
 """
 
 

@@ -259,6 +259,11 @@ def predict(stage, words):
     return question
 
 
+def answer(stage, words):
+    """The answer to that question."""
+    return find(stage, words).answer
+
+
 def diff(stage, words):
     """A change, as a block of unified diff without its line numbers."""
     lesson, chosen, rows = load_lesson(stage), number(stage, words), []
@@ -404,7 +409,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
     text = settings.get_template(f"{deck.source}.md").render(
         **facts(), deck=deck, minutes=deck.minutes, clock=clock, plan=plan,
         figure=image, changes=changes, change=title, number=number, diff=diff,
-        predict=predict, changed_lines=changed_lines,
+        predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, script_map=script_map, terms=terms,
         excerpt=excerpt, log=log, checklist=checklist,
         references=references, site=site(site_file))

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss.full_tensor()
+        return loss.full_tensor().clone()  # FSDP wants no view
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, generator, top_k=50):
@@ -403,16 +403,16 @@ def main():
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same initial weights on every rank
+    torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
     raw_model = make_shapes(GPT, config, hp.recompute)
     parallelize(raw_model, mesh["tp"])
     cut(raw_model, mesh["pp"])
-    draw_weights(raw_model)  # of the layers that are left
     if hp.compile:  # the whole model cannot be compiled with DTensors in it
         compile_blocks(raw_model.transformer.h.children(), device)
     # a part of each block goes to each device, and of what is in no block
     for module in (*raw_model.transformer.h.children(), raw_model):
+        draw_weights(raw_model, module)
         fully_shard(module, mesh=mesh["dp"])
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("3d", hp, config, max_steps, device)

@@ -312,7 +312,7 @@ def main():
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same initial weights on every rank
+    torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
     raw_model = GPT(config, hp)
     model = compile_model(raw_model, device) if hp.compile else raw_model

@@ -118,7 +118,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss.full_tensor()
+        return loss.full_tensor().clone()  # FSDP wants no view
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, generator, top_k=50):
@@ -354,7 +354,7 @@ def main():
         for split in ("train", "val"))
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
-    torch.manual_seed(hp.seed)  # the same initial weights on every rank
+    torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
     raw_model = GPT(config, hp.recompute)  # on the CPU
     parallelize(raw_model, mesh["tp"])

@@ -133,15 +133,11 @@ def run_stage(stage, cases, complete):
 
 # ------------------------------------------------------- parts of the script
 
-STEP = """\
-            with nullcontext() if reduce else model.no_sync():
-                loss = training_step(model, batch, device, hp.precision)
-"""
-SYNC = "with nullcontext() if reduce else model.no_sync():"
-REDUCE = "reduce = microbatch == accumulation_steps - 1"
+SYNC = "with nullcontext() if is_last_microbatch else model.no_sync():"
+LAST = "is_last_microbatch = microbatch == accumulation_steps - 1"
 BACKWARD = "                loss.backward()\n"
 CLIP = ("        norm = nn.utils.clip_grad_norm_("
-        "raw_model.parameters(), 1.0).item()\n")
+        "raw_model.parameters(), 1.0)\n")
 UPDATE = "        optimizer.step()\n"
 ZERO = "        optimizer.zero_grad()\n"
 WRAP = ("    model = DistributedDataParallel("
@@ -152,7 +148,8 @@ BY_HAND = """\
             w.grad /= world_size
 """
 REPORT = """\
-        report = torch.tensor([mean_loss, run.stop_requested], device=device)
+        stop = torch.full_like(mean_loss, run.stop_requested)
+        report = torch.stack((mean_loss, stop))
         dist.all_reduce(report)  # the sum over all ranks
         mean_loss, stop = (report / world_size).tolist()
 """
@@ -173,13 +170,13 @@ SAVE = """\
 TEXTS = """\
             texts = [None] * world_size
             dist.all_gather_object(
-                texts, write_texts(raw_model, run.encoding, device, seed))
+                texts, write_texts(raw_model, run.tokenizer, device, seed))
             if rank == 0:
                 print(*texts, sep="\\n")
 """
 WORLD = """\
-    # The launcher says who we are (parse() translates the names of srun);
-    # without a launcher this is a world of one.
+    # The launcher says who this process is (prepare_process() translates
+    # the names of srun); without a launcher this is a world of one.
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
                           MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -195,13 +192,86 @@ LEAVE = "    run.finish()\n    dist.destroy_process_group()\n"
 RESTORE = "    first_step = run.restore(raw_model, optimizer)\n"
 SEEK = "    train_data.seek(first_step * S)\n"
 SEED = ("    torch.manual_seed(hp.seed)  "
-        "# the same initial weights everywhere\n")
-MODEL = "    raw_model = GPT(config).to(device)\n"
+        "# the same initial weights each time\n")
+VALIDATION = "(loss / num_batches / dist.get_world_size())"
 OPTIMIZER = "    optimizer = raw_model.configure_optimizers(hp)\n"
-RANKS = "rank, world_size, vocab_size)\n"
 DEVICE = "device = use_device(hp.device, local_rank)"
 DIVIDE = "loss = loss / accumulation_steps"
+SWAPPED = ('"params": matrices, "weight_decay": hp.weight_decay},\n'
+           '                  {"params": vectors, "weight_decay": 0.0}',
+           '"params": matrices, "weight_decay": 0.0},\n'
+           '                  {"params": vectors, "weight_decay": '
+           'hp.weight_decay}')
 SCORES = "betas=(0.9, 0.95), fused=True)"
+
+# what the lesson says about the data, and how it goes wrong
+RANKS = "rank, world_size)\n        for split"
+OFFSET = "self.offset, self.stride = rank * B, world_size * B"
+BEGIN = "self.position = i + self.offset"
+MOVE = "self.position += self.stride"
+COUNT = "accumulation_steps = S // round_size"
+UNSHARDED = "every rank reads samples {}: the data is not sharded"
+TURNS = "the ranks take turns: DataIterator(shards, B, T, rank, world_size)"
+SHARING = (  # name, changes, the first line, the hint
+    ("the data not sharded at all",
+     (("B, T, rank, world_size):", "B, T):"), (f"        {OFFSET}\n", ""),
+      (BEGIN, "self.position = i"), (MOVE, "self.position += self.B"),
+      (f"B, T,\n                     {RANKS}", "B, T)\n        for split"),
+      (COUNT, "accumulation_steps = S // B")),
+     UNSHARDED.format("0 to 15"), TURNS),
+    ("no stride", ((MOVE, "self.position += self.B"),),
+     "rank 0 moves on from sample 0 to 2, not to 4: its stride is B, not "
+     "world_size * B", TURNS),
+    ("no offset", ((BEGIN, "self.position = i"),),
+     "rank 1 begins at sample 0, not at sample 2: its offset is 0, not "
+     "rank * B", TURNS),
+    ("an offset of one sample a rank",
+     ((OFFSET, OFFSET.replace("rank * B,", "rank,")),),
+     "rank 1 begins at sample 1, not at sample 2: its offset is rank, not "
+     "rank * B", TURNS),
+    ("an offset in tokens",
+     ((OFFSET, OFFSET.replace("rank * B,", "rank * B * T,")),),
+     "rank 1 begins at sample 24, not at sample 2: its offset is "
+     "rank * B * T, not rank * B", TURNS),
+    ("a stride in tokens",
+     ((OFFSET, OFFSET + " * T"),),
+     "rank 0 moves on from sample 0 to 24, not to 2: its stride is B * T, "
+     "not world_size * B", TURNS),
+    ("every rank reads the same samples",
+     ((RANKS, "0, 1)\n        for split"),), UNSHARDED.format("0 to 7"),
+     TURNS),
+    ("every rank in the place of rank 0",
+     ((RANKS, "0, world_size)\n        for split"),),
+     "rank 1 begins at sample 0, not at sample 2: its offset is 0, not "
+     "rank * B", TURNS),
+    ("rank and world size swapped",
+     ((RANKS, "world_size, rank)\n        for split"),),
+     "rank and world_size are swapped", TURNS),
+    ("a part of the dataset for each rank",
+     ((f"        {OFFSET}\n", ""), ("T\n        self.seek(0)",
+       "T\n        self.offset = rank * (self.num_samples // world_size)\n"
+       "        self.stride = B\n        self.seek(0)")),
+     "rank 1 begins at sample 20, not at sample 2", TURNS),
+    ("accumulation not divided by the world size",
+     ((COUNT, "accumulation_steps = S // B"),),
+     "a rank reads 16 of them, not 8: accumulation_steps is S // B, not "
+     "S // (world_size * B)", "the ranks share a minibatch"),
+    ("accumulation divided twice",
+     ((COUNT, COUNT + " // world_size"),),
+     "a rank reads 4 of them, not 8", "the ranks share a minibatch"),
+    ("validation not sharded",
+     ((RANKS, "*((rank, world_size) if split == \"train\" else (0, 1)))\n"
+       "        for split"),),
+     "validation after step 2: " + UNSHARDED.format("0 to 15"), TURNS),
+)
+
+
+def sharing(stage):
+    """The mistakes with the data, in the stage's script."""
+    return tuple(wrong(name, stage, changes, says if "after step" in says else
+                       "samples of step 0: " + says, hint, suite=True)
+                 for name, changes, says, hint in SHARING)
+
 
 DDP_WRONG = (
     # the changes of the lesson, each left out alone
@@ -235,17 +305,16 @@ DDP_WRONG = (
     wrong("all ranks save", "ddp", (("if rank == 0 and save:", "if save:"),),
           "called run.save()", "guard it with `if rank == 0:`"),
     wrong("all ranks print their texts", "ddp",
-          ((TEXTS, "            print(write_texts(raw_model, run.encoding, "
+          ((TEXTS, "            print(write_texts(raw_model, run.tokenizer, "
             "device, seed))\n"),),
           "rank 1 prints its texts itself", "all_gather_object", suite=True),
     # another stage's script
     wrong("the single-device script", "ddp", "std",
-          "every process takes itself for rank 0: change 3 (Ask the launcher "
-          "who this process is) is missing, or the file is not saved",
+          "every process thinks it is rank 0: change",
           "workshop diff ddp", suite=True),
     wrong("every change but the launcher's", "ddp",
           ((WORLD, "    rank, local_rank, world_size = 0, 0, 1\n"),),
-          "every process takes itself for rank 0: change 3", "save it",
+          "every process thinks it is rank 0: change", "save it",
           suite=True),
     wrong("the Lightning script", "ddp", "lit", "it trains with Lightning",
           "check lit", suite=True),
@@ -290,30 +359,10 @@ DDP_WRONG = (
             'MASTER_ADDR="localhost", MASTER_PORT="0")\n', ""),),
           "KeyError: 'RANK'", "plain python sets no RANK"),
     # samples
-    wrong("every rank reads the same samples", "ddp",
-          ((RANKS, "0, 1, vocab_size)\n"),),
-          "samples of step 0", "all ranks read the same samples", suite=True),
-    wrong("rank offsets that overlap", "ddp",
-          (("self.position = i + self.rank * self.B",
-            "self.position = i + self.rank * self.B // 2"),
-           ("self.position += self.world_size * self.B",
-            "self.position += self.B")),
-          "samples of step 0", "overlap"),
-    wrong("accumulation not divided by the world size", "ddp",
-          (("accumulation_steps = S // (B * world_size)",
-            "accumulation_steps = S // B"),),
-          "samples of step 0", "divided by the world size"),
-    wrong("accumulation divided twice", "ddp",
-          (("accumulation_steps = S // (B * world_size)",
-            "accumulation_steps = max(S // (B * world_size * world_size), 1)"
-            ),), "samples of step 0", "divided by the world size twice"),
-    wrong("a stride of one rank", "ddp",
-          (("self.position += self.world_size * self.B",
-            "self.position += self.B"),), "samples of step 0", ""),
-    wrong("blocks far apart", "ddp",
-          (("self.position = i + self.rank * self.B",
-            "self.position = i + self.rank * 1000"),), "samples of step 0",
-          ""),
+    *sharing("ddp"),
+    wrong("offsets that overlap, without a stride", "ddp",
+          ((OFFSET, "self.offset, self.stride = rank * B // 2, B"),),
+          "samples of step 0: rank 1 begins at sample 1", TURNS),
     # model and optimizer
     wrong("another seed per rank and no broadcast", "ddp",
           (("torch.manual_seed(hp.seed)  #",
@@ -323,8 +372,7 @@ DDP_WRONG = (
     wrong("no seed", "ddp", ((SEED, ""),), "it starts from other weights",
           "torch.manual_seed"),
     wrong("swapped decay groups", "ddp",
-          (("(decayed if is_matrix else others)",
-            "(others if is_matrix else decayed)"),),
+          (SWAPPED,),
           "has a weight decay of", "matrices are decayed"),
     wrong("everything is decayed", "ddp",
           (('"weight_decay": 0.0}', '"weight_decay": hp.weight_decay}'),),
@@ -364,16 +412,15 @@ DDP_WRONG = (
     wrong("not wrapped", "ddp",
           ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():")),
           "gradients of step 0 differ", "wrap the model"),
-    wrong("reduce is never true", "ddp",
-          ((REDUCE, "reduce = microbatch == accumulation_steps"),),
+    wrong("no microbatch is the last", "ddp",
+          ((LAST, LAST[:-4]),),
           "gradients of step 0 differ", "every microbatch is under no_sync()",
           suite=True),
     wrong("only the first is reduced", "ddp",
-          ((REDUCE, "reduce = microbatch == 0"),),
+          ((LAST, "is_last_microbatch = microbatch == 0"),),
           "gradients of step 0 differ", "outside no_sync()"),
     wrong("no_sync inverted", "ddp",
-          (("nullcontext() if reduce else model.no_sync()",
-            "model.no_sync() if reduce else nullcontext()"),),
+          ((SYNC, SYNC.replace("if is", "if not is")),),
           "gradients of step 0 differ", "the wrong way round", suite=True),
     wrong("loss divided by the world size, too", "ddp",
           ((DIVIDE, DIVIDE + " / world_size"),),
@@ -395,7 +442,7 @@ DDP_WRONG = (
           "gradients of step 0 are off", "clipped at 1e+09, not at 1.0"),
     wrong("a norm without clipping", "ddp",
           ((CLIP, "        norm = torch.stack([w.grad.norm() for w in "
-            "raw_model.parameters()]).norm().item()\n"),),
+            "raw_model.parameters()]).norm()\n"),),
           "gradients of step 0 are off", "they are not clipped", suite=True),
     wrong("clipped after the update", "ddp",
           ((CLIP + UPDATE, UPDATE + CLIP),),
@@ -432,15 +479,13 @@ DDP_WRONG = (
             "mean_loss = loss.detach() * accumulation_steps"),),
           "the logged loss of step 0", "one microbatch's", suite=True),
     wrong("the norm after clipping", "ddp",
-          ((CLIP, CLIP + "        norm = min(norm, 1.0)\n"),),
+          ((CLIP, CLIP + "        norm = norm.clamp(max=1.0)\n"),),
           "the gradient norm of step 0", "before clipping"),
     wrong("validation summed and not divided", "ddp",
-          (("(loss / num_microbatches / data.world_size)",
-            "(loss / num_microbatches)"),),
+          ((VALIDATION, "(loss / num_batches)"),),
           "the validation loss of step", "divide it by the world size"),
     wrong("validation a sum over microbatches", "ddp",
-          (("(loss / num_microbatches / data.world_size)",
-            "(loss / data.world_size)"),),
+          ((VALIDATION, "(loss / dist.get_world_size())"),),
           "the validation loss of step", "summed over microbatches"),
     wrong("validation goes on in the data", "ddp",
           (("    data.seek(0)\n    loss = torch.zeros(",
@@ -461,8 +506,8 @@ DDP_WRONG = (
           "it hangs: rank 0 waits in line", "move it out of `if rank == 0:`",
           suite=True),
     wrong("texts gathered on rank 0 only", "ddp",
-          (("        if run.encoding and (last",
-            "        if rank == 0 and run.encoding and (last"),),
+          (("        if run.tokenizer and (last",
+            "        if rank == 0 and run.tokenizer and (last"),),
           "", "which all ranks have to call"),
     # resuming and stopping
     wrong("seek left out", "ddp", ((SEEK, ""),), "samples of step 3",
@@ -546,7 +591,7 @@ DDP_WRONG = (
     wrong("an endless loop", "ddp",
           (("        mean_loss = torch.zeros(", "        while step == 2:\n"
             "            pass\n        mean_loss = torch.zeros("),),
-          "it does not come to step 2", "a loop", suite=True),
+          "it never reaches step 2 but keeps running", "a loop", suite=True),
     wrong("prints without end", "ddp",
           (("        mean_loss = torch.zeros(", "        while step == 2:\n"
             "            print('x' * 1000)\n"
@@ -586,25 +631,25 @@ DDP_RIGHT = (
            ("run.check_finite(step, mean_loss",
             "run.check_finite(step, average"),
            ("run.log(step, mean_loss", "run.log(step, average"),
-           (REDUCE, "last_one = microbatch == accumulation_steps - 1"),
-           ("if reduce else", "if last_one else"))),
+           (LAST, LAST.replace("is_last_microbatch", "last_one")),
+           ("if is_last_microbatch else", "if last_one else"))),
     right("require_backward_grad_sync", "ddp",
-          ((STEP, "            model.require_backward_grad_sync = reduce\n"
-            "            if True:\n                loss = training_step("
-            "model, batch, device, hp.precision)\n"),)),
+          ((SYNC, "model.require_backward_grad_sync = is_last_microbatch\n"
+            "            if True:"),)),
     right("its own sampler arithmetic", "ddp",
           (("samples = range(self.position, self.position + self.B)",
-            "per = 16 // self.world_size\n"
-            "        done = (self.position - self.rank * self.B)"
-            " // self.world_size\n"
-            "        first = done // per * 16 + self.rank * per + done % per"
-            "\n        samples = range(first, first + self.B)"),)),
+            "world_size = self.stride // self.B\n"
+            "        per = 16 // world_size\n"
+            "        done = (self.position - self.offset) // world_size\n"
+            "        first = (done // per * 16 + done % per\n"
+            "                 + self.offset // self.B * per)\n"
+            "        samples = range(first, first + self.B)"),)),
     right("gradients reduced by hand", "ddp",
           ((WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
            (CLIP, BY_HAND + CLIP))),
     right("no compile, other print-outs", "ddp",
-          (("    if hp.compile:\n        model = compile_model(model, device)"
-            "\n", ""), ("    for step in range(first", "    print('rank', "
+          (("compile_model(raw_model, device) if hp.compile else raw_model",
+            "raw_model"), ("    for step in range(first", "    print('rank', "
                         "rank, 'is ready')\n    for step in range(first"))),
     right("a communication hook of its own", "ddp",
           ((WRAP, WRAP + "    from torch.distributed.algorithms."
@@ -645,9 +690,9 @@ DDP_RIGHT = (
             "x, use_reentrant=False)\n"),)),
     right("GPT renamed", "ddp",
           (("class GPT(nn.Module)", "class Transformer(nn.Module)"),
-           ("raw_model = GPT(config)", "raw_model = Transformer(config)"))),
+           ("raw_model = GPT(", "raw_model = Transformer("))),
     right("GPT subclassed", "ddp",
-          (("raw_model = GPT(config)", "raw_model = MyGPT(config)"),
+          (("raw_model = GPT(", "raw_model = MyGPT("),
            ("def training_step(", "class MyGPT(GPT):\n    pass\n\n\ndef "
             "training_step("))),
     right("a coding cookie", "ddp",
@@ -683,7 +728,7 @@ DDP_RIGHT = (
             "    for part in (*raw_model.transformer.h, raw_model):\n"
             "        fully_shard(part)\n" + OPTIMIZER),
            (WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
-           (CLIP, CLIP.replace(".item()", ".full_tensor().item()")),
+           ("norm = norm.item()", "norm = norm.full_tensor().item()"),
            (SAVE, SAVE.replace("rank == 0 and ", ""))),
           "gradients are reduced 4.0 times a step"),
     right("the loss averaged by PyTorch", "ddp",
@@ -774,23 +819,21 @@ LIT_WRONG = (
     wrong("default betas", "lit", ((SCORES, "fused=True)"),),
           "the optimizer's betas", "betas=(0.9, 0.95)"),
     wrong("swapped decay groups", "lit",
-          (("(decayed if is_matrix else others)",
-            "(others if is_matrix else decayed)"),),
+          (SWAPPED,),
           "has a weight decay of", "matrices are decayed"),
     wrong("no seed", "lit", ((SEED, ""),), "it starts from other weights",
           "torch.manual_seed"),
     # data
     wrong("every rank reads the same samples", "lit",
-          ((RANKS, "0, 1, vocab_size)\n"),),
-          "samples of step 0", "all ranks read the same samples"),
+          ((RANKS, "0, 1)\n        for split"),),
+          UNSHARDED.format("0 to 7"), TURNS),
     wrong("two workers read the same", "lit",
           (("batch_size=None", "batch_size=None, num_workers=2"),),
           "samples of step 0", "worker", suite=True),
     wrong("batches of batches", "lit", (("batch_size=None", "batch_size=2"),
                                         ), "", ""),
     wrong("accumulation not divided by the world size", "lit",
-          (("accumulation_steps = S // (B * world_size)",
-            "accumulation_steps = S // B"),), "samples of step 0",
+          ((COUNT, "accumulation_steps = S // B"),), "samples of step 0",
           "accumulation_steps"),
     wrong("the loader of a list, shuffled", "lit",
           ((LOADER, "DataLoader([next(data) for _ in range(48)], "
@@ -834,10 +877,9 @@ LIT_RIGHT = (
             '[hp.precision == "bf16"],'),)),
     right("the class renamed", "lit",
           (("class GPT(L.LightningModule)", "class LitGPT(L.LightningModule)"
-            ), ("model = GPT(config)", "model = LitGPT(config)"))),
+            ), ("model = GPT(", "model = LitGPT("))),
     right("the class subclassed", "lit",
-          (("model = GPT(config)", "model = LitGPT(config)"),
-           ("class Hyperparameters:", "class Hyperparameters:"),
+          (("model = GPT(", "model = LitGPT("),
            ("def get_shards(", "class LitGPT(GPT):\n    pass\n\n\n"
             "def get_shards("))),
     right("a batch index", "lit",
@@ -883,7 +925,7 @@ LIT_RIGHT = (
             "    def __init__(self, config, hp):\n"
             "        super().__init__()\n"
             "        self.config, self.hp = config, hp\n"
-            "        self.model = GPT(config)\n\n"
+            "        self.stopping, self.model = False, GPT(config, hp)\n\n"
             "    def configure_optimizers(self):\n"
             "        return self.model.optimizers(\n"
             "            self.hp, self.trainer.max_steps)\n\n"
@@ -892,9 +934,7 @@ LIT_RIGHT = (
             "    def generate(self, *args):\n"
             "        return self.model.generate(*args)\n\n"
             "    def training_step(self, batch):"),
-           ("    raw_model = GPT(config)\n",
-            "    raw_model = Lit(config, hp)\n"),
-           ("    raw_model.hp = hp\n", "")),
+           ("raw_model = GPT(", "raw_model = Lit(")),
           "the checkpoint's names begin with model.", suite=True),
     right("one worker", "lit",
           (("batch_size=None", "batch_size=None, num_workers=1"),)),
@@ -902,21 +942,13 @@ LIT_RIGHT = (
           ((TRAINER, "    print('rank', rank, 'is ready')\n" + TRAINER),)),
 )
 
-FSDP_SHARD = """\
-    mesh = dist.init_device_mesh(device.type, (world_size,))
-    for module in (*raw_model.transformer.h, raw_model):
-        fully_shard(module, mesh=mesh)
-"""
-FSDP_SYNC = "            raw_model.set_requires_gradient_sync(reduce)\n"
-FSDP_STEP = FSDP_SYNC + (
-    "            loss = training_step(model, batch, device, hp.precision)\n")
-FSDP_BACKWARD = "            loss.backward()\n"
-FSDP_CLIP = (
-    "        norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)\n")
-FSDP_NORM = "        norm = norm.full_tensor().item()  # from the parts of "
-FSDP_SAVE = "        if save:  # all ranks\n"
+FSDP_MESH = "    mesh = dist.init_device_mesh(device.type, (world_size,))\n"
+FSDP_LOOP = "for module in (*raw_model.transformer.h.children(), raw_model):"
 FSDP_CALL = "fully_shard(module, mesh=mesh)"
-FSDP_LOOP = "for module in (*raw_model.transformer.h, raw_model):"
+FSDP_SHARD = f"{FSDP_MESH}    {FSDP_LOOP}\n        {FSDP_CALL}\n"
+FSDP_SYNC = ("            raw_model.set_requires_gradient_sync("
+             "is_last_microbatch)\n")
+SAVE_ALL = "        if save:  # all ranks\n"
 PARTS = "[w.grad.to_local() for w in raw_model.parameters()]"
 
 FSDP_WRONG = (
@@ -930,13 +962,13 @@ FSDP_WRONG = (
     wrong("neither sharded nor reduced", "fsdp",
           ((FSDP_SHARD, ""), (FSDP_SYNC, ""),
            ("norm.full_tensor().item()", "norm.item()"),
-           (FSDP_SAVE, "        if rank == 0 and save:\n")),
+           (SAVE_ALL, "        if rank == 0 and save:\n")),
           "every rank keeps the whole model", "before the optimizer is made"),
     wrong("no_sync as for DDP", "fsdp",
           ((FSDP_SYNC, "            raw_model.no_sync()\n"),),
-          "has no attribute 'no_sync'", "set_requires_gradient_sync(reduce)"),
+          "has no attribute 'no_sync'", "set_requires_gradient_sync("),
     wrong("rank 0 alone saves", "fsdp",
-          ((FSDP_SAVE, "        if rank == 0 and save:\n"),),
+          ((SAVE_ALL, "        if rank == 0 and save:\n"),),
           "save", "move it out of `if rank == 0 and save:`", suite=True),
     # another stage's script
     wrong("the DDP script", "fsdp", "ddp", "the model is wrapped in DDP",
@@ -949,7 +981,8 @@ FSDP_WRONG = (
     wrong("the blocks alone", "fsdp",
           ((FSDP_LOOP, "for module in raw_model.transformer.h:"),
            (FSDP_SYNC, "            for block in raw_model.transformer.h:\n"
-            "                block.set_requires_gradient_sync(reduce)\n")),
+            "                block.set_requires_gradient_sync("
+            "is_last_microbatch)\n")),
           "", "fully_shard"),
     wrong("another seed per rank", "fsdp",
           (("torch.manual_seed(hp.seed)  #",
@@ -963,11 +996,11 @@ FSDP_WRONG = (
           "with --precision fp32 it trains in", ""),
     # the gradients
     wrong("reduced on all but the last microbatch", "fsdp",
-          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(not reduce)")),),
+          ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
           "gradients of step 0 are off", "the last microbatch is not reduced",
           suite=True),
     wrong("never reduced", "fsdp",
-          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(False)")),),
+          ((FSDP_SYNC, FSDP_SYNC.replace("is_last_microbatch", "False")),),
           "", "does the last microbatch of a step reduce them"),
     wrong("the loss not divided", "fsdp", ((DIVIDE, "loss = loss * 1"),),
           "the gradient norm of step 0 is",
@@ -979,19 +1012,19 @@ FSDP_WRONG = (
         "raw_model.parameters(), 1.0)", 'raw_model.parameters(), 1e9)'),),
           "gradients of step 0 are off", "clipped at 1e+09"),
     wrong("the norm of the part alone, for the log", "fsdp",
-          ((FSDP_CLIP, f"        part = nn.utils.get_total_norm({PARTS})\n"
-            + FSDP_CLIP), ("norm.full_tensor().item()", "part.item()")),
+          ((CLIP, f"        part = nn.utils.get_total_norm({PARTS})\n"
+            + CLIP), ("norm.full_tensor().item()", "part.item()")),
           "the gradient norm of step 0", "rank 0's part alone", suite=True),
     wrong("clipped by the norm of the part", "fsdp",
-          ((FSDP_CLIP, f"        norm = nn.utils.get_total_norm({PARTS})\n"
+          ((CLIP, f"        norm = nn.utils.get_total_norm({PARTS})\n"
             "        for w in raw_model.parameters():\n"
             "            w.grad *= min(1.0, 1 / norm.item())\n"),
            ("norm.full_tensor().item()", "norm.item()")),
           "gradients of step 0 are off", "the norm of its own part"),
     # the samples, and what is told of the losses
     wrong("every rank reads the same samples", "fsdp",
-          ((RANKS, "0, 1, vocab_size)\n"),),
-          "samples of step 0", "all ranks read the same samples"),
+          ((RANKS, "0, 1)\n        for split"),),
+          UNSHARDED.format("0 to 7"), TURNS),
     wrong("the loss not averaged over ranks", "fsdp", ((SUM, ""),),
           "the logged loss of step 0", "all_reduce it"),
     wrong("the validation loss not reduced", "fsdp",
@@ -1003,7 +1036,7 @@ FSDP_WRONG = (
           "", "move it out of `if rank == 0"),
     wrong("rank 0 alone writes texts", "fsdp",
           ((TEXTS, "            if rank == 0:\n                print("
-            "write_texts(raw_model, run.encoding, device, seed))\n"),),
+            "write_texts(raw_model, run.tokenizer, device, seed))\n"),),
           "", "move it out of `if rank == 0:`"),
     wrong("stopped by rank 0 alone", "fsdp",
           (("        if stop:\n", "        if run.stop_requested:\n"),),
@@ -1019,10 +1052,9 @@ FSDP_RIGHT = (
           ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
             "reshard_after_forward=False)"),
            (FSDP_SYNC, FSDP_SYNC + "            raw_model."
-            "set_reshard_after_backward(reduce)\n"))),
+            "set_reshard_after_backward(is_last_microbatch)\n"))),
     right("FSDP's own mesh", "fsdp",
-          (("    mesh = dist.init_device_mesh(device.type, (world_size,))\n",
-            ""), (FSDP_CALL, "fully_shard(module)"))),
+          ((FSDP_MESH, ""), (FSDP_CALL, "fully_shard(module)"))),
     right("blocks in another order", "fsdp",
           ((FSDP_LOOP,
             "for module in (*reversed(raw_model.transformer.h), raw_model):"),
@@ -1053,8 +1085,6 @@ FSDP_RIGHT = (
 )
 
 MPI_AVERAGE = "        average_gradients(raw_model, comm)  # once a step\n"
-MPI_CLIP = ("        norm = nn.utils.clip_grad_norm_("
-            "raw_model.parameters(), 1.0).item()\n")
 MPI_REDUCE = ("        comm.Allreduce(MPI.IN_PLACE, gradient)  "
               "# the sum over all ranks\n")
 MPI_MEAN = "torch.from_numpy(gradient) / comm.size)"
@@ -1099,7 +1129,7 @@ MPI_EVALUATE = ("    loss = MPI.COMM_WORLD.allreduce(loss.item())  "
                 "# the sum over all ranks\n")
 MPI_TEXTS = """\
             texts = comm.gather(
-                write_texts(raw_model, run.encoding, device, seed))
+                write_texts(raw_model, run.tokenizer, device, seed))
             if rank == 0:
 """
 
@@ -1123,7 +1153,7 @@ MPI_WRONG = (
           "gradients of step 0 differ", "nothing reduces the gradients",
           suite=True),
     wrong("averaged after clipping", "mpi",
-          ((MPI_AVERAGE, ""), (MPI_CLIP, MPI_CLIP + MPI_AVERAGE)),
+          ((MPI_AVERAGE, ""), (CLIP, CLIP + MPI_AVERAGE)),
           "gradients of step 0 are off", "clipped before they are reduced",
           suite=True),
     wrong("rank 0 alone averages", "mpi",
@@ -1157,9 +1187,7 @@ MPI_WRONG = (
     wrong("the local rank left out", "mpi",
           ((DEVICE, "device = use_device(hp.device)"),),
           "takes device 0, but it has local rank 1", "pass the local rank"),
-    wrong("every rank reads the same samples", "mpi",
-          ((RANKS, "0, 1, vocab_size)\n"),),
-          "samples of step 0", "all ranks read the same samples"),
+    *sharing("mpi"),
     wrong("the loss not averaged", "mpi",
           (("        comm.Allreduce(MPI.IN_PLACE, report)  "
             "# the sum over all ranks\n", ""),),
@@ -1177,7 +1205,7 @@ MPI_WRONG = (
           "rank 1 called run.log()", "guard it with `if rank == 0:`"),
     wrong("all ranks print their texts", "mpi",
           ((MPI_TEXTS, """\
-            texts = [write_texts(raw_model, run.encoding, device, seed)]
+            texts = [write_texts(raw_model, run.tokenizer, device, seed)]
             if True:
 """),), "rank 1 prints its texts itself", "comm.gather"),
     wrong("another seed per rank", "mpi",
@@ -1228,46 +1256,46 @@ MPI_RIGHT = (
 
 # ----------------------------------------------- of tensor parallelism
 
-MESH_SAVE = "        if save:  # all ranks\n"
 TP_PLAN = """\
-    parallelize_module(model, mesh, {
-        "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
-        "transformer.h.*.attn.c_attn": ColwiseParallel(),
-        "transformer.h.*.attn.c_proj": RowwiseParallel(),
-        "transformer.h.*.mlp.c_fc": ColwiseParallel(),
-        "transformer.h.*.mlp.c_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(use_local_output=False),
+    tp.parallelize_module(model, mesh, {
+        "transformer.wte": tp.RowwiseParallel(input_layouts=Replicate()),
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
+        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(),
+        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(),
+        "lm_head": tp.ColwiseParallel(use_local_output=False),
     })
+"""
+TP_ATTENTION = """\
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
 """
 TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
        "  # tied again\n")
 TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
 MESH_SHARD = """\
-    # each rank keeps a part of each block, and of all that is in no block
-    for module in (*raw_model.transformer.h, raw_model):
+    # a part of each block goes to each device, and of what is in no block
+    for module in (*raw_model.transformer.h.children(), raw_model):
         fully_shard(module, mesh=mesh["dp"])
 """
-TP_CLIP = ("        norm = clip_grad_norm("
-           "raw_model.parameters(), 1.0, world_size)\n")
-ROWS = "dp_rank, dp_size, vocab_size)\n"
+TP_CLIP = "        norm = clip_grad_norm(raw_model, 1.0, world_size)\n"
+TP_LOSS = "return loss.full_tensor()"
+GROUPS = RANKS.replace("rank, world_size", "dp_rank, dp_size")
 HEADS = """\
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
-        if torch.is_autocast_enabled("cpu"):  # fp32 is faster, if T is short
-            qkv = qkv.float()
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
 """
 BY_THREES = """\
         q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2)
                    for part in self.c_attn(x).chunk(3, dim=-1))
 """
-TP_TEXTS = "print(*texts[::tp_size], sep=\"\\n\")"
+TP_TEXTS = "print(*texts[::tp_size], sep=\"\\n\")  # one of each TP group"
 # the norm by hand: the squares of what a rank has, times a factor
 BY_SQUARES = """\
         weights = list(raw_model.parameters())
         square = sum(w.grad.to_local().square().sum() for w in weights)
 {reduce}        norm = square.sqrt()
         nn.utils.clip_grads_with_norm_(weights, 1.0, norm, foreach=False)
-        norm = norm.item()
 """
 ADD_UP = "        dist.all_reduce(square)\n"
 NOT_SUMMED = """\
@@ -1289,9 +1317,9 @@ TP_WRONG = (
     wrong("compile_blocks not imported", "tp",
           (("import compile_blocks, pin", "import pin"),),
           "compile_blocks is not defined (line", "import"),
-    wrong("clip_grad_norm not imported", "tp",
-          (("from backstage.norm import clip_grad_norm\n", ""),),
-          "NameError: name 'clip_grad_norm' is not defined", "import"),
+    wrong("tp not imported", "tp",
+          (("from torch.distributed.tensor import parallel as tp\n", ""),),
+          "NameError: name 'tp' is not defined", "import"),
     wrong("the logits not put together", "tp",
           (("logits.full_tensor()[:, :", "logits[:, :"),),
           "", "logits.full_tensor()"),
@@ -1301,30 +1329,28 @@ TP_WRONG = (
           "", "model.lm_head.weight = model.transformer.wte.weight",
           suite=True),
     wrong("the loss left a DTensor", "tp",
-          (("return model(x, y).full_tensor()", "return model(x, y)"),),
-          "", "full_tensor()"),
+          ((TP_LOSS, "return loss"),), "", "full_tensor()"),
     wrong("the flag left out", "tp",
-          (("    tensor_parallel: int = 1  # processes that share each "
-            "matrix\n", ""),),
+          (("    tensor_parallel: int = 1  # ranks that share each matrix\n",
+            ""),),
           "tensor_parallel", "tensor_parallel: int = 1"),
-    wrong("validation by the rows", "tp",
-          (("(loss / num_microbatches / dist.get_world_size())",
-            "(loss / num_microbatches / data.world_size)"),),
-          "the validation loss of step 2", "not of rows"),
+    wrong("validation by TP groups", "tp",
+          ((VALIDATION, "(loss / num_batches / (data.stride // data.B))"),),
+          "the validation loss of step 2", "not of TP groups"),
     wrong("no loss_parallel", "tp",
-          (("@loss_parallel()  # of logits that are split over the "
+          (("@tp.loss_parallel()  # of logits that are split over the "
             "vocabulary\n", ""),), "", "loss_parallel"),
     wrong("no mesh", "tp",
           (("    mesh = dist.init_device_mesh(\n        device.type, "
             "(dp_size, tp_size), mesh_dim_names=(\"dp\", \"tp\"))\n", ""),),
           "NameError: name 'mesh' is not defined", ""),
     wrong("accumulation by the world size", "tp",
-          (("accumulation_steps = S // (B * dp_size)",
-            "accumulation_steps = S // (B * world_size)"),),
-          "samples of step 0", "S // (B * dp_size)"),
+          (("round_size = B * dp_size", "round_size = B * world_size"),),
+          "accumulation_steps is S // (world_size * B), not S // (dp_size",
+          "the ranks share a minibatch"),
     wrong("data by the global rank", "tp",
-          ((ROWS, "rank, world_size, vocab_size)\n"),),
-          "samples of step 0", "pass dp_rank and dp_size"),
+          ((GROUPS, RANKS),),
+          "its offset is rank * B, not dp_rank * B", "dp_rank, dp_size"),
     wrong("not parallelized", "tp", ((TP_CALL, ""),), "", "parallelize"),
     wrong("sharded over all ranks", "tp",
           (('fully_shard(module, mesh=mesh["dp"])',
@@ -1338,13 +1364,13 @@ TP_WRONG = (
             "        model = compile_model(model, device)\n"),),
           "compile_model is not defined", "workshop diff tp"),
     wrong("FSDP's norm", "tp",
-          ((TP_CLIP, FSDP_CLIP
-            + "        norm = norm.full_tensor().item()\n"),),
+          ((TP_CLIP, CLIP),
+           ("norm = norm.item()", "norm = norm.full_tensor().item()")),
           "", "clip_grad_norm("),
     wrong("texts seeded by rank", "tp",
           (("seed = hp.seed + 1000 * step + dp_rank",
             "seed = hp.seed + 1000 * step + rank"),),
-          "ranks 0 and 1 of a row write different texts", "dp_rank"),
+          "ranks 0 and 1 of a TP group write different texts", "dp_rank"),
     # another stage's script
     wrong("the FSDP script", "tp", "fsdp", "it has no --tensor-parallel",
           "workshop diff tp"),
@@ -1354,38 +1380,38 @@ TP_WRONG = (
     wrong("the gradient of an input not summed", "tp",
           ((TIE, NOT_SUMMED + TIE),
            ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"
-            )), "gradients of step 0 differ", "the sum over the row"),
+            )), "gradients of step 0 differ", "the sum over the group"),
     wrong("another seed a rank", "tp",
           (("torch.manual_seed(hp.seed)  #",
             "torch.manual_seed(hp.seed + rank)  #"),),
           "rank 1 starts from other weights", "the same seed"),
-    wrong("all rows read the same samples", "tp",
-          ((ROWS, "0, 1, vocab_size)\n"),),
-          "samples of step 0", "all rows of the mesh read the same"),
+    wrong("all TP groups read the same samples", "tp",
+          ((GROUPS, "0, 1)\n        for split"),),
+          UNSHARDED.format("0 to 7"), "dp_rank, dp_size"),
     wrong("the norm of the part", "tp",
           ((TP_CLIP, BY_SQUARES.format(reduce="")),),
           "gradients of step 0", "clips by the norm of its own part"),
     wrong("the norm counts copies", "tp",
           ((TP_CLIP, BY_SQUARES.format(reduce=ADD_UP)),),
           "gradients of step 0 are off", "LayerNorms"),
-    wrong("the norm by the rows", "tp",
+    wrong("the norm by TP groups", "tp",
           (("1.0, world_size)", "1.0, dp_size)"),),
           "gradients of step 0 are off", "1.0, world_size)"),
     wrong("not clipped", "tp",
-          (("raw_model.parameters(), 1.0, w", "raw_model.parameters(), 1e9, w"
-            ),), "gradients of step 0 are off", "clipped at 1e+09"),
+          (("(raw_model, 1.0, w", "(raw_model, 1e9, w"),),
+          "gradients of step 0 are off", "clipped at 1e+09"),
     wrong("the loss not divided", "tp", ((DIVIDE, "loss = loss * 1"),),
           "the gradient norm of step 0 is", "not divided by accumulation"),
-    wrong("the loss divided by the rows only", "tp",
+    wrong("the loss divided by TP groups", "tp",
           (("(report / world_size)", "(report / dp_size)"),),
-          "the logged loss of step 0", "not of rows"),
+          "the logged loss of step 0", "not of TP groups"),
     wrong("the loss not added up", "tp", ((SUM, ""),),
           "the logged loss of step 0", "all_reduce it"),
     wrong("reduced on all but the last microbatch", "tp",
-          ((FSDP_SYNC, FSDP_SYNC.replace("(reduce)", "(not reduce)")),),
+          ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
           "gradients of step 0", "the last microbatch is not reduced"),
     wrong("rank 0 alone saves", "tp",
-          ((MESH_SAVE, "        if rank == 0 and save:\n"),),
+          ((SAVE_ALL, "        if rank == 0 and save:\n"),),
           "", "move it out of `if rank == 0 and save:`"),
     wrong("the optimizer made before", "tp",
           ((OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
@@ -1395,47 +1421,45 @@ TP_WRONG = (
 TP_RIGHT = (
     right("the solution", "tp", (), suite=True),
     right("the logits and the embedding whole", "tp",
-          (('        "transformer.wte": RowwiseParallel('
+          (('        "transformer.wte": tp.RowwiseParallel('
             "input_layouts=Replicate()),\n", ""),
-           ('        "lm_head": ColwiseParallel(use_local_output=False),\n',
-            ""), (TIE, ""),
-           ("return model(x, y).full_tensor()", "return model(x, y)"),
+           ('        "lm_head": tp.ColwiseParallel(use_local_output=False),\n',
+            ""), (TIE, ""), (TP_LOSS, "return loss"),
            ("logits.full_tensor()[:, :", "logits[:, :"))),
     right("the MLPs alone", "tp",
-          (('        "transformer.h.*.attn.c_attn": ColwiseParallel(),\n'
-            '        "transformer.h.*.attn.c_proj": RowwiseParallel(),\n',
-            ""),)),
+          ((TP_ATTENTION, ""),)),
     right("SequenceParallel", "tp",
           ((TP_PLAN, """\
     parts = Shard(1)
-    parallelize_module(model, mesh, {
-        "transformer.wte": RowwiseParallel(
+    tp.parallelize_module(model, mesh, {
+        "transformer.wte": tp.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=parts),
-        "transformer.wpe": RowwiseParallel(
+        "transformer.wpe": tp.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0)),
-        "transformer.h.*.ln_1": SequenceParallel(),
-        "transformer.h.*.attn.c_attn": ColwiseParallel(input_layouts=parts),
-        "transformer.h.*.attn.c_proj": RowwiseParallel(output_layouts=parts),
-        "transformer.h.*.ln_2": SequenceParallel(),
-        "transformer.h.*.mlp.c_fc": ColwiseParallel(input_layouts=parts),
-        "transformer.h.*.mlp.c_proj": RowwiseParallel(output_layouts=parts),
-        "transformer.ln_f": SequenceParallel(),
-        "lm_head": ColwiseParallel(
+        "transformer.h.*.ln_1": tp.SequenceParallel(),
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(
+            input_layouts=parts),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(
+            output_layouts=parts),
+        "transformer.h.*.ln_2": tp.SequenceParallel(),
+        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(input_layouts=parts),
+        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(
+            output_layouts=parts),
+        "transformer.ln_f": tp.SequenceParallel(),
+        "lm_head": tp.ColwiseParallel(
             input_layouts=parts, use_local_output=False),
     })
 """), ("import Replicate\n", "import Replicate, Shard\n"),
-           ("    RowwiseParallel,\n",
-            "    RowwiseParallel,\n    SequenceParallel,\n"),
            ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
             "known = idx[:, -self.config.block_size:]\n"
             "            n = known.shape[1]\n"
             "            logits = self(F.pad(known, (0, -n % 4)))[:, n - 1]\n"
             ))),
     right("the loss of gathered logits", "tp",
-          (("return model(x, y).full_tensor()", "return model(x, y)"),
+          ((TP_LOSS, "return loss"),
            ("logits.full_tensor()[:, :", "logits[:, :"),
            ("use_local_output=False", "output_layouts=Replicate()"))),
-    right("each text printed by all of a row", "tp",
+    right("each text printed by all of a TP group", "tp",
           ((TP_TEXTS, 'print(*texts, sep="\\n")'),),
           "each text is printed 2 times"),
     right("the run named after FSDP", "tp", (('Run("tp",', 'Run("fsdp",'),),
@@ -1444,41 +1468,35 @@ TP_RIGHT = (
 
 # ------------------------------------------------------ of three dimensions
 
-D3_CUT = "    cut(raw_model, pp_rank, pp_size)\n"
-D3_PLACE = "        if i * num_stages // n != stage:\n"
+D3_CUT = '    cut(raw_model, mesh["pp"])\n'
+D3_PLACE = "if i * num_stages // model.config.n_layer == stage})"
 D3_SUM = """\
-        if tied is not None:  # each end has a part of its gradient
-            dist.all_reduce(tied.grad.to_local(), group=ends)
+        if ends:  # each end has a part of the tied matrix's gradient
+            dist.all_reduce(tied.weight.grad.to_local(), group=ends)
 """
 D3_CLIP = ("        norm = clip_grad_norm("
-           "raw_model.parameters(), 1.0, ranks, tied)\n")
-D3_SCHEDULE = "    schedule = Schedule1F1B(stage, accumulation_steps,\n"
-D3_LOSS = "lambda loss, target: loss.full_tensor())"
+           "raw_model, 1.0, world_size // pp_size)\n")
+D3_SCHEDULE = "self.schedule = Schedule1F1B("
+D3_LOSS = "lambda loss, target: loss)"
+D3_PIPELINE = "Pipeline(raw_model, accumulation_steps,"
 D3_READ = "S // dp_size, T,\n"
-D3_ENDS = """\
-    tied = None
-    if pp_size > 1:  # the first and the last stage both have the tied matrix
-        ends, _ = dist.new_subgroups_by_enumeration(
-            mesh.mesh[[0, -1]].flatten(1).T.tolist())
-        end = raw_model.transformer.wte or raw_model.lm_head
-        tied = end.weight if end else None
+D3_JOIN = """\
+        dist.all_reduce(loss, group=self.group)  # the other stages add 0
 """
+D3_ENDS = "    ends = join_tied_ends(mesh) if pp_size > 1 else None\n"
 D3_WRONG = (
     # the changes of the lesson, each left out alone
     wrong("the schedule not imported", "3d",
           (("from torch.distributed.pipelining import PipelineStage, "
             "Schedule1F1B\n", ""),),
           "NameError: name 'PipelineStage' is not defined", "import"),
-    wrong("every stage embeds", "3d",
-          (("        x = idx  # or what the stage before this one returned "
-            "(B, T, n_embd)\n        if self.transformer.wte:  # in the "
-            "first stage\n            positions = torch.arange(idx.shape[1], "
-            "device=idx.device)\n            x = ",
-            "        if True:\n            positions = torch.arange("
-            "idx.shape[1], device=idx.device)\n            x = "),),
+    wrong("every pipeline stage embeds", "3d",
+          (("        x = idx  # or (B, T, n_embd), from the pipeline stage "
+            "before\n        if self.transformer.wte:\n",
+            "        if True:\n"),),
           "", "if self.transformer.wte:"),
-    wrong("every stage makes logits", "3d",
-          (("        if not self.lm_head:  # not in the last stage\n"
+    wrong("every pipeline stage makes logits", "3d",
+          (("        if not self.lm_head:  # the next pipeline stage goes on\n"
             "            return x\n", ""),), "", "if not self.lm_head:"),
     wrong("not cut", "3d", ((D3_CUT, ""),), "", "cut(raw_model"),
     wrong("the loss left out of the step", "3d",
@@ -1486,44 +1504,39 @@ D3_WRONG = (
           "the logged loss of step 0", "losses=losses"),
     wrong("the targets left out of the step", "3d",
           (("targets=y, target=y, ", "target=y, "),), "", "targets=y"),
-    wrong("the loss left a DTensor", "3d",
-          ((D3_LOSS, "lambda loss, target: loss)"),), "", "full_tensor()"),
+    wrong("the loss left a DTensor", "3d", ((TP_LOSS, "return loss"),), "",
+          "full_tensor()"),
     wrong("the flag left out", "3d",
-          (("    pipeline_parallel: int = 1  # stages that the blocks are "
+          (("    pipeline_parallel: int = 1  # parts that the layers are "
             "divided into\n", ""),),
           "pipeline_parallel", "pipeline_parallel: int = 1"),
-    wrong("evaluated with the model", "3d",
-          (("training_step(schedule.eval, next(data)",
-            "training_step(schedule.step, next(data)"),),
-          "", "schedule.eval"),
+    wrong("evaluated with the gradients", "3d",
+          (("self.schedule.step if self.training else self.schedule.eval",
+            "self.schedule.step"),), "", "self.schedule.eval"),
     wrong("validation by microbatches", "3d",
-          (("                schedule, val_data, hp.eval_minibatches, device,",
-            "                schedule, val_data,\n                "
-            "hp.eval_minibatches * accumulation_steps, device,"),),
+          (("val_data, hp.eval_minibatches,",
+            "val_data, hp.eval_minibatches * accumulation_steps,"),),
           "the validation loss of step 2", "--eval-minibatches"),
-    wrong("validation over the world", "3d",
-          (("(loss / num_batches / ranks)",
-            "(loss / num_batches / dist.get_world_size())"),),
-          "the validation loss of step 2", "only the last stage has a loss"),
+    wrong("the pipeline's loss not joined", "3d", ((D3_JOIN, ""),),
+          "the logged loss of step 0",
+          "only the last pipeline stage has a loss", suite=True),
     wrong("a mesh of two dimensions", "3d",
           (("device.type, (pp_size, dp_size, tp_size),\n"
             '        mesh_dim_names=("pp", "dp", "tp"))',
             "device.type, (dp_size, tp_size),\n"
             '        mesh_dim_names=("dp", "tp"))'),), "", '"pp"'),
-    wrong("rows as if there were no pipeline", "3d",
-          (("dp_size = ranks // tp_size", "dp_size = world_size // tp_size"),
-           ), "", "dp_size"),
+    wrong("TP groups as if there were no pipeline", "3d",
+          ((" // tp_size // pp_size", " // tp_size"),), "", "dp_size"),
     wrong("a microbatch for a batch", "3d", ((D3_READ, "B, T,\n"),),
           "", "S // dp_size"),
     wrong("the ends not joined", "3d", ((D3_ENDS, ""),),
-          "NameError: name 'tied'", ""),
-    wrong("the report over the world", "3d",
-          (("(report / ranks)", "(report / world_size)"),),
-          "the logged loss of step 0", "only the last stage has a loss",
-          suite=True),
+          "NameError: name 'ends'", ""),
     wrong("the model handed to the evaluation", "3d",
-          (("                schedule, val_data,",
-            "                raw_model, val_data,"),), "", "schedule"),
+          (("                model, val_data,",
+            "                raw_model, val_data,"),), "", ""),
+    wrong("the weights not drawn", "3d",
+          (("        draw_weights(raw_model, module)\n",
+            ""),), "", ""),
     # another stage's script
     wrong("the script of tp", "3d", "tp", "it has no --pipeline-parallel",
           "workshop diff 3d"),
@@ -1531,47 +1544,51 @@ D3_WRONG = (
     wrong("the tied gradient not summed", "3d", ((D3_SUM, ""),),
           "the tied matrix has another gradient", "group=ends", suite=True),
     wrong("the tied gradient averaged", "3d",
-          ((D3_SUM, D3_SUM + "            tied.grad.to_local().div_(2)\n"),),
+          ((D3_SUM, D3_SUM
+            + "            tied.weight.grad.to_local().div_(2)\n"),),
           "gradients of step 0 are off", "not their mean"),
     wrong("the tied gradient summed after clipping", "3d",
           ((D3_SUM + D3_CLIP, D3_CLIP + D3_SUM),),
           "gradients of step 0 are off", "clipped before they are reduced"),
     wrong("the tied matrix counted twice", "3d",
-          (("1.0, ranks, tied)", "1.0, ranks)"),),
+          (("in model.transformer.parameters():", "in model.parameters():"),),
           "gradients of step 0 are off", "the tied matrix counts twice"),
     wrong("the norm over the world", "3d",
-          (("1.0, ranks, tied)", "1.0, world_size, tied)"),),
-          "gradients of step 0 are off", "the ranks of one stage"),
+          (("1.0, world_size // pp_size)", "1.0, world_size)"),),
+          "gradients of step 0 are off", "the ranks of one of them"),
     wrong("the norm of the part", "3d",
           ((D3_CLIP, BY_SQUARES.format(reduce="")),),
           "gradients of step 0", "clips by the norm of its own part"),
     wrong("data by the global rank", "3d",
-          ((ROWS, "rank, world_size, vocab_size)\n"),),
-          "in step 0 the first stage reads samples", "dp_rank and dp_size"),
+          ((GROUPS, RANKS),),
+          "in step 0 the first pipeline stage reads samples",
+          "dp_rank and dp_size"),
+    wrong("all TP groups read the same samples", "3d",
+          ((GROUPS, "0, 1)\n        for split"),),
+          UNSHARDED.format("0 to 7"), "dp_rank, dp_size"),
     wrong("a block left out", "3d",
-          ((D3_PLACE, "        if i * num_stages // n != stage or "
-            "0 < stage == i - 1:\n"),),
-          "no stage of the pipeline has transformer.h.2",
-          "each block in one stage"),
+          ((D3_PLACE, D3_PLACE[:-2]
+            + "\n        and not 0 < stage == i - 1})"),),
+          "no pipeline stage has transformer.h.2",
+          "each block in one pipeline stage"),
     wrong("a block held twice", "3d",
-          ((D3_PLACE, "        if i * num_stages // n != stage and i != 1:\n"
-            ),), "two stages of the pipeline have transformer.h.1",
-          "each block in one stage"),
+          ((D3_PLACE, D3_PLACE[:-2] + " or i == 1})"),),
+          "two pipeline stages have transformer.h.1",
+          "each block in one pipeline stage"),
     wrong("gradients not divided by the schedule", "3d",
           ((D3_LOSS, D3_LOSS[:-1] + ", scale_grads=False)"),),
           "the gradient norm of step 0", "scale_grads=False"),
     wrong("the loss divided, too", "3d",
-          ((D3_LOSS, "lambda loss, target: loss.full_tensor() / "
-            "accumulation_steps)"),), "", "leave the loss as it is"),
+          ((D3_LOSS, "lambda loss, target: loss / num_microbatches)"),), "",
+          "leave the loss as it is"),
     wrong("the loss not added up", "3d", ((SUM, ""),),
           "the logged loss of step 0", "all_reduce it"),
     wrong("gradients never zeroed", "3d", ((ZERO, ""),),
           "gradients of step 1 are off", "zeroed"),
-    wrong("fewer microbatches than stages", "3d",
-          ((D3_SCHEDULE, "    schedule = Schedule1F1B(stage, 1,\n"),),
-          "", "microbatches"),
+    wrong("fewer microbatches than pipeline stages", "3d",
+          ((D3_PIPELINE, "Pipeline(raw_model, 1,"),), "", "microbatches"),
     wrong("rank 0 alone saves", "3d",
-          ((MESH_SAVE, "        if rank == 0 and save:\n"),),
+          ((SAVE_ALL, "        if rank == 0 and save:\n"),),
           "", "move it out of `if rank == 0 and save:`"),
 )
 
@@ -1580,18 +1597,18 @@ D3_RIGHT = (
     right("GPipe", "3d",
           (("import PipelineStage, Schedule1F1B",
             "import PipelineStage, ScheduleGPipe"),
-           ("Schedule1F1B(stage,", "ScheduleGPipe(stage,"))),
+           (D3_SCHEDULE, "self.schedule = ScheduleGPipe("))),
     right("Interleaved1F1B with one chunk", "3d",
           (("import PipelineStage, Schedule1F1B",
             "import PipelineStage, ScheduleInterleaved1F1B"),
-           ("Schedule1F1B(stage,", "ScheduleInterleaved1F1B([stage],"))),
+           (D3_SCHEDULE, "self.schedule = ScheduleInterleaved1F1B("),
+           ("        stage, num_micro", "        [stage], num_micro"))),
     right("another plan", "3d",
-          (('        "transformer.h.*.attn.c_attn": ColwiseParallel(),\n'
-            '        "transformer.h.*.attn.c_proj": RowwiseParallel(),\n',
-            ""),)),
+          ((TP_ATTENTION, ""),)),
     right("blocks cut unevenly", "3d",
-          ((D3_PLACE, "        if min(i * num_stages // n + (i == 1), "
-            "num_stages - 1) != stage:\n"),)),
+          ((D3_PLACE, "if min(num_stages - 1, (i == 1)\n"
+            "               + i * num_stages // model.config.n_layer) == "
+            "stage})"),)),
 )
 
 CASES = [*DDP_WRONG, *DDP_RIGHT, *LIT_WRONG, *LIT_RIGHT, *FSDP_WRONG,

@@ -10,7 +10,11 @@ import pytest
 from conftest import edit
 
 from backstage import ROOT
+from workshop.lesson import documents
 
+TITLES = [change.title for change in documents.load("ddp")]
+N = len(TITLES)
+WRAP = str(1 + TITLES.index("Wrap the model in DDP"))
 BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
 
 
@@ -56,15 +60,15 @@ def backups(repo):
 
 
 def test_apply_makes_one_change_and_keeps_what_was_there(repo):
-    out = workshop(repo, "apply", "ddp", "7")
-    assert "made change 7: Wrap the model in DDP\n" in out
-    assert "11 of 12 changes left" in out and "reopen it" in out
+    out = workshop(repo, "apply", "ddp", WRAP)
+    assert f"made change {WRAP}: Wrap the model in DDP\n" in out
+    assert f"{N - 1} of {N} changes left" in out and "reopen it" in out
     assert b"\n    model = DistributedDataParallel(" in script(
         repo).read_bytes()
     backup, = backups(repo)
     assert backup.read_bytes() == solution(repo, "std")
     assert str(backup.relative_to(repo)) in out
-    out = workshop(repo, "apply", "ddp", "7")
+    out = workshop(repo, "apply", "ddp", WRAP)
     assert "already made" in out and backups(repo) == [backup]
 
 
@@ -77,7 +81,7 @@ def test_apply_all_makes_the_solution_and_keeps_own_lines(repo):
         b"import math\n", b"import math\nprint('mine')\n")
     script(repo).write_bytes(own)
     out = workshop(repo, "apply", "ddp", "--all")
-    assert "0 of 12 changes left" in out and "Other differences" in out
+    assert f"0 of {N} changes left" in out and "Other differences" in out
     text = script(repo).read_bytes()
     assert text.replace(b"print('mine')\n", b"") == solution(repo, "ddp")
     assert own in [file.read_bytes() for file in backups(repo)]
@@ -102,9 +106,10 @@ def test_apply_leaves_alone_what_it_would_break(repo):
             f"        print('bye')\n\n\nif __name__{tail}").encode()
     compile(mine, "mine", "exec")
     script(repo).write_bytes(mine)
-    assert "in the way" in workshop(repo, "apply", "ddp", "3", status=1)
+    assert "in the way" in workshop(repo, "apply", "ddp", WRAP, status=1)
     assert script(repo).read_bytes() == mine and not backups(repo)
-    workshop(repo, "apply", "ddp", "2")  # it is somewhere else
+    somewhere_else = 1 + TITLES.index("Begin at this rank's own samples")
+    workshop(repo, "apply", "ddp", str(somewhere_else))
 
 
 def test_apply_works_beside_a_syntax_error(repo):
@@ -160,7 +165,7 @@ def test_resets_at_the_same_time_lose_nothing(repo):
 
 def test_applies_at_the_same_time_lose_no_change(repo):
     command = [sys.executable, "-m", "workshop", "apply", "ddp"]
-    numbers = [1, 4, 7, 9, 10, 11]
+    numbers = range(1, N + 1, 2)
     for _ in range(3):
         workshop(repo, "reset", "std")
         together = [subprocess.Popen([*command, str(number)], cwd=repo,
@@ -168,8 +173,8 @@ def test_applies_at_the_same_time_lose_no_change(repo):
                     for number in numbers]
         assert not any(process.wait() for process in together)
         left = workshop(repo, "diff", "ddp")
-        assert "6 of 12 changes left" in left
-        assert not re.search(rf"^({'|'.join(map(str, numbers))}) of 12: ",
+        assert f"{N - len(numbers)} of {N} changes left" in left
+        assert not re.search(rf"^({'|'.join(map(str, numbers))}) of {N}: ",
                              left, re.MULTILINE)
 
 
@@ -184,7 +189,7 @@ def test_what_an_editor_saves_meanwhile_stays(repo):
             return back_up()
 
         desk.back_up = save_and_back_up
-        run_main(lambda: desk.apply("ddp", [7]))"""
+        run_main(lambda: desk.apply("ddp", [3]))"""
     end = subprocess.run([sys.executable, "-c", program], cwd=repo, text=True,
                          capture_output=True)
     assert end.returncode == 1
@@ -293,8 +298,8 @@ def test_a_full_disk_keeps_the_script(repo):
     (("diff", "std"), "invalid choice: 'std'"),
     (("check", "std"), "invalid choice: 'std'"),
     (("apply", "ddp"), "give the numbers of changes, or --all"),
-    (("apply", "ddp", "13"), "has changes 1 to 12"),
-    (("apply", "ddp", "0"), "has changes 1 to 12"),
+    (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
+    (("apply", "ddp", "0"), f"has changes 1 to {N}"),
     (("apply", "ddp", "x"), "invalid int value: 'x'"),
     (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
     (("reset",), "name a stage"),

@@ -4,6 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from check_cases import RANKS
 from conftest import linear_light
 from test_check import FORWARD, board_of, plant
 
@@ -42,9 +43,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys):
 
 def test_a_picture_of_the_samples(tmp_path, capsys):
     """From the script itself: every rank reads rank 0's samples."""
-    wrong = ("rank, world_size, vocab_size)\n        for split",
-             "0, world_size, vocab_size)\n        for split")
-    board = board_of(plant(tmp_path, wrong), capsys)
+    board = board_of(plant(tmp_path, (RANKS, "0, " + RANKS[6:])), capsys)
     seen = board.pictures["2"]
     assert seen["read"][0] == seen["read"][1]
     drawn = pictures.reads(seen["expected"], seen["read"])

@@ -1,4 +1,4 @@
-"""`python -m workshop check`: scripts of the table, and its manners."""
+"""`python -m workshop check`: scripts of the table, and how it exits."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from check_cases import CASES, outcome, problem
+from check_cases import CASES, SHARING, outcome, problem
 from conftest import needs
 
 from backstage import ROOT
@@ -20,7 +20,7 @@ from workshop import processes
 from workshop.check import trial
 from workshop.check.board import Board
 from workshop.check.command import main
-from workshop.lesson import checked
+from workshop.lesson import checked, documents
 from workshop.stages import LESSONS, STAGES
 
 SUITE = [case for case in CASES if case.suite]
@@ -43,6 +43,10 @@ def test_the_table_is_as_large_as_promised():
     assert count["fsdp", False] >= 20 and count["fsdp", True] >= 10
     assert count["tp", False] >= 30 and count["tp", True] >= 5
     assert count["3d", False] >= 30 and count["3d", True] >= 4
+    for stage in ("ddp", "mpi"):  # in which ways the data is not shared
+        assert {name for name, *_ in SHARING} <= {
+            case.name for case in SUITE if case.stage == stage}
+    assert len(SHARING) >= 8
     assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
 
 
@@ -115,36 +119,42 @@ def test_what_follows_is_folded(tmp_path, capsys):
     assert out.count("FAIL") == 1 and "  and   the final" in out
 
 
-@pytest.mark.parametrize(("stage", "number", "says"), [
-    ("ddp", 3, "name 'local_rank' is not defined"),  # left out
-    ("ddp", 9, "it is rank 0's own loss"),
-    ("ddp", 8, "Right, as far as 2 processes show it"),  # sends more, is right
-    pytest.param("lit", 8, "no attribute 'norm'", marks=pytest.mark.whole),
-    pytest.param("fsdp", 8, "move it out of", marks=pytest.mark.whole),
-    pytest.param("tp", 12, "pass dp_rank and dp_size",
-                 marks=pytest.mark.whole),
-    pytest.param("3d", 20, "the last stage has a loss",
+@pytest.mark.parametrize(("stage", "title", "says"), [
+    ("ddp", "Ask the launcher", "name 'local_rank' is not defined"),
+    ("ddp", "Average the losses", "it is rank 0's own loss"),
+    # it sends more, and is right
+    ("ddp", "Reduce the gradients", "Right, as far as 2 processes show it"),
+    pytest.param("lit", "Clip the gradients", "no attribute 'norm'",
                  marks=pytest.mark.whole)])
-def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, number, says):
+def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     """The script of the stage before, with all other changes made."""
     seen = []
     monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
     script = tmp_path / "train_gpt2.py"
     before = STAGES[STAGES[stage].after].solution.read_text()
     script.write_text(before)
+    number = number_of(stage, title)
     right = main(stage, script, change=number)
     out = capsys.readouterr().out
-    assert says in out and f"Change {number} (" in out
+    assert says in out and f"Change {number} ({title}" in out
     assert right == ("Right" in out) and script.read_text() == before
     assert not seen  # it is not the whole check
 
 
+def number_of(stage, title):
+    """The number of the lesson's one change whose title begins so."""
+    number, = (number for number, change in enumerate(documents.load(stage), 1)
+               if change.title.startswith(title))
+    return number
+
+
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = plant(tmp_path, FORWARD)
-    assert main("ddp", script, change=7)
-    assert "Change 7 is made as the lesson has it" in capsys.readouterr().out
-    with pytest.raises(UserError, match="there is no change 13"):
-        main("ddp", script, change=13)
+    made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
+    assert main("ddp", script, change=made)
+    assert f"Change {made} is made as the" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"there is no change {last + 1}"):
+        main("ddp", script, change=last + 1)
 
 
 def test_a_script_that_is_none(tmp_path):

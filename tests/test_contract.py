@@ -106,6 +106,7 @@ def test_the_same_training(stage, mesh, request, tmp_path):
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
                    observe=Observer(seen, tmp_path / "run"))
     agree(result, single)
+    assert "Warning" not in result.err, result.err
     expected = single.rows
     if not fewer:
         with open(GOLDEN / "metrics.csv", newline="") as file:

@@ -404,7 +404,7 @@ def test_memory_is_kept_for_the_next_tensor():
 
 
 def test_one_copy_from_pinned_memory(monkeypatch):
-    data = ddp.DataIterator(ddp.get_shards(GOLDEN, "train"), 2, 32, 0, 1, 257)
+    data = ddp.DataIterator(ddp.get_shards(GOLDEN, "train"), 2, 32, 0, 1)
     batch = next(data)
     assert batch.shape == (2, 2, 32) and batch.is_contiguous()
     assert not batch.is_pinned()
@@ -482,18 +482,22 @@ def test_a_share_of_the_cores(
     assert cores.count_cores(processes) == count
 
 
-def test_threads_are_set_once(monkeypatch):
+def test_threads_are_set_unless_the_user_has(monkeypatch):
     used = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
     monkeypatch.setattr(cores, "count_cores", lambda n: 64 // n)
+    monkeypatch.setattr(cores, "CHOSEN", [])
     cores.use_cores(4)
     assert used == [16] and os.environ["OMP_NUM_THREADS"] == "16"
-    cores.use_cores(1)  # it is set now
-    assert used == [16]
+    cores.use_cores(8)  # Lightning starts more of them than were here
+    assert used == [16, 8] and os.environ["OMP_NUM_THREADS"] == "8"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # somebody has set it
+    cores.use_cores(4)
+    assert used == [16, 8]
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     cores.use_cores(1)  # never more than torch takes by itself
-    assert used == [16, 32]
+    assert used == [16, 8, 32]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")

@@ -28,6 +28,7 @@ PORTABLE = sorted(
     for name in (path.name for path in (ROOT / folder).glob("*.py"))
     if names == "*" or name[:-3] in names.strip("{}").split(","))
 STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
+COUNT = len(load_lesson("ddp").changes)
 
 
 @pytest.fixture
@@ -42,6 +43,15 @@ def look(tmp_path):
 
 def numbers(diff):
     return [item.number for item in diff.left]
+
+
+def made_by(words):
+    """The number of DDP's change that adds the line with these words."""
+    lesson = load_lesson("ddp")
+    line, = (j for j, code in enumerate(lesson.goal.code) if words in code)
+    number, = {piece.change + 1 for piece in lesson.pieces
+               if piece.j1 <= line < piece.j2}
+    return number
 
 
 # ------------------------------------------------- the lesson, the solution
@@ -112,7 +122,7 @@ def test_done_also_with_other_comments_blanks_and_line_ends(look):
     for text in variants:
         diff = look(text)
         assert not diff.left and not diff.others
-        done = "Done: all 12 changes are made"
+        done = f"Done: all {COUNT} changes are made"
         assert render.headline(diff).startswith(done)
         assert done in render.to_html(diff) and done in render.to_text(diff)
 
@@ -129,19 +139,18 @@ def test_the_same_code_in_another_spelling_is_made(look):
     assert not diff.left and not diff.others
     # and so it is while other changes are left
     diff = look(edit(text, ('Run("ddp"', 'Run("std"')))
-    assert numbers(diff) == [6] and not diff.others
+    assert numbers(diff) == [made_by('Run("ddp"')] and not diff.others
 
 
 @pytest.mark.parametrize("place, old, new", [
-    ("DataIterator.__init__", "self.rank, self.world_size", "self.rank, self."
-     "wold_size"),
+    ("DataIterator.__init__", "self.num_samples = (", "self.num_sample = ("),
     ("main", "train_data.seek(first_step * S)", "train_data.seek(first_step)"),
     ("MLP", "class MLP(nn.Module)", "class MPL(nn.Module)"),
-    ("get_lr", "        return hp.learning_rate * (step + 1)",
-     "    return hp.learning_rate * (step + 1)"),
+    ("get_lr", "        return max_lr * (step + 1)",
+     "    return max_lr * (step + 1)"),
 ])
 def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
-    for text, left in ((STD, 12), (DDP, 0)):
+    for text, left in ((STD, COUNT), (DDP, 0)):
         diff = look(edit(text, (old, new)))
         assert len(diff.left) == left and len(diff.others) == 1
         assert "1 other difference" in render.headline(diff)
@@ -153,20 +162,23 @@ def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
         assert "Done" not in render.headline(diff)
 
 
-@pytest.mark.parametrize("number, old, new", [
-    (3, '"WORLD_SIZE"])', '"WORLDSIZE"])'),
-    (2, "import nullcontext", "import nulcontext"),
-    (4, "device, local_rank)", "device, lokal_rank)"),
-    (7, "DistributedDataParallel(model", "DistributedDataParallell(model"),
-    (8, "if reduce else", "if not reduce else"),
-    (9, "    dist.all_reduce(report)", "    dist.al_reduce(report)"),
-    (11, "if rank == 0 and save:", "if rank = 0 and save:"),
+@pytest.mark.parametrize("old, new", [
+    ('"WORLD_SIZE"])', '"WORLDSIZE"])'),
+    ("import nullcontext", "import nulcontext"),
+    ("device, local_rank)", "device, lokal_rank)"),
+    ("rank * B, world_size", "rank + B, world_size"),
+    ("+= self.stride", "+= self.strid"),
+    ("DistributedDataParallel(model", "DistributedDataParallell(model"),
+    ("if is_last_microbatch else", "if not is_last_microbatch else"),
+    ("    dist.all_reduce(report)", "    dist.al_reduce(report)"),
+    ("if rank == 0 and save:", "if rank = 0 and save:"),
 ])
-def test_a_slip_in_a_change_is_that_change(look, number, old, new):
+def test_a_slip_in_a_change_is_that_change(look, old, new):
+    number = made_by(old.strip())
     diff = look(edit(DDP, (old, new)))
     assert numbers(diff) == [number] and not diff.others
     # alone, with all the others still to be made
-    others = set(range(1, 13)) - {number}
+    others = set(range(1, COUNT + 1)) - {number}
     text = look(STD).apply([number])
     diff = look(edit(text, (old, new)))
     assert set(numbers(diff)) == others | {number} and not diff.others
@@ -175,7 +187,7 @@ def test_a_slip_in_a_change_is_that_change(look, number, old, new):
 
 def test_what_is_left_of_a_change_that_is_half_made(look):
     diff = look(edit(STD, ("import time\n", "import os\nimport time\n")))
-    assert numbers(diff) == list(range(1, 13))
+    assert numbers(diff) == list(range(1, COUNT + 1))
     text = render.to_text(diff)
     shown = [line for line in text.splitlines() if " + " in line]
     assert not any(line.endswith("import os") for line in shown)
@@ -183,8 +195,9 @@ def test_what_is_left_of_a_change_that_is_half_made(look):
     # the new line is there, the old one as well
     diff = look(edit(DDP, ('    run = Run("ddp"', '    run = Run("std", hp, '
                            'config, max_steps, device)\n    run = Run("ddp"')))
-    assert numbers(diff) == [6] and not diff.others
-    assert diff.apply([6]) == DDP
+    number = made_by('Run("ddp"')
+    assert numbers(diff) == [number] and not diff.others
+    assert diff.apply([number]) == DDP
 
 
 def test_own_lines_are_differences_of_their_own_and_stay(look):
@@ -196,7 +209,7 @@ def test_own_lines_are_differences_of_their_own_and_stay(look):
         for text in (edit(STD, (place, place + indent + own)),
                      edit(STD, (place, indent + own + place))):
             diff = look(text)
-            assert numbers(diff) == list(range(1, 13))
+            assert numbers(diff) == list(range(1, COUNT + 1))
             made = look(diff.apply(numbers(diff)))
             assert not made.left
     # for a script that is ready, it says what can tell
@@ -209,7 +222,7 @@ def test_moved_lines_are_told(look):
     block = re.search(r"class MLP.*?\n\n\n", STD, re.DOTALL)[0]
     diff = look(edit(STD, (block, ""), ("class GPTConfig", block +
                                         "class GPTConfig")))
-    assert numbers(diff) == list(range(1, 13))
+    assert numbers(diff) == list(range(1, COUNT + 1))
     assert 1 <= len(diff.others) <= 3
 
 
@@ -230,7 +243,7 @@ def test_a_syntax_error_is_one_line_that_says_where(look):
     complaint = render.syntax(diff)
     assert f"line {line}" in complaint and "\n" not in complaint
     assert complaint in render.to_text(diff)
-    assert numbers(diff) == [9] and not diff.others
+    assert numbers(diff) == [made_by("report = torch")] and not diff.others
 
 
 def test_scripts_that_are_none(look, tmp_path):
@@ -239,7 +252,7 @@ def test_scripts_that_are_none(look, tmp_path):
     with pytest.raises(UserError, match="UTF-8"):
         look(STD.encode("utf-16"))
     assert look("").left  # and no error
-    assert len(look("print('hello')\n" * 300).left) == 12
+    assert len(look("print('hello')\n" * 300).left) == COUNT
 
 
 def test_any_pair_of_stages_can_be_compared(look):
@@ -269,37 +282,63 @@ def test_html_shows_lines_and_marks_the_words_that_differ(look):
 def test_only_the_next_change_is_unfolded(look):
     diff = look(look(STD).apply([1, 2, 4]))
     html = render.to_html(diff)
-    open_one, *folded = re.split("<details>", html)
-    assert open_one.count("<h4>") == 1 and "<h4>3 of 12: " in open_one
+    open_one, *folded = re.split(r"<details>(?=<summary>\d)", html)
+    assert open_one.count("<h4>") == 1 and f"<h4>3 of {COUNT}: " in open_one
     assert open_one.count('<pre class="code">') == 1
-    assert len(folded) == 8 and "<summary>5 of 12: " in folded[0]
+    assert len(folded) == COUNT - 4
+    assert folded[0].startswith(f"<summary>5 of {COUNT}: ")
     strip = re.findall(r'<span class="(\w+)" title="(\d+): .*?>(.*?)</span>',
                        html)
     assert [box[0] for box in strip] == [
-        "made", "made", "next", "made", *["left"] * 8]
+        "made", "made", "next", "made", *["left"] * (COUNT - 4)]
     assert [box[2] for box in strip[:5]] == ["✓", "✓", "3", "✓", "5"]
-    assert 'aria-label="3 of 12 changes are made; the next one is ' in html
+    assert (f'aria-label="3 of {COUNT} changes are made; the next one is '
+            in html)
     # an export has no style sheet: its lines are lines, with their indents
     code = re.search(r"<pre class=\"code\"><code>(.*?)</code>", open_one,
                      re.DOTALL)[1]
     code = re.sub("<.*?>", "", code).splitlines()
-    assert '    rank = int(os.environ[&quot;RANK&quot;])' in code
+    assert "    dist.destroy_process_group()" in code
 
 
 def test_hints_keep_the_code_one_click_away(look):
     diff = look(STD)
     html = render.to_html(diff, hints=True)
-    assert html.count("<summary>Show the code</summary>") == 12
-    assert html.index("Start with something small") < html.index("Show the")
-    asks = "Which device does rank 5 take?"
-    assert asks in html and asks in " ".join(render.to_text(diff).split())
+    assert html.count("<summary>Show the code</summary>") == COUNT
+    why = render.quote(diff.left[0].why.split("\n\n")[0])
+    assert html.index(why) < html.index("Show the")
     text = render.to_text(diff, hints=True)
     line = STD.splitlines().index("    device = use_device(hp.device)") + 1
-    assert "4 of 12" in text and f"(line {line}, in main)" in text
-    assert "local_rank)" not in text and "--no-hints" in text
+    number = made_by("use_device(hp.device, local_rank)")
+    assert f"{number} of {COUNT}" in text
+    assert f"(line {line}, in main)" in text
+    assert "gradient_as_bucket" not in text and "--no-hints" in text
     made = look(DDP)
     assert "Show the code" not in render.to_html(made, hints=True)
     assert "--no-hints" not in render.to_text(made, hints=True)
+
+
+def test_a_question_has_its_answer_folded(look):
+    """And only where the check answers it does the view say so."""
+    diff = look(STD)
+    for item in diff.left:
+        diff.left = [item]
+        html, text = render.to_html(diff), render.to_text(diff)
+        asked = bool(item.predict)
+        assert ("Predict:" in html) == ("Predict:" in text) == asked
+        assert ("<summary>Answer</summary>" in html) == asked
+        assert not asked or item.answer not in text
+        text = " ".join(text.split())
+        assert render.quote(item.predict) in html and item.predict in text
+        assert (f"(the answer: workshop/lessons/ddp.md, change {item.number})"
+                in text) == asked
+        tries = f"check(&quot;ddp&quot;, {item.number})</code> tries it"
+        assert (tries in html) == item.checked
+        assert (f"`python -m workshop check ddp {item.number}` tries it"
+                in text) == item.checked
+        assert f"</summary><p class=\"\">{render.quote(item.answer)}</p>" in (
+            html) or not asked
+    assert any(item.checked for item in look(STD).left)
 
 
 @pytest.mark.parametrize("value, folded", [
@@ -324,10 +363,10 @@ def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
     set_for_all = {} if value is None else {"WORKSHOP_HINTS": value}
     for shown in (show("-c", cell.format("")),
                   show("-m", "workshop", "diff", "ddp", **set_for_all)):
-        assert ("local_rank)" not in shown) == folded
-    assert "local_rank)" in show("-c", cell.format(", hints=False"))
-    assert "local_rank)" in show("-m", "workshop", "diff", "ddp",
-                                 "--no-hints", **set_for_all)
+        assert ("gradient_as_bucket" not in shown) == folded
+    assert "gradient_as_bucket" in show("-c", cell.format(", hints=False"))
+    assert "gradient_as_bucket" in show("-m", "workshop", "diff", "ddp",
+                                        "--no-hints", **set_for_all)
 
 
 @pytest.mark.parametrize("stage, text, start", [

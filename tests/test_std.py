@@ -23,10 +23,12 @@ from stages import (
 )
 
 from backstage import ROOT
+from backstage.errors import explain
 from backstage.flops import flops_per_token
 from backstage.run import new_folder
 
 sys.path.insert(0, str(ROOT / "solutions"))
+import train_gpt2_ddp as ddp
 import train_gpt2_std as std
 
 # ------------------------------------------------------------- the contract
@@ -76,7 +78,7 @@ def test_loss_is_the_mean_before_the_update(data, single):
     assert single.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert single.rows[0]["norm"] == pytest.approx(norm.item(), rel=1e-5)
     shards = std.get_shards(data, "val")
-    samples = std.DataIterator(shards, 32, 32, 0, 1, 257)
+    samples = std.DataIterator(shards, 32, 32)
     config = replace(std.MODELS["tiny"], vocab_size=257)
     trained = std.GPT(config)
     trained.load_state_dict(single.checkpoint()["model"])
@@ -89,16 +91,19 @@ def first_batch(data, size, dtype=torch.float32):
     torch.manual_seed(1337)
     config = replace(std.MODELS["tiny"], vocab_size=257)
     shards = std.get_shards(data, "train")
-    batch = next(std.DataIterator(shards, size, 32, 0, 1, 257))
+    batch = next(std.DataIterator(shards, size, 32))
     return std.GPT(config).to(dtype), batch
 
 
-def test_accumulation_changes_nothing(data, tmp_path, single):
+def test_accumulation_changes_nothing(data, tmp_path, single, monkeypatch):
     """One microbatch of 8, and four of 2: gradients in fp64, losses."""
+    # the model would compute its loss in fp32
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
     def gradients(size):
         model, _ = first_batch(data, 1, torch.float64)
         shards = std.get_shards(data, "train")
-        microbatches = std.DataIterator(shards, size, 32, 0, 1, 257)
+        microbatches = std.DataIterator(shards, size, 32)
         for _ in range(8 // size):
             (model(*next(microbatches)) / (8 // size)).backward()
         return torch.cat([w.grad.flatten() for w in model.parameters()])
@@ -120,11 +125,13 @@ def test_samples_follow_the_contract(tmp_path, lengths, B, T):
     parts = np.split(tokens, np.cumsum(lengths)[:-1])
     shards = std.get_shards(write_shards(tmp_path, parts, [0]), "train")
     n, S = (len(tokens) - 1) // T, 8
-    for world_size in (1, 2, 4):
+    worlds = [[std.DataIterator(shards, B, T)]] + [
+        [ddp.DataIterator(shards, B, T, rank, world_size)
+         for rank in range(world_size)] for world_size in (1, 2, 4)]
+    for ranks in worlds:
+        world_size = len(ranks)
         if S % (B * world_size):
             continue
-        ranks = [std.DataIterator(shards, B, T, rank, world_size, 65536)
-                 for rank in range(world_size)]
         for step in range(2 * n // S + 2):
             x, y = (torch.cat(parts) for parts in zip(*[
                 next(data) for _ in range(S // (B * world_size))
@@ -133,10 +140,10 @@ def test_samples_follow_the_contract(tmp_path, lengths, B, T):
             expected = first[:, None] + torch.arange(T)
             assert torch.equal(x, expected)
             assert torch.equal(y, expected + 1)
-        later = std.DataIterator(shards, B, T, 0, world_size, 65536)
-        later.seek(3 * S)
-        assert torch.equal(next(later)[0][0],
-                           3 * S % n * T + torch.arange(T))
+        for rank, data in enumerate(ranks):
+            data.seek(3 * S)
+            assert torch.equal(next(data)[0][0],
+                               (3 * S + rank * B) % n * T + torch.arange(T))
 
 
 def test_a_large_folder_opens_without_being_read(tmp_path):
@@ -150,7 +157,7 @@ def test_a_large_folder_opens_without_being_read(tmp_path):
         os.link(shard, tmp_path / f"fineweb_train_{number:06d}.npy")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = std.DataIterator(
-        std.get_shards(tmp_path, "train"), 16, 1024, 0, 1, 50257)
+        std.get_shards(tmp_path, "train"), 16, 1024)
     data.seek(data.num_samples - 16)
     x, _ = next(data)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -507,18 +514,25 @@ def make_bad(folder, kind):
 
 
 @pytest.mark.parametrize(("kind", "words"), [
-    ("dtype", ["test_train_000002.npy", "int64"]),
-    ("shape", ["test_train_000002.npy", "(10, 10)"]),
+    ("dtype", ["test_train_000002.npy", "int64", "not a list of uint16"]),
+    ("shape", ["test_train_000002.npy", "(10, 10)", "not a list of uint16"]),
     ("truncated", ["test_train_000002.npy", "make it again"]),
     ("empty", ["test_train_000002.npy", "make it again"]),
     ("object", ["test_train_000002.npy", "make it again"]),
-    ("short", ["24 tokens are too few"]),
+    ("short", ["24 tokens of train are too few"]),
     ("token", ["token 257", "vocabulary of 257"]),
     ("vocabulary", ["the vocabulary is damaged"]),
 ])
 def test_bad_shards(tmp_path, kind, words):
     data = make_bad(make_dataset(tmp_path / "data"), kind)
     refused(train("std", tmp_path / "run", data=data), *words)
+
+
+def test_a_token_that_no_look_has_found_is_one_line():
+    """Only the first tokens of a shard are looked at before a run."""
+    with pytest.raises(IndexError) as error:
+        torch.nn.Embedding(256, 1)(torch.tensor([256]))
+    assert "not in the vocabulary" in explain(error.value)
 
 
 def test_a_run_of_another_model(data, tmp_path, single):

@@ -17,9 +17,10 @@ from workshop.stages import STAGES
 class Waits:
     """Notes, in order, what a rank does that would make it wait for a GPU.
 
-    "forward" and "backward" of a microbatch, "update" of the optimizer, and
-    "wait" and by what: a tensor's value becomes Python's or NumPy's. A copy
-    from the CPU to the device is none.
+    "forward" and "backward" of a microbatch, "update" of the optimizer,
+    "reduce" where the script calls all_reduce, and "wait" and by what: a
+    tensor's value becomes Python's or NumPy's. A copy from the CPU to the
+    device is none.
     """
 
     def __init__(self, folder):
@@ -27,6 +28,7 @@ class Waits:
 
     def __call__(self, rank):
         import torch
+        import torch.distributed as dist
         from torch.nn.modules.module import (
             register_module_forward_pre_hook as before_forward,
         )
@@ -35,6 +37,7 @@ class Waits:
         )
         from torch.overrides import TorchFunctionMode
         from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
 
         said = []
         out = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
@@ -45,6 +48,10 @@ class Waits:
                 # of a tensor on the CPU, these read the memory at once
                 if function in out:
                     said.append(f"wait {function.__name__}")
+                elif function is torch.tensor and any(
+                        isinstance(leaf, torch.Tensor)
+                        for leaf in tree_leaves(args)):
+                    said.append("wait tensor")
                 result = function(*args, **(kwargs or {}))
                 if function is torch.Tensor.backward:
                     said.append("backward")
@@ -53,7 +60,7 @@ class Waits:
         class Operations(TorchDispatchMode):
             def __torch_dispatch__(self, operation, types, args=(),
                                    kwargs=None):
-                # item(), float(), if, torch.tensor([tensor]), nonzero()
+                # item(), float(), if, nonzero()
                 if operation is torch.ops.aten._local_scalar_dense.default:
                     said.append("wait item")
                 elif operation is torch.ops.aten.nonzero.default:
@@ -65,6 +72,13 @@ class Waits:
             if "GPT" in names and torch.is_grad_enabled():
                 said.append("forward")
 
+        reduce = dist.all_reduce
+
+        def visible_reduce(*args, **options):
+            said.append("reduce")
+            return reduce(*args, **options)
+
+        dist.all_reduce = visible_reduce
         before_forward(forward)
         before_update(lambda *_: said.append("update"))
         Calls().__enter__()
@@ -77,7 +91,7 @@ class Waits:
 
 
 def waits(folder, rank=0):
-    """Of each step: (its microbatches, waits among them, all of its waits).
+    """Of each step: (its microbatches, waits among them, what follows).
 
     A step begins with the first forward after an update.
     """
@@ -93,29 +107,33 @@ def waits(folder, rank=0):
     for step in steps:
         end = len(step) - step[::-1].index("backward")
         inside = [event for event in step[:end] if event[:4] == "wait"]
-        every = [event for event in step if event[:4] == "wait"]
-        yield step.count("forward"), inside, every
+        yield step.count("forward"), inside, step[end:]
 
 
 FLAGS = ("--max-steps", 3, "--microbatch-size", 1, "--eval-every", 100,
          "--generate-every", 100, "--checkpoint-every", 100)
 
 
-@pytest.mark.parametrize("stage, world_size", [
-    ("std", None), ("ddp", 2), ("fsdp", 2)])
-def test_no_microbatch_waits_for_the_device(
-        data, tmp_path, stage, world_size):
+# The loss, and whether to stop, of all ranks; then the norm.
+REPORT = ["reduce", "wait tolist", "wait item"]
+
+
+@pytest.mark.parametrize("stage, world_size, expected", [
+    ("std", None, ["update", "wait item", "wait item"]),
+    ("ddp", 2, ["update", *REPORT]), ("fsdp", 2, ["update", *REPORT]),
+    pytest.param("tp", 2, ["reduce", "update", *REPORT],  # first its norm
+                 marks=pytest.mark.whole)])
+def test_a_step_waits_for_the_device_once_its_report_is_reduced(
+        data, tmp_path, stage, world_size, expected):
     ended = train(stage, tmp_path / "run", *FLAGS, data=data,
                   world_size=world_size, observe=Waits(tmp_path))
     assert ended.status == 0, ended.err
     for rank in range(world_size or 1):
         steps = list(waits(tmp_path, rank))
         assert len(steps) == 3
-        for microbatches, inside, every in steps[:2]:
+        for microbatches, inside, end in steps[:2]:
             assert microbatches == 8 // (world_size or 1)
-            assert inside == []
-            # the norm, and the loss with whether to stop
-            assert 2 <= len(every) <= 4, every
+            assert inside == [] and end == expected
 
 
 @pytest.mark.whole
@@ -136,6 +154,22 @@ def test_a_wait_among_the_microbatches_is_seen(
     assert rank.status == 0, rank.err
     _, inside, _ = next(waits(tmp_path))
     assert len(inside) >= 7 and set(inside) == {f"wait {seen}"}
+
+
+@pytest.mark.whole
+def test_a_wait_before_the_reduction_is_seen(data, tmp_path):
+    """torch.tensor() asks the device for the value of each tensor."""
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(edit(
+        STAGES["ddp"].solution.read_text(),
+        ("torch.stack((mean_loss, stop))",
+         "torch.tensor([mean_loss, stop], device=device)")))
+    for rank in launch(script, "--preset", "tiny", "--device", "cpu",
+                       "--data", data, "--run", tmp_path / "run", *FLAGS,
+                       world_size=2, observe=Waits(tmp_path)):
+        assert rank.status == 0, rank.err
+    _, _, end = next(waits(tmp_path))
+    assert end == ["update", "wait tensor", *REPORT]
 
 
 # ------------------------------------------------------- the reducer of eight
@@ -227,7 +261,8 @@ def test_a_reduction_in_every_microbatch_is_seen(data, tmp_path):
     script = tmp_path / "train_gpt2.py"
     script.write_text(edit(
         STAGES["ddp"].solution.read_text(),
-        ("nullcontext() if reduce else model.no_sync()", "nullcontext()")))
+        ("nullcontext() if is_last_microbatch else model.no_sync()",
+         "nullcontext()")))
     seen = train_as_rank_of_eight(data, tmp_path, script=script)
     assert seen["steps"] == [[seen["parameters"]] * 4] * 3
 

@@ -5,7 +5,7 @@ import os
 import sys
 
 from backstage.errors import UserError, run_main
-from workshop import doctor, progress, update
+from workshop import doctor, lab, progress, update
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.stages import LESSONS, STAGES
@@ -20,7 +20,9 @@ class Parser(argparse.ArgumentParser):
 
 def main():
     args = parse()
-    if args.command == "diff":
+    if args.command == "lab":
+        lab.main(args.stage, args.flags)
+    elif args.command == "diff":
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(render.to_text(Diff(args.stage), colour, args.hints))
     elif args.command == "check":
@@ -60,6 +62,10 @@ def parse():
         command.add_argument("stage", choices=LESSONS,
                              help="the stage that the lesson makes")
 
+    add("lab", "Open JupyterLab with your script and a lesson side by side; "
+        "further flags are JupyterLab's, such as --no-browser.").add_argument(
+            "stage", nargs="?", choices=LESSONS,
+            help="the stage that the lesson makes (left out: start_here)")
     diff = add("diff", "Show what is left to change in your script, and why.")
     add_stage(diff)
     diff.add_argument("--hints", action=argparse.BooleanOptionalAction,
@@ -108,10 +114,12 @@ def parse():
     plot.add_argument("-o", "--output", default="results.png",
                       help="the file, .png, .svg or .pdf (results.png)")
 
-    args = parser.parse_args()
+    args, args.flags = parser.parse_known_args()
     if args.command is None:
         parser.print_help()
         sys.exit(2)
+    if args.flags and args.command != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(args.flags)}")
     if args.command == "apply" and args.all == bool(args.number):
         apply.error("give the numbers of changes, or --all")
     if args.command == "reset" and (

@@ -1,4 +1,4 @@
-"""Writes the batch files and workspaces of all stages: python -m workshop.jobs
+"""Writes the batch files of all stages: python -m workshop.jobs
 
 They follow from the registry, so edit it or the templates here, and not them.
 Only the standard library, from Python 3.9 on.
@@ -41,43 +41,6 @@ train mpiexec -n {processes} "${{per_node[@]}}" {gpus} python -m workshop.mpi \
 """
 PBS_SIZES = ("1n4g", "2n4g")
 CORES = 8  # for each GPU
-
-WORKSPACE = """{
- "data": {
-  "layout-restorer:data": {
-   "main": {
-    "dock": {
-     "type": "split-area",
-     "orientation": "horizontal",
-     "sizes": [0.5, 0.5],
-     "children": [
-      {
-       "type": "tab-area",
-       "currentIndex": 0,
-       "widgets": ["editor:code/train_gpt2.py"]
-      },
-      {
-       "type": "tab-area",
-       "currentIndex": 0,
-       "widgets": ["notebook:notebooks/diff_STAGE.ipynb"]
-      }
-     ]
-    },
-    "current": "notebook:notebooks/diff_STAGE.ipynb"
-   },
-   "left": {"collapsed": true, "visible": true, "widgets": []},
-   "right": {"collapsed": true, "visible": true, "widgets": []}
-  },
-  "editor:code/train_gpt2.py": {
-   "data": {"path": "code/train_gpt2.py", "factory": "Editor"}
-  },
-  "notebook:notebooks/diff_STAGE.ipynb": {
-   "data": {"path": "notebooks/diff_STAGE.ipynb", "factory": "Notebook"}
-  }
- },
- "metadata": {"id": "STAGE"}
-}
-"""
 
 
 def batch_file(stage, size):
@@ -142,13 +105,10 @@ def files():
                 yield (ROOT / "batchfiles" / "pbs"
                        / f"batch-{stage.name}-{size}.sh",
                        pbs_file(stage, size))
-        if stage.after:
-            yield (ROOT / f"{stage.name}.jupyterlab-workspace",
-                   WORKSPACE.replace("STAGE", stage.name))
 
 
 if __name__ == "__main__":
     for path, text in files():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+        path.chmod(0o755)

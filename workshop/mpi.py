@@ -4,8 +4,7 @@
 
 mpirun, mpiexec or srun starts the processes and numbers them. The script reads
 RANK, LOCAL_RANK and WORLD_SIZE, and finds the other processes at MASTER_ADDR
-and MASTER_PORT. With -v before the script, each rank says what it takes itself
-for.
+and MASTER_PORT. With -v before the script, each rank prints its rank and host.
 """
 
 import os
@@ -36,7 +35,7 @@ def main():
 
 
 def introduce(launcher, env):
-    """One line: what this process takes itself for."""
+    """One line: this process's rank and host, and where rank 0 is."""
     return (f"rank {env['RANK']} of {env['WORLD_SIZE']}, on "
             f"{socket.gethostname()} local rank {env['LOCAL_RANK']} of "
             f"{env['LOCAL_WORLD_SIZE']}, as {launcher} says; rank 0 is at "

@@ -2,22 +2,26 @@
 
 import ast
 import builtins
+import math
 import re
 import symtable
+from itertools import combinations, pairwise
 
 from workshop.check.findings import (
     fail,
     norm_of,
     relative,
+    shorten,
     values,
 )
+from workshop.check.observe import SAMPLES, T
 from workshop.check.parts import TIED, assemble, local_square
-from workshop.check.trial import STEPS, B
+from workshop.check.trial import MINIBATCH, STEPS, B
 from workshop.lesson import documents
 from workshop.stages import STAGES, find
 
-RESUMED = ("each rank loads the optimizer's state too: "
-           "run.restore(raw_model, optimizer) on all ranks")
+LOADS_STATE = ("each rank loads the optimizer's state too: "
+               "run.restore(raw_model, optimizer) on all ranks")
 
 
 def asks_the_launcher(trial):
@@ -28,10 +32,10 @@ def asks_the_launcher(trial):
         for node in ast.walk(trial.tree()))
 
 
-def takes_itself_for_rank_0(trial):
+def thinks_it_is_rank_0(trial):
     """Of the unchanged script: the lesson's change that it lacks first."""
     change = launcher_change(trial.stage)
-    return fail("every process takes itself for rank 0: "
+    return fail("every process thinks it is rank 0: "
                 f"{change} is missing, or the file is not saved",
                 f"save it (Ctrl+S, Cmd+S); `python -m workshop diff "
                 f"{trial.stage}` shows what is left to change")
@@ -96,66 +100,109 @@ def fixed_device(trial):
     return None
 
 
-def why_samples(trial, reference, step, read):
-    expected = reference.seen[0]["samples"][step]
-    together = [i for part in read for i in part]
-    distributed = "DistributedSampler" in "".join(
-        str(value) for value in trial.asked("Trainer"))
-    injected = trial.asked("Trainer") and not any(
-        value.get("use_distributed_sampler") is False
-        for value in trial.asked("Trainer"))
-    if trial.first_step:
-        begin = reference.seen[0]["samples"][0]
-        if sorted(together)[:4] == sorted(begin)[:4]:
-            return ("a resumed run goes on in the data where it stopped: "
-                    "train_data.seek(first_step * S)")
-        return ("seek takes the number of the sample, counted over all "
-                "ranks: train_data.seek(first_step * S)")
-    for rank, seen in enumerate(trial.seen):
-        first = trial.seen[trial.mesh.row(rank)[0]]
-        if seen["samples"] != first["samples"]:
-            return ("the ranks of a row compute parts of the same "
-                    "microbatch: pass dp_rank and dp_size to DataIterator")
-    if 1 == len(read) < trial.mesh.dp:
-        return ("all rows of the mesh read the same samples: pass dp_rank "
-                "and dp_size to DataIterator")
-    if trial.pipelined and len(together) != len(expected):
-        return ("a batch is this rank's part of the minibatch: "
-                "DataIterator(shards, S // dp_size, T, dp_rank, dp_size, ...)")
-    if trial.mesh.tp > 1 and len(together) < len(expected):
-        return ("fewer samples than a minibatch: the ranks of a row share "
-                "theirs, accumulation_steps is S // (B * dp_size)")
-    if len(together) > len(expected) * 1.5:
-        if trial.asked("Trainer"):
-            return ("more samples than a minibatch: give the Trainer "
-                    "accumulate_grad_batches=accumulation_steps, which is "
-                    "minibatch / (microbatch * world_size)")
-        return ("more samples than a minibatch: accumulation_steps has to "
-                "be divided by the world size")
-    if len(together) < len(expected):
-        if trial.asked("Trainer"):
-            return ("fewer samples than a minibatch: is "
-                    "accumulate_grad_batches given to the Trainer?")
-        return ("fewer samples than a minibatch: is accumulation_steps "
-                "divided by the world size twice?")
-    if len(read) > 1 and all(part == read[0] for part in read):
-        return ("all ranks read the same samples: pass this process's rank "
-                "and the world size to DataIterator")
-    if injected and trial.mesh.dp > 1 and distributed:
-        return ("Lightning deals the samples out with a sampler of its own: "
-                "use_distributed_sampler=False")
-    if len(set(together)) < len(together):
-        if trial.mesh.dp == 1 and has_workers(trial):
-            return ("some are read twice: each worker of a DataLoader reads "
-                    "all of them; leave num_workers at 0")
-        if trial.mesh.dp > 1:
-            return ("the ranks' samples overlap: rank r starts at r * B and "
-                    "goes on world_size * B further")
-    if trial.mesh.dp == 1 or trial.by_trainer:
-        return ("they come in another order: no sampler, shuffle or worker "
-                "may deal them out again")
-    return ("these are another step's samples: look where each rank starts, "
-            "and how far it goes on")
+def misread(trial, lists, start):
+    """How ranks read other samples than theirs: (text, hint), or None.
+
+    lists: the samples of each rank, in the order in which it read them;
+    start: the first sample of all ranks. A rank begins at its offset from
+    there, and moves on by a stride from each microbatch to the next.
+    """
+    mesh, offsets, strides = trial.mesh, {}, {}
+    size = MINIBATCH // mesh.dp if trial.pipelined else B
+    for rank, numbers in enumerate(lists):
+        begins = numbers[::size]
+        moves = {(b - a) % SAMPLES for a, b in pairwise(begins)}
+        if len(moves) > 1 or numbers != [
+                (begin + i) % SAMPLES for begin in begins
+                for i in range(size)][:len(numbers)]:
+            return None  # they come in no such order
+        if numbers:  # not in a later pipeline stage
+            offsets[rank] = (begins[0] - start) % SAMPLES
+            strides[rank] = min(moves, default=mesh.dp * size)
+    name, world = (("dp_rank", "dp_size") if trial.flags else
+                   ("rank", "world_size"))
+    hint = ("seek() takes a sample's number, counted over all ranks: "
+            "train_data.seek(first_step * S)" if trial.first_step else
+            f"the ranks take turns: DataIterator(shards, B, T, {name}, "
+            f"{world}), with self.offset, self.stride = rank * B, "
+            "world_size * B")
+    right = mesh.dp * size
+    if mesh.dp > 1 and len(set(map(tuple, filter(None, lists)))) == 1 and (
+            strides[0] != right):
+        return (f"every rank reads samples {shorten(lists[0])}: the data is "
+                "not sharded", hint)
+    if all((offsets[rank], strides[rank]) == (right, rank * size)
+           for rank in offsets) and mesh.tp * mesh.pp == 1:
+        return "rank and world_size are swapped", hint
+    for rank, offset in offsets.items():
+        own = rank // mesh.tp % mesh.dp * size
+        if offset != own:
+            known = spell(trial, offsets) if start == 0 else ""
+            return (f"rank {rank} begins at sample "
+                    f"{(start + offset) % SAMPLES}, not at sample "
+                    f"{(start + own) % SAMPLES}" + (
+                        f": its offset is {known}, not {name} * B"
+                        if known else ""), hint)
+    for rank, stride in strides.items():
+        if stride != right:
+            begin = start + offsets[rank]
+            here, there, wanted = ((begin + moved) % SAMPLES
+                                   for moved in (0, stride, right))
+            known = spell(trial, strides)
+            return (f"rank {rank} moves on from sample {here} to {there}, "
+                    f"not to {wanted}" + (
+                        f": its stride is {known}, not {world} * B"
+                        if known else ""), hint)
+    return None
+
+
+def miscounted(trial, count):
+    """The same where a step has not `count` samples of a rank."""
+    if count == MINIBATCH // trial.mesh.dp or trial.pipelined:
+        return None
+    world = "dp_size" if trial.flags else "world_size"
+    known = spell(trial, {0: MINIBATCH * B // count}, math.inf)
+    if known:
+        known = (": accumulation_steps is S // "
+                 f"{f'({known})' if ' ' in known else known}, not "
+                 f"S // ({world} * B)")
+    return (f"a rank reads {count} of them, not "
+            f"{MINIBATCH // trial.mesh.dp}{known}",
+            "give the Trainer accumulate_grad_batches=accumulation_steps, "
+            "which is S // (B * world_size)" if trial.by_trainer else
+            f"the ranks share a minibatch: accumulation_steps is S // (B * "
+            f"{world})")
+
+
+def spell(trial, values, period=SAMPLES):
+    """What has these values, as the script says it, "" if nothing has.
+
+    values: rank -> a number of samples, modulo the period.
+    """
+    mesh = trial.mesh
+    if not any(values.values()):
+        return "0"
+    names = ["B", "T", "rank", "world_size"]
+    names += ["dp_rank", "dp_size"] if trial.flags else []
+    for count in (1, 2, 3):
+        for chosen in combinations(names, count):
+            if all(value == math.prod({
+                    "B": B, "T": T, "rank": rank, "world_size": mesh.size,
+                    "dp_rank": rank // mesh.tp % mesh.dp, "dp_size": mesh.dp,
+                    }[name] for name in chosen) % period
+                   for rank, value in values.items()):
+                return " * ".join(sorted(chosen, key=str.isupper))
+    return ""
+
+
+def why_samples(trial, together):
+    """A hint where samples come in no order that `misread` knows."""
+    if (trial.mesh.dp == 1 and len(set(together)) < len(together)
+            and has_workers(trial)):
+        return ("some are read twice: each worker of a DataLoader reads all "
+                "of them; leave num_workers at 0")
+    return ("they come in another order: no sampler, shuffle or worker may "
+            "deal them out again")
 
 
 def has_workers(trial):
@@ -239,10 +286,10 @@ def why_copies_apart(trial, step, mine):
     name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
     if trial.mesh.tp == 1:
         return f"{name} is on several ranks, and each uses its own gradient"
-    return (f"each rank of a row has a part of the gradient of {name}: what "
-            "a matrix that is split by columns takes is the same on all of "
-            "them, and its gradient is the sum over the row (ColwiseParallel "
-            "sees to both)")
+    return (f"each rank of a TP group has a part of the gradient of {name}: "
+            "what a matrix that is split by columns takes is the same on all "
+            "of them, and its gradient is the sum over the group "
+            "(ColwiseParallel sees to both)")
 
 
 CLIPS_BY_PARTS = ("each rank clips by the norm of its own part: add up the "
@@ -265,7 +312,7 @@ def why_off(trial, reference, step, good, mine):
     synced = trial.seen[0]["synced"][step - trial.first_step]
     length = norm_of(mine)
     if trial.first_step and step > trial.first_step:
-        return RESUMED
+        return LOADS_STATE
     if trial.seen[0]["late"][step - trial.first_step]:
         return ("they are clipped before they are reduced: clip what has "
                 "been added up over ranks")
@@ -277,8 +324,8 @@ def why_off(trial, reference, step, good, mine):
         return why_pipeline_off(trial, reference, step, good, mine)
     if trial.shards and synced and not synced[-1]:
         return ("the last microbatch is not reduced: "
-                "raw_model.set_requires_gradient_sync(reduce), where reduce "
-                "is true for the last one, before the forward pass")
+                "raw_model.set_requires_gradient_sync(is_last_microbatch), "
+                "before the forward pass")
     if trial.mesh.size > 1 and trial.mesh.tp > 1:
         scaled = why_wrong_norm(trial, reference, step, good, mine)
         if scaled:
@@ -332,8 +379,8 @@ def why_pipeline_off(trial, reference, step, good, mine):
     limits = {limit for seen in trial.seen
               for _, limit, _ in seen["clips"][step - trial.first_step]}
     if not limits:
-        return ("they are not clipped: clip_grad_norm(raw_model.parameters()"
-                ", 1.0, ranks, tied) before optimizer.step()")
+        return ("they are not clipped: clip_grad_norm(raw_model, 1.0, "
+                "world_size // pp_size) before optimizer.step()")
     if limits != {1.0}:
         return f"they are clipped at {max(limits):g}, not at 1.0"
     if trial.mesh.pp > 1:
@@ -341,7 +388,8 @@ def why_pipeline_off(trial, reference, step, good, mine):
             mine, good, good.tensors.keys() - {TIED})
         if relative(ratio, 0.5) < 0.05:
             return ("the tied matrix's gradient is the sum over the first "
-                    "and the last stage, not their mean: all_reduce adds up")
+                    "and the last pipeline stage, not their mean: all_reduce "
+                    "adds up")
         if relative(ratio, 2.0) < 0.05:
             return ("the tied matrix's gradient is added up over both ends "
                     "twice: once after each step")
@@ -349,7 +397,7 @@ def why_pipeline_off(trial, reference, step, good, mine):
         return ("the first step is right, this is not: gradients are zeroed "
                 "after each update, optimizer.zero_grad()")
     return ("gradients have to be the mean over the minibatch: look at what "
-            "schedule.step gets, and at what cut() leaves")
+            "the schedule gets, and at what cut() leaves")
 
 
 def share(mine, good, names):
@@ -384,25 +432,23 @@ def why_norm(trial, step, ratio):
     mine = assemble(states)
     whole, parts = norm_of(mine) ** 2, list(map(local_square, states))
     tied = mine.tensors[TIED].square().sum().item() if mesh.pp > 1 else 0.0
-    whole_mesh = "ranks" if trial.pipelined else "world_size"
+    ranks = "world_size" + " // pp_size" * trial.pipelined
     causes = (
         (parts[0] / whole, "it is the norm of rank 0's part alone: "
          + ("clip_grad_norm adds up all ranks'" if mesh.tp * mesh.pp > 1 else
             "clip_grad_norm_(...).full_tensor() adds up all ranks'")),
         ((whole + tied) / whole, "the tied matrix counts twice, once at each "
-         "end: clip_grad_norm(..., tied) counts it once"),
-        (mesh.tp, "each part counts as often as a row has ranks: "
-         f"clip_grad_norm(raw_model.parameters(), 1.0, {whole_mesh})"),
-        (1 / mesh.pp, "it is divided by the stages of the pipeline: "
-         "clip_grad_norm takes the ranks of one stage, `ranks`"),
-        (sum(parts) / whole, "what all ranks of a row have, LayerNorms and "
-         "some biases, counts once for each of them: divide the squares by "
-         "the number of copies, as clip_grad_norm does"),
-        ((sum(parts) - tied) / whole, "what all ranks of a row have, "
-         "LayerNorms and some biases, counts once for each of them: divide "
-         "the squares by the number of copies, as clip_grad_norm does"),
+         "end: model.transformer.parameters() has it once"),
+        (mesh.tp, "each part counts as often as a TP group has ranks: "
+         f"clip_grad_norm(raw_model, 1.0, {ranks})"),
+        (1 / mesh.pp, "it is divided by the number of pipeline stages: "
+         f"clip_grad_norm takes the ranks of one of them, {ranks}"),
+        *((square / whole, "what all ranks of a TP group have, LayerNorms "
+           "and some biases, counts once for each of them: divide the "
+           "squares by the number of copies, as clip_grad_norm does")
+          for square in (sum(parts), sum(parts) - tied)),
         (sum(parts[:mesh.dp * mesh.tp]) / whole, "it is the norm of the "
-         "first stage alone: add up the squares of all stages"),
+         "first pipeline stage alone: add up the squares of all ranks"),
     )
     for square, cause in causes:
         if relative(square, 1.0) > 1e-3 and relative(
@@ -425,7 +471,7 @@ def why_scaled(trial, reference, step=0):
                 "microbatches itself: leave the loss as it is")
     causes = {  # of equal factors the last counts
         1 / (A * W): "the loss is divided by accumulation_steps and by the "
-                     "world size once too often",
+                     "world size one time too many",
         1 / A: "the loss is divided by accumulation_steps twice: Lightning "
                "does it itself" if trial.by_trainer else
                "the loss is divided by accumulation_steps twice",
@@ -445,14 +491,13 @@ def why_scaled(trial, reference, step=0):
 def by_mesh(mesh):
     """By how much a logged loss is off, and why: pairs, for `relative`."""
     return (
-        (1 / mesh.pp, "only the last stage has a loss, the others add 0: "
-                      "divide the sum by the ranks of one stage, `ranks`"),
-        (mesh.tp, "all ranks of a row have the same loss: divide the sum by "
-                  "the number of ranks, and not of rows"),
+        (1 / mesh.pp, "only the last pipeline stage has a loss, the others "
+                      "add 0: Pipeline.forward all_reduces it over "
+                      "self.group"),
+        (mesh.tp, "all ranks of a TP group have the same loss: divide the "
+                  "sum by the number of ranks, and not of TP groups"),
         (1 / mesh.size, "it is divided by the number of ranks, but not "
                         "summed over them: all_reduce it"),
-        (0 if mesh.pp > 1 else 1, "rank 0 is in the first stage, and only "
-                                  "the last one has a loss: all_reduce it"),
     )
 
 

@@ -4,9 +4,9 @@ import ast
 import re
 import signal
 
-from workshop.check.causes import asks_the_launcher, takes_itself_for_rank_0
+from workshop.check.causes import asks_the_launcher, thinks_it_is_rank_0
 from workshop.check.findings import fail
-from workshop.check.trial import STEPS, Mesh
+from workshop.check.trial import STEPS
 from workshop.stages import STAGES
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
@@ -22,7 +22,7 @@ HINTS = (
      r"\1 is the raw model's: raw_model.\1, the wrapper has only forward"),
     (r"'FSDP\w+' object has no attribute 'no_sync'",
      "a sharded model has another switch: "
-     "raw_model.set_requires_gradient_sync(reduce)"),
+     "raw_model.set_requires_gradient_sync(is_last_microbatch)"),
     (r"has no attribute 'set_requires_gradient_sync'",
      "it is a method of what is sharded: fully_shard(raw_model, mesh=mesh) "
      "changes the raw model in place, a wrapper has not got it"),
@@ -43,8 +43,8 @@ HINTS = (
      "the process group is joined once: init_process_group stands there "
      "twice"),
     (TAKEN,
-     "each process takes itself for rank 0: what is wrong where the rank "
-     "is read?"),
+     "each process thinks it is rank 0: what is wrong where the rank is "
+     "read?"),
     (r"NameError: name '(rank|local_rank|world_size)'",
      "the launcher says it in an environment variable: RANK, LOCAL_RANK, "
      "WORLD_SIZE"),
@@ -57,7 +57,7 @@ HINTS = (
      "WORLD_SIZE, MASTER_ADDR and MASTER_PORT where RANK is not there"),
     (r"rank [1-9]\d* called run\.\w+\(\)|rank 0 alone",
      "guard it with `if rank == 0:`"),
-    (r"does not divide into microbatches",
+    (r"samples is not divisible by",
      "the minibatch is shared by all processes: is the world size right?"),
     (r"(?i)(cuda|nccl|xpu|hip)\b.*(driver|available|compiled|support|found"
      r"|GPU)|Torch not compiled",
@@ -75,50 +75,45 @@ MESH_HINTS = (
     (r"unknown.*--((?:tensor|pipeline)-parallel)|Unrecognized.*--((?:tensor"
      r"|pipeline)-parallel)", "", "it has not got the stage's flag: `python "
      "-m workshop diff {stage}` shows what is left to change"),
-    (r"Mesh not found in cache", "", "what a stage sends on is no DTensor: "
-     "only the last one makes logits, cut(raw_model, pp_rank, pp_size) leaves "
-     "each stage its own modules"),
-    (r"Number of microbatches .* must be", "", "each stage of the pipeline "
-     "needs a microbatch: Schedule1F1B(stage, accumulation_steps, ...), with "
-     "as many microbatches as stages or more"),
+    (r"Mesh not found in cache", "", "what a pipeline stage sends on is no "
+     'DTensor: only the last one makes logits, cut(raw_model, mesh["pp"]) '
+     "leaves each its own modules"),
+    (r"Number of microbatches .* must be", "", "PyTorch's schedule wants at "
+     "least as many microbatches as pipeline stages: Pipeline(raw_model, "
+     "accumulation_steps, ...)"),
     (r"arg_mbs|num_chunks", "", "the schedule cuts a "
      "batch into accumulation_steps microbatches: the batch has S // dp_size "
      "samples"),
     (DTENSORS, "generate", "each rank has the logits of its own tokens: "
      "logits.full_tensor() puts them together"),
-    (DTENSORS, "forward", "the loss of split logits needs @loss_parallel() "
-     "around main(), the backward pass included"),
+    (DTENSORS, "forward", "the loss of split logits needs "
+     "@tp.loss_parallel() around main(), the backward pass included"),
     (r"AssertionError|not allocated yet|" + DTENSORS,
-     "main|evaluate|training_step|<lambda>", "the loss of split logits is a "
+     "main|evaluate|training_step", "the loss of split logits is a "
      "DTensor: loss.full_tensor() is the plain one"),
     (r"'Tensor' object has no attribute 'full_tensor'",
-     "training_step|generate|<lambda>|main", "logits and loss are DTensors "
+     "forward|generate", "logits and loss are DTensors "
      'where the model is split: parallelize(raw_model, mesh["tp"])'),
     (r"'NoneType' object is not callable", "forward",
-     "a stage of the pipeline has its own modules alone: `if "
-     "self.transformer.wte:` before the blocks, and `if not self.lm_head: "
-     "return x` after them"),
+     "a pipeline stage has its own modules alone: `if self.transformer.wte:` "
+     "before the blocks, and `if not self.lm_head: return x` after them"),
     (r"Please call eval\(\) instead", "",
-     "without gradients the schedule only evaluates: schedule.eval in "
-     "evaluate()"),
+     "without gradients the schedule only evaluates: self.schedule.eval, "
+     "unless self.training"),
     (r"implicitly created only for scalar outputs", "",
-     "the last stage returns the loss where it gets the targets: "
-     "step(x, targets=y, target=y, ...)"),
+     "the last pipeline stage returns the loss where it gets the targets: "
+     "run(x, targets=y, target=y, ...)"),
     (r"value was None when it should not be", "main", "FSDP shards over "
      'another dimension of the mesh that the plan splits over: mesh["dp"]'),
     (r"Cannot distribute a DTensor with device mesh", "", "split first, then "
      "shard what is left to each rank: parallelize() before fully_shard()"),
     (r"must have the same mesh", "", "PyTorch's norm takes parameters of one "
-     "mesh: clip_grad_norm(raw_model.parameters(), 1.0, ...) of backstage "
-     "takes these"),
+     "mesh: clip_grad_norm(raw_model, 1.0, world_size) takes these"),
     (r"Mesh dimension '(\w+)' does not exist", "",
      r'the mesh has a dimension for each kind of parallelism, with "\1" '
      "among its mesh_dim_names"),
     (r"Mesh should not be bigger than", "", "the sides of the mesh multiply "
-     "to the world size: dp_size is what is left of it, once it is divided "
-     "by tp_size and by the stages of the pipeline"),
-    (r"Module\.eval\(\) got an unexpected", "", "evaluate() gets the "
-     "schedule: its eval() sends a batch through all stages"),
+     "to the world size: dp_size = world_size // tp_size // pp_size"),
 )
 
 
@@ -128,13 +123,13 @@ def explain(trial):
         return fail("it prints without end", f"{where(trial, 0)}: is a print "
                     "inside a loop that does not end?")
     if trial.gave_up == "endless":
-        return fail(f"it goes on after step {STEPS - 1}, the last one",
+        return fail(f"it continues after step {STEPS - 1}, the last step",
                     "max_steps is the number of updates: the loop, or the "
                     "Trainer, ends after so many")
     if trial.gave_up == "busy":
-        return fail(f"it does not come to step {steps_done(trial)}, but works "
-                    f"on: {where(trial, 0)}", "a loop does not end there: is "
-                    "something waited for that no rank does?")
+        return fail(f"it never reaches step {steps_done(trial)} but keeps "
+                    f"running: {where(trial, 0)}", "a loop does not end "
+                    "there: is something waited for that no rank does?")
     if trial.gave_up == "asleep":
         return hangs(trial)
     killed = [r for r, rank in enumerate(trial.ranks)
@@ -167,7 +162,7 @@ def explain(trial):
     if (re.search(unasked, said[rank])
             and STAGES[trial.stage].launcher == "torchrun"
             and not asks_the_launcher(trial)):
-        return takes_itself_for_rank_0(trial)
+        return thinks_it_is_rank_0(trial)
     hint = (wrong_variable(trial, said[rank]) or guarded(trial, said[rank])
             or mesh_hint(trial, said[rank])
             or next((re.sub(f"(?s).*?(?:{pattern}).*", words, said[rank])
@@ -179,7 +174,7 @@ def explain(trial):
 
 def mesh_hint(trial, said):
     """What to do about an error of a script with a mesh, or ""."""
-    if not parallel_flags(trial.stage):
+    if not trial.flags:
         return ""
     line = re.search(r"\(line (\d+)\)$", said)
     function = function_at(trial, int(line[1])) if line else ""
@@ -189,12 +184,6 @@ def mesh_hint(trial, said):
             words = words.replace("{stage}", trial.stage)
             return re.sub(f"(?s).*?(?:{pattern}).*", words, said)
     return ""
-
-
-def parallel_flags(stage):
-    """The flags that tell the stage's script about its mesh."""
-    return sorted({flag for sizes in STAGES[stage].meshes
-                   for flag in Mesh(*sizes).flags() if isinstance(flag, str)})
 
 
 def function_at(trial, line):
@@ -305,7 +294,7 @@ def all_send(trial, late):
 def part_ways(trial):
     """Where the ranks first call different collectives: a `Finding`.
 
-    Those of all ranks: what stages of a pipeline send each other is none.
+    Those of all ranks: what pipeline stages send each other is none.
     """
     calls = [[call for call in trial.calls(rank) if not call["group"]
               or len(call["group"]) == trial.mesh.size

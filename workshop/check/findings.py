@@ -53,3 +53,12 @@ def percent(error):
 
 def norm_of(whole):
     return sum(g.square().sum().item() for g in whole.tensors.values()) ** 0.5
+
+
+def shorten(numbers):
+    """Some numbers of samples, in words."""
+    begin, end = numbers[0], numbers[-1]
+    if len(numbers) > 2 and list(numbers) == list(range(begin, end + 1)):
+        return f"{begin} to {end}"
+    return ", ".join(map(str, numbers[:6])) + (
+        ", ..." if len(numbers) > 6 else "")

@@ -14,12 +14,14 @@ import torch
 
 from workshop.check import endings
 from workshop.check.causes import (
-    RESUMED,
+    LOADS_STATE,
     asks_the_launcher,
     by_mesh,
     clips_by_parts,
     fixed_device,
-    takes_itself_for_rank_0,
+    miscounted,
+    misread,
+    thinks_it_is_rank_0,
     undefined_name,
     why_apart,
     why_norm,
@@ -37,11 +39,18 @@ from workshop.check.findings import (
     ok,
     percent,
     relative,
+    shorten,
     values,
     warn,
 )
 from workshop.check.parts import LAST, TIED, assemble, names, plain_name
-from workshop.check.trial import LEARNING_RATE, STEPS
+from workshop.check.trial import (
+    EVALUATED,
+    LEARNING_RATE,
+    MINIBATCH,
+    RESUMED,
+    STEPS,
+)
 from workshop.stages import STAGES
 
 LOSS, NORM, GRADIENT = 1e-5, 1e-4, 1e-3  # relative
@@ -90,7 +99,7 @@ def ask(trial, reference, kind="whole"):
             finding = one.answer(trial, reference)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError,
                 TypeError, ValueError) as error:
-            finding = fail(f"it cannot be told whether {one.title}: "
+            finding = fail(f"the check cannot tell whether {one.title}: "
                            f"{type(error).__name__}: {error}",
                            "what the script leaves there is not what the "
                            "course's stages leave")
@@ -127,7 +136,7 @@ def shares_data(mesh):
     return mesh.dp > 1
 
 
-def has_stages(mesh):
+def has_pipeline(mesh):
     return mesh.pp > 1
 
 
@@ -172,14 +181,14 @@ def stage(trial, reference):
     elif STAGES[trial.stage].launcher == "torchrun":
         if not trial.asked("init_process_group"):
             if not asks_the_launcher(trial):
-                return takes_itself_for_rank_0(trial)
+                return thinks_it_is_rank_0(trial)
             return fail("it never joins a process group: it is the "
                         "single-device script still", f"{shows} to change")
     elif trial.by_mpi and not any(call["lines"] for call in trial.calls(0)):
         return fail("it sends nothing by MPI: it is the single-device script "
                     "still", f"{shows} to change")
     script = ast.unparse(trial.tree())
-    for flag in endings.parallel_flags(trial.stage):
+    for flag in trial.flags:
         if flag.strip("-").replace("-", "_") not in script:
             return fail(f"it has no {flag}: it is another stage's script "
                         "still", f"{shows} to change")
@@ -201,9 +210,9 @@ def whole_model(trial, shows):
                     f"{shows} to change")
     state = trial.seen[0]["start"] or {}
     if trial.mesh.pp > 1 and same_blocks(trial):
-        return fail("every stage of the pipeline keeps the whole model",
+        return fail("every pipeline stage keeps the whole model",
                     "each drops what belongs to the others: "
-                    "cut(raw_model, pp_rank, pp_size)")
+                    'cut(raw_model, mesh["pp"])')
     if state and not state["sharded"]:
         return fail("every rank keeps the whole model",
                     "fully_shard(module, mesh=mesh) for each block and for "
@@ -214,7 +223,8 @@ def whole_model(trial, shows):
                     "after its blocks shard the model itself: "
                     "fully_shard(raw_model, mesh=mesh)")
     if trial.mesh.tp > 1 and state and not is_split(trial, state):
-        return fail("no matrix is split: all ranks of a row compute the same",
+        return fail("no matrix is split: all ranks of a TP group compute "
+                    "the same",
                     'parallelize(raw_model, mesh["tp"]) splits them, before '
                     "the model is sharded")
     return None
@@ -289,28 +299,24 @@ def optimizer(trial, reference):
 # --------------------------------------------------------------------- data
 
 
-def first_of_each(trial, name):
-    """What each data-parallel rank read: [(rank, its lists a step)].
+def first_of_each(trial):
+    """What each data-parallel rank read: [(rank, its samples a step)].
 
     Ranks that read the same because they share a sample are one; those that
-    get no samples, as later stages of a pipeline, are none.
+    get no samples, as later pipeline stages, are none.
     """
-    lists = [(rank, seen[name]) for rank, seen in enumerate(trial.seen)
-             if any(seen[name])]
+    lists = [(rank, seen["samples"]) for rank, seen in enumerate(trial.seen)
+             if any(seen["samples"])]
     if trial.mesh.tp == 1:
         return lists
     groups = {}
     for rank, one in lists:
-        groups.setdefault(json_key(one), (rank, one))
+        groups.setdefault(repr(one), (rank, one))
     return list(groups.values())
 
 
-def json_key(value):
-    return repr(value)
-
-
-@question("all stages of a pipeline read the same samples",
-          ("whole", "resumed"), has_stages)
+@question("all pipeline stages read the same samples",
+          ("whole", "resumed"), has_pipeline)
 def targets(trial, reference):
     """Whether the last stage has the targets of what the first one reads.
     """
@@ -320,40 +326,37 @@ def targets(trial, reference):
                 step - trial.first_step]} for name in ("samples", "targets"))
         if aimed and read != aimed:
             return fail(
-                f"in step {step} the first stage reads samples "
+                f"in step {step} the first pipeline stage reads samples "
                 f"{shorten(sorted(read))}, but the last one has the targets "
                 f"of {shorten(sorted(aimed))}", "the ranks of a pipeline "
                 "have the same dp_rank: pass dp_rank and dp_size to "
                 "DataIterator")
-    return ok("all stages of a pipeline read the same samples")
+    return ok("all pipeline stages read the same samples")
 
 
 @question("each step reads its minibatch, each sample once",
           ("whole", "resumed"))
 def samples(trial, reference):
     """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
-    ranks = first_of_each(trial, "samples")
+    ranks = first_of_each(trial)
     for step in range(trial.first_step, STEPS):
         expected = reference.seen[0]["samples"][step]
         read = [one[step - trial.first_step] for _, one in ranks]
         together = sorted(i for part in read for i in part)
-        if together != sorted(expected):
-            said = "; ".join(f"rank {rank}: {shorten(part)}" for (rank, _),
-                             part in zip(ranks, read, strict=True))
-            return fail(
-                f"samples of step {step} are not {span(expected)}, each once "
-                f"({said})", why_samples(trial, reference, step, read))
+        if together == sorted(expected):
+            continue
+        lists = [seen["samples"][step - trial.first_step]
+                 for seen in trial.seen]
+        said = (misread(trial, lists, step * MINIBATCH)
+                or miscounted(trial, max(map(len, lists))))
+        if said:
+            text, hint = said
+            return fail(f"samples of step {step}: {text}", hint)
+        said = "; ".join(f"rank {rank}: {shorten(part)}" for (rank, _), part
+                         in zip(ranks, read, strict=True))
+        return fail(f"samples of step {step} are not {shorten(expected)}, "
+                    f"each once ({said})", why_samples(trial, together))
     return ok("each step reads its minibatch, each sample once")
-
-
-def span(numbers):
-    """Samples that follow each other, in words; the data begin anew."""
-    return f"{numbers[0]} to {numbers[-1]}"
-
-
-def shorten(numbers):
-    shown = ", ".join(map(str, numbers[:6]))
-    return shown + (", ..." if len(numbers) > 6 else "")
 
 
 # ------------------------------------------------------- model and optimizer
@@ -375,14 +378,14 @@ def first_weights(trial, reference):
     if missing or mine.holes:
         name = sorted(missing or mine.holes)[0]
         if trial.mesh.pp > 1:
-            return fail(f"no stage of the pipeline has {name}",
-                        "cut() leaves each block in one stage")
+            return fail(f"no pipeline stage has {name}",
+                        "cut() leaves each block in one pipeline stage")
         return fail(f"no rank has {name}", "each weight of the single "
                     "device has to be on some rank, whole")
     twice = held_twice(trial)
     if twice:
-        return fail(f"two stages of the pipeline have {twice}",
-                    "cut() leaves each block in one stage")
+        return fail(f"two pipeline stages have {twice}",
+                    "cut() leaves each block in one pipeline stage")
     if mine.differing:
         rank = min(mine.differing)
         return fail(f"rank {rank} starts from other weights than rank 0",
@@ -397,9 +400,9 @@ def first_weights(trial, reference):
 
 
 def held_twice(trial):
-    """A weight that several stages of a pipeline have, "" if none is.
+    """A weight that several pipeline stages have, "" if none is.
 
-    The tied matrix has another name in the last stage than in the first.
+    The tied matrix has another name in the last one than in the first.
     """
     stages = {frozenset(names(seen["start"])) for seen in trial.seen}
     found = [name for held in stages for name in held]
@@ -511,13 +514,14 @@ def gradients(trial, reference):
         if apart:
             rank = min(apart)
             if mine.apart == {TIED} and not clips_by_parts(trial, step):
-                return fail(f"the tied matrix has another gradient in the "
-                            f"last stage than in the first (step {step})",
-                            "each end has a part of it: dist.all_reduce("
-                            "tied.grad.to_local(), group=ends) after the "
-                            "backward pass, before the norm")
+                return fail("the tied matrix has another gradient in the "
+                            "last pipeline stage than in the first (step "
+                            f"{step})", "each end has a part of it: dist."
+                            "all_reduce(tied.weight.grad.to_local(), "
+                            "group=ends) after the backward pass, before the "
+                            "norm")
             return fail(f"gradients of step {step} differ between rank 0 and "
-                        f"rank {rank}", RESUMED if trial.first_step
+                        f"rank {rank}", LOADS_STATE if trial.first_step
                         else why_apart(trial, step, mine))
         error = mine.error(good)
         if not error <= GRADIENT:
@@ -557,8 +561,8 @@ def reductions(trial, reference):
     return warn(
         f"gradients are reduced {times:.1f} times a step: right, but "
         f"{times:.0f} times the communication", "once is enough: " + (
-            "raw_model.set_requires_gradient_sync(reduce) before each "
-            "microbatch" if trial.shards else
+            "raw_model.set_requires_gradient_sync(is_last_microbatch) before "
+            "each of them" if trial.shards else
             "average them after the last microbatch" if trial.by_mpi else
             "all microbatches but the last under `model.no_sync()`"))
 
@@ -590,8 +594,8 @@ def losses(trial, reference):
     value, good = values(trial, reference, "loss", step)
     text = f"the logged loss of step {step} is {value:.6f}, not {good:.6f}"
     if value == 0 and trial.pipelined and trial.mesh.pp == 1:
-        return fail(text, "the schedule puts the losses of the last stage "
-                    "into a list: step(..., losses=losses)")
+        return fail(text, "the schedule puts the losses of the last "
+                    "pipeline stage into a list: run(..., losses=losses)")
     W, A = trial.mesh.dp, trial.accumulation
     if step == 0:
         factors = (
@@ -627,7 +631,12 @@ def validation(trial, reference):
                     "last one, and logged")
     text = (f"the validation loss of step {step} is {value:.6f}, not "
             f"{good:.6f}")
-    W, N = trial.mesh.dp, 2 * trial.accumulation
+    count = EVALUATED * MINIBATCH // trial.mesh.dp
+    said = step == RESUMED - 1 and misread(
+        trial, [seen["validated"][:count] for seen in trial.seen], 0)
+    if said:
+        return fail(f"validation after step {step}: {said[0]}", said[1])
+    W, N = trial.mesh.dp, EVALUATED * trial.accumulation
     for factor, cause in (
             *by_mesh(trial.mesh),
             (1 / W, "it is divided by the world size, but not summed over "
@@ -657,13 +666,14 @@ def weights(trial, reference):
     bound = 0.02 * LEARNING_RATE
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
-                    "not rank 0's", RESUMED if trial.first_step else
+                    "not rank 0's", LOADS_STATE if trial.first_step else
                     "every rank has to make the same updates")
     error = mine.distance(good)
     if not error <= bound:
         return fail(f"the final weights are off by up to {error:.1e} "
-                    f"({bound:.0e} is allowed)", RESUMED if trial.first_step
-                    else "some update was not the single device's")
+                    f"({bound:.0e} is allowed)",
+                    LOADS_STATE if trial.first_step else
+                    "some update was not the single device's")
     return ok("final weights are the single device's, on every rank")
 
 
@@ -699,15 +709,15 @@ def texts(trial, reference):
     mesh = trial.mesh
     if mesh.tp > 1 and written:
         for rank, seen in enumerate(trial.seen):
-            first = mesh.row(rank)[0]
+            first = rank - rank % mesh.tp
             if seen["continued"] != trial.seen[first]["continued"]:
-                return fail(f"ranks {first} and {rank} of a row write "
-                            "different texts", "a row writes one text "
+                return fail(f"ranks {first} and {rank} of a TP group write "
+                            "different texts", "a TP group writes one text "
                             "together: its ranks need the same seed, with "
                             "dp_rank in it and not rank")
         if len(written) == 4 * mesh.size:
             return warn(f"each text is printed {mesh.tp} times", "all ranks "
-                        "of a row have written the same: print "
+                        "of a TP group have written the same: print "
                         "texts[::tp_size]")
     if mesh.dp == 1 or len(written) != 4 * mesh.dp:
         return None

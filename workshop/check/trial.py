@@ -23,13 +23,14 @@ from workshop.stages import STAGES
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
 LEARNING_RATE = 3e-3  # its maximum
-RESUMED = 3  # the step after which a checkpoint is resumed
+RESUMED = 3  # steps after which it evaluates, and is resumed once
+EVALUATED = 2  # minibatches of a validation loss
 # the device is left to the script: what it asks for is noted
 FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
          "--max-steps", STEPS, "--minibatch-size", MINIBATCH,
          "--microbatch-size", B, "--sequence-length", T,
          "--learning-rate", LEARNING_RATE, "--eval-every", RESUMED,
-         "--eval-minibatches", 2, "--generate-every", STEPS,
+         "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
          "--checkpoint-every", RESUMED)
 
 LONGEST = 60  # characters of a folder in which sockets still have a place
@@ -60,11 +61,6 @@ class Mesh:
     def nodes(self):
         """On how many nodes the processes believe they are."""
         return 2 if self.size >= 4 else 1
-
-    def row(self, rank):
-        """The ranks that share this one's samples, and its matrices."""
-        first = rank - rank % self.tp
-        return range(first, first + self.tp)
 
     def flags(self):
         """What tells a sharded stage."""
@@ -98,6 +94,12 @@ class Trial:
     def shards(self):
         """Whether the stage leaves each rank a part of the model."""
         return STAGES[self.stage].shards
+
+    @property
+    def flags(self):
+        """The flags, if any, that tell the stage's script about its mesh."""
+        return sorted({flag for sizes in STAGES[self.stage].meshes
+                       for flag in Mesh(*sizes).flags()[::2]})
 
     @property
     def by_mpi(self):

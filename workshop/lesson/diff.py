@@ -210,6 +210,8 @@ class Left:
     why: str
     edits: list[tuple]  # (i1, i2, j1, j2): lines of the script and the goal
     predict: str = ""  # a question to answer first
+    answer: str = ""  # to the question
+    checked: bool = False  # the check of this change alone answers it
 
 
 class Diff:
@@ -239,7 +241,8 @@ class Diff:
         for change in sorted(edits):
             it = self.lesson.changes[change]
             self.left.append(Left(
-                change + 1, it.title, it.why, edits[change], it.predict))
+                change + 1, it.title, it.why, edits[change], it.predict,
+                it.answer, it.checked))
 
     def require_change(self, number):
         """Raises `UserError` if the lesson has no change of that number."""

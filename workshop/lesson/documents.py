@@ -14,7 +14,11 @@ its number, its reason in prose, and its anchors in a fenced block:
     ```
 
 A paragraph that begins with `**Predict.**` is a question to answer before the
-change is made.
+change is made, and one that begins with `**Answer.**` is its answer. Where the
+check of this change alone, left out, gives the answer, the question begins
+with `**Predict and check.**`, and the answer quotes the check:
+
+    **Answer.** Both take device 0. The check says: `rank 1 asks for ...`.
 
 The code itself is in solutions/ only: an anchor ties a change to the lines of
 the diff between the two stages.
@@ -26,7 +30,9 @@ from dataclasses import dataclass
 from backstage.files import show_path
 from workshop.stages import find
 
-FENCE, PREDICT = "```", "**Predict.** "
+FENCE = "```"
+PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
+ANSWER = "**Answer.** "
 
 
 @dataclass
@@ -47,6 +53,8 @@ class Change:
     why: str
     anchors: tuple[str, ...]
     predict: str = ""  # a question, or "" where the lesson has none
+    answer: str = ""  # to the question
+    checked: bool = False  # the check of this change alone answers it
 
 
 def load(stage):
@@ -79,11 +87,16 @@ def parse(text, name):
         require(int(found[1]) == number, section.line,
                 f"this is change {number}, not {found[1]}")
         prose, blocks = section.parts()
-        asked = [part for part in prose if part.startswith(PREDICT)]
-        prose = [part for part in prose if part not in asked]
+        asked = [part for part in prose if part.startswith((PREDICT, CHECK))]
+        answers = [part for part in prose if part.startswith(ANSWER)]
+        prose = [part for part in prose if part not in asked + answers]
         require(prose, section.line, "the change has no why")
         require(len(asked) < 2, section.line, "the change asks to predict "
                 "more than one thing")
+        require(len(answers) <= len(asked), section.line,
+                "the change has an answer without a question")
+        require(len(answers) == len(asked), section.line,
+                f"the question has no answer, '{ANSWER}...'")
         require(len(blocks) == 1, section.line, "a change has one block of "
                 f"anchors, {FENCE}diff ... {FENCE}, and this has "
                 f"{len(blocks)}")
@@ -97,7 +110,8 @@ def parse(text, name):
                     "an anchor is a line of code after + or -")
         changes.append(Change(found[2], "\n\n".join(prose), tuple(
             row[0] + row[1:].strip() for row in rows),
-            "".join(asked)[len(PREDICT):]))
+            *(part.split(".** ", 1)[1] for part in asked + answers),
+            checked="".join(asked).startswith(CHECK)))
     return changes
 
 

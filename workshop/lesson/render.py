@@ -239,9 +239,12 @@ def to_text(diff, colour=False, hints=False):
         out += ["", f"{paint(name, 1)} ({where})",
                 *wrap(item.why)]
         if item.predict:
-            out += ["", *wrap(f"Predict: {item.predict} `python -m workshop "
-                              f"check {diff.lesson.stage} {item.number}` "
-                              "tries it.")]
+            stage = diff.lesson.stage
+            tries = (f" `python -m workshop check {stage} {item.number}` "
+                     "tries it." if item.checked else "")
+            out += ["", *wrap(f"Predict: {item.predict}{tries}"), *wrap(
+                f"(the answer: {show_path(find(stage).lesson)}, change "
+                f"{item.number})")]
         if hints:
             continue
         for line, sign, parts in rows(
@@ -323,13 +326,15 @@ def link(diff, text, line=""):
 
 
 def change(diff, item, hints):
-    """Why, what to predict, and the code."""
+    """Why, what to predict, the answer folded, and the code."""
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
-        why.append(paragraph(
-            f"<strong>Predict:</strong> {quote(item.predict)} <code>check("
-            f"&quot;{diff.lesson.stage}&quot;, {item.number})</code> tries "
-            "it.", "ask"))
+        tries = (f" <code>check(&quot;{diff.lesson.stage}&quot;, "
+                 f"{item.number})</code> tries it." if item.checked else "")
+        why += [paragraph("<strong>Predict:</strong> "
+                          f"{quote(item.predict)}{tries}", "ask"),
+                "<details><summary>Answer</summary>"
+                f"{paragraph(quote(item.answer))}</details>"]
     code = code_box(rows(diff.yours.lines, diff.goal.lines, item.edits))
     if hints:
         code = f"<details><summary>Show the code</summary>{code}</details>"

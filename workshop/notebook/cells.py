@@ -19,12 +19,11 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import interpreter
+from workshop import arithmetic, interpreter, lab
 from workshop.check.board import Board
 from workshop.doctor import ask_slurm
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import decisions as arithmetic
 from workshop.notebook import pictures
 from workshop.results import runs as results
 from workshop.stages import DESK, FIRST, find
@@ -171,24 +170,16 @@ def beside(stage):
 
 
 def write_workspace(stage):
-    """A workspace file for the root that JupyterLab shows, or "".
+    """Write a workspace for the root that JupyterLab shows.
 
-    Its paths begin at that root: the files in the repository's folder are
-    for a root that is this folder. Returns the link from a lesson to it.
+    Returns the link from a lesson to it, or "" if there can be none.
     """
-    source = ROOT / f"{stage}.jupyterlab-workspace"
     root = server_root()
+    if root is None:
+        return ""
     try:
-        prefix = ROOT.resolve().relative_to(root).as_posix() + "/"
-        text = source.read_text("utf-8")
-        if prefix == "./":
-            return f"../{source.name}"
-        for path in ("code/train_gpt2.py", f"notebooks/diff_{stage}.ipynb"):
-            text = text.replace(path, prefix + path)
-        here = ROOT / "notebooks" / f"beside_{source.name}"
-        here.write_text(text, "utf-8")
-        return here.name
-    except (OSError, TypeError, ValueError):  # not there, or not known
+        return lab.write_workspace(stage, root).name
+    except (OSError, ValueError):  # no file here, or none that it shows
         return ""
 
 
@@ -304,6 +295,11 @@ def log(lines=25):
 def cadence():
     """The picture of how 1, 2 and 4 processes take their microbatches."""
     return Shown(render.box(pictures.cadence()), "(a picture)")
+
+
+def samples_read():
+    """The picture of which rank reads which samples of a minibatch."""
+    return picture(pictures.samples_read())
 
 
 def strategies():
@@ -479,7 +475,7 @@ def load_ipython_extension(ipython):
 def decisions():
     """When to divide what, with a number in each row."""
     rows = [("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
-            *arithmetic.rows()]
+            *arithmetic.decisions()]
     return Shown(render.box(table(rows)), "\n".join(map("; ".join, rows)))
 
 

@@ -66,6 +66,46 @@ def dataset(width, steps):
     return out
 
 
+def samples_read(worlds=(2, 4), B=2, samples=16):
+    """Which rank reads which samples of a minibatch: offset and stride.
+
+    worlds: numbers of processes; B: the samples of a microbatch.
+    """
+    left = 84
+    right = left + samples * CELL + 12
+    out, y, told = [], 14, []
+    for world in worlds:
+        size = world * B  # the samples of a round
+        out.append(text(0, y, plural(world, "process", "es"), "bold"))
+        for begin in range(0, samples, size):
+            x = left + begin * CELL
+            out.append(middle(x + size * CELL / 2, y, f"round {begin // size}")
+                       + f'<g opacity="0.4">'
+                       f'{line(x - 1, y + 4, x - 1, y + 12 + 44 * world, 1)}'
+                       '</g>')
+        for rank in range(world):
+            x, top = left + rank * B * CELL, y + 12 + 44 * rank
+            out.append(text(0, top + 14, f"rank {rank}"))
+            mine = [i for i in range(samples) if i // B % world == rank]
+            out += [cell(left + i * CELL, top, i, rank) for i in mine]
+            out.append(text(right, top + 14, f"offset {rank} * {B} = "
+                                             f"{rank * B}"))
+            for x1, x2, height, words in (
+                    (left, x, top + 10, ""),
+                    (x, x + size * CELL, top + 26, f"stride {size}")):
+                if x1 < x2:
+                    out.append(line(x1, height, x2 - 5, height, 1.5)
+                               + f'<path d="M{x2 - 1:g},{height:g} l-6,-4 v8z"'
+                               f'/>{text(x1 + 4, height + 12, words)}')
+            told.append(f"{plural(world, 'process', 'es')}, rank {rank}: "
+                        f"offset {rank * B}, stride {size}, reads samples "
+                        f"{' '.join(map(str, mine))}.")
+        y += 40 + 44 * world
+    return svg(right + 110, y - 26, out, "Which rank reads which samples",
+               f"A minibatch of {samples} samples in microbatches of {B}. "
+               + " ".join(told), 100)
+
+
 def strategies(gpus=4):
     """What each GPU keeps of the model's state: all of it, or a shard."""
     rows = ("parameters", "gradients", "optimizer states")

@@ -1,0 +1,158 @@
+"""No device, and no process, ever holds what it is to share.
+
+A model that is made for many devices is never whole on one of them. There is
+no GPU here: what would move to it is counted, on rank 0 of a pretended group.
+"""
+
+import math
+import sys
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from backstage import ROOT
+from backstage.deferred import draw_weights, make_shapes
+
+sys.path.insert(0, str(ROOT / "solutions"))
+import train_gpt2_3d as pipelined
+import train_gpt2_std as std
+
+CONFIG = std.GPTConfig(
+    block_size=64, vocab_size=512, n_layer=8, n_head=4, n_embd=64)
+BLOCK = 12 * 64**2 + 13 * 64  # parameters, of which each takes 4 bytes
+
+
+@contextmanager
+def rank_of(size, rank=0):
+    """This process as a rank of a group in which nothing is sent."""
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of weights that are on the CPU at the same time.
+
+    Without the states of the random numbers: 5 kB for each weight.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    @property
+    def now(self):
+        return sum(self.live.values())
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if (isinstance(tensor, torch.Tensor)
+                    and not isinstance(tensor, DTensor)  # only its part is
+                    and tensor.device.type == "cpu"
+                    and tensor.is_floating_point()):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(
+                        storage, self.live.pop, storage._cdata, None)
+        self.most = max(self.most, self.now)
+        return result
+
+
+def test_fully_shard_moves_a_block_at_a_time(monkeypatch):
+    """What stage fsdp does with its model on the CPU, on 8 devices."""
+    moved = []  # by each call: parameters that go to the device whole
+    move = _fsdp_init._move_states_to_device
+
+    def visible_move(params, buffers, device):
+        assert not buffers
+        moved.append(sum(weight.numel() for weight in params))
+        return move(params, buffers, device)
+
+    monkeypatch.setattr(_fsdp_init, "_move_states_to_device", visible_move)
+    with rank_of(8):
+        model = std.GPT(CONFIG)
+        whole = sum(weight.numel() for weight in model.parameters())
+        mesh = dist.init_device_mesh("cpu", (8,))
+        kept = []
+        for module in (*model.transformer.h.children(), model):
+            pipelined.fully_shard(module, mesh=mesh)
+            kept.append(sum(
+                weight.to_local().numel() for weight in module.parameters()))
+    ends = whole - 8 * BLOCK  # the embeddings and the last LayerNorm
+    assert moved == [BLOCK] * 8 + [ends]
+    assert kept[:8] == pytest.approx([BLOCK / 8] * 8, rel=0.01)
+    peak = max(max(moved[:8]) + sum(kept[:8]), ends + sum(kept[:8]))
+    assert peak < 0.3 * whole
+
+
+@pytest.mark.parametrize("stage", ["fsdp", "tp", "3d"])
+def test_a_sharded_model_is_not_moved_whole(stage):
+    text = (ROOT / "solutions" / f"train_gpt2_{stage}.py").read_text()
+    assert "raw_model = " in text and ".to(device)" not in text
+
+
+def names_of(model):
+    return [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("rank", range(0, 16, 5))
+def test_a_pipeline_stage_makes_its_own_layers(rank):
+    """4 pipeline stages, 2 x 2 ranks each: a rank's part is a sixteenth."""
+    torch.manual_seed(3)
+    whole = std.GPT(CONFIG)
+    size = 4 * sum(weight.numel() for weight in whole.parameters())
+    after = torch.get_rng_state()
+    with rank_of(16, rank):
+        mesh = dist.init_device_mesh(
+            "cpu", (4, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        torch.manual_seed(3)
+        with Peak() as peak:
+            model = make_shapes(pipelined.GPT, CONFIG)
+            shapes = peak.now
+            pipelined.parallelize(model, mesh["tp"])
+            pipelined.cut(model, mesh["pp"])
+            for module in (*model.transformer.h.children(), model):
+                draw_weights(model, module)
+                pipelined.fully_shard(module, mesh=mesh["dp"])
+            largest = 4 * max(
+                weight.numel() for weight in model.parameters())
+            mine = 4 * sum(weight.to_local().numel()
+                           for weight in model.parameters())
+    assert torch.equal(torch.get_rng_state(), after)
+    assert shapes == 0
+    assert mine < size / 8
+    assert peak.most < mine + 2 * largest  # a matrix, in passing
+    assert model.config.n_layer == 8 and len(model.transformer.h) == 2
+
+
+def test_shapes_get_the_weights_of_the_whole_model():
+    torch.manual_seed(5)
+    whole = std.GPT(CONFIG)
+    then = torch.rand(3)
+    torch.manual_seed(5)
+    model = make_shapes(std.GPT, CONFIG)
+    assert all(weight.is_meta for weight in model.parameters())
+    assert names_of(model) == names_of(whole)
+    del model.transformer.h[5:]  # nobody needs them
+    assert torch.equal(torch.rand(3), then)
+    draw_weights(model, model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    good = whole.state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, good[name]), name
+    assert math.isclose(sum(w.numel() for w in model.parameters()),
+                        sum(w.numel() for w in whole.parameters())
+                        - 3 * BLOCK)
