@@ -792,7 +792,7 @@ LIT_WRONG = (
           "gradients of step 0 are off", "clipped at 0.5, not at 1.0"),
     wrong("no callbacks", "lit",
           (('callbacks=[lit.LitRun("lit", train_data, write_texts)]', ""),),
-          "no attribute 'stopping'", "LitRun", suite=True),
+          "it ended after 0 of 6 steps", "LitRun", suite=True),
     wrong("one device a node", "lit",
           (("devices=world_size // num_nodes", "devices=1"),), "", ""),
     # loss and schedule
@@ -1565,7 +1565,7 @@ D3_WRONG = (
           "dp_rank and dp_size"),
     wrong("all TP groups read the same samples", "3d",
           ((GROUPS, "0, 1)\n        for split"),),
-          UNSHARDED.format("0 to 7"), "dp_rank, dp_size"),
+          "its offset is 0, not dp_rank * B", "dp_rank, dp_size"),
     wrong("a block left out", "3d",
           ((D3_PLACE, D3_PLACE[:-2]
             + "\n        and not 0 < stage == i - 1})"),),

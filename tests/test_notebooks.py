@@ -37,6 +37,11 @@ def repo(tmp_path):
     return tmp_path
 
 
+def done(stage):
+    """What the diff says of the finished script."""
+    return f"Done: all {len(documents.load(stage))} changes are made"
+
+
 @pytest.fixture
 def execute(repo, portal, monkeypatch):
     """Run a notebook in the portal's kernel: {source: text, html}."""
@@ -51,6 +56,10 @@ def execute(repo, portal, monkeypatch):
             cells = [cell for cell in book.cells if cell.cell_type == "code"]
             book.cells = [cells[0], *(cell for cell in cells[1:]
                                       if cell.source == only)]
+        seen = set()  # a check below each Break it: the first one is enough
+        book.cells = [cell for cell in book.cells if not (
+            cell.source.startswith("check(") and (
+                cell.source in seen or seen.add(cell.source)))]
         whose = "import sys; print(sys.prefix)"
         book.cells.insert(0, nbformat.v4.new_code_cell(whose))
         NotebookClient(
@@ -89,7 +98,7 @@ def test_lesson_ddp_runs_with_the_environment_that_the_site_names(
         f"WORKSHOP_VENV={sys.prefix}\n")
     shown = execute("diff_ddp.ipynb")
     assert shown["cadence()"].count("<rect") == 3 + 18 + 3 * 2 * 12
-    assert "Done: all 12 changes are made" in shown['diff("ddp")']
+    assert done("ddp") in shown['diff("ddp")']
     checked = shown['check("ddp")']
     assert "4 processes" in checked and "FAIL" not in checked, checked
 
@@ -129,7 +138,7 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
         f"WORKSHOP_VENV={sys.prefix}\n")
     shutil.copy(STAGES["mpi"].solution, repo / "code" / "train_gpt2.py")
     shown = execute("diff_mpi.ipynb")
-    assert "Done: all 10 changes are made" in shown['diff("mpi")']
+    assert done("mpi") in shown['diff("mpi")']
     checked = shown['check("mpi")']
     assert "4 processes" in checked and "FAIL" not in checked, checked
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
@@ -232,7 +241,7 @@ def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     lines = [line.strip() for line in
              STAGES[stage].solution.read_text().splitlines()]
     mistakes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    assert len(mistakes) == 3
+    assert len(mistakes) >= 3
     for mistake in mistakes:
         removed = re.findall("^- (.*)$", mistake, re.MULTILINE)
         assert removed and all(lines.count(line) == 1 for line in removed)
@@ -375,7 +384,8 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
         (found,) = (text for source, text in shown.items() if call in source)
         return found
 
-    recomputed = re.search(r"([\d.]+) times as long", cell("model.recompute"))
+    recomputed = re.search(r"([\d.]+) times as long",
+                           cell("recompute, model in"))
     assert 1 < float(recomputed[1]) < 1.8
     assert "all weights: [-2.5]" in cell("reduce_scatter_tensor")
     # the digits say whose numbers are in a sum
@@ -403,7 +413,7 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
         assert formula == "27.3" and 27 < float(waited) < 45
     table = cell("decisions()")
     for number in ("24.9 GB is too much", "10 or 86 samples",
-                   "5 and 25 and not by 4", "they wait 3.0%"):
+                   "only groups of 5 or 25 are possible", "they wait 3.0%"):
         assert number in table
 
 

@@ -69,6 +69,7 @@ def commands(text):
 
 
 @pytest.mark.parametrize("page", ["README.md", "INSTRUCTOR.md",
+                                  "docs/launching.md", "docs/runs.md",
                                   "batchfiles/README.md"])
 def test_the_commands_of_the_workshop_exist(page, monkeypatch):
     text = "\n".join(commands((ROOT / page).read_text()))

@@ -57,11 +57,11 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
         "course-60.md", "course-120.md", "training-at-scale.md"]
 
 
-def test_the_readme_has_a_line_for_each_file():
-    readme = (ROOT / "README.md").read_text()
+def test_the_map_has_a_line_for_each_file():
+    found = (ROOT / "docs" / "map.md").read_text()
     for path in (ROOT / "slides").glob("*.py"):
         if path.name != "__init__.py":
-            assert re.search(rf"^  {re.escape(path.name)} ", readme, re.M)
+            assert re.search(rf"^  {re.escape(path.name)} ", found, re.M)
 
 
 # ---------------------------------------------------------------- the plan

@@ -56,10 +56,23 @@ def test_no_module_imports_itself_in_a_circle():
                 if name not in free}
 
 
-def test_the_readme_has_a_line_for_each_file():
+def test_the_readme_is_for_the_first_day():
     readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 200
+    for path in ROOT.iterdir():
+        if path.is_dir() and not path.name.startswith((".", "__", "runs")):
+            assert (path.name.endswith(".egg-info")
+                    or re.search(rf"^{path.name}/ ", readme, re.M)), path.name
+
+
+def test_the_map_has_a_line_for_each_module():
+    text = (ROOT / "docs" / "map.md").read_text()
     for name, path in MODULES.items():
         if path.name != "__init__.py":
             inside = path.relative_to(ROOT / name.split(".")[0])
-            assert re.search(rf"^ +{re.escape(str(inside))} ", readme,
-                             re.MULTILINE), inside
+            assert re.search(rf"^ +{re.escape(str(inside))} ", text,
+                             re.M), inside
+    for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
+        assert any(str(path).endswith(f"/{line}") for path in (
+            *MODULES.values(), *ROOT.glob("slides/*.py"),
+            *ROOT.glob("environment/*.py"))), line

@@ -60,11 +60,9 @@ def launcher_change(stage):
 def wrong_device(rank, local, asked):
     if asked == 0:
         cause = "pass the local rank: use_device(hp.device, local_rank)"
-    elif asked == rank:
+    else:
         cause = ("a rank counts through all nodes, a node's devices begin "
                  "at 0: pass local_rank")
-    else:
-        cause = "pass local_rank, from LOCAL_RANK"
     return fail(f"rank {rank} takes device {asked}, but it has local rank "
                 f"{local}: processes would share a device", cause)
 
@@ -226,10 +224,6 @@ def why_rate(trial):
     if not trial.by_trainer:
         return ("it changes once a step, by get_lr(step, max_steps, hp), "
                 "whatever the world size")
-    asked = trial.asked("Trainer")[-1:] or [{}]
-    if asked[0].get("max_steps") not in (None, STEPS):
-        return ("max_steps of the Trainer counts updates, not microbatches: "
-                "max_steps=max_steps")
     return ('the schedule moves on once a step: "interval": "step", and '
             "get_lr as a factor of the maximum")
 
@@ -306,9 +300,6 @@ def clips_by_parts(trial, step):
 def why_off(trial, reference, step, good, mine):
     """Why the gradients are off, but the same on all ranks."""
     first = trial.seen[0]["clips"][step - trial.first_step]
-    read = max(len(part["samples"][step - trial.first_step])
-               for part in trial.seen)
-    microbatches = max(read // B, 1)
     synced = trial.seen[0]["synced"][step - trial.first_step]
     length = norm_of(mine)
     if trial.first_step and step > trial.first_step:
@@ -347,18 +338,12 @@ def why_off(trial, reference, step, good, mine):
                     "after the last backward(), before optimizer.step()")
         return ("gradients have to be the mean over the minibatch: look at "
                 "when they are reduced, clipped and zeroed")
-    done, limit, reduced = first[-1]
+    limit = first[-1][1]
     if limit != 1.0:
         return f"they are clipped at {limit:g}, not at 1.0"
     if len(first) > 1 and not trial.by_trainer:
         return ("they are clipped at every microbatch: once a step, after "
                 "the last one")
-    if done < microbatches:
-        return ("they are clipped before the last microbatch: once a step, "
-                "after it")
-    if trial.mesh.dp > 1 and length > 0 and not reduced and not synced:
-        return ("they are clipped before they are reduced: clip the mean of "
-                "all ranks")
     if step:
         return ("the first step is right, this is not: gradients are zeroed "
                 "after each update, optimizer.zero_grad()")
@@ -378,11 +363,9 @@ def why_pipeline_off(trial, reference, step, good, mine):
         return scaled
     limits = {limit for seen in trial.seen
               for _, limit, _ in seen["clips"][step - trial.first_step]}
-    if not limits:
-        return ("they are not clipped: clip_grad_norm(raw_model, 1.0, "
-                "world_size // pp_size) before optimizer.step()")
     if limits != {1.0}:
-        return f"they are clipped at {max(limits):g}, not at 1.0"
+        return ("clip them before optimizer.step(): clip_grad_norm(raw_model"
+                ", 1.0, world_size // pp_size)")
     if trial.mesh.pp > 1:
         ratio = share(mine, good, {TIED}) / share(
             mine, good, good.tensors.keys() - {TIED})
@@ -390,9 +373,6 @@ def why_pipeline_off(trial, reference, step, good, mine):
             return ("the tied matrix's gradient is the sum over the first "
                     "and the last pipeline stage, not their mean: all_reduce "
                     "adds up")
-        if relative(ratio, 2.0) < 0.05:
-            return ("the tied matrix's gradient is added up over both ends "
-                    "twice: once after each step")
     if step:
         return ("the first step is right, this is not: gradients are zeroed "
                 "after each update, optimizer.zero_grad()")
@@ -447,8 +427,6 @@ def why_norm(trial, step, ratio):
            "and some biases, counts once for each of them: divide the "
            "squares by the number of copies, as clip_grad_norm does")
           for square in (sum(parts), sum(parts) - tied)),
-        (sum(parts[:mesh.dp * mesh.tp]) / whole, "it is the norm of the "
-         "first pipeline stage alone: add up the squares of all ranks"),
     )
     for square, cause in causes:
         if relative(square, 1.0) > 1e-3 and relative(
@@ -470,8 +448,6 @@ def why_scaled(trial, reference, step=0):
         return ("the schedule divides gradients by the number of "
                 "microbatches itself: leave the loss as it is")
     causes = {  # of equal factors the last counts
-        1 / (A * W): "the loss is divided by accumulation_steps and by the "
-                     "world size one time too many",
         1 / A: "the loss is divided by accumulation_steps twice: Lightning "
                "does it itself" if trial.by_trainer else
                "the loss is divided by accumulation_steps twice",
@@ -492,8 +468,8 @@ def by_mesh(mesh):
     """By how much a logged loss is off, and why: pairs, for `relative`."""
     return (
         (1 / mesh.pp, "only the last pipeline stage has a loss, the others "
-                      "add 0: Pipeline.forward all_reduces it over "
-                      "self.group"),
+                      "add 0: all_reduce it in Pipeline.forward, and over "
+                      "all ranks in main()"),
         (mesh.tp, "all ranks of a TP group have the same loss: divide the "
                   "sum by the number of ranks, and not of TP groups"),
         (1 / mesh.size, "it is divided by the number of ranks, but not "

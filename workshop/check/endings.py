@@ -10,14 +10,10 @@ from workshop.check.trial import STEPS
 from workshop.stages import STAGES
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
-TAKEN = "holds a run already|another process trains in this run"
 # What an error says -> what to do; \1 is what the pattern has found.
 HINTS = (
     (r"name 'MPI' is not defined",
      "it is imported at the top: from backstage.mpi import MPI"),
-    ("no attribute 'stopping'",
-     "LitRun logs, saves and stops: the Trainer needs it, "
-     "callbacks=[lit.LitRun(...)]"),
     (r"'DistributedDataParallel' object has no attribute '(\w+)'",
      r"\1 is the raw model's: raw_model.\1, the wrapper has only forward"),
     (r"'FSDP\w+' object has no attribute 'no_sync'",
@@ -39,12 +35,6 @@ HINTS = (
     (r"Default process group has not been initialized",
      "the processes have not met yet: dist.init_process_group("
      "dist.get_default_backend_for_device(device)) comes before"),
-    (r"initialize the default process group twice",
-     "the process group is joined once: init_process_group stands there "
-     "twice"),
-    (TAKEN,
-     "each process thinks it is rank 0: what is wrong where the rank is "
-     "read?"),
     (r"NameError: name '(rank|local_rank|world_size)'",
      "the launcher says it in an environment variable: RANK, LOCAL_RANK, "
      "WORLD_SIZE"),
@@ -57,8 +47,6 @@ HINTS = (
      "WORLD_SIZE, MASTER_ADDR and MASTER_PORT where RANK is not there"),
     (r"rank [1-9]\d* called run\.\w+\(\)|rank 0 alone",
      "guard it with `if rank == 0:`"),
-    (r"samples is not divisible by",
-     "the minibatch is shared by all processes: is the world size right?"),
     (r"(?i)(cuda|nccl|xpu|hip)\b.*(driver|available|compiled|support|found"
      r"|GPU)|Torch not compiled",
      "the check runs on the CPU, without a GPU: use_device(hp.device, "
@@ -72,12 +60,8 @@ DTENSORS = r"got mixed torch.Tensor and DTensor"
 MESH_HINTS = (
     (r"has no attribute '((?:tensor|pipeline)_parallel)'", "",
      r"add the flag to Hyperparameters: \1: int = 1"),
-    (r"unknown.*--((?:tensor|pipeline)-parallel)|Unrecognized.*--((?:tensor"
-     r"|pipeline)-parallel)", "", "it has not got the stage's flag: `python "
-     "-m workshop diff {stage}` shows what is left to change"),
-    (r"Mesh not found in cache", "", "what a pipeline stage sends on is no "
-     'DTensor: only the last one makes logits, cut(raw_model, mesh["pp"]) '
-     "leaves each its own modules"),
+    (r"'ModuleList' object has no attribute 'values'", "", "the blocks are "
+     'in a ModuleDict after cut(raw_model, mesh["pp"])'),
     (r"Number of microbatches .* must be", "", "PyTorch's schedule wants at "
      "least as many microbatches as pipeline stages: Pipeline(raw_model, "
      "accumulation_steps, ...)"),
@@ -88,8 +72,8 @@ MESH_HINTS = (
      "logits.full_tensor() puts them together"),
     (DTENSORS, "forward", "the loss of split logits needs "
      "@tp.loss_parallel() around main(), the backward pass included"),
-    (r"AssertionError|not allocated yet|" + DTENSORS,
-     "main|evaluate|training_step", "the loss of split logits is a "
+    (r"AssertionError|not allocated yet|sharding strategy|" + DTENSORS,
+     "main|evaluate|training_step|forward", "the loss of split logits is a "
      "DTensor: loss.full_tensor() is the plain one"),
     (r"'Tensor' object has no attribute 'full_tensor'",
      "forward|generate", "logits and loss are DTensors "
@@ -109,7 +93,7 @@ MESH_HINTS = (
      "shard what is left to each rank: parallelize() before fully_shard()"),
     (r"must have the same mesh", "", "PyTorch's norm takes parameters of one "
      "mesh: clip_grad_norm(raw_model, 1.0, world_size) takes these"),
-    (r"Mesh dimension '(\w+)' does not exist", "",
+    (r"mesh_dim_names \('(\w+)',\)", "",
      r'the mesh has a dimension for each kind of parallelism, with "\1" '
      "among its mesh_dim_names"),
     (r"Mesh should not be bigger than", "", "the sides of the mesh multiply "
@@ -158,13 +142,13 @@ def explain(trial):
         apart = part_ways(trial)
         if apart:
             return apart
-    unasked = f"{TAKEN}|(RANK|ADDR) expected|called run"
+    unasked = ("holds a run already|another process trains in this run|"
+               "(RANK|ADDR) expected|called run")
     if (re.search(unasked, said[rank])
             and STAGES[trial.stage].launcher == "torchrun"
             and not asks_the_launcher(trial)):
         return thinks_it_is_rank_0(trial)
-    hint = (wrong_variable(trial, said[rank]) or guarded(trial, said[rank])
-            or mesh_hint(trial, said[rank])
+    hint = (wrong_variable(trial) or mesh_hint(trial, said[rank])
             or next((re.sub(f"(?s).*?(?:{pattern}).*", words, said[rank])
                      for pattern, words in HINTS
                      if re.search(pattern, said[rank])), ""))
@@ -181,7 +165,6 @@ def mesh_hint(trial, said):
     for pattern, functions, words in MESH_HINTS:
         if re.search(pattern, said) and (
                 not functions or re.fullmatch(functions, function)):
-            words = words.replace("{stage}", trial.stage)
             return re.sub(f"(?s).*?(?:{pattern}).*", words, said)
     return ""
 
@@ -361,19 +344,7 @@ def rank_test(trial, line):
     return found
 
 
-def guarded(trial, words):
-    """A hint where the error is of a rank that is not 0, by its local rank.
-    """
-    if not re.search(r"rank [1-9]\d* called run\.", words):
-        return ""
-    hint = "guard it with `if rank == 0:`"
-    second = trial.mesh.size // 2  # the first rank of the second node
-    if trial.mesh.nodes == 2 and f"rank {second}" in words:
-        hint += ", by RANK: every node has a local rank 0"
-    return hint
-
-
-def wrong_variable(trial, words=""):
+def wrong_variable(trial):
     """A hint where rank or world size come from another variable."""
     expected = {"rank": "RANK", "local_rank": "LOCAL_RANK",
                 "world_size": "WORLD_SIZE"}

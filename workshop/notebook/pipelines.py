@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import loss_parallel
 
 from workshop.notebook.sharding import Traffic, load
@@ -112,25 +112,21 @@ def traffic_3d(pp, tp, accumulation_steps, B):
     The model is of preset tiny, with a vocabulary of 512 tokens; B: samples of
     a microbatch.
     """
+    torch.manual_seed(0)
     mesh = dist.init_device_mesh(
         "cpu", (pp, dist.get_world_size() // pp // tp, tp),
         mesh_dim_names=("pp", "dp", "tp"))
     config = script.replace(script.MODELS["tiny"], vocab_size=512)
-    torch.manual_seed(0)
     model = script.GPT(config)
     script.parallelize(model, mesh["tp"])
-    number = mesh.get_local_rank("pp")
-    script.cut(model, number, pp)
-    for module in (*model.transformer.h, model):
+    script.cut(model, mesh["pp"])
+    for module in (*model.transformer.h.children(), model):
         fully_shard(module, mesh=mesh["dp"])
-    stage = PipelineStage(model, number, pp, torch.device("cpu"),
-                          group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(stage, accumulation_steps,
-                            lambda loss, target: loss.full_tensor())
+    cpu = torch.device("cpu")
+    pipeline = script.Pipeline(model, accumulation_steps, cpu, mesh["pp"])
     batch = torch.randint(512, (2, accumulation_steps * B, 32))
     with loss_parallel():
         for _ in range(2):  # the first step sends more, to learn the shapes
             with Traffic() as traffic:
-                script.training_step(schedule.step, batch,
-                                     torch.device("cpu"), "fp32")
+                script.training_step(pipeline, batch, cpu, "fp32")
     return model, traffic
