@@ -62,7 +62,7 @@ def count(stage, mesh, microbatches, data, folder):
 
 
 def formula(stage, mesh, microbatches):
-    return of_step(STAGES[stage].divided, CONFIG, mesh, microbatches,
+    return of_step(STAGES[stage].split, CONFIG, mesh, microbatches,
                    8 // (mesh[1] * microbatches), T)
 
 

@@ -64,10 +64,10 @@ def ring(n, num_bytes):
     return 2 * (n - 1) / n * num_bytes
 
 
-def of_step(divided, config, mesh, microbatches, B, T):
+def of_step(split, config, mesh, microbatches, B, T):
     """{collective: (calls, bytes)} of a rank in each pipeline stage.
 
-    divided: what the devices share: "samples" (each has a copy of the model,
+    split: what is split over the devices: "samples" (each has a copy of the model,
     as with DDP), "parameters" (FSDP), "matrices" (tensor parallelism and
     FSDP), "layers" (a pipeline, with both). None for anything else.
     config: a GPTConfig's dictionary. mesh: (pipeline, data, tensor) parallel.
@@ -82,8 +82,8 @@ def of_step(divided, config, mesh, microbatches, B, T):
     pp, dp, tp = mesh
     if pp * dp * tp == 1:
         return [{}]
-    if divided not in ("samples", "parameters", "matrices", "layers") or (
-            divided == "layers" and pp == 1):
+    if split not in ("samples", "parameters", "matrices", "layers") or (
+            split == "layers" and pp == 1):
         return None
     L, C = config["n_layer"] // pp, config["n_embd"]
     table = padded_vocab_size(config["vocab_size"]) * C // tp  # tied, so once
@@ -94,12 +94,12 @@ def of_step(divided, config, mesh, microbatches, B, T):
         outside = ((first or last) * table + last * 2 * C
                    + first * config["block_size"] * C)
         calls = Calls()
-        if divided == "samples":
+        if split == "samples":
             calls.add("allreduce", 1, L * block + outside)
         elif dp > 1:
-            share(calls, divided, dp, microbatches, L, block, outside,
+            share(calls, split, dp, microbatches, L, block, outside,
                   first or last)
-        if divided in ("matrices", "layers"):
+        if split in ("matrices", "layers"):
             hidden = B * T * C  # what goes from block to block
             if tp > 1:  # two forward and two backward, and one at each end
                 ends = first + last
@@ -126,17 +126,17 @@ class Calls(dict):
             self[name] = calls + number, size + number * elements * FP32
 
 
-def share(calls, divided, dp, microbatches, L, block, outside, is_end):
+def share(calls, split, dp, microbatches, L, block, outside, is_end):
     """Add what FSDP sends: it gathers weights, and reduces gradients.
 
     A block is gathered before each forward and each backward pass, what is in
     no block once for both. In a pipeline a block stays gathered from its first
     forward pass to its first backward pass.
     """
-    if divided == "parameters":  # the norm: one number of each parameter
+    if split == "parameters":  # the norm: one number of each parameter
         calls.add("all_reduce", 1, 12 * L + 4)
     blocks, rest = 2 * microbatches, microbatches
-    if divided == "layers":
+    if split == "layers":
         blocks, rest = microbatches + 1, 1
     calls.add("allgather_base", blocks * L, block // dp)
     calls.add("allgather_base", rest * is_end, outside // dp)

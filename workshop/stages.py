@@ -28,14 +28,14 @@ class Stage:
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
     tried: tuple = ()  # those of them on which a check tries it (): all
     trainer: bool = False  # whether Lightning's Trainer has the loop
-    divided: str = ""  # what the devices share, as in results/traffic.py
+    split: str = ""  # what is split over the devices: see arithmetic.py
     jobs: dict = field(  # its batch files: size -> flags of the script
         default_factory=lambda: dict.fromkeys(SIZES, ""))
 
     @property
     def shards(self):
         """Whether each device holds a part of the model."""
-        return self.divided not in ("", "samples")
+        return self.split not in ("", "samples")
 
     @property
     def solution(self):
@@ -55,23 +55,23 @@ STAGES = {stage.name: stage for stage in (
           "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={}),
     Stage("ddp", "std", "DDP", "a process for each device, with DDP",
           "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
-          divided="samples"),
+          split="samples"),
     Stage("lit", "ddp", "Lightning", "the same training with Lightning",
           "#cf7a12", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
-          trainer=True, divided="samples"),
+          trainer=True, split="samples"),
     Stage("fsdp", "ddp", "FSDP",
           "a part of the model on each device, with FSDP", "#2b9a5f",
-          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), divided="parameters"),
+          "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), split="parameters"),
     Stage("tp", "fsdp", "Tensor parallelism",
           "each matrix split over devices, and FSDP", "#8e4ec6", "torchrun",
           ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2)),
-          tried=((1, 1, 1), (1, 1, 2), (1, 2, 2)), divided="matrices",
+          tried=((1, 1, 1), (1, 1, 2), (1, 2, 2)), split="matrices",
           jobs={"1n2g": "--tensor-parallel 2", "1n4g": "--tensor-parallel 2"}),
     Stage("3d", "tp", "3D parallelism",
-          "a pipeline of stages, with tp and FSDP in each", "#c2375a",
+          "pipeline stages, with tp and FSDP in each", "#c2375a",
           "torchrun", ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2),
                        (2, 2, 2)),
-          tried=((1, 1, 1), (2, 1, 1), (2, 2, 2)), divided="layers",
+          tried=((1, 1, 1), (2, 1, 1), (2, 2, 2)), split="layers",
           jobs={"2n4g": "--pipeline-parallel 2 --tensor-parallel 2"}),
 )}
 FIRST = next(iter(STAGES))  # where the course starts

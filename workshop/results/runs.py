@@ -15,7 +15,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from backstage.flops import num_parameters
-from workshop.results.traffic import of_step
+from workshop.arithmetic import of_step
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
@@ -81,7 +81,7 @@ class Result:
         hp = self.hyperparameters
         if self.stage not in STAGES or hp.get("strategy", "ddp") != "ddp":
             return None
-        found = of_step(STAGES[self.stage].divided, self.config, self.mesh,
+        found = of_step(STAGES[self.stage].split, self.config, self.mesh,
                         self.accumulation, hp["microbatch_size"],
                         hp["sequence_length"])
         return found and max(sum(size for _, size in rank.values())
