@@ -67,9 +67,9 @@ def ring(n, num_bytes):
 def of_step(split, config, mesh, microbatches, B, T):
     """{collective: (calls, bytes)} of a rank in each pipeline stage.
 
-    split: what is split over the devices: "samples" (each has a copy of the model,
-    as with DDP), "parameters" (FSDP), "matrices" (tensor parallelism and
-    FSDP), "layers" (a pipeline, with both). None for anything else.
+    split: what is split over the devices: "samples" (each has a copy of the
+    model, as with DDP), "parameters" (FSDP), "matrices" (tensor parallelism
+    and FSDP), "layers" (a pipeline, with both). None for anything else.
     config: a GPTConfig's dictionary. mesh: (pipeline, data, tensor) parallel.
     microbatches: how many a rank takes in a step, of B samples of T tokens.
     The bytes are those that the rank puts in: its input of a reduction, its
