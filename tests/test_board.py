@@ -10,7 +10,7 @@ from test_check import FORWARD, board_of, plant
 
 from workshop.check.board import Board
 from workshop.check.command import main
-from workshop.notebook import pictures
+from workshop.notebook import pictures, tied
 
 
 def test_a_table_of_a_wrong_script(tmp_path, capsys):
@@ -91,7 +91,8 @@ def test_every_picture_has_a_title_and_a_description():
     drawn = [pictures.cadence(), pictures.strategies(), pictures.words(),
              pictures.data_parallel(), pictures.nodes(),
              pictures.tensors(shown), pictures.reads([[0, 1]], [[[0, 1]]]),
-             pictures.errors([1.0], {"1": [1.0]})]
+             pictures.errors([1.0], {"1": [1.0]}), pictures.samples_read(),
+             tied.draw()]
     for svg in drawn:
         title, about, *_ = ElementTree.fromstring(svg)
         assert (title.tag, about.tag) == ("title", "desc")
