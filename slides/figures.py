@@ -13,7 +13,8 @@ from functools import cache
 import matplotlib
 
 from slides.schedules import GPIPE, ONE_F_ONE_B, events
-from workshop.notebook import decisions, pictures
+from workshop import arithmetic
+from workshop.notebook import pictures
 from workshop.notebook.pictures import (
     COLOURS,
     GREY,
@@ -326,7 +327,7 @@ def zero(gpus=4):
 def state(sharded, devices):
     """Bytes on each device of GPT-2 XL's state: sharded, 0 to 3 kinds."""
     sizes = (4, 4, 8)  # bytes: parameters, gradients, moments
-    parameters = decisions.state(decisions.XL) / sum(sizes)
+    parameters = arithmetic.state(arithmetic.XL) / sum(sizes)
     return parameters * sum(
         size / devices if k >= len(sizes) - sharded else size
         for k, size in enumerate(sizes))

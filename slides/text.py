@@ -16,8 +16,9 @@ from backstage import ROOT
 from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
 from slides import figures, schedules
+from workshop import arithmetic
 from workshop.lesson.diff import differences, load_lesson
-from workshop.notebook import decisions, sharding
+from workshop.notebook import sharding
 from workshop.results import runs
 from workshop.stages import FIRST, LESSONS, STAGES
 
@@ -142,7 +143,7 @@ def facts():
     T, S = hp.sequence_length, hp.minibatch_size
     steps = (SHARDS * SHARD - 1) // T // S
     small, large = (num_parameters(model) for model in (
-        decisions.GPT2, decisions.XL))
+        arithmetic.GPT2, arithmetic.XL))
     flop = flops_per_token(config, T)
     nano = std.GPT(std.MODELS["nano"])
     waiting = schedules.idle(schedules.events(
@@ -153,10 +154,10 @@ def facts():
         **ASSUMED, "T": T, "S": S, "steps": steps, "shards": SHARDS,
         "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
         "minibatch_tokens": S * T,
-        "small": small, "large": large, "state": decisions.state,
-        "GPT2": decisions.GPT2, "XL": decisions.XL,
-        "activations": decisions.activations, "each": figures.state,
-        "decisions": decisions.rows(ASSUMED["memory"]), "flop": flop,
+        "small": small, "large": large, "state": arithmetic.state,
+        "GPT2": arithmetic.GPT2, "XL": arithmetic.XL,
+        "activations": arithmetic.activations, "each": figures.state,
+        "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": runs.traffic,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
         "efficiency": runs.efficiency(rows.values()),
