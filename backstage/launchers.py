@@ -87,9 +87,9 @@ def name_ranks(env=os.environ):
     elif size > 1:
         env["RANK"] = env[LAUNCHERS[launcher][0]]
         stop_all(f"{launcher} has started {size} processes, and each would "
-                 "work alone: put `-m workshop.mpi` between python and the "
-                 f"script (mpirun -n {size} python -m workshop.mpi "
-                 "code/train_gpt2.py)", env)
+                 "work alone: put `-m workshop.as_torchrun` between python "
+                 f"and the script (mpirun -n {size} python -m "
+                 "workshop.as_torchrun code/train_gpt2.py)", env)
 
 
 def join_world(env=os.environ):
@@ -105,7 +105,7 @@ def join_world(env=os.environ):
         name_step_ranks(env)
         return launcher
     require(launcher, "no launcher has started this process: start it with "
-            "one, as in mpirun -n 4 python -m workshop.mpi "
+            "one, as in mpirun -n 4 python -m workshop.as_torchrun "
             "code/train_gpt2.py")
     MPI = join_mpi(env)
     name_mpi_ranks(MPI, env)

@@ -96,7 +96,7 @@ class Rung:
         elif self.stage == "mpi":
             python = ["mpirun", "-n", str(self.processes), *python]
             if script != __file__:
-                python += ["-m", "workshop.mpi"]
+                python += ["-m", "workshop.as_torchrun"]
         return [*python, *map(str, (script, *flags, "--device", self.device))]
 
     def run(self, script, *flags, timeout):

@@ -2,7 +2,7 @@
 
     python code/generate.py --run runs/20261121-120000-std --prompt "Return"
     torchrun --standalone --nproc-per-node 4 -- code/generate.py
-    mpirun -n 4 python -m workshop.mpi code/generate.py
+    mpirun -n 4 python -m workshop.as_torchrun code/generate.py
 
 It reads the checkpoints of every stage. Several processes share the
 continuations. With the key-value cache (the default) each step computes the

@@ -83,7 +83,7 @@ def test_mpirun(data, single, tmp_path):
     run = tmp_path / "run"
     done = run_command(
         "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2,
-        sys.executable, "-m", "workshop.mpi", DDP, *tiny(run, data))
+        sys.executable, "-m", "workshop.as_torchrun", DDP, *tiny(run, data))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished: ") == 1
     assert Result(run, []).column("loss") == pytest.approx(

@@ -18,7 +18,7 @@ from backstage.launchers import (
     join_world,
     name_ranks,
 )
-from workshop import rollcall
+from workshop import doctor_ranks
 from workshop.processes import OPEN_MPI
 from workshop.stages import STAGES
 
@@ -87,7 +87,7 @@ def test_a_rank_of_mpi_does_not_train_alone(stage, tmp_path):
     (line,) = rank.err.splitlines()
     assert rank.status == 1 and not (tmp_path / "run").exists()
     assert "Open MPI has started 8 processes" in line
-    assert "mpirun -n 8 python -m workshop.mpi" in line
+    assert "mpirun -n 8 python -m workshop.as_torchrun" in line
 
 
 def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
@@ -145,7 +145,7 @@ def launcher(request, monkeypatch):
 @pytest.mark.whole
 def test_a_launcher_and_what_a_rank_says(launcher, script):
     done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
-                       "workshop.mpi", "-v", script)
+                       "workshop.as_torchrun", "-v", script)
     assert done.returncode == 0, done.stderr
     said = sorted(done.stdout.splitlines())
     for rank in range(2):
@@ -175,7 +175,7 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path):
                       f"if os.environ['RANK'] == '1':\n    os.{end}\n"
                       "time.sleep(300)\n")
     done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
-                       "workshop.mpi", script)
+                       "workshop.as_torchrun", script)
     assert done.returncode
 
 
@@ -186,7 +186,7 @@ def test_the_local_ranks_of_two_nodes(script, monkeypatch, request):
                         "MPIR_CVAR_ODD_EVEN_CLIQUES": "1"}.items():
         monkeypatch.setenv(name, value)
     done = run_command("mpiexec.mpich", "-n", 4, sys.executable, "-m",
-                       "workshop.mpi", "-v", script)
+                       "workshop.as_torchrun", "-v", script)
     assert done.returncode == 0, done.stderr
     here = socket.gethostname()
     said = re.findall(r"rank (\d) of 4, .* local rank (\d) of 2, as MPICH "
@@ -201,7 +201,7 @@ def test_the_library_of_another_mpi_is_one_line(script, monkeypatch):
     """mpi4py finds Open MPI's; Debian's MPICH has a name of its own."""
     needs("mpirun", "mpiexec.mpich")
     done = run_command("mpiexec.mpich", "-n", 2, sys.executable, "-m",
-                       "workshop.mpi", script)
+                       "workshop.as_torchrun", script)
     errors = [line for line in done.stderr.splitlines()
               if line.startswith("error")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr
@@ -236,28 +236,28 @@ def test_the_doctor_needs_a_launcher_for_ranks():
 def test_the_interface_of_a_connection(monkeypatch):
     """Of a real connection, which is not the store's; no other's."""
     address, = (here for _, name in socket.if_nameindex()
-                if (here := rollcall.address(name)) == "127.0.0.1")
+                if (here := doctor_ranks.address(name)) == "127.0.0.1")
     with socket.create_server((address, 0)) as door, socket.create_connection(
             door.getsockname()):
         monkeypatch.setenv("MASTER_PORT", "1")
-        assert set(rollcall.find_interfaces()) == {"lo"}
+        assert set(doctor_ranks.find_interfaces()) == {"lo"}
         monkeypatch.setenv("MASTER_PORT", str(door.getsockname()[1]))
-        assert not set(rollcall.find_interfaces())
+        assert not set(doctor_ranks.find_interfaces())
 
 
 def test_what_a_network_is(tmp_path):
     for name, kind in (("eth0", 1), ("ib0", 32)):
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "type").write_text(f"{kind}\n")
-    assert rollcall.describe("eth0", tmp_path) == (
+    assert doctor_ranks.describe("eth0", tmp_path) == (
         "eth0, not InfiniBand, which this node does not have")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert rollcall.describe("eth0", tmp_path) == (
+    assert doctor_ranks.describe("eth0", tmp_path) == (
         "eth0, not InfiniBand, although this node has mlx5_0")
-    assert rollcall.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
+    assert doctor_ranks.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
     log = "n1:7:9 [0] NCCL INFO NET/{} : Using [0]{} [RO]; OOB eth0:10.1.1.1"
-    assert rollcall.read_nccl_log(log.format("IB", "mlx5_0:1/IB")) == (
+    assert doctor_ranks.read_nccl_log(log.format("IB", "mlx5_0:1/IB")) == (
         "mlx5_0, InfiniBand or RoCE, by NCCL between the nodes")
-    assert rollcall.read_nccl_log(log.format("Socket", "eno9:10.1.1.1<0>")) \
-        .startswith("eno9, ")
-    assert "names no network" in rollcall.read_nccl_log("")
+    log = log.format("Socket", "eno9:10.1.1.1<0>")
+    assert doctor_ranks.read_nccl_log(log).startswith("eno9, ")
+    assert "names no network" in doctor_ranks.read_nccl_log("")

@@ -451,7 +451,8 @@ def test_names_of_a_step(tasks, nodes, node):
     (sys.executable, "-m", "torch.distributed.run", "--standalone",
      "--nproc-per-node", 2, "--", LIT),
     ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2,
-     sys.executable, "-m", "workshop.mpi", LIT)], ids=["torchrun", "mpirun"])
+     sys.executable, "-m", "workshop.as_torchrun", LIT)],
+    ids=["torchrun", "mpirun"])
 def test_launchers_of_the_ddp_stage(data, single, tmp_path, launcher):
     needs(launcher[0])
     done = run_command(*launcher, *tiny(tmp_path / "run", data))

@@ -203,7 +203,7 @@ def test_one_loss_curve_on_two_nodes(
     needs("mpirun")
     more, script = {}, [sys.executable, STAGES[stage].solution]
     if stage == "ddp":
-        script[1:1] = ["-m", "workshop.mpi", "-v"]
+        script[1:1] = ["-m", "workshop.as_torchrun", "-v"]
         more = {"MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
     if library == "Open MPI":
         mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",

@@ -231,12 +231,14 @@ RUN = {
     "torchrun --standalone --nproc-per-node 2 -- code/train_gpt2.py "
     "--preset tiny": ("test_ddp.py", "test_torchrun", [
         '"--standalone", "--nproc-per-node", 2', '"--", script, *tiny(']),
-    "mpirun -n 2 python -m workshop.mpi code/train_gpt2.py --preset tiny":
+    "mpirun -n 2 python -m workshop.as_torchrun code/train_gpt2.py "
+    "--preset tiny":
         ("test_ddp.py", "test_mpirun",
-         ['"-n", 2', '"-m", "workshop.mpi", DDP, *tiny(']),
-    "mpirun -n 2 python -m workshop.mpi -v code/train_gpt2.py --preset tiny":
+         ['"-n", 2', '"-m", "workshop.as_torchrun", DDP, *tiny(']),
+    "mpirun -n 2 python -m workshop.as_torchrun -v code/train_gpt2.py "
+    "--preset tiny":
         ("test_launchers.py", "test_a_launcher_and_what_a_rank_says",
-         ['"workshop.mpi", "-v", script']),
+         ['"workshop.as_torchrun", "-v", script']),
     "mpirun -n 2 python -m workshop doctor --ranks":
         ("test_launchers.py", "test_the_doctor_asks_all_ranks",
          ['"doctor", "--ranks"']),

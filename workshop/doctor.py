@@ -1,7 +1,7 @@
 """Does this machine have everything the workshop needs? One line per answer.
 
 It works without torch, too: then the questions that need torch say so. With
---ranks, under any launcher, it asks all ranks: see rollcall.py. Run as a
+--ranks, under any launcher, it asks all ranks: see doctor_ranks.py. Run as a
 script, it does an all-reduce: the doctor starts that as two processes.
 """
 
@@ -27,7 +27,7 @@ def main(ranks=False):
     """Print the answers; return 1, the exit status, if anything is to do."""
     if ranks:
         join_world()
-        from workshop.rollcall import ask_ranks
+        from workshop.doctor_ranks import ask_ranks
 
         return ask_ranks()
     questions = (

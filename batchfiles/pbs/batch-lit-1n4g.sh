@@ -10,5 +10,6 @@
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 export OMP_NUM_THREADS=8
-train mpiexec -n 4 "${per_node[@]}" 4 python -m workshop.mpi \
-    "$(stage lit)" --run "$run" --resume "${flags[@]}"
+train mpiexec -n 4 "${per_node[@]}" 4 \
+    python -m workshop.as_torchrun "$(stage lit)" \
+    --run "$run" --resume "${flags[@]}"

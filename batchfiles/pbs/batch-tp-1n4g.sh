@@ -10,6 +10,7 @@
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 export OMP_NUM_THREADS=8
-train mpiexec -n 4 "${per_node[@]}" 4 python -m workshop.mpi \
-    "$(stage tp)" --run "$run" --resume \
+train mpiexec -n 4 "${per_node[@]}" 4 \
+    python -m workshop.as_torchrun "$(stage tp)" \
+    --run "$run" --resume \
     --tensor-parallel 2 "${flags[@]}"

@@ -243,8 +243,9 @@ def hangs(trial):
         inside = next((name for file, _, name in stack
                        if file.endswith("distributed_c10d.py")
                        and name != "wrapper"), stack[0][2] if stack else "?")
-        inside = ([inside] + [name for file, _, name in stack
-                              if file.endswith("patient.py")])[-1]  # of MPI
+        inside = ([inside] + [  # the last one is MPI's
+            name for file, _, name in stack
+            if file.endswith("sleeping_mpi.py")])[-1]
         lines = [line for file, line, _ in stack
                  if file.endswith("/" + trial.script.name)]
         texts.append(f"rank {r} waits" + (f" in line {lines[0]}" if lines

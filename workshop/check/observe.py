@@ -346,11 +346,11 @@ class Observer:
         self.on_message(name, count, group_of(args))
 
     def watch_mpi(self):
-        """Note the calls of MPI, if `Launch` has made it patient."""
-        patient = sys.modules.get("workshop.patient")
-        if patient:
-            patient.Patient.on_call = staticmethod(self.on_message)
-            patient.Patient.on_abort = staticmethod(self.finish)
+        """Note the calls of MPI, if `Launch` lets its ranks sleep."""
+        mpi = sys.modules.get("workshop.sleeping_mpi")
+        if mpi:
+            mpi.SleepingComm.on_call = staticmethod(self.on_message)
+            mpi.SleepingComm.on_abort = staticmethod(self.finish)
 
     def on_message(self, name, elements, group):
         lines = self.place()

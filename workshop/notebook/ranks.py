@@ -60,7 +60,7 @@ def answer(cell, ranks, seconds, mpirun=False):
         ended = processes.launch(
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
             world_size=ranks, timeout=seconds if mpirun else 120,
-            preload=PRELOAD, mpirun=mpirun, patient=False)
+            preload=PRELOAD, mpirun=mpirun, sleeping=False)
         said = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():

@@ -1,6 +1,6 @@
 """mpirun starts this in the place of a rank, which is forked elsewhere.
 
-    mpirun -n N python workshop/relay.py FOLDER
+    mpirun -n N python workshop/mpirun_proxy.py FOLDER
 
 `workshop.processes` forks the ranks from a server that has torch imported
 already. A rank joins MPI with what mpirun gives to the process that it
@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 
-PARTED = []  # connections to a relay that knows of the end
+PARTED = []  # connections to a proxy that knows of the end
 
 
 def main():
@@ -25,7 +25,7 @@ def main():
     rank = variables.get("OMPI_COMM_WORLD_RANK") or variables["PMI_RANK"]
     handles = [int(variables["PMI_FD"])] if "PMI_FD" in variables else []
     link = socket.socket(socket.AF_UNIX)
-    while link.connect_ex(os.path.join(sys.argv[1], f"{rank}.relay")):
+    while link.connect_ex(os.path.join(sys.argv[1], f"{rank}.proxy")):
         if not os.path.isdir(sys.argv[1]):  # nobody wants the ranks any more
             sys.exit(1)
         time.sleep(0.01)  # the rank is not there yet
@@ -39,7 +39,7 @@ def main():
 
 
 def meet(address):
-    """In the rank: wait for the relay; (the connection, variables)."""
+    """In the rank: wait for the proxy; (the connection, variables)."""
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)
         door.listen(1)
@@ -56,13 +56,13 @@ def meet(address):
 
 
 def follow(link):
-    """In a thread of the rank: end as soon as the relay does."""
+    """In a thread of the rank: end as soon as the proxy does."""
     if not link.recv(1) and link not in PARTED:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def part(link, status):
-    """In the rank, at its end: let the relay end with the same status."""
+    """In the rank, at its end: let the proxy end with the same status."""
     PARTED.append(link)
     with contextlib.suppress(OSError):
         link.sendall(bytes([status & 255]))

@@ -29,17 +29,17 @@ LONGEST = 0.02  # seconds between two looks
 
 
 def install(nodes=1):
-    """Let MPI.COMM_WORLD be patient; returns its class.
+    """Let MPI.COMM_WORLD sleep while it waits; returns its class.
 
     nodes: on how many nodes the ranks are to believe they are.
     """
-    MPI.COMM_WORLD = Patient.adopt(MPI.COMM_WORLD)
-    Patient.nodes = nodes
-    Patient.world_size = MPI.COMM_WORLD.size
-    return Patient
+    MPI.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
+    SleepingComm.nodes = nodes
+    SleepingComm.world_size = MPI.COMM_WORLD.size
+    return SleepingComm
 
 
-class Patient(MPI.Intracomm):
+class SleepingComm(MPI.Intracomm):
     """A communicator whose ranks sleep while they wait.
 
     on_call: called with each call's (name, number of elements, group), where
@@ -52,11 +52,11 @@ class Patient(MPI.Intracomm):
 
     @classmethod
     def adopt(cls, comm):
-        """The same communicator, patient. All its ranks."""
-        patient = cls(comm)
+        """The same communicator, but it sleeps. All its ranks."""
+        asleep = cls(comm)
         # what the ranks say of themselves is apart from their messages
-        patient.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
-        return patient
+        asleep.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
+        return asleep
 
     def tell(self, name, args):
         group = None
@@ -93,7 +93,7 @@ class Patient(MPI.Intracomm):
         super().Abort(errorcode)
 
 
-class PatientRequest(MPI.Request):
+class SleepingRequest(MPI.Request):
     """A request whose `Wait` sleeps."""
 
     def Wait(self, status=None):
@@ -122,7 +122,7 @@ class PatientRequest(MPI.Request):
         return [request.wait() for request in requests]
 
 
-MPI.Request = PatientRequest
+MPI.Request = SleepingRequest
 
 
 def sleep_until(done):
@@ -147,14 +147,14 @@ def count(args):
     return 0
 
 
-# --------------------------------------------------- the methods of a Patient
+# ---------------------------------------------- the methods of a SleepingComm
 
 
 def add(name, method):
-    """Give `Patient` the method, which stack traces call by that name."""
+    """Give `SleepingComm` the method, which stack traces call by that name."""
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = name
-    setattr(Patient, name, method)
+    setattr(SleepingComm, name, method)
 
 
 def collective(name):
@@ -173,7 +173,7 @@ def begun(name):
 
     def method(self, *args, **kwargs):
         self.tell(name, [*args, *kwargs.values()])
-        return PatientRequest(plain(self, *args, **kwargs))
+        return SleepingRequest(plain(self, *args, **kwargs))
 
     return method
 

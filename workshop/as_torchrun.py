@@ -1,6 +1,6 @@
 """Let any launcher start a script that reads torchrun's variables.
 
-    mpirun -n 4 python -m workshop.mpi code/train_gpt2.py --preset nano
+    mpirun -n 4 python -m workshop.as_torchrun code/train_gpt2.py --preset nano
 
 mpirun, mpiexec or srun starts the processes and numbers them. The script reads
 RANK, LOCAL_RANK and WORLD_SIZE, and finds the other processes at MASTER_ADDR
@@ -21,7 +21,7 @@ def main():
     words = sys.argv[1:]
     verbose = words[:1] == ["-v"]
     words = words[verbose:]
-    require(words, "name a script: python -m workshop.mpi SCRIPT")
+    require(words, "name a script: python -m workshop.as_torchrun SCRIPT")
     launcher = join_world()
     if verbose:
         sys.stdout.write(introduce(launcher, os.environ))
