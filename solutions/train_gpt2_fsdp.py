@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
+from backstage.deferred import draw_weights, make_shapes
 from backstage.device import compile_model, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -315,10 +316,11 @@ def main():
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
-    raw_model = GPT(config, hp.recompute)  # on the CPU
+    raw_model = make_shapes(GPT, config, hp.recompute)
     # a part of each block goes to each device, and of what is in no block
     mesh = dist.init_device_mesh(device.type, (world_size,))
     for module in (*raw_model.transformer.h.children(), raw_model):
+        draw_weights(raw_model, module)
         fully_shard(module, mesh=mesh)
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("fsdp", hp, config, max_steps, device)

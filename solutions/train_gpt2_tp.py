@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
+from backstage.deferred import draw_weights, make_shapes
 from backstage.device import compile_blocks, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -356,12 +357,13 @@ def main():
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
-    raw_model = GPT(config, hp.recompute)  # on the CPU
+    raw_model = make_shapes(GPT, config, hp.recompute)
     parallelize(raw_model, mesh["tp"])
     if hp.compile:  # the whole model cannot be compiled with DTensors in it
         compile_blocks(raw_model.transformer.h.children(), device)
     # a part of each block goes to each device, and of what is in no block
     for module in (*raw_model.transformer.h.children(), raw_model):
+        draw_weights(raw_model, module)
         fully_shard(module, mesh=mesh["dp"])
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("tp", hp, config, max_steps, device)

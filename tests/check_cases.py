@@ -945,7 +945,10 @@ LIT_RIGHT = (
 FSDP_MESH = "    mesh = dist.init_device_mesh(device.type, (world_size,))\n"
 FSDP_LOOP = "for module in (*raw_model.transformer.h.children(), raw_model):"
 FSDP_CALL = "fully_shard(module, mesh=mesh)"
-FSDP_SHARD = f"{FSDP_MESH}    {FSDP_LOOP}\n        {FSDP_CALL}\n"
+FSDP_DRAW = "        draw_weights(raw_model, module)\n"
+FSDP_SHARD = f"{FSDP_MESH}    {FSDP_LOOP}\n{FSDP_DRAW}        {FSDP_CALL}\n"
+FSDP_WHOLE = "    draw_weights(raw_model, raw_model)\n"
+ON_THE_CPU = (("make_shapes(GPT, config,", "GPT(config,"), (FSDP_DRAW, ""))
 FSDP_SYNC = ("            raw_model.set_requires_gradient_sync("
              "is_last_microbatch)\n")
 SAVE_ALL = "        if save:  # all ranks\n"
@@ -956,11 +959,11 @@ FSDP_WRONG = (
     wrong("the import left out", "fsdp",
           (("from torch.distributed.fsdp import fully_shard\n", ""),),
           "NameError: name 'fully_shard' is not defined", "import"),
-    wrong("not sharded", "fsdp", ((FSDP_SHARD, ""),),
+    wrong("not sharded", "fsdp", ((FSDP_SHARD, FSDP_WHOLE),),
           "has no attribute 'set_requires_gradient_sync'",
           "fully_shard(raw_model, mesh=mesh)", suite=True),
     wrong("neither sharded nor reduced", "fsdp",
-          ((FSDP_SHARD, ""), (FSDP_SYNC, ""),
+          ((FSDP_SHARD, FSDP_WHOLE), (FSDP_SYNC, ""),
            ("norm.full_tensor().item()", "norm.item()"),
            (SAVE_ALL, "        if rank == 0 and save:\n")),
           "every rank keeps the whole model", "before the optimizer is made"),
@@ -975,11 +978,13 @@ FSDP_WRONG = (
           "workshop diff fsdp", suite=True),
     # sharding
     wrong("the optimizer made before", "fsdp",
-          ((FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD),),
+          ((FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD),
+           *ON_THE_CPU),
           "optimizer updates another model", "made before it is sharded",
           suite=True),
     wrong("the blocks alone", "fsdp",
           ((FSDP_LOOP, "for module in raw_model.transformer.h:"),
+           *ON_THE_CPU,
            (FSDP_SYNC, "            for block in raw_model.transformer.h:\n"
             "                block.set_requires_gradient_sync("
             "is_last_microbatch)\n")),
@@ -994,6 +999,7 @@ FSDP_WRONG = (
            ("import fully_shard\n",
             "import MixedPrecisionPolicy, fully_shard\n")),
           "with --precision fp32 it trains in", ""),
+    wrong("the weights not drawn", "fsdp", ((FSDP_DRAW, ""),), "", ""),
     # the gradients
     wrong("reduced on all but the last microbatch", "fsdp",
           ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
@@ -1061,7 +1067,10 @@ FSDP_RIGHT = (
            )),
     right("blocks by twos", "fsdp",
           ((FSDP_LOOP, "blocks = list(raw_model.transformer.h)\n    for "
-            "module in (blocks[:2], blocks[2:], raw_model):"),)),
+            "module in (blocks[:2], blocks[2:], raw_model):"), *ON_THE_CPU)),
+    right("all of it made on the CPU", "fsdp", ON_THE_CPU),
+    right("all of it moved to the device", "fsdp",
+          (*ON_THE_CPU, ("hp.recompute)\n", "hp.recompute).to(device)\n"))),
     right("attention and MLP by themselves", "fsdp",
           ((FSDP_LOOP, "parts = [part for block in raw_model.transformer.h "
             "for part in (block.attn, block.mlp)]\n    for module in (*parts, "

@@ -1,11 +1,12 @@
 """Why an answer is not what it should be: the hints of the questions."""
 
 import ast
-import builtins
 import math
 import re
-import symtable
 from itertools import combinations, pairwise
+
+from pyflakes.checker import Checker
+from pyflakes.messages import UndefinedName
 
 from workshop.check.findings import (
     fail,
@@ -488,25 +489,8 @@ def swaps_heads(trial):
 
 
 def undefined_name(tree):
-    """(name, line) of a global that nothing defines, or None."""
-    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-           for node in ast.walk(tree)):
-        return None
-    top = symtable.symtable(ast.unparse(tree), "script", "exec")
-    used, defined = set(), set(dir(builtins))
-    tables = [top]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            if (table is top or symbol.is_declared_global()) and (
-                    symbol.is_assigned() or symbol.is_imported()):
-                defined.add(symbol.get_name())
-            elif symbol.is_global() and symbol.is_referenced():
-                used.add(symbol.get_name())
-    missing = {name for name in used - defined if not name.startswith("__")}
-    for node in ast.walk(tree):
-        if (isinstance(node, ast.Name) and node.id in missing
-                and isinstance(node.ctx, ast.Load)):
-            return node.id, node.lineno
+    """(name, line) of the first name that nothing defines, or None."""
+    for message in Checker(tree).messages:
+        if isinstance(message, UndefinedName):
+            return message.message_args[0], message.lineno
     return None
