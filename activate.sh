@@ -8,9 +8,9 @@
 # they are up to date. What a site needs in addition, such as modules, goes
 # into site.sh: see site.example.sh.
 #
-# Your own shell reads this file, so it never exits, sets no options, and
-# removes its one function again. environment/setup.sh does the work, in a
-# process of its own.
+# Your own shell reads this file, so it never exits, leaves the options as they
+# were, and removes its one function again. environment/setup.sh does the work,
+# in a process of its own.
 
 if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
     echo "activate.sh: start bash or zsh first, and source it there" >&2
@@ -27,46 +27,74 @@ _workshop_activate() {
     # local: what site.sh assigns to these is meant for this file only
     local WORKSHOP_VENV="${WORKSHOP_VENV-}"
     local WORKSHOP_SITE_PACKAGES="${WORKSHOP_SITE_PACKAGES-}"
-    local root="$1" code=code venv entries
+    # site.sh has variables of its own: these names are none of them
+    local _workshop_root="$1" _workshop_code=code _workshop_failed=
+    local _workshop_venv _workshop_entries _workshop_option
+    local _workshop_options="${SHELLOPTS-}"
 
     # an environment that is still active would hide a module's Python
-    if [ -n "${VIRTUAL_ENV-}" ] && typeset -f deactivate >/dev/null; then
-        deactivate
+    if [ -n "${VIRTUAL_ENV-}" ]; then
+        if typeset -f deactivate >/dev/null; then
+            deactivate
+        else # a shell inherits the entry in PATH, but not the function
+            _workshop_venv=:$VIRTUAL_ENV/bin: # zsh: no / in what is replaced
+            _workshop_entries=":$PATH:"
+            _workshop_entries=${_workshop_entries//"$_workshop_venv"/:}
+            _workshop_entries=${_workshop_entries#:}
+            PATH=${_workshop_entries%:}
+            unset VIRTUAL_ENV
+        fi
     fi
-    if [ -f "$root/site.sh" ]; then
+    if [ -f "$_workshop_root/site.sh" ]; then
+        # zsh restores its options by itself, when this function returns
+        [ -z "${ZSH_VERSION-}" ] || setopt local_options
         # shellcheck disable=SC1091 # each site has its own
-        if ! . "$root/site.sh"; then
-            echo "activate.sh: a command in $root/site.sh failed" >&2
+        . "$_workshop_root/site.sh" || _workshop_failed=yes
+        if [ -n "${BASH_VERSION-}" ]; then
+            local IFS=:
+            for _workshop_option in $SHELLOPTS; do
+                [[ :$_workshop_options: == *":$_workshop_option:"* ]] ||
+                    set +o "$_workshop_option"
+            done
+            for _workshop_option in $_workshop_options; do
+                [[ :$SHELLOPTS: == *":$_workshop_option:"* ]] ||
+                    set -o "$_workshop_option"
+            done
+        fi
+        if [ -n "$_workshop_failed" ]; then
+            echo "activate.sh: a command in $_workshop_root/site.sh failed" >&2
             return 1
         fi
     fi
-    venv=${WORKSHOP_VENV:-$root/.venv}
 
     # This clone comes first: its `workshop` has to be imported even from a
     # shared environment. An old entry is removed, so that they do not pile up.
-    entries=":${PYTHONPATH-}:"
-    entries=${entries//":$root:"/:}
-    entries=${entries#:}
-    entries=${entries%:}
-    export PYTHONPATH="$root${entries:+:$entries}"
+    _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
+    _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
+    _workshop_entries=$_workshop_root:${_workshop_entries#:}
+    export PYTHONPATH="${_workshop_entries%:}"
     # torchrun's shared store gives a restarted group the addresses of the
     # previous one (pytorch issue 135712)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    export TIKTOKEN_CACHE_DIR="${TIKTOKEN_CACHE_DIR:-$root/fineweb/.cache/tiktoken}"
+    : "${TIKTOKEN_CACHE_DIR:=$_workshop_root/fineweb/.cache/tiktoken}"
+    export TIKTOKEN_CACHE_DIR
 
-    bash "$root/environment/setup.sh" "$venv" "$WORKSHOP_SITE_PACKAGES" ||
-        return 1
+    _workshop_venv=${WORKSHOP_VENV:-.venv}
+    case $_workshop_venv in
+    /*) ;;
+    "~"/*) _workshop_venv=$HOME/${_workshop_venv#"~"/} ;; # it was in quotes
+    *) _workshop_venv=$_workshop_root/$_workshop_venv ;;
+    esac
+    bash "$_workshop_root/environment/setup.sh" "$_workshop_venv" \
+        "$WORKSHOP_SITE_PACKAGES" || return 1
 
-    entries=":$PATH:"  # a shell inherits the entry, but not `deactivate`
-    entries=${entries//":$venv/bin:"/:}
-    entries=${entries#:}
-    PATH=${entries%:}
     # shellcheck disable=SC1091 # Python creates it
-    . "$venv/bin/activate"
+    . "$_workshop_venv/bin/activate" || return 1
 
-    echo "The workshop's environment is active: $(python -V), $venv"
-    [ "$PWD" -ef "$root" ] || code="$root/code"
-    echo "Next: python $code/train_gpt2.py"
+    echo "The workshop's environment is active: $(python -V)," \
+        "${VIRTUAL_ENV-$_workshop_venv}" # the path under which it was made
+    [ "$PWD" -ef "$_workshop_root" ] || _workshop_code="$_workshop_root/code"
+    echo "Next: python $_workshop_code/train_gpt2.py"
 }
 _workshop_activate "$(
     cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"

@@ -28,9 +28,9 @@
 #   export PIP_INDEX_URL=https://mirror.example.org/simple
 
 # --- An environment for everyone --------------------------------------------
-# It belongs to whoever creates the folder (`mkdir /shared/workshop/venv`):
-# when they source activate.sh, it is set up and kept up to date there. All
-# others use it as it is, with the packages and scripts of their own clone.
+# The owner of this folder sources activate.sh while it is empty: that sets it
+# up. All others use it as it is, with the packages and scripts of their own
+# clone. Later, only `WORKSHOP_INSTALL=yes source activate.sh` changes it.
 #
 #   WORKSHOP_VENV=/shared/workshop/venv
 

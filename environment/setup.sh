@@ -4,14 +4,9 @@
 #
 #     environment/setup.sh VENV [yes, to build on the site's PyTorch]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1
 system=$([ "$2" != yes ] || echo --system-site-packages)
-
-# This script keeps two files in an environment: what it is based on (which is
-# "unfinished" until it is complete), and what is installed in it.
-base=$venv/workshop-base
-installed=$venv/workshop-requirements
 
 say() { echo "activate.sh: $*"; }
 
@@ -20,14 +15,38 @@ fail() {
     exit 1
 }
 
-holds() {
-    [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
+# An environment has a marker, which build.py writes: the path it was made for,
+# the clone that made it, and of what.
+field() {
+    sed -n "s/^$1=//p" "$venv/workshop-base" 2>/dev/null || true
 }
 
-# An environment that was moved, or that has another Python, must be recreated.
-current_base() {
-    "$venv/bin/python" -c 'import sys; print(*sys.version_info[:2])' \
-        2>/dev/null && echo "$venv $system"
+# A folder has many spellings: take the one under which it was made, or the one
+# without links and dots.
+resolve() {
+    local made
+    while [[ $venv == ?*/ ]]; do venv=${venv%/}; done
+    venv=$(
+        cd -P -- "$venv" 2>/dev/null && pwd && exit
+        cd -P -- "$(dirname -- "$venv")" 2>/dev/null ||
+            { echo "$venv" && exit; }
+        echo "$PWD/${venv##*/}"
+    )
+    made=$(field place)
+    if [ "$made" -ef "$venv" ] && [ ! -L "$made" ]; then
+        venv=$made # $venv may be a bind mount of it
+    fi
+    case $venv in *[:\"\`\$\\]*)
+        fail "an environment does not work in $venv: its path must not have" \
+            "any of : \" \` \$ \\" ;;
+    esac
+}
+
+# Python's version and $system, on which all packages depend.
+base() {
+    # shellcheck disable=SC2086 # if empty, it must not become a word
+    "$1" -c 'import sys
+print(*sys.version_info[:2], *sys.argv[1:])' $system 2>/dev/null
 }
 
 requirements() {
@@ -35,16 +54,98 @@ requirements() {
         cksum
 }
 
-up_to_date() {
-    holds "$base" "$(current_base)" && holds "$installed" "$(requirements)"
+# The time of this clone's commit.
+age() {
+    git --git-dir=.git log -1 --format=%ct 2>/dev/null || echo 0
+}
+
+# An environment that was moved, or that has another Python, must be recreated.
+good_base() {
+    [ "$(field place)" -ef "$venv" ] &&
+        [ "$(field base)" = "$(base "$venv/bin/python")" ]
+}
+
+good_requirements() {
+    [ "$(field requirements)" = "$(requirements)" ]
+}
+
+usable() {
+    local place
+    place=$(field place)
+    { [ -z "$place" ] || [ "$place" -ef "$venv" ]; } &&
+        ! grep -qsx unfinished "$venv/workshop-base" &&
+        "$venv/bin/python" -c '' 2>/dev/null
+}
+
+# A folder of this user's, in which there is at most what build.py has left.
+vacant() {
+    [ -d "$venv" ] && [ -r "$venv" ] && [ -O "$venv" ] && [ -z "$(
+        find "$venv" -mindepth 1 -maxdepth 1 ! -name '.workshop-*')" ]
+}
+
+# build.py was killed between its two renames: the old one has to come back.
+lost() {
+    [ ! -e "$venv" ] && [ ! -L "$venv" ] && [ -O "$venv.workshop-old" ]
+}
+
+# Whether it is in the clone's own place, and no other clone has made it there.
+own() {
+    local clone
+    clone=$(field clone)
+    if [ -e "$clone" ] && [ "$(field place)" -ef "$venv" ]; then
+        [ "$clone" -ef . ] && [ "$venv" -ef .venv ]
+    else # there is none yet, or it has come with the clone from elsewhere
+        [ "$venv" = "$PWD/.venv" ]
+    fi
+}
+
+# Whether this script has to change the environment, and may: the clone's own
+# at any time, a shared one if it is empty, or if its owner says so.
+must_change() {
+    local marked=
+    [ ! -f "$venv/workshop-base" ] || marked=yes
+    if vacant || lost; then
+        return 0
+    elif good_base && good_requirements; then
+        return 1
+    elif own; then
+        if [ ! "$marked" ] && { [ -e "$venv" ] || [ -L "$venv" ]; }; then
+            fail "$venv stays as it is, since activate.sh has not made it:" \
+                "rename it"
+        fi
+        return 0
+    elif [ "${WORKSHOP_INSTALL-}" = yes ]; then
+        if [ ! "$marked" ] || [ ! -O "$venv" ]; then
+            fail "$venv stays as it is, since you do not own it, or" \
+                "activate.sh has not made it: name an empty folder in site.sh"
+        elif [ "$(age)" -lt "0$(field age)" ]; then
+            fail "$venv stays as it is, since the newer clone" \
+                "$(field clone) has made it: update this one (git pull)"
+        fi
+        return 0
+    elif ! usable; then
+        fail "the shared environment $venv is not complete, or was moved:" \
+            "its owner has to create an empty folder there and source" \
+            "activate.sh, or to run \`WORKSHOP_INSTALL=yes source" \
+            "activate.sh\`"
+    elif [ "$marked" ] && ! good_requirements; then
+        say "the shared environment $venv was made for other requirements" \
+            "than this clone's: if something is missing, ask its owner to" \
+            "run \`WORKSHOP_INSTALL=yes source activate.sh\`"
+    fi
+    return 1
+}
+
+not_in_a_job() {
+    [ "${WORKSHOP_INSTALL-}" != no ] ||
+        fail "$1, and a job installs nothing: run \`source" \
+            "$PWD/activate.sh\` in a terminal first"
 }
 
 find_python() {
-    local name
-    for name in python3 python3.{13,12,11,10} python; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+    for python in python3 python3.{13,12,11,10} python; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
             2>/dev/null; then
-            echo "$name"
             return
         fi
     done
@@ -55,8 +156,11 @@ find_python() {
 # The lock is held until this process and all that it started have ended,
 # however they end.
 lock() {
-    exec 9>>"$venv.lock"
-    "$1" -c '
+    local file=$venv.lock
+    [ -w "${venv%/*}" ] || file=$venv/.workshop-lock
+    { exec 9>>"$file"; } 2>/dev/null ||
+        fail "$venv cannot be changed: ${file%/*} is not writable"
+    "$python" -c '
 import fcntl
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,46 +172,23 @@ except BlockingIOError:
 }
 
 make_environment() {
-    local python
-    python=$(find_python)
+    local keep='' made_by
+    find_python # $python
     say "setting up $venv"
-    lock "$python"
-    if up_to_date; then # the shell that had the lock has done it
-        return
+    lock
+    resolve
+    ! lost || mv "$venv.workshop-old" "$venv"
+    if must_change; then # else the shell that had the lock has done it
+        made_by=$python
+        if good_base; then
+            keep=yes made_by=$venv/bin/python
+        fi
+        "$python" environment/build.py "$venv" "$keep" "$system" \
+            "base=$(base "$made_by")" "requirements=$(requirements)" \
+            "age=$(age)"
+        [ "$1" -ef "$venv" ] ||
+            fail "$1 was a mount of the old $venv: mount it again"
     fi
-    if ! holds "$base" "$(current_base)"; then
-        mkdir -p "$venv"
-        echo unfinished >"$base"
-        find "$venv/" -mindepth 1 ! -name workshop-base -delete
-        # shellcheck disable=SC2086 # if empty, it must not become a word
-        "$python" -m venv --prompt workshop $system "$venv" ||
-            fail "$(command -v "$python") cannot make a virtual environment" \
-                "(on Debian and Ubuntu: apt install python3-venv)"
-        current_base >"$base"
-    fi
-    install_requirements
-}
-
-install_requirements() {
-    local pins=constraints.txt log=$venv/install.log status=0
-    if [ -n "$system" ]; then
-        pins=$venv/site-torch.txt
-        "$venv/bin/python" -c 'if True:
-            from importlib.metadata import version
-            print("torch==" + version("torch"))' >"$pins" 2>/dev/null ||
-            fail "the site's Python has no PyTorch: load its module in site.sh"
-    fi
-    say "installing requirements.txt (takes minutes the first time)"
-    echo unfinished >"$base"
-    "$venv/bin/python" -u -m pip install --no-input -c "$pins" -e . \
-        -r requirements.txt -r tests/requirements.txt 2>&1 |
-        tee "$log" | sed -n '/^ *Downloading/p' || status=$?
-    ((status > 1)) || current_base >"$base" # 1: pip has undone everything
-    if ((status)); then
-        fail "pip failed ($(grep -m 1 ERROR "$log" || tail -n 1 "$log")):" \
-            "check the network, or name a mirror in site.sh; full log: $log"
-    fi
-    requirements >"$installed"
 }
 
 # Without a network it says nothing: few datasets need this vocabulary.
@@ -126,7 +207,8 @@ fetch_vocabulary() {
 # Git sees a notebook without its outputs and without what JupyterLab notes of
 # the kernel: a lesson that was only run and saved is no difference to it.
 filter_notebooks() {
-    local filter="'$venv/bin/nbstripout' --keep-id --extra-keys \
+    local filter
+    filter="$(printf %q "$venv/bin/nbstripout") --keep-id --extra-keys \
 'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
 metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
 metadata.language_info.pygments_lexer metadata.language_info.version'"
@@ -136,33 +218,12 @@ metadata.language_info.pygments_lexer metadata.language_info.version'"
     fi
 }
 
-# Whether this script may change the environment: it is the clone's own, or a
-# shared one that this user owns and that is empty or was made by this script.
-ours() {
-    [ "$venv" = "$PWD/.venv" ] || {
-        [ -O "$venv" ] && { [ -f "$base" ] || [ -z "$(ls -A "$venv")" ]; }
-    }
-}
-
-not_in_a_job() {
-    [ "${WORKSHOP_INSTALL-}" != no ] ||
-        fail "$1, and a job installs nothing: run \`source" \
-            "$PWD/activate.sh\` in a terminal first"
-}
-
 new=
-if ours; then
-    if ! up_to_date; then
-        not_in_a_job "the environment $venv is not up to date"
-        make_environment
-        new=yes
-    fi
-elif holds "$base" unfinished || ! "$venv/bin/python" -c '' 2>/dev/null; then
-    fail "the shared environment $venv is not complete: its owner has to" \
-        "create an empty folder there and source activate.sh"
-elif [ -f "$installed" ] && ! holds "$installed" "$(requirements)"; then
-    say "the shared environment $venv was made for other requirements than" \
-        "this clone's: if something is missing, ask its owner to update it"
+resolve
+if must_change; then
+    not_in_a_job "the environment $venv is not up to date"
+    make_environment "$1"
+    new=yes
 fi
 if [ ! -e fineweb/demo/manifest.json ]; then
     not_in_a_job "there is no demo dataset"

@@ -20,6 +20,8 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
+NO_NETWORK = {"PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0",
+              "PIP_INDEX_URL": CLOSED, "PIP_RETRIES": "0"}
 SHELLS = {"bash": ["bash", "--norc"], "zsh": ["zsh", "-f"]}
 
 PROJECT = """\
@@ -128,12 +130,33 @@ PACKAGES = "python -c 'import one, two, backstage; print(backstage.ROOT)'"
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory):
+def set_up(tmp_path_factory):
+    """A function that sets a tiny clone up, at once: it copies one."""
+    model = tiny_clone(tmp_path_factory.mktemp("model"))
+    out, err = source(model, PACKAGES)
+    assert "status=0" in out and str(model) in out, out + err
+
+    def call(folder, shared=False):
+        """The clone and its environment: its own, or folder/shared/venv."""
+        repo = tiny_clone(folder)
+        venv = folder / "shared/venv" if shared else repo / ".venv"
+        if shared:
+            (repo / "site.sh").write_text(f"WORKSHOP_VENV='{venv}'\n")
+        shutil.copytree(model / ".venv", venv, symlinks=True)
+        for path in (*venv.glob("*"), *venv.glob("bin/*"),
+                     *venv.glob("lib/python*/site-packages/*.pth")):
+            if path.is_file() and not path.is_symlink():
+                path.write_text(path.read_text().replace(
+                    str(model / ".venv"), str(venv)).replace(
+                    str(model), str(repo)))
+        return repo, venv
+    return call
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory, set_up):
     """A clone that is set up; whoever changes it puts it back."""
-    repo = tiny_clone(tmp_path_factory.mktemp("desk"))
-    out, err = source(repo, PACKAGES)
-    assert "status=0" in out and str(repo) in out, out + err
-    return repo
+    return set_up(tmp_path_factory.mktemp("desk"))[0]
 
 
 @pytest.mark.parametrize("how", ["bash", "zsh", "sh", None])
@@ -168,7 +191,7 @@ def test_leaves_the_shell_as_it_was(desk, shell):
     again = f"source {shlex.quote(str(desk / 'activate.sh'))} >/dev/null\n"
     out, _ = source(
         desk, f"{again} echo PATH=$PATH:; echo PYTHONPATH=$PYTHONPATH\n"
-        f"bash -c {shlex.quote(again + 'echo INNER=$PATH:')}\n"
+        f"{shell} -c {shlex.quote(again + 'echo INNER=$PATH:')}\n"
         f"deactivate; echo AFTER=$PATH; {listing[shell]}",
         before=f"set -u; {listing[shell]}; echo BEFORE=$PATH",
         shell=shell, PYTHONPATH="/else where")
@@ -191,8 +214,9 @@ def test_leaves_the_shell_as_it_was(desk, shell):
 
 def test_a_strict_shell_goes_on(desk):
     """set -e and set -u neither end it nor get lost."""
-    out, _ = source(desk, "echo $-", before="set -eu")
-    assert {"e", "u"} <= set(out.splitlines()[-1])
+    out, _ = source(desk, "echo $PYTHONPATH; echo $-", before="set -eu")
+    *_, path, options = out.splitlines()
+    assert path == str(desk) and {"e", "u"} <= set(options)
 
 
 def test_a_module_added_later_is_found(desk):
@@ -237,17 +261,10 @@ def test_needs_a_python(tmp_path):
 
 
 @pytest.mark.whole
-def test_without_a_network_the_next_attempt_works(tmp_path):
-    repo = tiny_clone(tmp_path)
-    refused(source(repo, PIP_FIND_LINKS="", PIP_NO_INDEX="0",
-                   PIP_INDEX_URL=CLOSED, PIP_RETRIES="0"), "network")
-    out, err = source(repo, PACKAGES)
-    assert "status=0" in out and out.endswith(f"{repo}\n"), out + err
-
-
-@pytest.mark.whole
 def test_two_shells_at_once(tmp_path):
-    repo = tiny_clone(tmp_path)
+    """In a folder with a space and an apostrophe."""
+    (tmp_path / "it's mine").mkdir()
+    repo = tiny_clone(tmp_path / "it's mine")
     shells = [subprocess.Popen(
         command(repo, PACKAGES), cwd=tmp_path, env=environment(repo),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -257,40 +274,461 @@ def test_two_shells_at_once(tmp_path):
         assert "status=0" in out and out.endswith(f"{repo}\n"), out
     assert "".join(outs).count("installing") == 1
     assert "".join(outs).count("waiting") == 1
+    needing(repo, "one", "three")
+    out, err = source(repo, "pip --version; python -c 'import three'")
+    assert f"from {repo}/.venv/lib" in out and not err, out + err
 
 
 @pytest.mark.whole
-def test_killed_and_sourced_again(tmp_path):
-    """While the environment is made, and while pip installs."""
+def test_killed_or_without_a_network_the_next_attempt_works(tmp_path):
     repo = tiny_clone(tmp_path)
-    for moment in "pyvenv.cfg", "install.log":
-        shell = subprocess.Popen(
-            command(repo), env=environment(repo), stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            while not (repo / ".venv" / moment).exists():
-                assert shell.poll() is None
-                time.sleep(0.01)
-        finally:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-        assert (repo / ".venv/workshop-base").read_text() == "unfinished\n"
+    killed(repo, lambda new: (new / "pyvenv.cfg").exists())
+    assert not (repo / ".venv").exists()
+    refused(source(repo, **NO_NETWORK), "network")
+    assert beside(repo / ".venv") == [".venv.lock"]
     out, err = source(repo, f"{PACKAGES}; python -m pip check")
     assert "status=0" in out and f"{repo}\nNo broken" in out, out + err
+    assert beside(repo / ".venv") == [".venv", ".venv.lock"]
+
+
+def killed(repo, moment, **changes):
+    """Kill a set-up at this moment of the environment that it builds."""
+    new = repo / ".venv.workshop-new"
+    shell = subprocess.Popen(
+        command(repo), env=environment(repo, **changes),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        start_new_session=True)
+    try:
+        while not moment(new):
+            assert shell.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+def beside(venv):
+    """The names of what begins with this path."""
+    return sorted(path.name for path in venv.parent.iterdir()
+                  if path.name.startswith(venv.name))
+
+
+def needing(repo, *packages):
+    """Let the clone need these."""
+    (repo / "requirements.txt").write_text("\n".join([*packages, ""]))
+
+
+def imports(venv, *packages):
+    """Whether this environment can import these."""
+    return not subprocess.run(
+        [venv / "bin/python", "-Ic", f"import {','.join(packages)}"],
+        capture_output=True, check=False).returncode
+
+
+def plant(venv):
+    """Somebody else's files in an environment: a check that they stay."""
+    (venv / "notes").mkdir()
+    (venv / "notes/theirs").write_text("theirs")
+    (venv / "theirs").write_text("theirs")
+
+    def stays(where=venv):
+        assert (where / "theirs").read_text() == "theirs"
+        assert (where / "notes/theirs").read_text() == "theirs"
+    return stays
+
+
+YES = {"WORKSHOP_INSTALL": "yes"}
 
 
 @pytest.mark.whole
 def test_a_shared_environment_of_ones_own(tmp_path):
-    """An instructor's: made in an empty folder, and kept up to date."""
-    repo, shared = tiny_clone(tmp_path), tmp_path / "shared"
+    """An instructor's: made in an empty folder, and changed at their word."""
+    repo, shared = tiny_clone(tmp_path), tmp_path / "venv"
     shared.mkdir()
     (repo / "site.sh").write_text(f"WORKSHOP_VENV='{shared}'\n")
-    out, err = source(repo, f"{PACKAGES}; echo $VIRTUAL_ENV")
-    assert out.endswith(f"status=0\n{repo}\n{shared}\n"), out + err
-    (repo / "requirements.txt").write_text("one\nthree\n")
-    out, err = source(repo, "python -c 'import three; print(three.name)'")
-    assert out.endswith("status=0\nthree\n"), out + err
+    for _ in range(2):
+        out, err = source(repo, f"{PACKAGES}; echo $VIRTUAL_ENV")
+        assert out.endswith(f"status=0\n{repo}\n{shared}\n"), out + err
+    assert "setting up" not in out
+    stays = plant(shared)
+    needing(repo, "one", "three")
+    out, err = source(repo)
+    assert "status=0" in out and "INSTALL=yes" in out and not err, out + err
+    assert not imports(shared, "three")
+    for shell in SHELLS:
+        if not shutil.which(shell):
+            continue
+        again = shlex.quote(str(repo / "activate.sh"))
+        out, err = source(repo, f"WORKSHOP_INSTALL=yes source {again}; "
+                          "pip --version", shell=shell)  # a script's path
+        assert f"from {shared}/lib" in out and not err, out + err
+    assert imports(shared, "one", "two", "three")
+    stays()
+    assert beside(shared) == ["venv", "venv.lock"]
     assert not (repo / ".venv").exists()
+
+
+# How else a site may write the path /…/shared/venv.
+SPELLINGS = {
+    "slash": "{venv}/", "slashes": "//{venv}///", "dots": "{venv}/.././venv/.",
+    "link": "{top}/link", "link above": "{top}/above/venv",
+    "odd link": "{top}/it's \"a:b`c` $d", "relative": "../shared/venv",
+    "tilde": "~/shared/venv", "bind mount": "{top}/mount",
+    "bind mount above": "{top}/mount above/venv", "case": "{top}/shared/VENV"}
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory, set_up):
+    """A clone and its shared environment; every test leaves it as it is."""
+    return set_up(tmp_path_factory.mktemp("course"), shared=True)
+
+
+@pytest.fixture
+def mount():
+    """Mount file systems for a test, if this user may."""
+    places = []
+
+    def call(*words):
+        needs("mount")
+        if subprocess.run(["mount", *words], capture_output=True,
+                          check=False).returncode:
+            pytest.skip("this user cannot mount")
+        places.append(words[-1])
+    yield call
+    for place in reversed(places):
+        subprocess.run(["umount", "-l", place], check=False)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_the_same_environment(
+        course, spelling, tmp_path, mount):
+    """For its maker and for a clone with other requirements."""
+    maker, venv = course
+    top = venv.parents[1]
+    other = tiny_clone(tmp_path)
+    if spelling == "relative":  # to the clone, wherever the shell is
+        other = shutil.copytree(other, top / "other")
+    needing(other, "one", "three")
+    path = SPELLINGS[spelling].format(venv=venv, top=top)
+    if "link" in spelling:
+        link = Path(path.removesuffix("/venv"))
+        link.symlink_to(venv if link.name in path[-len(link.name):]
+                        else venv.parent)
+    elif "mount" in spelling:
+        place = Path(path.removesuffix("/venv"))
+        place.mkdir()
+        mount("--bind", venv.parent if path.endswith("/venv") else venv, place)
+    site = maker / "site.sh"
+    before, inode = site.read_text(), venv.stat().st_ino
+    stays = plant(venv)
+    listing = {*top.rglob("*")}
+    try:
+        for repo, said in (maker, "active"), (other, "INSTALL=yes"):
+            (repo / "site.sh").write_text(
+                f"WORKSHOP_VENV={shlex.quote(path)}\n")
+            ran = source(repo, "echo $VIRTUAL_ENV; which python",
+                         HOME=str(top))
+            if spelling == "case":
+                refused(ran, "VENV is not complete")
+            else:
+                out, err = ran
+                assert "status=0" in out and said in out and not err, ran
+                assert out.endswith(f"{venv}\n{venv}/bin/python\n"), ran
+                assert "setting up" not in out
+            stays()
+    finally:
+        site.write_text(before)
+        shutil.rmtree(venv / "notes")
+        (venv / "theirs").unlink()
+    new = {path for path in {*top.rglob("*")} ^ listing
+           if not {"__pycache__", "other", "notes", "theirs"} & {*path.parts}}
+    assert not new and venv.stat().st_ino == inode
+
+
+@pytest.mark.whole
+def test_a_change_by_another_spelling(set_up, tmp_path, mount):
+    """The environment is renamed where it is, not where a link is."""
+    repo, venv = set_up(tmp_path, shared=True)
+    stays = plant(venv)
+    link, place = tmp_path / "link", tmp_path / "mount"
+    link.symlink_to(venv)
+    place.mkdir()
+    for path, package in ((f"{venv}/", "three"), (link, "one"),
+                          (place, "three")):
+        needing(repo, package)
+        (repo / "site.sh").write_text(f"WORKSHOP_VENV={path}\n")
+        if path == place:
+            mount("--bind", venv, place)
+            refused(source(repo, **YES), f"{place} .* mount it again")
+        else:
+            out, err = source(repo, **YES)
+            assert "installing" in out and "status=0" in out and not err, err
+        stays()
+    assert link.is_symlink() and imports(venv, "one", "two", "three")
+    assert beside(venv) == ["venv", "venv.lock"]
+
+
+@pytest.mark.parametrize("name", ["a:b", 'a"b', "a`b`", "a$b", "a\\b"])
+def test_a_path_that_no_environment_may_have(tmp_path, name):
+    """Python's venv refuses a colon, and its script runs what is in ``."""
+    folder = tmp_path / name
+    folder.mkdir()
+    repo = tiny_clone(tmp_path)
+    (repo / "site.sh").write_text(f"WORKSHOP_VENV={shlex.quote(str(folder))}")
+    refused(source(repo), "its path must not have")
+    assert not list(folder.iterdir()) and beside(folder) == [name]
+    refused(source(tiny_clone(folder)), "its path must not have")
+
+
+def commit(repo, date):
+    """Make the clone one of this date."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    if not (repo / ".git").exists():
+        subprocess.run([*git, "init", "-q"], cwd=repo, check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "new"],
+                   cwd=repo, check=True, env={
+                       **os.environ, "GIT_COMMITTER_DATE": f"{date} +0000"})
+
+
+@pytest.mark.whole
+def test_clones_with_other_requirements(set_up, tmp_path):
+    """Only a word changes what they share, and only from a newer clone."""
+    needs("git")
+    maker, venv = set_up(tmp_path / "maker", shared=True)
+    stays = plant(venv)
+    older, newer = (tiny_clone(tmp_path / name) for name in ("older", "newer"))
+    for repo, billions in (maker, 2), (older, 1), (newer, 3):
+        commit(repo, billions * 10 ** 9)
+        (repo / "site.sh").write_text(f"WORKSHOP_VENV={venv}\n")
+    needing(maker, "one", "one==1.0")
+    assert "status=0" in source(maker, **YES)[0]
+    for repo in older, newer:
+        needing(repo, "one", "three")
+        assert "INSTALL=yes" in source(repo)[0]
+    refused(source(older, **YES), "newer clone .*/maker/my own clone has")
+    assert not imports(venv, "three")
+    stays()
+
+    out, err = source(newer, **YES)
+    assert "status=0" in out and "workshop-old" in out and not err, out + err
+    assert imports(venv, "one", "two", "three")
+    old = venv.with_name("venv.workshop-old")
+    assert imports(old, "one", "two") and not imports(old, "three")
+    stays()
+    stays(old)
+    refused(source(maker, **YES), "newer clone")
+    needing(newer, "one")  # its maker alone could remove the old one
+    refused(source(newer, **YES), "workshop-old is in the way")
+    shutil.rmtree(old)
+    out, err = source(newer, **YES)
+    assert "status=0" in out and not err, out + err
+    assert beside(venv) == ["venv", "venv.lock"]
+    stays()
+
+
+@pytest.mark.whole
+def test_one_clone_in_the_place_of_another(set_up, tmp_path):
+    """From then on they share it: nobody's is deleted without a word."""
+    (repo, venv), other = set_up(tmp_path), tiny_clone(tmp_path / "other")
+    stays = plant(venv)
+    (other / "site.sh").write_text(f"WORKSHOP_VENV='{venv}'\n")
+    needing(other, "one", "three")
+    assert "workshop-old is the one before" in source(other, **YES)[0]
+    out, err = source(repo)
+    assert "INSTALL=yes" in out and "status=0" in out and not err, out + err
+    assert imports(venv, "three")
+    stays()
+    stays(venv.with_name(".venv.workshop-old"))
+
+
+@pytest.mark.whole
+def test_two_clones_at_once(tmp_path):
+    """In one empty folder: the second uses what the first has made."""
+    shared = tmp_path / "venv"
+    shared.mkdir()
+    repos = [tiny_clone(tmp_path / name) for name in ("a", "b")]
+    needing(repos[1], "one", "three")
+    shells = []
+    for repo in repos:
+        (repo / "site.sh").write_text(f"WORKSHOP_VENV={shared}\n")
+        shells.append(subprocess.Popen(
+            command(repo, PACKAGES), cwd=tmp_path, env=environment(repo),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True))
+    outs = [shell.communicate()[0] for shell in shells]
+    for repo, out in zip(repos, outs, strict=True):
+        assert "status=0" in out and out.endswith(f"{repo}\n"), out
+    assert "".join(outs).count("installing") == 1
+    assert "".join(outs).count("INSTALL=yes") == 1
+    assert beside(shared) == ["venv", "venv.lock"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("python", ["same Python", "another Python"])
+def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path, python):
+    """No network, and kill -9 at several moments."""
+    repo, venv = set_up(tmp_path)
+    old = repo / ".venv.workshop-old"
+    stays = plant(venv)
+    needing(repo, "one", "three")
+    marker = venv / "workshop-base"
+    if python == "another Python":
+        marker.write_text(re.sub("(?m)^base=.*", "base=3 9",
+                                 marker.read_text()))
+    made = marker.read_text()
+    if python == "same Python":
+        moments = "workshop-base", "lib/python*/site-packages/three.py"
+        refused(source(repo, **NO_NETWORK), "network")
+        assert beside(venv) == [".venv", ".venv.lock"]
+    else:
+        moments = "notes", "lib/python*/site-packages/pip"
+    for moment in moments:
+        killed(repo, lambda new: list(new.glob(moment)))  # noqa: B023
+        if old.exists() and not venv.exists():
+            break  # between the two renames: below
+        if imports(venv, "three"):
+            break  # it was faster than this loop
+        assert marker.read_text() == made and imports(venv, "one", "two")
+        stays()
+    if venv.exists() and not old.exists():
+        venv.rename(old)  # as it is between the two renames
+    out, err = source(repo, "python -c 'import one, two, three'")
+    assert "status=0" in out and not err, out + err
+    stays()
+    assert beside(venv) == [".venv", ".venv.lock"]
+
+
+@pytest.mark.whole
+def test_a_shared_environment_killed_between_two_names(set_up, tmp_path):
+    repo, venv = set_up(tmp_path, shared=True)
+    stays = plant(venv)
+    venv.rename(venv.with_name("venv.workshop-old"))
+    refused(source(repo, WORKSHOP_INSTALL="no"), "a job installs nothing")
+    out, err = source(repo, PACKAGES)
+    assert "status=0" in out and "installing" not in out and not err, err
+    stays()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("python", ["same Python", "another Python"])
+def test_a_full_disk(set_up, tmp_path, mount, python):
+    """The old one works, and nothing new is left."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", "size=200m", "none", disk)
+    repo, venv = set_up(disk, shared=True)
+    stays = plant(venv)
+    wheel(repo / "wheels", "big", {
+        "big.py": "", "data": "0123456789abcdef" * 2 ** 20})  # 16 MB
+    needing(repo, "one", "big")
+    marker = venv / "workshop-base"
+    if python == "another Python":
+        marker.write_text(re.sub("(?m)^base=.*", "base=3 9",
+                                 marker.read_text()))
+    size = shutil.disk_usage(disk).used + 2 ** 22  # 4 MB more
+    subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
+    refused(source(repo, **YES), "No space left|no space left|cannot make")
+    assert imports(venv, "one", "two") and not imports(venv, "big")
+    assert beside(venv) == ["venv", "venv.lock"]
+    stays()
+    subprocess.run(["mount", "-o", "remount,size=200m", disk], check=True)
+    out, err = source(repo, **YES)
+    assert "status=0" in out and imports(venv, "big") and not err, out + err
+    stays()
+
+
+@pytest.mark.whole
+def test_a_folder_that_cannot_have_neighbours(tmp_path, mount):
+    """It is a mount, and the folder around it can only be read."""
+    top, venv = tmp_path / "shared", tmp_path / "shared" / "venv"
+    top.mkdir()
+    mount("-t", "tmpfs", "none", top)
+    venv.mkdir()
+    mount("-t", "tmpfs", "none", venv)
+    subprocess.run(["mount", "-o", "remount,ro", top], check=True)
+    repo = tiny_clone(tmp_path)
+    (repo / "site.sh").write_text(f"WORKSHOP_VENV={venv}\n")
+    for moment in "pyvenv.cfg", None:
+        if moment:  # the next attempt goes on in the same folder
+            killed(repo, lambda new: (
+                venv / ".workshop-new/pyvenv.cfg").exists())
+            assert not (venv / "bin").exists()
+        else:
+            out, err = source(repo, f"{PACKAGES}; pip --version")
+            assert f"from {venv}/lib" in out and not err, out + err
+    stays = plant(venv)
+    needing(repo, "one", "three")
+    refused(source(repo, **YES), "shared is not writable")
+    stays()
+    subprocess.run(["mount", "-o", "remount,ro", venv], check=True)
+    out, err = source(repo, PACKAGES)  # a file system that can only be read
+    assert "status=0" in out and out.endswith(f"{repo}\n") and not err, err
+    refused(source(repo, **YES), "not writable")
+    stays()
+
+
+@pytest.mark.whole
+def test_what_this_clone_has_not_made_stays(tmp_path):
+    """In the clone's own place, and beside it."""
+    repo = tiny_clone(tmp_path)
+    venv, new = repo / ".venv", repo / ".venv.workshop-new"
+    venv.mkdir()
+    stays = plant(venv)
+    refused(source(repo, **YES), "has not made it: rename it")
+    stays()
+    shutil.rmtree(venv)
+    venv.symlink_to(tmp_path / "nowhere")
+    refused(source(repo), "has not made it: rename it")
+    venv.unlink()
+    new.mkdir()
+    stays = plant(new)
+    refused(source(repo), "workshop-new is in the way")
+    stays()
+    new.rename(tmp_path / "new")
+
+    # A link is the clone's own as long as no other clone has made it there.
+    (tmp_path / "far").mkdir()
+    venv.symlink_to(tmp_path / "far")
+    other = tiny_clone(tmp_path / "other")
+    (other / ".venv").symlink_to(tmp_path / "far")
+    for repo_, package in (repo, "one"), (repo, "three"), (other, "one"):
+        needing(repo_, package)
+        out, err = source(repo_)
+        assert "status=0" in out and not err, out + err
+        assert ("installing" in out) == (repo_ is repo)
+    assert venv.is_symlink()
+
+
+@pytest.mark.whole
+def test_a_copy_of_a_clone_makes_its_own(set_up, tmp_path):
+    repo, venv = set_up(tmp_path / "a")
+    stays = plant(venv)
+    copy = shutil.copytree(repo, tmp_path / "b", symlinks=True)
+    out, err = source(copy, "pip --version")
+    assert f"from {copy}/.venv/lib" in out and not err, out + err
+    stays()
+    stays(copy / ".venv")
+    assert beside(copy / ".venv") == [".venv", ".venv.lock"]
+    out, err = source(repo, "pip --version")
+    assert f"from {repo}/.venv/lib" in out and "setting up" not in out, err
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("before", ["", "set -eu"])
+def test_a_site_file_with_options_and_names_of_its_own(desk, shell, before):
+    site = desk / "site.sh"
+    show = "echo $-; set -o | grep -E '^(pipefail|noclobber|errexit) '"
+    try:
+        site.write_text(
+            "set -euo pipefail\nset -o noclobber\nset +e -e\n"
+            "root=/oops code=/oops venv=/oops entries=/oops option=/oops\n")
+        out, err = source(desk, f"{show}; {PACKAGES}", shell=shell,
+                          before=f"{before}\n{show} || true; echo then")
+    finally:
+        site.unlink()
+    assert out.endswith(f"{desk}\n") and "status=0" in out and not err, err
+    options = out.partition("then\n")[0]
+    assert f"status=0\n{options}" in out, out
 
 
 def test_a_shared_environment_of_another(desk, tmp_path):

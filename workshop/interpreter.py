@@ -16,7 +16,9 @@ HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
 # because the environment's Python may need their libraries.
 FROM_SITE = """
 [ ! -f site.sh ] || . ./site.sh
-exec "${WORKSHOP_VENV:-$PWD/.venv}/bin/python" "$@"
+venv=${WORKSHOP_VENV:-.venv}
+case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
+exec "$venv/bin/python" "$@"
 """
 
 

@@ -1,0 +1,216 @@
+"""Build a virtual environment where nobody uses it yet, and put it in place.
+
+    python environment/build.py VENV KEEP SYSTEM NAME=VALUE...
+
+KEEP: "yes" to begin with a copy of the packages that are there. SYSTEM: "" or
+an option of Python's venv. The rest goes into the marker of the environment,
+which says of what it was made, and by which clone. Only what this clone has
+made is ever deleted. setup.sh runs this, from the clone, and holds the lock.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+MARKER = "workshop-base"
+OWN = {MARKER, "install.log", "site-torch.txt"}  # each environment's own
+# What venv and pip fill: another Python needs all of it anew.
+PARTS = {"bin", "etc", "include", "lib", "lib64", "share", "pyvenv.cfg"}
+
+
+def fail(*words):
+    sys.exit(" ".join(["activate.sh:", *map(str, words)]))
+
+
+def made_here(folder):
+    """Whether this clone has made it, or has come with it from elsewhere."""
+    marker, clone = folder / MARKER, Path.cwd()
+    if folder.is_symlink() or not marker.is_file():
+        return False
+    fields = dict(line.partition("=")[::2] for line in os.fsdecode(
+        marker.read_bytes()).splitlines())
+    by, place = fields.get("clone", ""), fields.get("place", "")
+    if os.path.exists(by) and clone.samefile(by):
+        return True
+    return (folder.parent == clone and folder.name.startswith(".venv")
+            and not (os.path.exists(by) and Path(place).parent == clone))
+
+
+def discard(folder, new):
+    """Delete what an earlier attempt has left.
+
+    It gets the name of an unfinished one first: setup.sh takes what is called
+    old for whole.
+    """
+    with suppress(OSError):
+        folder.rmdir()
+    if made_here(folder):
+        folder.rename(new)
+        remove(new)
+    elif os.path.lexists(folder):
+        fail(f"{folder} is in the way, and this clone has not made it:",
+             "remove it if nobody needs it")
+
+
+def remove(folder):
+    """Delete it, its marker last: another attempt has to know it again."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
+    (folder / MARKER).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def mark(folder, *lines):
+    new = folder / f"{MARKER}~"
+    new.write_bytes(os.fsencode("\n".join([*lines, ""])))
+    new.replace(folder / MARKER)
+
+
+def link(source, target):
+    """Pip never writes into a file that exists, so both may be the same."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # a file system without hard links
+        try:
+            shutil.copy2(source, target, follow_symlinks=False)
+        except OSError as error:  # copytree would go on
+            fail("cannot copy the environment:", error)
+
+
+def copy(old, new, without):
+    """Copy the folder, but for some names in it. It takes little space."""
+    with suppress(PermissionError):
+        os.chown(new, -1, old.stat().st_gid)
+    shutil.copystat(old, new)
+    shutil.copytree(
+        old, new, symlinks=True, dirs_exist_ok=True, copy_function=link,
+        ignore=lambda folder, names: without if Path(folder) == old else ())
+
+
+def make(new, system):
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", "--prompt", "workshop",
+         *filter(None, [system]), new], close_fds=False, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if made.returncode:
+        fail(f"{sys.executable} cannot make a virtual environment (on Debian",
+             "and Ubuntu: apt install python3-venv):",
+             *made.stdout.splitlines()[-1:])
+
+
+def install(new, system):
+    python, pins = new / "bin/python", "constraints.txt"
+    if system:
+        found = subprocess.run(
+            [python, "-c", "from importlib.metadata import version\n"
+             "print('torch==' + version('torch'))"],
+            capture_output=True, text=True, check=False)
+        if found.returncode:
+            fail("the site's Python has no PyTorch: load its module in",
+                 "site.sh")
+        pins = new / "site-torch.txt"
+        pins.write_text(found.stdout)
+    print("activate.sh: installing requirements.txt (takes minutes the first "
+          "time)", flush=True)
+    lines = [""]
+    with subprocess.Popen(
+            [python, "-u", "-m", "pip", "install", "--no-input", "-c", pins,
+             "-e", ".", "-r", "requirements.txt", "-r",
+             "tests/requirements.txt"], close_fds=False, text=True,
+            errors="replace", stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT) as pip:
+        for line in pip.stdout:
+            lines.append(line)
+            if line.lstrip().startswith("Downloading"):
+                print(line, end="", flush=True)
+    log = new / "install.log"
+    if pip.returncode:
+        log = Path(tempfile.mkdtemp(prefix="workshop-")) / "install.log"
+    log.write_text("".join(lines))
+    if pip.returncode:
+        said = next((line for line in lines if "ERROR" in line), lines[-1])
+        fail(f"pip failed ({said.strip()}): check the network, or name a",
+             f"mirror in site.sh; full log: {log}")
+
+
+def place(new, venv, old):
+    """Correct its path in its files, and rename it.
+
+    What the two paths differ in is nowhere else in these files.
+    """
+    part = os.fsencode(new)[len(os.fsencode(venv)):]
+    files = [new / "pyvenv.cfg"]
+    for name in "bin", "etc", "share":
+        files += (new / name).rglob("*")
+    for path in files:
+        if path.is_file() and not path.is_symlink():
+            text = path.read_bytes()
+            if part in text:
+                other = path.with_name(f"{path.name}~")
+                other.write_bytes(text.replace(part, b""))
+                shutil.copymode(path, other)
+                other.replace(path)
+    if new.parent == venv:
+        # no Python before the packages, and the marker when it is whole
+        names = {path.name for path in new.iterdir()} - {"bin", MARKER}
+        for name in [*names, "bin", MARKER]:
+            (new / name).rename(venv / name)
+    elif not venv.exists():
+        new.rename(venv)
+    else:
+        venv.rename(old)
+        try:
+            new.rename(venv)
+        except OSError:
+            old.rename(venv)
+            raise
+
+
+def main(venv, keep, system, *fields):
+    venv, maker = Path(venv), [f"clone={Path.cwd()}", f"place={venv}"]
+    new, old = (venv.with_name(f"{venv.name}.workshop-{which}")
+                for which in ("new", "old"))
+    filled = venv.exists() and not all(
+        path.name.startswith(".workshop-") for path in venv.iterdir())
+    if venv.exists() and not filled:
+        new = venv / ".workshop-new"  # it can be a mount: it has to stay
+    elif venv.is_mount() or not os.access(venv.parent, os.W_OK):
+        fail(f"{venv} cannot be changed, since it is a mount or {venv.parent}",
+             "is not writable: empty it, or name another folder in site.sh")
+    discard(new, new)
+    if filled:
+        discard(old, new)
+    new.mkdir()  # from here on, it is this clone's
+    try:
+        mark(new, *maker)
+        if filled:
+            copy(venv, new, OWN if keep else OWN | PARTS)
+        if not keep:
+            make(new, system)
+        install(new, system)
+        mark(new, *maker, *fields)
+        place(new, venv, old)
+        if made_here(old):
+            old.rename(new)
+        elif filled:
+            print(f"activate.sh: {old} is the one before, which another clone",
+                  "has made: remove it if nobody needs it")
+    finally:
+        with suppress(OSError):  # NFS keeps what is in use: the next time
+            remove(new)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except KeyboardInterrupt:
+        fail("interrupted")
+    except OSError as error:
+        fail(f"cannot set up {sys.argv[1]}:", str(error)[:300])
