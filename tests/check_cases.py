@@ -619,8 +619,8 @@ DDP_RIGHT = (
     right("the same texts everywhere", "ddp",
           (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
           "all ranks write the same texts"),
-    right("the group left before the end", "ddp",
-          ((LEAVE, "    run.finish()\n"),)),
+    right("the group never left", "ddp",
+          ((LEAVE, "    run.finish()\n"),), "the process group is never"),
     right("the group left at exit", "ddp",
           ((LEAVE, "    run.finish()\n"), (JOIN, JOIN + "    import atexit\n"
             "    atexit.register(dist.destroy_process_group)\n"))),
@@ -1285,6 +1285,7 @@ TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
 MESH_SHARD = """\
     # a part of each block goes to each device, and of what is in no block
     for module in (*raw_model.transformer.h.children(), raw_model):
+        draw_weights(raw_model, module)
         fully_shard(module, mesh=mesh["dp"])
 """
 TP_CLIP = "        norm = clip_grad_norm(raw_model, 1.0, world_size)\n"

@@ -46,11 +46,13 @@ def test_a_picture_of_the_samples(tmp_path, capsys):
     board = board_of(plant(tmp_path, (RANKS, "0, " + RANKS[6:])), capsys)
     seen = board.pictures["2"]
     assert seen["read"][0] == seen["read"][1]
-    drawn = pictures.reads(seen["expected"], seen["read"])
+    drawn = pictures.reads(
+        seen["expected"], seen["read"], seen["readers"])
     # half of the samples were read by both, the other half by nobody
     assert drawn.count("stroke-dasharray") == 16 * 6
     seen = board.pictures["1"]
-    drawn = pictures.reads(seen["expected"], seen["read"])
+    drawn = pictures.reads(
+        seen["expected"], seen["read"], seen["readers"])
     assert "stroke-dasharray" not in drawn
     about = ElementTree.fromstring(drawn).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 2 3 4 5 6")
@@ -90,7 +92,8 @@ def test_every_picture_has_a_title_and_a_description():
     shown = [[["a", [1, 10], 1, 1]], [["a", [1, 10], 0, 0]]]
     drawn = [pictures.cadence(), pictures.strategies(), pictures.words(),
              pictures.data_parallel(), pictures.nodes(),
-             pictures.tensors(shown), pictures.reads([[0, 1]], [[[0, 1]]]),
+             pictures.tensors(shown),
+             pictures.reads([[0, 1]], [[[0, 1]]], [0]),
              pictures.errors([1.0], {"1": [1.0]}), pictures.samples_read(),
              tied.draw()]
     for svg in drawn:
@@ -111,3 +114,19 @@ def test_white_words_can_be_read_on_the_colours(colour):
     for ground in ("#ffffff", "#111111"):  # JupyterLab's themes: for shapes
         light, dark = sorted((luminance(colour), luminance(ground)))[::-1]
         assert (light + 0.05) / (dark + 0.05) >= 3
+
+
+def test_those_that_read_the_same_have_one_colour():
+    """On a mesh of 2 x 2 x 2: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7."""
+    readers = [0, 0, 1, 1] * 2
+    read = [[[0, 1]] if number == 0 else [[2, 3]] for number in readers]
+    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
+    assert "stroke-dasharray" not in drawn
+    assert "ranks 0, 1, 4, 5" in drawn and "ranks 2, 3, 6, 7" in drawn
+    read[7] = [[0, 3]]  # one of them reads another sample
+    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
+    assert drawn.count("stroke-dasharray") == 2
+    root = ElementTree.fromstring(drawn)
+    width = float(root.get("viewBox").split()[2])
+    for words in root.findall("text"):  # about 7 pixels a letter
+        assert float(words.get("x")) + 6 * len(words.text or "") < width

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from workshop.check.causes import undefined_name
+from workshop.check.command import lines_as_in
 from workshop.check.parts import TIED, assemble, describe
 from workshop.processes import launch
 
@@ -96,3 +97,13 @@ def test_the_ends_of_a_pipeline_have_one_matrix():
 ])
 def test_a_name_that_nothing_defines(text, missing):
     assert undefined_name(ast.parse(text)) == missing
+
+
+def test_a_line_is_named_as_in_the_script_that_one_sees():
+    yours = b"import a\n\n# mine\nx = 1\ny = 2\n"
+    tried = b"import a\nz = 3\nx = 1\ny = 2\n"
+    name = lines_as_in(yours, tried)
+    assert name("it waits in line 3, and line 4") == (
+        "it waits in line 4, and line 5")
+    assert name("an error (line 2)") == "an error (the lesson's line `z = 3`)"
+    assert name("in line 400 of it") == "in line 400 of it"

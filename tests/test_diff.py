@@ -267,7 +267,8 @@ def test_any_pair_of_stages_can_be_compared(look):
 def test_html_shows_lines_and_marks_the_words_that_differ(look):
     html = render.to_html(look(edit(DDP, ('"gpt2": GPTConfig()',
                                           '"gpt2": GPTConfig(1<2)'))))
-    rows = re.findall(r'<span class="(\w*)" data-gutter=" *(\d*) (.)">'
+    rows = re.findall(r'<span class="(\w*)" style="--hang: \d+ch" '
+                      r'data-gutter=" *(\d*) (.)">'
                       r'(.*?)\n</span>', html)
     line = str(DDP[:DDP.index('"gpt2": GPTConfig')].count("\n") + 1)
     old, = (row for row in rows if row[0] == "del")

@@ -230,8 +230,9 @@ class Lesson:
 
     def run(self, source, which=0, key="Control+Enter", timeout=120):
         """Run the cell; returns what it shows, as text."""
-        cell = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
-                                 has_text=source).nth(which)
+        cell = self.page.locator(
+            ".jp-NotebookPanel:visible .jp-CodeCell", has=self.page.locator(
+                ".jp-InputArea", has_text=source)).nth(which)
         cell.locator(".cm-content").click()
         self.page.keyboard.press(key)
         self.runs += 1
@@ -308,6 +309,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert "side by side" in lesson.run("import sys")
     total = len(documents.load("ddp"))
     everything = f"{total} of {total} changes left"
+    view = page.locator(".ws", has=page.locator(".strip"))
     assert everything in lesson.run('diff("ddp")')
     # the next change only; Shift+Enter leaves it in sight
     assert page.locator(".ws pre.code:visible").count() == 1
@@ -326,11 +328,12 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     named = Diff("ddp", STAGES["std"].solution).apply([number])
     lesson.paste(named.replace(*lines[::-1]))
     lesson.save()
-    assert everything in lesson.run('diff("ddp")')
+    lesson.expect(view).to_contain_text(everything)
     lesson.type_over(*lines)
-    assert everything in lesson.run('diff("ddp")')
-    lesson.save()
-    assert f"{total - 1} of {total} changes left" in lesson.run('diff("ddp")')
+    lesson.expect(view).to_contain_text(everything)
+    lesson.save()  # and nothing else: the list follows
+    lesson.expect(view).to_contain_text(f"{total - 1} of {total} changes left")
+    page.wait_for_function(IN_SIGHT, arg=".ws .strip")
 
     # only code can be copied from the view, without the removed lines
     page.locator(".ws summary",
@@ -350,13 +353,12 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert added[0] in copied
     assert "    device = use_device(hp.device)" not in copied
     assert copied[0] and all(map(str.strip, copied[:3]))  # no line is two
-    # long lines scroll inside their box, and wrap nowhere
+    # what is to be typed is all in sight: long lines go on below, indented
     page.set_viewport_size({"width": 1000, "height": 720})
-    line = box.locator("span.add").first
     one = page.locator(".ws pre.code span").first.bounding_box()["height"]
-    assert line.bounding_box()["height"] == pytest.approx(one, abs=1)
-    assert box.evaluate("box => getComputedStyle(box).overflowX") == "auto"
-    view = page.locator(".ws", has=page.locator(".strip"))
+    lines = [line.bounding_box() for line in box.locator("span").all()]
+    assert max(line["height"] for line in lines) > 1.5 * one
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
     assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
     page.set_viewport_size({"width": 1280, "height": 720})
 
@@ -371,11 +373,18 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))
     lesson.save()
-    assert f"1 of {total} changes left" in lesson.run('diff("ddp")')
+    lesson.expect(view).to_contain_text(f"1 of {total} changes left")
     assert page.locator(".ws h4").count() == 1
     assert page.locator(".ws .add mark").all_inner_texts() == ["model"]
-    checked = lesson.run('check("ddp")')
+    checked = lesson.run('check("ddp")', key="Shift+Enter")
+    assert checked.startswith("Not yet.")
     assert "FAIL" in checked and "raw model" in checked
+    # the verdict and its reason are in sight
+    for words in ("Not yet.", "FAIL"):
+        place = page.locator(".ws .beside strong", has_text=words).first
+        place.evaluate("place => place.id = 'now'")
+        page.wait_for_function(IN_SIGHT, arg="#now")
+        place.evaluate("place => place.removeAttribute('id')")
     assert page.locator("table.check:visible td.no").count() == 1
     page.locator(".ws summary", has_text="more follow from it").click()
     assert page.locator(".ws svg desc").count() == 2  # beside it
@@ -389,14 +398,14 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
 
     lesson.paste(ready)
     lesson.save()
-    assert f"Done: all {total} changes are made" in lesson.run('diff("ddp")')
+    lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
     checked = lesson.run('check("ddp")')
     assert "4 processes" in checked and "FAIL" not in checked
 
     # again, from the start
     subprocess.run([sys.executable, "-m", "workshop", "reset", "std"],
                    cwd=repo, check=True, stdout=subprocess.DEVNULL)
-    assert everything in lesson.run('diff("ddp")')
+    lesson.expect(view).to_contain_text(everything)
     backup, = (repo / "code").glob("train_gpt2.20*.py")
     assert backup.read_text() == ready
 

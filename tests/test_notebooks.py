@@ -18,6 +18,7 @@ from nbclient import NotebookClient
 from backstage import ROOT
 from workshop import lab
 from workshop.lesson import documents
+from workshop.lesson.diff import Diff
 from workshop.notebook import cells, pictures
 from workshop.stages import LESSONS, STAGES
 
@@ -166,10 +167,11 @@ def test_every_lesson_has_the_same_cells(stage):
     sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
     assert sources[0].endswith(f'\n\nbeside("{stage}")')
     help_, = (source for source in sources if source.startswith("# remove"))
-    assert all(line.startswith("# ") for line in help_.splitlines())
+    # whoever removes the # has a line of Python, without a space before it
+    assert all(re.match(r"#\w", line) for line in help_.splitlines()[1:])
     for call in (f'apply("{stage}", 3)', f'apply("{stage}", "all")',
                  f'reset("{STAGES[stage].after}")', "undo()"):
-        assert f"# {call}  # " in help_
+        assert f"#{call}  # " in help_
     jobs = STAGES[stage].jobs
     job = "1n2g" if "1n2g" in jobs else next(iter(jobs), "")
     for source in (f'diff("{stage}")', f'check("{stage}")', *[
@@ -177,6 +179,18 @@ def test_every_lesson_has_the_same_cells(stage):
             "queue()", "log()"] * bool(jobs)):
         assert source in sources
     assert not any(source.startswith("!") for source in sources)
+    after = sources[sources.index(f'diff("{stage}")') + 1]
+    assert after == f'check("{stage}", 1)'
+    texts = [cell.source for cell in book.cells if cell.cell_type != "code"]
+    assert not any("python -m workshop " in text for text in texts)
+    mistakes = sum(len(re.findall(r"(?m)^### \d+\. ", text))
+                   for text in texts)
+    broken = next(i for i, cell in enumerate(book.cells)
+                  if "## Break it" in cell.source)
+    assert mistakes == sum(cell.source == f'check("{stage}")'
+                           for cell in book.cells[broken:])
+    following = re.findall(r"\]\((\w+\.ipynb)\)", texts[-1])
+    assert (ROOT / "notebooks" / following[-1]).is_file()
 
 
 def test_cells_make_changes_and_take_them_back(repo, monkeypatch, capsys):
@@ -448,3 +462,90 @@ def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
             elif source.startswith(("runs(", "plot(")):
                 assert ("runs/just-begun: there is no hyperparameters.json"
                         in text), source
+
+
+@pytest.fixture
+def kernel(repo, monkeypatch):
+    """A real kernel, in the notebooks' folder: run(source, until=None).
+
+    It yields the messages that the source causes, until it has ended, or until
+    `until(message)` is true.
+    """
+    from jupyter_client.manager import start_new_kernel
+
+    monkeypatch.setenv("PYTHONPATH", str(repo))
+    manager, client = start_new_kernel(cwd=str(repo / "notebooks"))
+
+    def run(source, until=None):
+        said = []
+        asked = client.execute(source, allow_stdin=True)
+        while True:
+            message = client.get_iopub_msg(timeout=60)
+            kind, content = message["msg_type"], message["content"]
+            said.append((kind, content))
+            if until and until(kind, content):
+                return said
+            if (not until and kind == "status"
+                    and message["parent_header"]["msg_id"] == asked
+                    and content["execution_state"] == "idle"):
+                return said
+
+    yield run
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def test_the_list_of_changes_follows_each_save(repo, kernel):
+    script = repo / "code" / "train_gpt2.py"
+    shutil.copy(STAGES["std"].solution, script)
+    begin = "from workshop.notebook.cells import *\n"
+    total = len(documents.load("ddp"))
+    said = kernel(f'{begin}diff("ddp")')
+    shown, = (content for kind, content in said if kind == "display_data")
+    place = shown["transient"]["display_id"]
+    assert f"{total} of {total} changes left" in shown["data"]["text/html"]
+
+    def updated(words):
+        return lambda kind, content: (
+            kind == "update_display_data"
+            and content["transient"]["display_id"] == place
+            and words in content["data"]["text/html"])
+
+    script.write_text(Diff("ddp", script).apply([2]))
+    kernel("pass", until=updated(f"{total - 1} of {total} changes left"))
+    script.unlink()  # it does not end what watches it
+    kernel("pass", until=updated("is not there"))
+    shutil.copy(STAGES["ddp"].solution, script)
+    kernel("pass", until=updated("Done"))
+
+    # another view takes its place: only one is shown anew
+    said = kernel('diff("fsdp")')
+    place = next(content for kind, content in said
+                 if kind == "display_data")["transient"]["display_id"]
+    script.write_text(Diff("fsdp", script).apply([1]))
+    said = kernel("pass", until=updated("changes left"))
+    assert sum(kind == "update_display_data" for kind, _ in said) == 1
+
+
+def test_a_question_that_nobody_answers_ends(kernel):
+    """Run All goes on after it."""
+    said = kernel("from workshop.notebook.cells import answer\n"
+                  "print([answer('Submit? ', 1)])")
+    assert ("stream", {"name": "stdout", "text": "['']\n"}) in said
+    assert ("stream", {"name": "stdout", "text": "2\n"}) in kernel(
+        "print(1 + 1)")
+
+
+def test_a_message_in_a_cell_names_what_one_can_call_there(repo, monkeypatch):
+    from workshop.lesson.render import as_calls
+
+    for said, shown in (
+            ("`python -m workshop reset std`", '`reset("std")`'),
+            ("`python -m workshop reset --list`", "`reset()`"),
+            ("`python -m workshop reset --undo` puts it back",
+             "`undo()` puts it back"),
+            ("`python -m workshop check ddp 12`", '`check("ddp", 12)`'),
+            ("`python -m workshop diff ddp --no-hints`",
+             '`diff("ddp", hints=False)`'),
+            ("`python -m workshop lab`", "`python -m workshop lab`")):
+        assert as_calls(said) == shown

@@ -8,8 +8,10 @@ them, in the program itself or in a notebook:
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
     finding   [verdict, text, hint], for those that are not ok
-    picture   {"read": the samples of each step by each rank, "expected":
-              those of each step, "loss": [...], "single": [...]}
+    picture   {"read": the samples of each step by each rank, "readers": for
+              each rank a number, the same where the samples have to be the
+              same, "expected": those of each step, "loss": [...], "single":
+              [...]}
     say       a line of text
     right     whether the script is right, at the end
 
@@ -19,7 +21,7 @@ Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 import html
 import textwrap
 
-from workshop.lesson.render import paragraph, quote
+from workshop.lesson.render import folded, paragraph, quote
 
 MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
@@ -77,7 +79,7 @@ class Board:
         return "\n".join(lines)
 
     def to_html(self, pictures=""):
-        """The table, the diagnosis under it, and its consequences folded.
+        """The verdict, its reasons, and the table under them.
 
         pictures: HTML that stands beside the table.
         """
@@ -89,19 +91,20 @@ class Board:
             f'<tr><th scope="row">{html.escape(title)}</th>'
             f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
             "</tr>" for title, verdicts in self.answers.items())
-        out = ['<table class="check"><caption>Which question is answered, and '
-               f"how, on how many processes</caption><tr><td></td>{head}</tr>"
-               f"{rows}</table>" if self.columns else ""]
+        kind = {True: "good", False: "bad"}.get(self.right, "")
+        out = [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
         out += [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] != "and"]
         rest = [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] == "and"]
         if rest:
-            out.append(f"<details><summary>{len(rest)} more follow"
-                       f"{'s' if len(rest) == 1 else ''} from it</summary>"
-                       f"{''.join(rest)}</details>")
-        kind = {True: "good", False: "bad"}.get(self.right, "")
-        out.append(paragraph(f"<strong>{quote(self.last)}</strong>", kind))
+            more = f"{len(rest)} more follow{'s' if len(rest) == 1 else ''}"
+            out.append(folded(f"{more} from it", "".join(rest)))
+        if self.columns:
+            out.append(
+                '<table class="check"><caption>Which question is answered, '
+                "and how, on how many processes</caption>"
+                f"<tr><td></td>{head}</tr>{rows}</table>")
         return (f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                 "</div>")
 

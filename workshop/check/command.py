@@ -4,12 +4,14 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import textwrap
 import threading
 import time
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from backstage.errors import UserError, require
@@ -34,9 +36,9 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     """
     out = Events() if events else Terminal()
     with Ending() as ending:
-        data = read_script(script)
+        yours = data = read_script(script)
         if change is not None:
-            data = make_others(stage, script, data, change, out.say)
+            data = make_others(stage, script, yours, change, out.say)
             if data is None:
                 out.report(right=True)
                 return True
@@ -48,7 +50,8 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         ending.folder.mkdir(mode=0o700)
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
-            right = Check(bench, verbose, out, change is not None).run()
+            right = Check(bench, verbose, out, change is not None,
+                          lines_as_in(yours, data)).run()
         finally:
             remove(ending.folder)
     if right and change is None:
@@ -102,8 +105,31 @@ def make_others(stage, script, data, change, say):
     return data
 
 
+def lines_as_in(yours, tried):
+    """A function of a text that names lines of the script that was tried.
+
+    It names them as lines of the attendee's script, and quotes those that are
+    not there.
+    """
+    yours, tried = (data.decode("utf-8", "replace").splitlines()
+                    for data in (yours, tried))
+    same = {a + k + 1: b + k + 1 for a, b, size in SequenceMatcher(
+        None, tried, yours, autojunk=False).get_matching_blocks()
+            for k in range(size)}
+
+    def name(line):
+        number = int(line[1])
+        if number in same or not 0 < number <= len(tried):
+            return f"line {same.get(number, number)}"
+        return f"the lesson's line `{tried[number - 1].strip()}`"
+
+    return lambda text: re.sub(r"\bline (\d+)\b", name, text)
+
+
 class Terminal:
     """Prints lines, and the table at the end."""
+
+    more = " With -v it tells all that it saw."
 
     def __init__(self):
         self.board = Board()
@@ -134,6 +160,8 @@ class Terminal:
 
 class Events:
     """Prints events, a line of JSON for each."""
+
+    more = ""
 
     def say(self, text=""):
         self.report(say=text)
@@ -192,11 +220,11 @@ def remove(folder):
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose, out, quick=False):
+    def __init__(self, bench, verbose, out, quick, rename):
         from workshop.check.trial import STEPS, Mesh
 
         self.bench, self.verbose, self.out = bench, verbose, out
-        self.say, self.quick = out.say, quick
+        self.say, self.quick, self.rename = out.say, quick, rename
         stage = STAGES[bench.stage]
         self.meshes = [Mesh(*sizes) for sizes in stage.tried or stage.meshes]
         if quick:
@@ -219,8 +247,7 @@ class Check:
             self.say("\nRight, as far as 2 processes show it. Without a "
                      "number, the check tries everything.")
         elif not right:
-            self.say("\nNot yet." + ("" if self.verbose else
-                                     " With -v it tells all that it saw."))
+            self.say("\nNot yet." + ("" if self.verbose else self.out.more))
         else:
             self.out.show_table()
             self.say("Right: " + sizes(self.meshes) + " compute what the "
@@ -304,6 +331,9 @@ class Check:
         from workshop.check.questions import ask
 
         findings = ask(trial, self.bench.reference, kind)
+        for _, finding in findings:
+            finding.text = self.rename(finding.text)
+            finding.hint = self.rename(finding.hint or "")
         wrong = [one for one in findings if one[1].verdict == "FAIL"]
         self.report(findings, wrong[0][1] if wrong else None)
         if kind == "whole" and all(trial.seen):
@@ -349,7 +379,9 @@ def picture(trial, reference):
         values = [number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]
 
+    dp, tp = trial.mesh.dp, trial.mesh.tp
     return {"read": [seen["samples"] for seen in trial.seen],
+            "readers": [rank // tp % dp for rank in range(trial.mesh.size)],
             "expected": reference.seen[0]["samples"],
             "loss": losses(trial.rows), "single": losses(reference.rows)}
 

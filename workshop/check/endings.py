@@ -39,7 +39,7 @@ HINTS = (
      "the launcher says it in an environment variable: RANK, LOCAL_RANK, "
      "WORLD_SIZE"),
     (r"NameError: name '(\w+)'", r"\1 is not defined there: is an import or "
-     "another change missing? `python -m workshop diff` shows what is left"),
+     "another change missing? The diff shows what is left"),
     (r"KeyError: '(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)'",
      r"plain python sets no \1: give it a value where there is no launcher"),
     (r"MASTER_(ADDR|PORT) expected, but not set",

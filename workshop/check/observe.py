@@ -73,6 +73,9 @@ class Observer:
         return self.finish
 
     def finish(self):
+        from torch import distributed as dist
+
+        self.seen["joined"] = dist.is_initialized()
         file = f"{self.folder}/{self.rank}.pt"
         try:
             self.save(self.seen, file + ".part")

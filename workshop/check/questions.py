@@ -245,6 +245,16 @@ def is_split(trial, state):
 # ------------------------------------------------------------------ devices
 
 
+@question("its processes part at the end", meshes=several)
+def parting(trial, reference):
+    """Whether the group is left, where the script has joined one."""
+    if any(seen["joined"] for seen in trial.seen):
+        return warn("the process group is never left",
+                    "with NCCL the end may hang: dist.destroy_process_group() "
+                    "after the last collective")
+    return ok("its processes part at the end")
+
+
 @question("each process asks for its own device")
 def devices(trial, reference):
     """What it would take on a machine with accelerators."""

@@ -17,8 +17,9 @@ from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
 from workshop.stages import DESK, LESSONS, STAGES, find
 
-REOPEN = ("If it is open in an editor, reopen it there (JupyterLab: File > "
-          "Reload Python File from Disk).")
+REOPEN = ("If it is open in an editor, reopen it there. In JupyterLab, click "
+          "into the script first, then File > Reload Python File from Disk. "
+          "Do not save it before: that would overwrite what is new.")
 
 
 def apply(stage, numbers=()):

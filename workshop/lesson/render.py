@@ -37,13 +37,18 @@ STYLE = """<style>
 .ws .strip .next { outline: 2px solid rgb(ORANGE); font-weight: 700 }
 .ws pre.code { margin: 4px 0; padding: 0; max-height: 26em; overflow: auto;
   border: 1px solid rgba(128, 128, 128, .35); background: none;
-  font: inherit; color: inherit; white-space: pre }
-.ws pre.code code { display: inline-block; min-width: 100%; padding: 0;
-  background: none; font: inherit; color: inherit; white-space: pre }
-.ws pre.code span { display: block; padding-right: 4px }
-.ws pre.code span::before { content: attr(data-gutter); position: sticky;
-  left: 0; display: inline-block; width: 64px; margin-right: 6px;
-  background-color: var(--jp-layout-color0, Canvas); white-space: pre }
+  font: inherit; color: inherit }
+.ws pre.code code { display: block; padding: 0; background: none;
+  font: inherit; color: inherit }
+.ws pre.code span { display: block; white-space: pre-wrap;
+  overflow-wrap: anywhere; padding: 0 4px 0 calc(70px + var(--hang, 4ch));
+  text-indent: calc(-70px - var(--hang, 4ch)) }
+.ws pre.code span::before { content: attr(data-gutter); white-space: pre;
+  display: inline-block; width: 64px; margin-right: 6px; text-indent: 0;
+  background-color: var(--jp-layout-color0, Canvas) }
+.ws pre.said { margin: 0; padding: 0; font: inherit; color: inherit;
+  background: none; white-space: pre-wrap; overflow-wrap: break-word;
+  word-break: normal }
 .ws pre.code .add { background: rgba(BLUE, .2) }
 .ws pre.code .add::before { box-shadow: inset -5px 0 rgb(BLUE);
   font-weight: 700 }
@@ -127,10 +132,10 @@ def advice(diff):
     if other:
         start = find(stage).after
         return (f"This is the stage {other}, but the lesson starts from "
-                f"{start}: `python -m workshop reset {start}`, or reset("
-                f'"{start}") in a cell, puts it there and keeps yours.')
+                f"{start}: `python -m workshop reset {start}` puts it there "
+                "and keeps yours.")
     if diff.left or diff.yours.syntax_error:
-        return "Change the script, save it (Ctrl+S, Cmd+S), then look again."
+        return "Change the script and save it (Ctrl+S, Cmd+S)."
     if diff.others:
         return (f"Your own code may differ from ours: `python -m workshop "
                 f"check {stage}` tells you whether it is right.")
@@ -139,16 +144,10 @@ def advice(diff):
 
 def saved(path):
     """When the script was last saved, in one line."""
-    when = path.stat().st_mtime
-    age = max(0, time.time() - when)
-    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute"),
-                       (1, "second")):
-        if age >= size or unit == "second":
-            count = int(age // size)
-            ago = f"{count} {unit}{'' if count == 1 else 's'} ago"
-            break
-    clock = time.strftime("%H:%M:%S", time.localtime(when))
-    return f"Last saved at {clock}, {ago}."
+    when = time.localtime(path.stat().st_mtime)
+    today = when[:3] == time.localtime()[:3]
+    return time.strftime("Last saved at %H:%M:%S." if today else
+                         "Last saved on %d %B at %H:%M.", when)
 
 
 def title(diff, item):
@@ -294,8 +293,7 @@ def to_html(diff, hints=False):
         if number == 0:
             out.append(f"<h4>{name} {where}</h4>{change(diff, item, hints)}")
         else:
-            out.append(f"<details><summary>{name} {where}</summary>"
-                       f"{change(diff, item, hints)}</details>")
+            out.append(folded(f"{name} {where}", change(diff, item, hints)))
     return box("\n".join([*out, KEEP_IN_SIGHT]))
 
 
@@ -333,12 +331,19 @@ def change(diff, item, hints):
                  f"{item.number})</code> tries it." if item.checked else "")
         why += [paragraph("<strong>Predict:</strong> "
                           f"{quote(item.predict)}{tries}", "ask"),
-                "<details><summary>Answer</summary>"
-                f"{paragraph(quote(item.answer))}</details>"]
-    code = code_box(rows(diff.yours.lines, diff.goal.lines, item.edits))
-    if hints:
-        code = f"<details><summary>Show the code</summary>{code}</details>"
+                folded("Answer", paragraph(quote(item.answer)))]
+    view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
+    code = code_box(view)
+    if hints:  # a step with each click
+        before = code_box(row for row in view if row[1] != "+")
+        code = folded("Show the lines", before
+                      + folded("Show the code", code))
     return "".join(why) + code
+
+
+def folded(summary, content):
+    """HTML that a click unfolds."""
+    return f"<details><summary>{summary}</summary>{content}</details>"
 
 
 def between(old, new):
@@ -361,9 +366,12 @@ def code_box(view):
         text = "".join(
             f"<mark>{html.escape(part)}</mark>" if differs
             else html.escape(part) for part, differs in parts)
+        whole = "".join(part for part, _ in parts)
+        hang = len(whole) - len(whole.lstrip()) + 4  # where it goes on
         # a line's end of its own: an export has no style sheet
-        lines.append(f'<span class="{kind}" data-gutter="{line or "":>5} '
-                     f'{sign or "⋯"}">{text}\n</span>')
+        lines.append(f'<span class="{kind}" style="--hang: {hang}ch" '
+                     f'data-gutter="{line or "":>5} {sign or "⋯"}">'
+                     f'{text}\n</span>')
     return f'<pre class="code"><code>{"".join(lines)}</code></pre>'
 
 
@@ -373,8 +381,24 @@ def paragraph(text, kind=""):
 
 
 def quote(text):
-    """HTML of a text in which `this` is code."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    """HTML for a notebook of a text in which `this` is code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>",
+                  html.escape(as_calls(text), quote=False))
+
+
+def as_calls(text):
+    """The text with calls, for a cell, in the place of terminal commands."""
+    def call(command):
+        name, *words = command[1].split()
+        if words == ["--undo"]:
+            name, words = "undo", []
+        named = {"--list": "", "--all": '"all"', "--no-hints": "hints=False"}
+        words = [named.get(word, word if word.isdigit() and len(word) < 3
+                           else f'"{word}"') for word in words]
+        return f"`{name}({', '.join(words)})`"
+
+    return re.sub(r"`python -m workshop ((?:apply|check|diff|reset)"
+                  r" [^`]+)`", call, text)
 
 
 def box(text):

@@ -4,15 +4,18 @@ They work in any kernel: whatever needs torch runs in the course's own
 interpreter. An error is shown as one line.
 """
 
+import _thread
 import contextlib
 import functools
 import html
+import io
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -45,7 +48,34 @@ class Shown:
 def complaint(error):
     """What went wrong, in one line."""
     line = render.paragraph(render.quote(str(error)), "bad")
-    return Shown(render.box(line), str(error))
+    return Shown(render.box(line), render.as_calls(str(error)))
+
+
+def said(text):
+    """Lines of text: JupyterLab would wrap printed ones inside of words."""
+    text = text.rstrip()
+    return Shown(render.box(f'<pre class="said">{render.quote(text)}</pre>'),
+                 render.as_calls(text))
+
+
+def said_by(function, *args):
+    """What the function prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args)
+    return said(out.getvalue())
+
+
+def said_meanwhile(*arguments):
+    """Run `python arguments...`, and show what it prints as it comes."""
+    lines = []
+    show = live(lambda: said("".join(lines)))
+
+    def on_line(line):
+        lines.append(line)
+        show()
+
+    interpreter.run(*arguments, on_line=on_line)
+    show(now=True)
 
 
 def in_one_line(function):
@@ -82,15 +112,60 @@ def compare(first, then):
 
 @in_one_line
 def diff(stage, hints=None):
-    """What is left to change in your script, and why.
+    """What is left to change in your script, and why; anew at each save.
 
     hints: whether the code stays folded; left out, it is as site.sh says.
     """
     if hints is None:
         hints = site_wants_hints()
-    changes = Diff(stage)
-    return Shown(render.to_html(changes, hints),
-                 render.to_text(changes, hints=hints))
+
+    @in_one_line
+    def view():
+        changes = Diff(stage)
+        return Shown(render.to_html(changes, hints),
+                     render.to_text(changes, hints=hints))
+
+    return follow_script(view)
+
+
+followed = None  # the view that is shown anew; there is one at a time
+
+
+def follow_script(view):
+    """Show view() in the cell, and again whenever the script is saved.
+
+    Returns view() where nothing can be shown again, outside of a notebook.
+    """
+    global followed
+    followed, seen = view, saved_at()
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        return view()
+    if get_ipython() is None:
+        return view()
+    handle = display(view(), display_id=True)
+
+    def follow(seen):
+        while followed is view:
+            time.sleep(0.3)
+            now = saved_at()
+            if now != seen:
+                seen = now
+                handle.update(view())
+
+    threading.Thread(target=follow, args=(seen,), daemon=True).start()
+    return None
+
+
+def saved_at():
+    """What changes whenever the script is saved."""
+    try:
+        state = DESK.stat()
+        return state.st_mtime_ns, state.st_size, state.st_ino
+    except OSError:
+        return None
 
 
 @in_one_line
@@ -102,7 +177,9 @@ def check(stage, change=None):
     """
     board = Board()
     show = live(lambda: Shown(
-        render.box(board.to_html(check_pictures(board))), board.to_text()))
+        render.box(board.to_html(check_pictures(board))
+                   + render.KEEP_IN_SIGHT * (board.right is not None)),
+        board.to_text()))
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
 
@@ -126,12 +203,16 @@ def check(stage, change=None):
 
 def check_pictures(board):
     """The pictures beside the table, as far as there are any."""
-    if not board.pictures:
-        return ""
-    last = list(board.pictures.values())[-1]
-    losses = {name: seen["loss"] for name, seen in board.pictures.items()}
-    return (f"<div>{pictures.reads(last['expected'], last['read'])}"
-            f"{pictures.errors(last['single'], losses)}</div>")
+    drawn = []
+    last = list(board.pictures.values() or [{"read": []}])[-1]
+    if any(last["read"]):
+        drawn.append(pictures.reads(
+            last["expected"], last["read"], last["readers"]))
+    losses = {name: seen["loss"] for name, seen in board.pictures.items()
+              if seen["loss"]}
+    if losses:
+        drawn.append(pictures.errors(last["single"], losses))
+    return f"<div>{''.join(drawn)}</div>" if drawn else ""
 
 
 def live(make):
@@ -204,19 +285,22 @@ def apply(stage, *numbers):
         numbers = ()
     require(all(isinstance(number, int) for number in numbers),
             'name changes by their numbers, or "all"')
-    desk.apply(stage, numbers)
+    return said_by(desk.apply, stage, numbers)
 
 
 @in_one_line
-def reset(name):
-    """Start from a stage, or from a backup by its date; mine is kept."""
-    desk.reset(name)
+def reset(name=""):
+    """Start from a stage, or from a backup by its date; mine is kept.
+
+    Without a name it says which there are.
+    """
+    return said_by(desk.reset, name) if name else said_by(desk.list_all)
 
 
 @in_one_line
 def undo():
-    """Go back to the previous version of my script."""
-    desk.undo()
+    """Go back to the previous version of my script; twice, and it is back."""
+    return said_by(desk.undo)
 
 
 # ------------------------------------------------------------------- SLURM
@@ -250,30 +334,40 @@ def submit(name, flags=""):
                    (ROOT / "batchfiles").glob("batch-*.sh"))
     require(name in names, f"there is no batch file {name}: choose from "
             f"{', '.join(names)}")
-    command = f"sbatch batch-{name}.sh {flags}".strip()
-    try:
-        sure = input(f"Submit a job, `{command}`? [y/N] ")
-    except (EOFError, NotImplementedError, RuntimeError):
-        sure = ""
-    if sure.strip().lower() not in ("y", "yes"):
-        return print(f"Nothing is submitted. (`{command}` needs a y.)")
     os.environ.update(interpreter.sbatch_variables())
-    return print_slurm("sbatch", ROOT / "batchfiles" / f"batch-{name}.sh",
-                       *shlex.split(flags))
+    ask_slurm()  # whoever it refuses is not asked
+    command = f"sbatch batch-{name}.sh {flags}".strip()
+    sure = answer(f"Submit a job, `{command}`? [y/N] ")
+    if sure.strip().lower() not in ("y", "yes"):
+        return said(f"Nothing is submitted: `{command}` needs a y.")
+    return ask("sbatch", ROOT / "batchfiles" / f"batch-{name}.sh",
+               *shlex.split(flags))
+
+
+def answer(question, seconds=60):
+    """What is answered; "" if nothing is, as in Run > Run All Cells."""
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    timer.start()
+    try:
+        return input(question)
+    except (EOFError, KeyboardInterrupt, NotImplementedError, RuntimeError):
+        return ""
+    finally:
+        timer.cancel()
 
 
 @in_one_line
 def queue():
     """My jobs: PD waits, with the reason; R runs, with its nodes."""
     require(shutil.which("squeue"), NO_SLURM)
-    print_slurm("squeue", "--me")
+    return ask("squeue", "--me")
 
 
-def print_slurm(*command):
-    """Run it, and print what it says; a `UserError` if it fails."""
+def ask(*command):
+    """What a program of SLURM's says; a `UserError` if it fails."""
     end = subprocess.run(command, capture_output=True, text=True, check=False)
     require(end.returncode == 0, (end.stderr or end.stdout).strip())
-    print((end.stdout + end.stderr).rstrip())
+    return said(end.stdout + end.stderr)
 
 
 @in_one_line
@@ -313,7 +407,7 @@ def strategies():
 @in_one_line
 def doctor():
     """Does this machine have everything the workshop needs?"""
-    interpreter.run("-m", "workshop", "doctor")
+    said_meanwhile("-m", "workshop", "doctor")
 
 
 def data_parallel():
@@ -337,8 +431,9 @@ def script_map():
     require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
             f"`python -m workshop reset {FIRST}` makes a new one")
     try:
-        return Shown(render.box(pictures.script_map(DESK.read_text())),
-                     "(a map of the script)")
+        rows = pictures.script_map(
+            DESK.read_text(), f"../{show_path(DESK)}")
+        return Shown(render.box(rows), "(a map of the script)")
     except SyntaxError as error:
         require(False, f"{show_path(DESK)} is not Python yet: line "
                 f"{error.lineno}, {error.msg}")
@@ -514,4 +609,8 @@ def plot(panel, *folders):
         output = Path(folder, "panel.svg")
         interpreter.run("-m", "workshop.results.plot", str(output), panel,
                         *(str(Path(name).resolve()) for name in folders))
-        return picture(output.read_text("utf-8")) if output.exists() else None
+        if not output.exists():
+            return None
+        drawn = output.read_text("utf-8")
+        return picture(drawn) if drawn.startswith("<svg") else said(
+            f"There is no picture yet: {drawn}.")

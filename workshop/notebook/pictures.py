@@ -305,8 +305,9 @@ def nodes(number=2, gpus=4):
                    for rank in range(number * gpus)))
 
 
-def script_map(source):
-    """Sections, classes and functions of a script, with their lines."""
+def script_map(source, path):
+    """Sections, classes and functions of a script, with links to their lines.
+    """
     heads = [(number, match[1]) for number, row in
              enumerate(source.splitlines(), 1)
              if (match := re.fullmatch(r"# -{3,} (.+)", row))]
@@ -315,13 +316,14 @@ def script_map(source):
              if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     out = []
     for (begin, name), (end, _) in zip(heads, heads[1:]):
-        rows = [describe(node) for node in items if begin < node.lineno < end]
+        rows = [describe(node, path) for node in items
+                if begin < node.lineno < end]
         if rows:
             out.append(f"<h4>{html.escape(name)}</h4>{''.join(rows)}")
     return "".join(out)
 
 
-def describe(node):
+def describe(node, path):
     """A class or function in a row: its line, name, methods, purpose."""
     kind = "class" if isinstance(node, ast.ClassDef) else "def"
     methods = [child.name for child in node.body
@@ -329,7 +331,8 @@ def describe(node):
                and not child.name.startswith("__")]
     about = (ast.get_docstring(node) or "").split("\n")[0]
     inside = f": {', '.join(methods)}" if methods and kind == "class" else ""
-    return (f'<p><span class="place">line {node.lineno}</span> {kind} '
+    return (f'<p><a href="{path}#line={node.lineno - 1}">line '
+            f"{node.lineno}</a> {kind} "
             f"<strong>{node.name}</strong>{inside} "
             f'<span class="place">{html.escape(about)}</span></p>')
 
@@ -421,40 +424,49 @@ def value_box(x, y, width, value):
 # ------------------------------------------------------------------- check
 
 
-def reads(expected, read):
-    """Which rank read which sample, a row for each step.
+def reads(expected, read, readers):
+    """Which ranks read which sample, a row for each step.
 
     expected: the samples of each step; read: for each rank, those it read in
-    each step. One that several ranks read has all of their colours.
+    each step; readers: for each rank a number, the same for ranks that have to
+    read the same. A sample that others read, too, or not all of them, has a
+    frame, and the colours of all.
     """
-    ranks, left = range(len(read)), 52
-    out = [text(0, 14, "who read which sample", "bold")]
-    for rank in ranks:
-        x = left + rank * 70
-        out += [cell(x, 24, rank, rank % len(COLOURS)),
-                text(x + CELL + 2, 38, f"rank {rank}")]
-    y, most, told = 54, max(map(len, expected)), []
+    left, most = 52, max(map(len, expected))
+    groups = {number: [rank for rank, one in enumerate(readers)
+                       if one == number] for number in dict.fromkeys(readers)}
+    out, x = [text(0, 14, "who read which sample", "bold")], left
+    for k, ranks in enumerate(groups.values()):
+        name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        out += [cell(x, 24, "", k % len(COLOURS)),
+                text(x + CELL + 2, 38, name)]
+        x += CELL + 16 + 7 * len(name)
+    y, told = 54, []
     for step, samples in enumerate(expected):
         out.append(text(0, y + 15, f"step {step}"))
         found = [part[step] if step < len(part) else [] for part in read]
         for k, sample in enumerate(samples):
-            owners = [rank for rank in ranks if sample in found[rank]]
-            out.append(sample_box(left + k * CELL, y, sample, owners))
+            owners = [i for i, ranks in enumerate(groups.values())
+                      if any(sample in found[rank] for rank in ranks)]
+            alone = len(owners) == 1 and all(
+                sample in found[rank]
+                for rank in list(groups.values())[owners[0]])
+            out.append(sample_box(left + k * CELL, y, sample, owners, alone))
         others = sum(one not in samples for part in found for one in part)
         if others:
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
         told.append(f"step {step}: " + ", ".join(
-            f"rank {rank} read {' '.join(map(str, found[rank])) or 'nothing'}"
-            for rank in ranks) + ".")
+            f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
+            for rank, numbers in enumerate(found)) + ".")
         y += LINE
-    return svg(left + most * CELL + 34, y, out,
+    return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(told))
 
 
-def sample_box(x, y, sample, owners):
-    """A sample, in the colours of the ranks that read it."""
-    colours = [COLOURS[rank % len(COLOURS)] for rank in owners]
-    if len(colours) == 1:
+def sample_box(x, y, sample, owners, right):
+    """A sample, in the colours of those that read it; framed if not right."""
+    colours = [COLOURS[k % len(COLOURS)] for k in owners]
+    if right:
         return cell(x, y, sample, owners[0] % len(COLOURS))
     part = (CELL - 2) / max(len(colours), 1)
     stripes = "".join(
@@ -508,14 +520,14 @@ def errors(single, losses, allowed=1e-5):
                    f'{" ".join(f"{x:g},{y:g}" for x, y in points)}" '
                    f'fill="none" stroke="{colour}" stroke-width="2"/>')
         out += [marker(k, x, y, colour) for x, y in points]
-        x = left + 110 * k
-        out += [marker(k, x + 6, top + height + 32, colour),
-                text(x + 16, top + height + 36, plural(
-                    int(name), "process", "es") if name.isdigit() else name)]
+        x, y = left + 110 * (k % 3), top + height + 32 + 18 * (k // 3)
+        out += [marker(k, x + 6, y, colour), text(x + 16, y + 4, plural(
+            int(name), "process", "es") if name.isdigit() else name)]
         told.append(f"{name}: " + " ".join(
             f"{abs(mine - good):.0e}" for mine, good in zip(values, single)
             if mine is not None and good is not None) + ".")
-    return svg(left + width + 4, top + height + 44, out,
+    return svg(left + width + 4,
+               top + height + 44 + 18 * ((len(losses) - 1) // 3), out,
                "How far the loss is from the single device's",
                "By step, on 1, 2 and more processes. " + " ".join(told))
 

@@ -54,6 +54,8 @@ def loss(ax, runs):
                 color=colour(run), markersize=3)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(title="points: validation", title_fontsize=8)
+    if len(runs) == 1:
+        note(ax, "train once more, on more processes, to compare", y=0.04)
 
 
 def speed(ax, runs):
@@ -237,10 +239,18 @@ def colour(run):
     return COLOURS.get(run.stage, "#a457c4")
 
 
-def note(ax, text):
-    """Say what is missing, in the middle of the panel."""
-    ax.annotate(text, (0.5, 0.5), xycoords="axes fraction", alpha=0.8,
-                ha="center", va="center")
+def note(ax, text, y=0.5):
+    """Say what is missing, in the panel at that height."""
+    ax.annotate(text, (0.5, y), xycoords="axes fraction", alpha=0.8,
+                ha="center", va="center", gid="missing")
+
+
+def missing(panel, runs):
+    """What these runs lack for a panel, or ""."""
+    ax = Figure().subplots()
+    panel(ax, runs)
+    return " ".join(text.get_text().replace("\n", " ") for text in ax.texts
+                    if text.get_gid() == "missing")
 
 
 def node_size(runs, stage):
@@ -330,13 +340,29 @@ def subtitle(runs):
 
 
 def write_panel():
-    """For a notebook: write one panel to a file, as SVG."""
+    """For a notebook: write one panel to a file, as SVG.
+
+    Where the runs in runs/ are too few for it, it shows the examples; where
+    these are, too, the file says what is missing.
+    """
     output, name, *folders = sys.argv[1:]
     require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
+    panel = IN_NOTEBOOK[name]
     runs, _ = results.find(folders)
-    svg = themed(lambda ax: IN_NOTEBOOK[name](ax, runs))
-    Path(output).write_text(svg, encoding="utf-8")
+    text, examples = missing(panel, runs), False
+    if text and not folders:
+        others, _ = results.find_examples()
+        if not missing(panel, others):
+            runs, text, examples = others, "", True
+
+    def draw(ax):
+        panel(ax, runs)
+        if examples:
+            ax.set_title(f"{ax.get_title()} (examples: yours are too few)")
+
+    blank = text and name in ("parts", "gpus", "model")
+    Path(output).write_text(text if blank else themed(draw), encoding="utf-8")
 
 
 if __name__ == "__main__":
