@@ -15,7 +15,7 @@ from conftest import edit
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.lesson import render
+from workshop.lesson import documents, render
 from workshop.lesson.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
@@ -300,6 +300,18 @@ def test_only_the_next_change_is_unfolded(look):
                      re.DOTALL)[1]
     code = re.sub("<.*?>", "", code).splitlines()
     assert "    dist.destroy_process_group()" in code
+
+
+def test_marks_of_markdown_are_not_shown():
+    assert render.quote("a * b, **all** of *it*: `2 < 3 * 4 * 5` ` 6") == (
+        "a * b, <strong>all</strong> of <em>it</em>: "
+        "<code>2 &lt; 3 * 4 * 5</code> ` 6")
+    for stage in LESSONS:  # as far as the lessons use them
+        for change in documents.load(stage):
+            for text in (change.why, change.predict, change.answer):
+                plain = re.sub("<code>.*?</code>", "", "".join(
+                    map(render.quote, text.split("\n\n"))))
+                assert not re.search(r"[*`]|\]\(", plain), plain
 
 
 def test_hints_keep_the_code_one_click_away(look):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from conftest import needs
@@ -482,6 +483,36 @@ def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
     assert git("diff") == ""
 
 
+def test_the_picture_in_the_readme(page, lab, repo, tmp_path):
+    """`WORKSHOP_PICTURES=docs pytest --whole tests/test_lab.py -k picture`
+
+    draws it anew.
+    """
+    script = repo / "code" / "train_gpt2.py"
+    script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
+    lesson = Lesson(page, lab())
+    lesson.choose_theme(False)
+    page.locator('.lm-TabBar-tab[data-id="filebrowser"]').click()  # closes it
+    lesson.run("import sys")
+    lesson.run('diff("ddp")', key="Shift+Enter")
+    page.wait_for_function(IN_SIGHT, arg=".ws .strip")
+    place = page.locator(".ws h4 a").first
+    line = place.inner_text().split()[1]
+    place.click()
+    lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
+        f"Ln {line}, Col 1", timeout=30_000)
+    page.wait_for_function(IN_SIGHT, arg=".ws h4")
+    file = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path), "lesson.png")
+    page.screenshot(path=file)
+    drawn = Image.open(file).quantize(64)
+    drawn.save(file, optimize=True)
+    kept = Image.open(ROOT / "docs" / "lesson.png")
+    assert drawn.size == kept.size == (1280, 720)
+    total = len(documents.load("ddp"))  # boxes: made, or with a number
+    assert page.locator(".ws .strip .made").count() == 4
+    assert page.locator(".ws .strip span").count() == total
+
+
 @pytest.mark.parametrize("name", ["ddp", "start_here"])
 def test_the_command_opens_the_script_beside_the_lesson(
         name, page, lab, repo, tmp_path):
@@ -495,7 +526,11 @@ def test_the_command_opens_the_script_beside_the_lesson(
         assert time.monotonic() < end
         time.sleep(0.1)
     page.goto(opened.read_text().strip())
-    see_both(page, name)
+    see_both(page, "start_here")  # nothing has been trained yet
+    if stage:
+        page.locator("#jp-main-dock-panel .lm-TabBar-tab",
+                     has_text=f"diff_{name}.ipynb").click()
+        see_both(page, name)
 
 
 def test_a_lesson_puts_the_script_beside_it_whatever_the_root(

@@ -18,39 +18,49 @@ from workshop.stages import DESK
 def main(stage, flags):
     """Become JupyterLab. flags: JupyterLab's own.
 
-    stage: its lesson is opened, and start_here if it is None.
+    stage: its lesson is opened, and start_here if it is None. Whoever has
+    trained nothing yet finds start_here before the lesson.
     """
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
-    workspace = write_workspace(stage or "start_here")
+    names = [stage or "start_here"]
+    if stage and not (ROOT / "runs").exists():
+        names.insert(0, "start_here")
+    workspace = write_workspace(*names)
     os.execv(sys.executable, [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}",
         f"--LabApp.default_url=/lab/tree/{workspace.relative_to(ROOT)}",
         *flags])
 
 
-def write_workspace(name, root=ROOT):
-    """Write a JupyterLab workspace with the script and, beside it, a lesson.
+def write_workspace(*names, root=ROOT):
+    """Write a JupyterLab workspace with the script and, beside it, lessons.
 
-    name: a stage, or start_here. root: the folder that JupyterLab shows, where
-    the workspace's paths begin. Returns the file's path, in notebooks/. Raises
-    ValueError if the course is not inside root, OSError if it cannot write.
+    names: a stage, or start_here; several are tabs, the first of them in
+    front. root: the folder that JupyterLab shows, where the workspace's paths
+    begin. Returns the file's path, in notebooks/. Raises ValueError if the
+    course is not inside root, OSError if it cannot write.
     """
-    here = ROOT.resolve().relative_to(root.resolve())
-    notebook = name if name == "start_here" else f"diff_{name}"
-    paths = {
-        "editor": (here / "code" / DESK.name).as_posix(),
-        "notebook": (here / "notebooks" / f"{notebook}.ipynb").as_posix()}
-    widgets = {f"{kind}:{path}": {
-        "data": {"path": path, "factory": kind.title()}}
-        for kind, path in paths.items()}
-    halves = [{"type": "tab-area", "currentIndex": 0, "widgets": [widget]}
-              for widget in widgets]
+    here, name = ROOT.resolve().relative_to(root.resolve()), names[-1]
+
+    def widget(kind, path):
+        path = (here / path).as_posix()
+        return f"{kind}:{path}", {
+            "data": {"path": path, "factory": kind.title()}}
+
+    script = widget("editor", f"code/{DESK.name}")
+    lessons = [widget("notebook", "notebooks/" + (
+        f"{name}.ipynb" if name == "start_here" else f"diff_{name}.ipynb"))
+        for name in names]
+    widgets = dict([script, *lessons])
+    halves = [{"type": "tab-area", "currentIndex": 0,
+               "widgets": [key for key, _ in tabs]}
+              for tabs in ([script], lessons)]
     closed = {"collapsed": True, "visible": True, "widgets": []}
     layout = {
         "main": {"dock": {"type": "split-area", "orientation": "horizontal",
                           "sizes": [0.5, 0.5], "children": halves},
-                 "current": list(widgets)[-1]},
+                 "current": lessons[0][0]},
         "left": closed, "right": closed}
     path = ROOT / "notebooks" / f"beside_{name}.jupyterlab-workspace"
     path.write_text(json.dumps({

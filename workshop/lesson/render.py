@@ -41,7 +41,8 @@ STYLE = """<style>
 .ws pre.code code { display: block; padding: 0; background: none;
   font: inherit; color: inherit }
 .ws pre.code span { display: block; white-space: pre-wrap;
-  overflow-wrap: anywhere; padding: 0 4px 0 calc(70px + var(--hang, 4ch));
+  overflow-wrap: anywhere; word-break: normal;
+  padding: 0 4px 0 calc(70px + var(--hang, 4ch));
   text-indent: calc(-70px - var(--hang, 4ch)) }
 .ws pre.code span::before { content: attr(data-gutter); white-space: pre;
   display: inline-block; width: 64px; margin-right: 6px; text-indent: 0;
@@ -286,7 +287,7 @@ def to_html(diff, hints=False):
         out.append(paragraph(html.escape(syntax(diff)), "bad"))
     out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
     for number, item in enumerate(diff.left + diff.others):
-        name, where = (html.escape(text) for text in title(diff, item))
+        name, where = map(quote, title(diff, item))
         line = re.match(r"line (\d+)", where)
         where = link(diff, line[0], line[1]) + where[line.end():]
         where = f'<span class="place">({where})</span>'
@@ -306,7 +307,7 @@ def strip(diff):
                  "left" if number in left else "made")
         boxes.append(
             f'<span class="{state}" title="{number}: '
-            f'{html.escape(change.title)} ({state})">'
+            f'{html.escape(change.title.replace("`", ""))} ({state})">'
             f'{"✓" if state == "made" else number}</span>')
     about = f"{diff.total - len(left)} of {diff.total} changes are made"
     if left:
@@ -381,9 +382,17 @@ def paragraph(text, kind=""):
 
 
 def quote(text):
-    """HTML for a notebook of a text in which `this` is code."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>",
-                  html.escape(as_calls(text), quote=False))
+    """HTML for a notebook: of `code`, **strong** and *emphasised* words."""
+    parts = html.escape(as_calls(text), quote=False).split("`")
+    if len(parts) % 2 == 0:  # one that closes nothing
+        parts[-2:] = ["`".join(parts[-2:])]
+    for i, part in enumerate(parts):
+        if i % 2:
+            parts[i] = f"<code>{part}</code>"
+            continue
+        part = re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", part)
+        parts[i] = re.sub(r"\*(\S[^*]*\S|\S)\*(?!\w)", r"<em>\1</em>", part)
+    return "".join(parts)
 
 
 def as_calls(text):

@@ -259,7 +259,7 @@ def write_workspace(stage):
     if root is None:
         return ""
     try:
-        return lab.write_workspace(stage, root).name
+        return lab.write_workspace(stage, root=root).name
     except (OSError, ValueError):  # no file here, or none that it shows
         return ""
 
@@ -575,10 +575,12 @@ def decisions():
 
 
 def table(rows):
-    """An HTML table of rows of cells."""
-    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
-             for row in rows)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    """An HTML table of rows of cells; the first row is its head."""
+    head, *rest = ([html.escape(str(cell)) for cell in row] for row in rows)
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    rest = ("".join(f"<td>{cell}</td>" for cell in row) for row in rest)
+    return (f"<table><tr>{head}</tr>"
+            f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>")
 
 
 # ----------------------------------------------------------------- results

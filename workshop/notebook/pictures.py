@@ -354,7 +354,8 @@ def tensors(shown, width=560):
     wide = max(36, 6 + 9 * max((len(number(value)) for rank in shown
                             for _, numbers, *_ in rank
                             for value in numbers or ()), default=0))
-    step = wide * max(longest, 1) + 26
+    titled = max(len(title) for rank in shown for title, *_ in rank)
+    step = max(wide * max(longest, 1), 6.6 * titled) + 26
     pitch = 44 if any(came is not None for rank in shown
                       for _, _, came, _ in rank) else 30
     across = max(1, int((width - 54) // step))
