@@ -6,7 +6,6 @@ and `hyperparameters`.
 """
 
 import logging
-import pickle
 import zipfile
 
 import torch
@@ -22,8 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from backstage.errors import UserError, explain, require
+from backstage.errors import UserError, require
 from backstage.files import write_atomically
+from backstage.record import CONFIG
+from backstage.schema import COUNT, check, reason, require_file
 from backstage.world import on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
@@ -32,6 +33,19 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
 
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
+MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
+SCHEMA = {
+    "format": int, "stage": str, "step": COUNT,
+    "model": {str: torch.Tensor},
+    "optimizer": {
+        "state": {str: {str: torch.Tensor}},
+        "param_groups": [{"params": [str]}]},
+    "config": CONFIG, "hyperparameters": {"data": str},
+}
+
+
+class Damaged(UserError):
+    """A file that is no checkpoint, or not all of one."""
 
 
 def gather_state(model, optimizer):
@@ -145,25 +159,84 @@ def write_checkpoint(state, folder, step):
         old.unlink()
 
 
-def load_checkpoint(file):
-    """A checkpoint's dictionary, on the CPU; `UserError` if it is not one."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        found = state["format"]
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError,
-            pickle.UnpicklingError) as error:
-        reason = (explain(error) or str(error)).strip().splitlines()[0]
-        raise UserError(f"{file}: not a checkpoint ({reason})") from error
-    require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
-            f"this version of the course reads only format {FORMAT}: train "
-            "again, or go back to the version that wrote it")
-    return state
+def load_checkpoint(file, verify=True):
+    """A checkpoint's dictionary, on the CPU, as in `SCHEMA`.
 
-
-def is_whole(file):
-    """Whether a checkpoint's archive is complete and its checksums hold."""
+    verify: compare the checksums, too, which torch.load does not. Raises
+    `Damaged` if it is not a checkpoint, `UserError` if it is an older one.
+    """
     try:
+        require_file(file)
         with zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
-        return False
+            broken = verify and archive.testzip()
+        if broken:
+            raise ValueError(f"the checksum of {broken} is wrong")
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        check(state, {"format": int}, "a checkpoint")
+        found = state["format"]
+        require(found == FORMAT, f"{file}: a checkpoint of format {found}, "
+                f"but this version of the course reads only format {FORMAT}: "
+                "train again, or go back to the version that wrote it")
+        check(state, SCHEMA, "a checkpoint")
+        return state
+    except UserError:
+        raise
+    except Exception as error:  # zipfile, torch and pickle raise any of them
+        raise Damaged(f"{file} is damaged, or not a checkpoint "
+                      f"({reason(error)})") from error
+
+
+def get_shapes(model):
+    """The whole model's shapes, by name, as a checkpoint has them.
+
+    Those of its buffers are lists: no optimizer has anything to say of them.
+    All ranks that hold a part of it call this.
+    """
+    buffers = {name.replace("_orig_mod.", "")
+               for name, _ in model.named_buffers()}
+    mine = {name: (list if name in buffers else tuple)(weight.shape)
+            for name, weight in get_model_state_dict(model).items()}
+    every = on_every_rank(mine) if is_sharded(model) else [mine]
+    return {name: shape for shapes in every for name, shape in shapes.items()}
+
+
+def check_fit(file, state, shapes, optimizer=None):
+    """Raise `Damaged` unless a model of these shapes can go on from `state`.
+
+    PyTorch would leave the weight as it is where one is missing, and ends the
+    process where moments have another shape than their weight.
+    """
+    own = {name: shape for name, shape in shapes.items()
+           if not name.endswith(TIED[1]) and isinstance(shape, tuple)}
+    wanted = {(name, "weight"): tuple(shape)
+              for name, shape in shapes.items()}
+    found = {(name, "weight"): tuple(weight.shape)
+             if weight.is_floating_point() or name not in own
+             else weight.dtype for name, weight in state["model"].items()}
+    if isinstance(optimizer, torch.optim.AdamW):
+        wanted |= {(name, "step"): () for name in own}
+        wanted |= {(name, moment): shape for name, shape in own.items()
+                   for moment in MOMENTS}
+        found |= {(name, what): tuple(tensor.shape) for name, tensors
+                  in state["optimizer"]["state"].items()
+                  for what, tensor in tensors.items()}
+    groups = state["optimizer"]["param_groups"]
+    try:
+        for name, what in wanted.keys() | found.keys():
+            here, there = (outline.get((name, what), "missing")
+                           for outline in (wanted, found))
+            if here != there:
+                raise ValueError(f"{name}: its {what} is {there}, not {here}")
+        if sorted(own) != sorted(
+                name for group in groups for name in group["params"]):
+            raise ValueError("the optimizer has other weights")
+        if optimizer is not None:
+            ours = optimizer.param_groups
+            if len(groups) != len(ours):
+                raise ValueError("the optimizer has other groups")
+            # after a run was resumed, its two betas are a list
+            check(groups, [{key: {float: float, tuple: [float]}.get(
+                type(value), object)
+                for key, value in optimizer.defaults.items()}])
+    except ValueError as error:
+        raise Damaged(f"{file} is damaged ({reason(error)})") from error

@@ -1,11 +1,12 @@
 """What the program that built a dataset folder wrote about it."""
 
-import json
 from pathlib import Path
 
 from backstage.errors import UserError, require
+from backstage.schema import COUNT, read_json, reason, require_file
 
 MANIFEST = "manifest.json"
+SCHEMA = {"complete?": bool, "val?": {"bytes?": COUNT, "tokens?": COUNT}}
 LOOK = 100_000  # tokens of each shard that are looked at before a run
 
 
@@ -14,16 +15,11 @@ def read_manifest(folder):
 
     Raises `UserError` if it is damaged.
     """
-    file = Path(folder) / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
-        manifest.keys()
-        return manifest
+        return read_json(Path(folder) / MANIFEST, SCHEMA,
+                         "make the dataset again")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{file}: damaged ({error}): make the dataset "
-                        "again") from error
 
 
 def check_shards(folder, sequence_length):
@@ -43,10 +39,13 @@ def check_shards(folder, sequence_length):
         name, count = f"*_{split}_*.npy", 0
         for shard in sorted(Path(folder).glob(name)):
             try:
-                tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
+                require_file(shard)
+                tokens = np.lib.format.open_memmap(shard, mode="r")
+                if shard.stat().st_size != tokens.offset + tokens.nbytes:
+                    raise ValueError("not as long as its first line says")
+            except Exception as error:  # NumPy parses that line as Python
                 raise UserError(f"{shard}: not a whole shard, make it again "
-                                f"({error})") from error
+                                f"({reason(error)})") from error
             require(tokens.dtype == np.uint16 and tokens.ndim == 1, f"{shard}:"
                     f" {tokens.dtype} {tokens.shape}, not a list of uint16")
             highest = tokens[:LOOK].max(initial=0)
@@ -72,5 +71,5 @@ def bytes_per_token(folder):
     try:
         val = read_manifest(folder)["val"]
         return val["bytes"] / val["tokens"]
-    except (UserError, KeyError, TypeError, ZeroDivisionError):
+    except (UserError, KeyError):
         return None

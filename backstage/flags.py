@@ -5,22 +5,28 @@ those of `RunFlags`, which every stage has. The default of a flag comes from
 the run that is resumed, from the preset, or from the machine.
 """
 
-import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
 from backstage.device import cpu_has_bf16, find_device, memory_size
-from backstage.errors import UserError, require, warn
+from backstage.errors import require, warn
 from backstage.files import show_path
 from backstage.launchers import count_processes
+from backstage.record import read_record
 
 DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
+
+LARGEST = 2**31 - 1  # of a flag that counts
+AT_LEAST = {
+    "microbatch_size": 0, "max_steps": 0, "warmup_steps": 0, "profile": 0,
+    "devices": 0, "seed": -LARGEST, "weight_decay": 0, "learning_rate": 0,
+}  # 1 for all others
 
 
 @dataclass
@@ -60,7 +66,7 @@ def parse(Hyperparameters, presets, models):
         parse_flags(Hyperparameters, default=presets["nano"])
     choice, _ = parse_flags(
         Choice, return_unknown_args=True, add_help=False)
-    saved = read_hyperparameters(choice) if choice.resume else {}
+    saved = read_hyperparameters(choice, Hyperparameters)
     device = find_device(choice.device or saved.get("device") or "auto")
 
     fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
@@ -95,6 +101,7 @@ def parse(Hyperparameters, presets, models):
             if hasattr(default, key)})
     hp = parse_flags(Hyperparameters, default=default)
     hp.preset, hp.data = preset, str(data)
+    check_numbers(hp)
     _, world_size = count_processes(getattr(hp, "devices", 0) or 1)
     data_size = divide_processes(hp, models[preset], world_size)
     if not choice.microbatch_size:
@@ -126,8 +133,6 @@ def divide_processes(hp, config, world_size):
     """
     tensor, pipeline = (getattr(hp, name, 1) for name in (
         "tensor_parallel", "pipeline_parallel"))
-    require(tensor > 0, "--tensor-parallel must be 1 or more")
-    require(pipeline > 0, "--pipeline-parallel must be 1 or more")
     require(config.n_head % tensor == 0, f"--tensor-parallel {tensor} does "
             f"not divide the {config.n_head} heads of preset {hp.preset}")
     require(pipeline <= config.n_layer, f"--pipeline-parallel {pipeline} is "
@@ -163,18 +168,16 @@ def choose_microbatch_size(hp, data_size, device):
                if part % size == 0)
 
 
-def read_hyperparameters(choice):
+def read_hyperparameters(choice, Hyperparameters):
     """What the run to resume was started with; {} for a new run."""
-    require(choice.run, "--resume needs the run's folder: --run DIR")
-    file = Path(choice.run) / "hyperparameters.json"
-    if not file.exists():
+    if not choice.resume:
         return {}
+    require(choice.run, "--resume needs the run's folder: --run DIR")
     try:
-        saved = json.loads(file.read_text())["hyperparameters"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({error}): delete it, and give all "
-                        "of the run's flags again") from error
-    return {key: value for key, value in saved.items()
+        saved = read_record(choice.run, get_type_hints(Hyperparameters))
+    except FileNotFoundError:
+        return {}
+    return {key: value for key, value in saved["hyperparameters"].items()
             if key not in ("run", "resume", "init", "profile", "devices",
                            "num_nodes", "tensor_parallel",
                            "pipeline_parallel")}
@@ -190,14 +193,18 @@ def check_pipeline(hp, data_size):
             "stages: try a smaller --microbatch-size")
 
 
+def check_numbers(hp):
+    """Raise a `UserError` unless every number is one to compute with."""
+    for name, value in vars(hp).items():
+        flag, least = "--" + name.replace("_", "-"), AT_LEAST.get(name, 1)
+        most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
+        if most:
+            require(value >= least, f"{flag} must be {least} or more")
+            require(value <= most, f"{flag} must be {most} or less")
+
+
 def check_hyperparameters(hp, config, saved):
     """Raise a `UserError` for values that no stage can train with."""
-    for name in ("minibatch_size", "microbatch_size", "sequence_length",
-                 "eval_every", "eval_minibatches", "generate_every",
-                 "checkpoint_every"):
-        flag = "--" + name.replace("_", "-")
-        require(getattr(hp, name) > 0, f"{flag} must be 1 or more")
-    require(hp.max_steps >= 0, "--max-steps must be 0 (one epoch) or more")
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
             f"{config.block_size} positions of preset {hp.preset}")

@@ -47,7 +47,6 @@ def get_world(hp):
     A launcher has started the processes, or Lightning will start --devices
     of them on this node. Raises `UserError` where the numbers do not match.
     """
-    require(hp.devices >= 0, "--devices must be 1 or more")
     devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
             f"--devices {hp.devices}, but {devices} process(es) were started "

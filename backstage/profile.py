@@ -53,7 +53,6 @@ BETWEEN = {  # two marks that follow one another; all others: "loop"
 
 def check(number):
     """Raise a `UserError` unless the script's steps can be recorded."""
-    require(number >= 0, "--profile must be 1 or more (0: off)")
     require(not number or hasattr(sys.modules["__main__"], "DataIterator"),
             "--profile needs the script's class DataIterator, which reads "
             "the microbatches")

@@ -29,15 +29,17 @@ import torch
 from backstage import ROOT, dataset, profile, terminal, track, vocabulary
 from backstage.checkpoint import (
     FORMAT,
+    Damaged,
+    check_fit,
     gather_state,
+    get_shapes,
     is_sharded,
-    is_whole,
     load_checkpoint,
     spread_state,
     write_checkpoint,
 )
 from backstage.device import device_name
-from backstage.errors import UserError, require, warn
+from backstage.errors import UserError, explain, require, warn
 from backstage.files import lock_folder, show_path, write_atomically
 from backstage.flops import flops_per_token, peak_flops
 from backstage.launchers import (
@@ -45,6 +47,7 @@ from backstage.launchers import (
     is_one_of_several,
     stop_all,
 )
+from backstage.record import COLUMNS, RECORD, read_metrics
 from backstage.world import (
     call_on_rank_0,
     get_rank_and_size,
@@ -53,9 +56,6 @@ from backstage.world import (
     wait_for_all,
 )
 
-COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
-           "tokens_per_second", "mfu", "samples_per_second",
-           "tokens_per_second_per_device")
 KEEP_EVERY = 10  # seconds from one line that stays in a terminal to the next
 
 
@@ -128,7 +128,7 @@ class Run:
             "device": device_name(self.device), "torch": torch.__version__,
         }
         text = json.dumps(record, indent=1) + "\n"
-        file = folder / "hyperparameters.json"
+        file = folder / RECORD
         if hp.resume:
             write_atomically(file, text.encode())
         else:
@@ -172,17 +172,15 @@ class Run:
         the weights from --init if it is given. If the run is already
         finished, this exits with status 0.
         """
-        file = None
-        if self.hp.resume:
-            file = call_on_rank_0(self._find_checkpoint)
-        if file is None:
+        files = call_on_rank_0(self._list_checkpoints)
+        if not files:
             if self.hp.init:
-                state = self._load(self.hp.init)
+                _, state = self._load([self.hp.init], model, optimizer)
                 spread_state(state, model)
             if self.rank == 0:
                 self._open_metrics(0)
             return 0
-        state = self._load(file)
+        file, state = self._load(files, model, optimizer)
         step = state["step"]
         if step >= self.max_steps:
             if self.rank == 0:
@@ -194,26 +192,39 @@ class Run:
             print(f"resuming after step {step - 1} from {file}", flush=True)
         return step
 
-    def _load(self, file):
-        """The checkpoint's state, if it is of this run's model. All ranks."""
-        state, now = load_checkpoint(file), asdict(self.config)
-        require(state["config"] == now, f"{file} holds another model "
-                f"({state['config']}, not {now}): check --preset and --data")
-        return state
-
-    def _find_checkpoint(self):
-        """The newest undamaged checkpoint, or None. Rank 0 alone."""
+    def _list_checkpoints(self):
+        """The files to resume from, the newest first. Rank 0 alone."""
+        if not self.hp.resume:
+            return []
         folder = self.folder / "checkpoints"
         for part in folder.glob(".*.part"):  # from a save that was killed
             part.unlink()
-        files = sorted(folder.glob("step_*.pt"), reverse=True)
-        for file in files:
-            if is_whole(file):
-                return str(file)
-            warn(f"{file} is damaged: going on from the one before it")
-        require(not files, f"{folder}: every checkpoint is damaged: name "
-                "another --run to start again")
-        return None
+        return sorted(map(str, folder.glob("step_*.pt")), reverse=True)
+
+    def _load(self, files, model, optimizer):
+        """The first of the files that this run's model can load. All ranks.
+
+        Returns its name and state. Rank 0 looks for it, and warns of others.
+        """
+        shapes, now, states = get_shapes(model), asdict(self.config), {}
+
+        def find():
+            for file in files:
+                try:
+                    state = load_checkpoint(file)
+                    require(state["config"] == now, f"{file} holds another "
+                            f"model ({state['config']}, not {now}): check "
+                            "--preset and --data")
+                    check_fit(file, state, shapes, optimizer)
+                    states[file] = state
+                    return file
+                except Damaged as error:
+                    require(file != files[-1], f"{error}: name another "
+                            + ("--run" if self.hp.resume else "--init"))
+                    warn(f"{error}: going on from the one before it")
+
+        file = call_on_rank_0(find)
+        return file, states.get(file) or load_checkpoint(file, verify=False)
 
     # ----------------------------------------------- during the training
 
@@ -325,13 +336,13 @@ class Run:
         kept = 0
         if step:
             try:
-                with open(file, newline="") as old:
-                    for row in csv.reader(old):
-                        if row[:1] == [str(kept)] and kept < step:
-                            rows.writerow(row)
-                            kept += 1
-            except OSError as error:
-                warn(f"{file}: {error.strerror}")
+                for row in read_metrics(file):
+                    if row["step"] == kept < step:
+                        rows.writerow(
+                            [format_number(row[name]) for name in COLUMNS])
+                        kept += 1
+            except (UserError, FileNotFoundError) as error:
+                warn(explain(error))
         if kept < step:
             warn(f"{file} has lost the rows from step {kept} to {step - 1}")
         write_atomically(file, text.getvalue().encode())

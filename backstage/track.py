@@ -6,10 +6,10 @@ later, `wandb sync runs/*/wandb/offline-run-*`.
 """
 
 import importlib.util
-import json
 import os
 
 from backstage.errors import require
+from backstage.record import read_record
 
 TOOLS = ("tensorboard", "wandb")  # the names of their packages, too
 
@@ -64,7 +64,7 @@ class Wandb(Tracker):
     def __init__(self, folder, step):
         import wandb
 
-        record = json.loads((folder / "hyperparameters.json").read_text())
+        record = read_record(folder)
         self.run = wandb.init(
             project="gpt2-workshop", name=folder.name, dir=folder,
             mode=os.environ.get("WANDB_MODE", "offline"),

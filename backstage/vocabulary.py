@@ -17,10 +17,13 @@ import tiktoken
 
 from backstage.errors import UserError
 from backstage.files import write_atomically
+from backstage.schema import read_json, reason, require_file
 
 GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
 TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
+SCHEMA = {"name": str, "pat_str": str,
+          "special_tokens": {END_OF_TEXT: int, str: int}}
 
 
 def save(encoding, folder):
@@ -44,18 +47,27 @@ def load(folder):
     folder = Path(folder)
     if not (folder / SETTINGS).exists():
         return gpt2()
+    settings = read_json(folder / SETTINGS, SCHEMA, "make the dataset again")
+    special = settings["special_tokens"]
     try:
-        settings = json.loads((folder / SETTINGS).read_bytes())
-        lines = (folder / TOKENS).read_bytes().splitlines()
-        pairs = (line.split() for line in lines)
-        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+        require_file(folder / TOKENS)
+        pairs = [line.split()
+                 for line in (folder / TOKENS).read_bytes().splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank)
+                 for token, rank in pairs}
+        # tiktoken would panic, now or when it meets a byte without a token
+        if sorted([*ranks.values(), *special.values()]) != [
+                *range(len(pairs) + len(special))]:
+            raise ValueError("the ranks have gaps or come twice")
+        if not {bytes([i]) for i in range(256)} <= ranks.keys():
+            raise ValueError("a byte has no token")
         return tiktoken.Encoding(
             settings["name"], pat_str=settings["pat_str"],
-            mergeable_ranks=ranks, special_tokens=settings["special_tokens"],
-            explicit_n_vocab=len(ranks) + len(settings["special_tokens"]))
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as e:
-        raise UserError(f"{folder}: the vocabulary is damaged ({e}): "
-                        "make the dataset again") from e
+            mergeable_ranks=ranks, special_tokens=special)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the vocabulary is damaged "
+                        f"({reason(error)}): make the dataset again"
+                        ) from error
 
 
 def size(folder):

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -81,8 +81,10 @@ def save(preset, vocab_size, folder):
     optimizer.step()
     begin = time.perf_counter()
     weights, moments = gather_state(model, optimizer)
-    write_checkpoint({"format": FORMAT, "model": weights,
-                      "optimizer": moments}, Path(folder), 1)
+    write_checkpoint({
+        "format": FORMAT, "stage": "std", "step": 1, "model": weights,
+        "optimizer": moments, "config": asdict(config),
+        "hyperparameters": {"data": ""}}, Path(folder), 1)
     middle = time.perf_counter()
     file, = Path(folder).glob("step_*.pt")
     size = file.stat().st_size

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from backstage import ROOT, vocabulary
-from backstage.checkpoint import load_checkpoint
+from backstage.checkpoint import check_fit, get_shapes, load_checkpoint
 from backstage.command_line import parse_flags
 from backstage.cores import use_cores
 from backstage.device import use_device
@@ -160,6 +160,7 @@ def main():
     state = load_checkpoint(file)
     device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
     model = GPT(GPTConfig(**state["config"])).to(device)
+    check_fit(file, state, get_shapes(model))
     model.load_state_dict(state["model"])
     tokenizer = vocabulary.load(state["hyperparameters"]["data"])
     require(tokenizer.n_vocab == model.config.vocab_size,

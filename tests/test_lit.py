@@ -391,7 +391,7 @@ def test_what_a_step_sends(data, single, tmp_path, flags):
      "with --strategy fsdp2: add --no-compile"),
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
-    (("--devices", "-1"), None, "--devices must be 1 or more"),
+    (("--devices", "-1"), None, "--devices must be 0 or more"),
     (("--microbatch-size", "3"), 2, "not divisible by 6"),
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):

@@ -103,7 +103,7 @@ def test_off_is_off_and_a_wrong_number_is_a_line(tmp_path):
     assert type(profile.start(0, tmp_path, 20, None)) is profile.Nothing
     result = train("std", tmp_path / "run", "--max-steps", 2, "--profile",
                    -1, data=FOLDER / "golden")
-    assert "--profile must be 1 or more" in result.err
+    assert "--profile must be 0 or more" in result.err
     short = train("std", tmp_path / "short", "--max-steps", 2, "--profile", 1,
                   data=FOLDER / "golden")
     assert short.status == 0 and "recorded nothing" in short.err

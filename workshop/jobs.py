@@ -5,6 +5,8 @@ Only the standard library, from Python 3.9 on.
 """
 
 from backstage import ROOT
+from backstage.errors import run_main
+from backstage.files import write_atomically
 from workshop.stages import STAGES
 
 BATCH_FILE = r"""#!/bin/bash -l
@@ -108,8 +110,12 @@ def files():
                        pbs_file(stage, size))
 
 
-if __name__ == "__main__":
+def main():
     for path, text in files():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        write_atomically(path, text.encode())
         path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -3,8 +3,10 @@
 The batch files use it to find out whether there is something left to do.
 """
 
-import json
 from pathlib import Path
+
+from backstage.errors import UserError
+from backstage.record import read_record
 
 
 def show(folder):
@@ -13,9 +15,8 @@ def show(folder):
     files = sorted((folder / "checkpoints").glob("step_*.pt"))
     step = int(files[-1].stem.rpartition("_")[2]) if files else 0
     try:
-        record = json.loads((folder / "hyperparameters.json").read_text())
-        steps = record["max_steps"]
-    except (OSError, ValueError, KeyError):  # the run has not started yet
+        steps = read_record(folder)["max_steps"]
+    except (FileNotFoundError, UserError):  # the run has not started yet
         steps = None
     print(f"{step} of {'?' if steps is None else steps} steps are saved")
     return int(steps is None or step < steps)

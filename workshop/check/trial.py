@@ -5,9 +5,11 @@ import ast
 import csv
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -295,13 +297,32 @@ def read_events(file):
 
 
 def name_folder():
-    """A new name for the folder of a check: with room, and not too deep."""
+    """A new name for the folder of a check: with room, and not too deep.
+
+    Folders of checks that were killed (kill -9) are removed.
+    """
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
+    host = f"{zlib.crc32(platform.node().encode()):08x}"  # of several
+    for folder in Path(parent).glob(f"check-*-{host}-*"):
+        if not is_running(folder.name.split("-")[1]):
+            shutil.rmtree(folder, ignore_errors=True)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    return Path(parent, f"check-{os.getpid()}-{time.time_ns():x}")
+    return Path(parent, f"check-{os.getpid()}-{host}-"
+                f"{time.time_ns() % 16**8:08x}")
+
+
+def is_running(pid):
+    """Whether a process of this machine, also another user's, is there."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):  # not ours, or no number
+        pass
+    return True
 
 
 def full(folder):

@@ -148,9 +148,11 @@ def follow_script(view):
     handle = display(view(), display_id=True)
 
     def follow(seen):
-        while followed is view:
+        while True:
             time.sleep(0.3)
             now = saved_at()
+            if followed is not view:
+                return
             if now != seen:
                 seen = now
                 handle.update(view())

@@ -4,8 +4,6 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
-import csv
-import json
 import statistics
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -15,6 +13,8 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from backstage.flops import num_parameters
+from backstage.record import read_metrics, read_record
+from backstage.schema import read_json
 from workshop.arithmetic import of_step
 from workshop.stages import FIRST, STAGES
 
@@ -115,21 +115,17 @@ class Result:
 def read(folder):
     """The run in a folder; a `UserError` if there is nothing to show."""
     try:
-        record = json.loads((folder / "hyperparameters.json").read_text())
-        with open(folder / "metrics.csv", newline="") as file:
-            rows = [{key: float(value) if value else None
-                     for key, value in row.items()}
-                    for row in csv.DictReader(file)]
-        require(rows, f"{show_path(folder)}: no step is finished yet")
-        return Result(folder, record["stage"], record["world_size"],
-                      record.get("nodes", 1), record["device"],
-                      record["config"], record["hyperparameters"], rows)
+        record = read_record(folder)
+        rows = [*read_metrics(folder / "metrics.csv")]
     except FileNotFoundError as error:
         raise UserError(f"{show_path(folder)}: there is no "
                         f"{Path(error.filename).name}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{show_path(folder)}: damaged, or not a run of this "
-                        f"course ({error})") from error
+    require(rows, f"{show_path(folder)}: no step is finished yet")
+    run = Result(folder, record["stage"], record["world_size"],
+                 record.get("nodes", 1), record["device"], record["config"],
+                 record["hyperparameters"], rows)
+    require(run.mesh[1], f"{show_path(folder)}: more parts than processes")
+    return run
 
 
 def find(folders=()):
@@ -306,13 +302,14 @@ def recorded_parts(folder):
     rank, [] if none were.
     """
     try:
-        ranks = json.loads((folder / "profile/parts.json").read_text())[
+        ranks = read_json(folder / "profile/parts.json",
+                          {"ranks": [[{str: float}]]}, "record it again")[
             "ranks"]
         return [{part: statistics.mean(step[part] for step in steps)
                  for part in steps[0]} for steps in ranks]
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (KeyError, IndexError) as error:
         raise UserError(f"{show_path(folder)}/profile/parts.json: damaged "
                         f"({error})") from error
 
@@ -320,15 +317,15 @@ def recorded_parts(folder):
 # -------------------------------------------------------------- the ladder
 
 
+LADDER = {"hardware": str, "load": float, "rungs": [
+    {"name": str, "stage": str, "training": float}]}
+
+
 def read_ladder():
     """What benchmarks/ladder.py has measured: here, or else the example."""
     mine = RUNS / "ladder.json"
     file = mine if mine.exists() else EXAMPLES / "ladder.json"
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{show_path(file)}: damaged ({error}): run "
-                        "benchmarks/ladder.py again") from error
+    return read_json(file, LADDER, "run benchmarks/ladder.py again")
 
 
 # --------------------------------------------------------- GPU utilisation

@@ -1,0 +1,455 @@
+"""Files and flags that nobody would think of: right, or one line.
+
+Whatever is in a file, its reader returns what is right or raises `UserError`.
+The examples are what once ended with a traceback, a hang or a crash.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from stages import BYTES, make_dataset, train
+
+from backstage import dataset, vocabulary
+from backstage.checkpoint import (
+    SCHEMA,
+    TIED,
+    Damaged,
+    check_fit,
+    get_shapes,
+    load_checkpoint,
+)
+from backstage.errors import UserError, run_main
+from backstage.flags import parse
+from backstage.record import COLUMNS, RECORD, read_metrics, read_record
+from solutions import train_gpt2_std as std
+from workshop import jobs
+from workshop.check import trial
+from workshop.results import runs
+
+few = settings(max_examples=40, deadline=10_000, database=None,
+               derandomize=True, suppress_health_check=[*HealthCheck])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5)
+MODEL = std.GPT(std.GPTConfig(32, 257, 1, 2, 8))
+WEIGHT = "transformer.h.0.attn.c_attn.weight"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("bad")
+
+
+def one_line(read, *arguments):
+    """What it returns; None after a `UserError`, which has to be one line."""
+    try:
+        return read(*arguments)
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1, error
+        return None
+
+
+def flipped(content, begin=0):
+    """Strategy: the content with a bit of it changed, from `begin` on."""
+    def flip(position, bit):
+        changed = bytearray(content)
+        changed[position] ^= 1 << bit
+        return bytes(changed)
+
+    return st.builds(flip, st.integers(begin, len(content) - 1),
+                     st.integers(0, 7))
+
+
+def changed(value, path, new):
+    """A copy of JSON-like data with another value at a place."""
+    if not path:
+        return new
+    parts = value.copy()
+    parts[path[0]] = changed(parts[path[0]], path[1:], new)
+    return parts
+
+
+def places(value, path=()):
+    """The places of all values in JSON-like data."""
+    yield path
+    if isinstance(value, (dict, list)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+# ------------------------------------------------------------- checkpoints
+
+
+def make_checkpoint():
+    from dataclasses import asdict
+
+    from backstage.checkpoint import FORMAT, gather_state
+
+    optimizer = MODEL.configure_optimizers(std.PRESETS["tiny"])
+    weights, moments = gather_state(MODEL, optimizer)
+    return optimizer, {
+        "format": FORMAT, "stage": "std", "step": 3, "model": weights,
+        "optimizer": moments, "config": asdict(MODEL.config),
+        "hyperparameters": {"data": "data"}}
+
+
+OPTIMIZER, STATE = make_checkpoint()
+SHAPES = get_shapes(MODEL)
+
+
+def to_bytes(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+CONTENT = to_bytes(STATE)
+DIRECTORY = CONTENT.index(b"PK\x01\x02")  # which no checksum covers
+
+
+def read_checkpoint(file):
+    state = load_checkpoint(file)
+    check_fit(file, state, SHAPES, OPTIMIZER)
+    return state
+
+
+def same(state):
+    return all(torch.equal(state["model"][name], weight)
+               for name, weight in STATE["model"].items())
+
+
+@few
+@given(st.one_of(flipped(CONTENT), flipped(CONTENT, DIRECTORY),
+                 st.binary(max_size=200),
+                 st.integers(0, len(CONTENT)).map(lambda n: CONTENT[:n])))
+@example(b"")
+@example(Path("/etc/passwd").read_bytes())
+def test_a_checkpoint_of_any_bytes(place, content):
+    file = place / "any.pt"
+    file.write_bytes(content)
+    state = one_line(read_checkpoint, file)
+    assert state is None or same(state)
+
+
+PLACES = [*places(STATE)]
+VALUES = JSON | st.sampled_from([
+    torch.zeros(3), torch.zeros(()), torch.zeros(3, dtype=torch.int64), [],
+    {}, 2**70, -1, float("nan")])
+
+
+@few
+@given(st.sampled_from(PLACES), VALUES)
+@example((), torch.zeros(3))
+@example((), [1, 2])
+@example(("step",), "6")
+@example(("step",), -4)
+@example(("model", WEIGHT), None)
+@example(("model", WEIGHT), torch.zeros(3, 3))
+@example(("model", WEIGHT), torch.zeros(24, 8, dtype=torch.int64))
+@example(("model",), [1])
+@example(("optimizer", "param_groups"), [])  # once an abort
+@example(("optimizer", "state", WEIGHT, "exp_avg"), torch.zeros(3))  # -11
+@example(("optimizer", "state", WEIGHT, "step"), torch.zeros(3))
+@example(("optimizer", "param_groups", 0, "betas"), "x")
+@example(("optimizer", "param_groups", 0, "lr"), "x")
+@example(("optimizer", "state", WEIGHT), {"more": 3})
+@example(("config",), [1])
+@example(("hyperparameters",), None)
+def test_a_checkpoint_with_another_value(place, path, value):
+    file = place / "value.pt"
+    torch.save(changed(STATE, path, value), file)
+    state = one_line(read_checkpoint, file)
+    if state:
+        assert type(state["step"]) is int and state["step"] > 0
+        for name, weight in state["model"].items():
+            assert weight.shape == STATE["model"][name].shape
+
+
+@few
+@given(st.sampled_from([path for path in PLACES if path]))
+@example(("model", WEIGHT))  # once trained on with a random weight
+@example(("model", TIED[1]))
+@example(("step",))
+@example(("optimizer", "param_groups"))  # once a segmentation fault
+@example(("optimizer", "state", WEIGHT))
+@example(("optimizer", "state", WEIGHT, "exp_avg"))
+def test_a_checkpoint_with_something_missing(place, path):
+    inside = STATE
+    for key in path[:-1]:
+        inside = inside[key]
+    rest = inside.copy()
+    del rest[path[-1]]
+    file = place / "missing.pt"
+    torch.save(changed(STATE, path[:-1], rest), file)
+    needed = path[0] in SCHEMA
+    assert (one_line(read_checkpoint, file) is None) == needed
+
+
+def test_a_checkpoint_with_a_weight_more(place):
+    more = {**STATE["model"], "more": torch.zeros(3)}
+    with pytest.raises(Damaged, match="more: its weight is"):
+        check_fit("it", STATE | {"model": more}, SHAPES)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "mesh"), [
+    ("std", (1, 1, 1)), ("ddp", (1, 2, 1)), ("fsdp", (1, 2, 1))])
+def test_a_missing_weight_stops_every_stage(stage, mesh, data, tmp_path):
+    """The checkpoint before it is taken; --init has none before it."""
+    run = tmp_path / "run"
+    train("std", run, "--max-steps", 4, "--checkpoint-every", 2, data=data)
+    newest = run / "checkpoints" / "step_00000004.pt"
+    state = torch.load(newest, weights_only=True)
+    del state["model"]["transformer.h.1.attn.c_attn.weight"]
+    torch.save(state, newest)
+    bad = train(stage, tmp_path / "new", "--init", newest, data=data,
+                mesh=mesh)
+    assert bad.status == 1
+    (line,) = bad.ranks[0].err.splitlines()
+    assert "weight is missing" in line and "--init" in line
+    good = train(stage, run, "--resume", "--max-steps", 5, mesh=mesh)
+    assert good.status == 0, good.err
+    assert good.err.count("is damaged") == 1 == good.err.count("\n")
+    assert "resuming after step 1 " in good.out
+
+
+# ------------------------------------------------------------------- runs
+
+
+def make_record():
+    """A run's record, as the examples in example-logs/ have it."""
+    return json.loads((runs.EXAMPLES / "ddp-2" / RECORD).read_text())
+
+
+ROWS = ",".join(COLUMNS) + "\n" + "".join(
+    f"{step},5.5,,0.01,1.5,0.25,1000,,4,1000\n" for step in range(3))
+ANY_JSON = st.binary(max_size=50) | JSON.map(
+    lambda value: json.dumps(value).encode()) | st.builds(
+        lambda path, value: json.dumps(
+            changed(make_record(), path, value)).encode(),
+        st.sampled_from([*places(make_record())]), JSON)
+DAMAGE = ["ä".encode("latin-1"), bytes(range(256)), b"[" * 1_000_000,
+          b"1" * 1_000_000, b"[1]", b"{}"]
+HARD = [b'{"hyperparameters": [1]}', b'{"hyperparameters": null}']
+
+
+def examples(contents):
+    """A decorator: try these contents first."""
+    def add(test):
+        for content in contents:
+            test = example(content)(test)
+        return test
+
+    return add
+
+
+@few
+@given(ANY_JSON)
+@examples(DAMAGE + HARD)
+def test_a_record_of_any_bytes(place, content):
+    """A run is resumed with it, or shown among the results."""
+    (place / RECORD).write_bytes(content)
+    (place / "metrics.csv").write_text(ROWS)
+    record = one_line(read_record, place)
+    assert record is None or record["max_steps"] > 0
+    result = one_line(runs.read, place)
+    if result:
+        assert result.accumulation >= 0 and result.name and result.preset
+        assert result.sent is None or result.sent >= 0
+
+
+@few
+@given(st.one_of(st.binary(max_size=100), st.text().map(str.encode),
+                 flipped(ROWS.encode())))
+@examples([*DAMAGE, b"step,loss\n0,x\n", b"step,loss\n0,\0\n"])
+def test_metrics_of_any_bytes(place, content):
+    file = place / "metrics.csv"
+    file.write_bytes(content)
+    for row in one_line(lambda: [*read_metrics(file)]) or ():
+        assert row["step"] >= 0 and isinstance(row["loss"], float)
+        assert row.keys() >= {*COLUMNS}
+
+
+def test_pipes_and_folders_are_no_files(tmp_path):
+    """Whoever opened a pipe would wait for ever."""
+    shards = make_dataset(tmp_path / "data")
+    for file, read in (
+            (tmp_path / "pipe.pt", load_checkpoint),
+            (tmp_path / RECORD, lambda file: read_record(file.parent)),
+            (tmp_path / "metrics.csv", lambda file: [*read_metrics(file)]),
+            (shards / "manifest.json",
+             lambda file: dataset.read_manifest(file.parent)),
+            *((shards / name, lambda file: dataset.check_shards(shards, 32))
+              for name in ("test_train_000002.npy", "vocabulary.tiktoken",
+                           "vocabulary.json"))):
+        for make in (os.mkfifo, os.mkdir):
+            file.unlink(missing_ok=True)
+            make(file)
+            with pytest.raises(UserError, match="not a file"):
+                read(file)
+        os.rmdir(file)
+        if file.suffix == ".npy":
+            make_dataset(shards)
+
+
+# --------------------------------------------------------------- datasets
+
+
+def as_file(save, *arguments, **options):
+    file = io.BytesIO()
+    save(file, *arguments, **options)
+    return file.getvalue()
+
+
+SHARD = as_file(np.save, np.arange(100, dtype=np.uint16))
+
+
+@few
+@given(st.one_of(st.binary(max_size=200), flipped(SHARD[:128]).map(
+    lambda head: head + SHARD[128:])))
+@example(as_file(np.savez, a=np.zeros(3, np.uint16)))
+@example(SHARD.replace(b"}", b"{"))  # once a TokenError
+@example(SHARD.replace(b"(100,)", b"(10,) "))  # once fewer tokens, silently
+@example(as_file(np.save, np.array([{}]), allow_pickle=True))
+def test_a_shard_of_any_bytes(place, content):
+    for split in "train", "val":
+        (place / f"any_{split}_000001.npy").write_bytes(content)
+    vocabulary.save(BYTES, place)
+    if one_line(lambda: dataset.check_shards(place, 32) or True):
+        tokens = np.load(place / "any_train_000001.npy")
+        assert tokens.tolist() == [*range(100)]
+
+
+@pytest.fixture(scope="module")
+def words(place):
+    """A folder with a vocabulary, and the lines of it."""
+    folder = place / "words"
+    folder.mkdir()
+    vocabulary.save(BYTES, folder)
+    return folder, (folder / vocabulary.TOKENS).read_bytes().splitlines()
+
+
+RANKS = st.integers() | st.sampled_from([-1, 0, 4, 256, 257, 2**32, 2**64])
+
+
+@few
+@given(st.integers(0, 255), RANKS.map(lambda rank: b" %d" % rank)
+       | st.binary(max_size=9))
+@example(3, b" 4")  # once a panic
+@example(3, b" -3")
+@example(3, b" 3 3")
+def test_a_vocabulary_with_another_line(words, number, end):
+    folder, lines = words
+    vocabulary.save(BYTES, folder)
+    (folder / vocabulary.TOKENS).write_bytes(b"\n".join(
+        [*lines[:number], lines[number].split()[0] + end,
+         *lines[number + 1:]]))
+    encoding = one_line(vocabulary.load, folder)
+    assert encoding is None or encoding.encode("a") == [97]
+
+
+@few
+@given(st.binary(max_size=50) | st.builds(
+    lambda path, value: json.dumps(changed({
+        "name": "bytes", "pat_str": r"[\s\S]",
+        "special_tokens": {vocabulary.END_OF_TEXT: 256}}, path, value)
+    ).encode(), st.sampled_from([
+        (), ("name",), ("pat_str",), ("special_tokens",),
+        ("special_tokens", vocabulary.END_OF_TEXT)]), JSON))
+@examples(DAMAGE)
+def test_settings_of_a_vocabulary_of_any_bytes(words, content):
+    folder, _ = words
+    vocabulary.save(BYTES, folder)
+    (folder / vocabulary.SETTINGS).write_bytes(content)
+    encoding = one_line(vocabulary.load, folder)
+    assert encoding is None or encoding.n_vocab == 257
+
+
+@few
+@given(ANY_JSON)
+@examples(DAMAGE)
+def test_a_manifest_of_any_bytes(place, content):
+    (place / "manifest.json").write_bytes(content)
+    one_line(dataset.read_manifest, place)
+    assert dataset.is_unfinished(place) in (True, False)
+    ratio = dataset.bytes_per_token(place)
+    assert ratio is None or ratio > 0
+
+
+# ------------------------------------------------------------------ flags
+
+
+FLAGS = ["--" + name.replace("_", "-") for name in vars(std.PRESETS["tiny"])
+         if name not in ("run", "resume")]
+NUMBERS = st.integers() | st.floats() | st.sampled_from([2**63, 2**70, -2**70])
+
+
+@few
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), NUMBERS | st.text(
+    st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]))),
+    max_size=2))
+@example([("--warmup-steps", -3)])
+@example([("--warmup-steps", 10**12)])
+@example([("--learning-rate", "nan")])
+@example([("--learning-rate", -1)])
+@example([("--learning-rate", "-inf")])
+@example([("--weight-decay", "nan")])
+@example([("--seed", 2**70)])
+@example([("--minibatch-size", 2**70)])
+@example([("--eval-minibatches", 2**40)])
+@example([("--resume", "")])
+def test_any_flags(data, pairs):
+    words = [word for flag, value in pairs for word in (
+        [f"{flag}={value}"] if value != "" else [flag])]
+    before = sys.argv
+    sys.argv = ["train_gpt2.py", "--preset=tiny", f"--data={data}", *words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            hp = one_line(parse, std.Hyperparameters, std.PRESETS, std.MODELS)
+    finally:
+        sys.argv = before
+    if hp:
+        assert not hp.resume and 0 <= hp.learning_rate < float("inf")
+        assert 0 <= hp.warmup_steps < 2**31 > hp.minibatch_size > 0
+        torch.manual_seed(hp.seed)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def test_batch_files_in_a_clone_that_is_read_only(monkeypatch, capsys):
+    """A folder in the place of one is refused even to root."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "batchfiles", "batch-std.sh")
+        path.mkdir(parents=True)
+        monkeypatch.setattr(jobs, "files", lambda: [(path, "text")])
+        monkeypatch.setattr("backstage.errors.leave", sys.exit)
+        with pytest.raises(SystemExit, match="1"):
+            run_main(jobs.main)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "could not be written" in error
+
+
+def test_what_a_killed_check_has_left_is_removed(monkeypatch):
+    with tempfile.TemporaryDirectory() as parent:  # of a short name
+        monkeypatch.setattr("tempfile.gettempdir", lambda: parent)
+        mine = trial.name_folder()
+        _, _, host, number = mine.name.split("-")
+        gone, elsewhere = (  # no process has so high a number
+            Path(parent, f"check-{2**22 + 1}-{name}-{number}")
+            for name in (host, "otherhost"))
+        for folder in (mine, gone, elsewhere):
+            (folder / "tmp").mkdir(parents=True)
+        trial.name_folder()
+        assert mine.exists() and elsewhere.exists() and not gone.exists()
