@@ -146,6 +146,12 @@ class Microbatches(IterableDataset):
 # --------------------------------------------------------------- the run
 
 
+def is_stopping(trainer):
+    """Whether its `LitRun` ends the training before the next batch."""
+    return any(isinstance(callback, LitRun) and callback.stopping
+               for callback in trainer.callbacks)
+
+
 class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
@@ -154,13 +160,13 @@ class LitRun(L.Callback):
 
     The Trainer calls the methods that begin with "on_", and `setup`, on all
     ranks, in the order in which they stand here. The module's `norm` is that
-    of the gradients, from configure_gradient_clipping; its `stopping` is set
-    here, and ends the training before the next batch.
+    of the gradients, from configure_gradient_clipping.
     """
 
     def __init__(self, stage, train_data, write_texts):
         self.stage, self.train_data = stage, train_data
         self.write_texts = write_texts
+        self.stopping = False  # a rank has received a signal
 
     def setup(self, trainer, module, stage):
         """Make the run: the processes know each other now."""
@@ -212,7 +218,7 @@ class LitRun(L.Callback):
         self.run.check_finite(self.step - 1, loss, norm)
 
         self.row = loss, self.lr, norm, seconds
-        module.stopping = bool(stop)
+        self.stopping = bool(stop)
         last = self.step == trainer.max_steps
         if last:  # makes the Trainer validate, whatever the interval
             trainer.should_stop = True
@@ -232,7 +238,7 @@ class LitRun(L.Callback):
         last = step == trainer.max_steps
         if run.rank == 0:
             run.log(step - 1, loss, val_loss, lr, norm, seconds)
-        if last or module.stopping or step % hp.checkpoint_every == 0:
+        if last or self.stopping or step % hp.checkpoint_every == 0:
             if run.rank == 0 or is_sharded(module):
                 run.save(step, module, trainer.optimizers[0])
         if run.tokenizer and (last or step % hp.generate_every == 0):

@@ -80,7 +80,7 @@ class GPT(L.LightningModule):
     def __init__(self, config, hp):
         super().__init__()
         self.config, self.recompute = config, hp.recompute
-        self.hp, self.stopping = hp, False
+        self.hp = hp
         # GPUs multiply faster if the dimensions are multiples of 128
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict({
@@ -162,8 +162,8 @@ class GPT(L.LightningModule):
         self.log("val_loss", self(*batch), sync_dist=True)
 
     def on_train_batch_start(self, batch, batch_idx):
-        # LitRun sets this after a signal; -1 skips the remaining batches
-        return -1 if self.stopping else None
+        # -1 skips the remaining batches; LitRun knows of signals
+        return -1 if lit.is_stopping(self.trainer) else None
 
 
 # --------------------------------------------------------- data

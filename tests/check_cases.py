@@ -925,7 +925,7 @@ LIT_RIGHT = (
             "    def __init__(self, config, hp):\n"
             "        super().__init__()\n"
             "        self.config, self.hp = config, hp\n"
-            "        self.stopping, self.model = False, GPT(config, hp)\n\n"
+            "        self.model = GPT(config, hp)\n\n"
             "    def configure_optimizers(self):\n"
             "        return self.model.optimizers(\n"
             "            self.hp, self.trainer.max_steps)\n\n"

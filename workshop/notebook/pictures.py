@@ -449,10 +449,9 @@ def reads(expected, read, readers):
         for k, sample in enumerate(samples):
             owners = [i for i, ranks in enumerate(groups.values())
                       if any(sample in found[rank] for rank in ranks)]
-            alone = len(owners) == 1 and all(
-                sample in found[rank]
-                for rank in list(groups.values())[owners[0]])
-            out.append(sample_box(left + k * CELL, y, sample, owners, alone))
+            whole = all(sample in found[rank] for i in owners
+                        for rank in list(groups.values())[i])
+            out.append(sample_box(left + k * CELL, y, sample, owners, whole))
         others = sum(one not in samples for part in found for one in part)
         if others:
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
@@ -464,10 +463,13 @@ def reads(expected, read, readers):
                "Which rank read which sample", " ".join(told))
 
 
-def sample_box(x, y, sample, owners, right):
-    """A sample, in the colours of those that read it; framed if not right."""
+def sample_box(x, y, sample, owners, whole=True):
+    """A sample, in the colours of those that read it.
+
+    It has a frame where that is not one of them, or not the whole of one.
+    """
     colours = [COLOURS[k % len(COLOURS)] for k in owners]
-    if right:
+    if whole and len(owners) == 1:
         return cell(x, y, sample, owners[0] % len(COLOURS))
     part = (CELL - 2) / max(len(colours), 1)
     stripes = "".join(
