@@ -1,7 +1,7 @@
 """The slides' figures: SVG, from the code of the notebooks' pictures.
 
 `draw(name)` draws one of `FIGURES`. Each has a title and a description, for
-who cannot see it.
+people who cannot see it.
 """
 
 import html
@@ -261,14 +261,13 @@ def offset_and_stride(samples=16, B=2, ranks=2):
 @figure
 def partition(samples=24, ranks=4):
     """Who reads which sample of an epoch: divided, or by random seeds."""
-    dice = [random.Random(rank) for rank in range(ranks)]
-    draws = [[dice[rank].randrange(samples) for _ in
-              range(samples // ranks)] for rank in range(ranks)]
+    draws = [random.Random(rank).sample(range(samples), samples // ranks)
+             for rank in range(ranks)]
     turns = [[i for i in range(samples) if i % ranks == rank]
              for rank in range(ranks)]
     out, told, y = [], [], 0
     for title, read in (("divided: the ranks take turns", turns),
-                        ("a random seed for each rank", draws)):
+                        ("each rank shuffles by a seed of its own", draws)):
         missed = samples - len({i for part in read for i in part})
         out.append(text(0, y + 16, f"{title}: {missed} of {samples} "
                         "are not read", "bold"))
@@ -522,5 +521,32 @@ def panel(name):
         return plot.themed(draw, (7.2, 3.3))
 
 
-for NAME in ("loss", "scaling", "published"):
+for NAME in ("loss", "published"):
     FIGURES[NAME] = lambda name=NAME: panel(name)
+
+
+@figure
+def scaling():
+    """The efficiency of the examples beside that of the course's GPUs."""
+    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
+    ours = runs.efficiency(found)["ddp"]
+
+    def draw(ax):
+        ax.set(title="scaling efficiency", xlabel="processes",
+               ylabel="speed of each,\nrelative to one alone", ylim=(0, 1.1))
+        styles = ("o-", "s--", "D-", "^--")  # dashed: the larger batch
+        for (name, points), style in zip(runs.PUBLISHED.items(), styles,
+                                         strict=True):
+            ax.plot(points.keys(), [points[1] / n / points[n]
+                                    for n in points], style,
+                    label=name, color="#595959")
+        ax.plot(ours.keys(), ours.values(), "o-", color=ORANGE, linewidth=3,
+                label="DDP on two busy cores")
+        plot.count_axis(ax, 16)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5),
+                  title="grey: a GPU each", title_fontsize=10.5)
+
+    with matplotlib.rc_context({
+            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
+            "legend.fontsize": 10.5}):
+        return plot.themed(draw, (7.2, 3.3))

@@ -163,7 +163,9 @@ def facts():
         "efficiency": runs.efficiency(rows.values()),
         "published": runs.PUBLISHED, "waiting": waiting,
         "messages": len(list(nano.parameters())),
-        "unread": lambda n: (1 - 1 / n) ** n,
+        "unread": lambda ranks: (1 - 1 / ranks) ** ranks,
+        "speedup": lambda name: (runs.PUBLISHED[name][1] / min(
+            runs.PUBLISHED[name].values())),
         "shard": SHARD, "ln": math.log,
         "spread": lambda names: max(
             abs(row["loss"] / one["loss"] - 1) for name in names
@@ -184,8 +186,6 @@ REFERENCES = {
                 "language models. arXiv:2203.15556.",
     "huang": "Huang et al. (2019). GPipe: efficient training of giant neural "
              "networks using pipeline parallelism. NeurIPS.",
-    "krizhevsky": "Krizhevsky (2014). One weird trick for parallelizing "
-                  "convolutional neural networks. arXiv:1404.5997.",
     "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
           "data parallel training. VLDB 13(12).",
     "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "
@@ -195,8 +195,10 @@ REFERENCES = {
     "mikami": "Mikami et al. (2018). Massively distributed SGD: "
               "ImageNet/ResNet-50 training in a flash. arXiv:1811.05233.",
     "mpi": "MPI Forum (1994). MPI: a message-passing interface standard.",
-    "narayanan": "Narayanan et al. (2021). Efficient large-scale language "
-                 "model training on GPU clusters using Megatron-LM. SC.",
+    "narayanan19": "Narayanan et al. (2019). PipeDream: generalized pipeline "
+                   "parallelism for DNN training. SOSP.",
+    "narayanan21": "Narayanan et al. (2021). Efficient large-scale language "
+                   "model training on GPU clusters using Megatron-LM. SC.",
     "ouyang": "Ouyang et al. (2022). Training language models to follow "
               "instructions with human feedback. NeurIPS.",
     "patarasuk": "Patarasuk & Yuan (2009). Bandwidth optimal all-reduce "
@@ -226,10 +228,25 @@ def references(*names):
 # -------------------------------------------- what comes from lessons, files
 
 
-def changes(stage):
-    """The list of a lesson's changes, by number."""
-    return "\n".join(f"{number}. {change.title}" for number, change in
-                     enumerate(load_lesson(stage).changes, 1))
+def count(stage):
+    """How many changes a lesson has."""
+    return len(load_lesson(stage).changes)
+
+
+def changes(stage, *groups):
+    """A table of a lesson's changes, in groups.
+
+    groups: (what they are about, words of the title of the first of them).
+    """
+    titles = [change.title for change in load_lesson(stage).changes]
+    begins = [number(stage, words) for _, words in groups]
+    require(begins[0] == 1, f"lesson {stage}: change 1 is in no group")
+    rows = ["| | |", "|---|---|"]
+    for (name, _), begin, end in zip(
+            groups, begins, [*begins[1:], len(titles) + 1], strict=True):
+        rows.append(f"| **{name}** | " + "<br>".join(
+            f"{k}. {titles[k - 1]}" for k in range(begin, end)) + " |")
+    return "\n".join(rows)
 
 
 def number(stage, words):
@@ -346,18 +363,43 @@ def log(run, first, last):
     """
     lines = (runs.EXAMPLES / run / "log.txt").read_text(
         "utf-8").splitlines()
-    return "\n".join(re.sub(r"\| tok/s.*", "| ...", line)
-                     for line in lines[first:last + 1])
+    return "\n".join(textwrap.fill(
+        re.sub(r"\| tok/s.*", "| ...", line), 84, replace_whitespace=False,
+        subsequent_indent="    ")
+        for line in lines[first:last + 1])
 
 
-def checklist():
-    """The first sentence of each point of the README's checklist."""
+def command(run):
+    """The command that made an example run, as example-logs/README.md says."""
+    text = (runs.EXAMPLES / "README.md").read_text("utf-8")
+    found = re.search(rf"^\| `{run}` \|.*\| `(.+)` \|$", text, re.M)
+    flags = re.search(r"^(--.+)$", text, re.M)
+    require(found and flags, f"example-logs/README.md has no command of {run}")
+    return " \\\n    ".join([found[1], *textwrap.wrap(
+        flags[1], 70, break_on_hyphens=False)])
+
+
+def credits():
+    """The README's credits: a point for each sentence, without links."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    _, _, text = text.partition("## Credits\n")
+    require(text, "README.md has no credits")
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split()))
+    return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
+
+
+def checklist(first=1, last=None):
+    """The first sentence of each point of the README's checklist.
+
+    first, last: only these points, the last one included.
+    """
     text = (ROOT / "README.md").read_text("utf-8")
     text = text[text.index("## Take it home"):text.index("## Where things")]
     points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
     require(points, "README.md has no checklist")
-    return "\n".join(f"{number}. {first_sentence(point)}"
-                     for number, point in enumerate(points, 1))
+    return "\n".join([f"{number}. {first_sentence(point)}"
+                      for number, point in enumerate(points, 1)][
+                          first - 1:last])
 
 
 def first_sentence(text):
@@ -409,7 +451,8 @@ def write(deck, site_file=ROOT / "site.example.sh"):
             and deck.minutes in row.minutes]
     text = settings.get_template(f"{deck.source}.md").render(
         **facts(), deck=deck, minutes=deck.minutes, clock=clock, plan=plan,
-        figure=image, changes=changes, change=title, number=number, diff=diff,
+        figure=image, changes=changes, count=count, change=title,
+        number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, script_map=script_map, terms=terms,
         excerpt=excerpt, log=log, checklist=checklist,

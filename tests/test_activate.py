@@ -155,7 +155,7 @@ def set_up(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory, set_up):
-    """A clone that is set up; whoever changes it puts it back."""
+    """A clone that is set up; a test that changes it puts it back."""
     return set_up(tmp_path_factory.mktemp("desk"))[0]
 
 

@@ -3,6 +3,7 @@
 What a step of DDP and of fsdp2 sends is counted in test_lit.py.
 """
 
+import json
 import os
 import re
 import runpy
@@ -17,8 +18,11 @@ from stages import run_command
 from torch.nn.parallel import DistributedDataParallel
 
 from backstage import ROOT
+from backstage.flops import padded_vocab_size
 from backstage.launchers import name_ranks
+from workshop.arithmetic import of_step
 from workshop.processes import free_port
+from workshop.results.runs import PUBLISHED
 from workshop.stages import STAGES
 
 
@@ -103,7 +107,88 @@ def test_without_a_translation_there_are_worlds_of_one(tmp_path):
             [sys.executable, script], capture_output=True, text=True,
             env={**os.environ, "OMPI_COMM_WORLD_RANK": str(rank),
                  "OMPI_COMM_WORLD_SIZE": "2"})
-        assert done.stdout == "0 1\n"  # both take themselves for rank 0
+        assert done.stdout == "0 1\n"  # both believe they are rank 0
+
+
+def test_what_torchrun_says_without_the_dashes(tmp_path):
+    """It takes the script's --run for one of its own options."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for dashes in ([], ["--"]):
+        done = run_command(sys.executable, "-m", "torch.distributed.run",
+                           "--standalone", *dashes, script, "--run", "DIR")
+        assert (done.returncode == 0) == bool(dashes), done.stderr
+        if not dashes:
+            said = re.search("ambiguous option: --run could match",
+                             done.stderr)[0]
+    assert f'"torchrun: error: {said} ..."' in (
+        ROOT / "INSTRUCTOR.md").read_text()
+
+
+TINY = {"block_size": 32, "n_layer": 4, "n_head": 4, "n_embd": 32}
+TABLES = {  # a lesson's table: (split, mesh, A, B), the rows' collectives
+    "diff_fsdp": ("parameters", (1, 2, 1), 2, 2, {
+        "DDP": "reduce_scatter_base", "FSDP": "allgather_base",
+        "": "reduce_scatter_base"}),
+    "diff_lit": ("parameters", (1, 2, 1), 2, 2, {
+        "`ddp`": "reduce_scatter_base", "`fsdp2`": "allgather_base",
+        "": "reduce_scatter_base"}),
+    "diff_3d": ("layers", (2, 2, 2), 4, 1, {
+        "pipeline": "send", "tensor parallel": "all_reduce",
+        "FSDP": "allgather_base", "": "reduce_scatter_base"}),
+}
+
+
+@pytest.mark.parametrize("lesson", TABLES)
+def test_the_byte_tables_name_their_model(lesson):
+    """Of each vocabulary in their heads; test_traffic.py counts the same."""
+    split, mesh, A, B, rows = TABLES[lesson]
+    cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text())
+    text = "\n".join("".join(cell["source"]) for cell in cells["cells"])
+    head, table = re.search(r"^(\| .*V = .*)\n\|[-:| ]+\n((?:\|.*\n)+)", text,
+                            re.M).groups()
+    sizes = [int(size.replace(",", "")) for size in
+             re.findall(r"V = ([\d,]+)", head)]
+    assert 2048 in sizes  # the demo dataset's, which attendees have
+    for row in table.splitlines():
+        name, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        if name not in rows:
+            continue
+        found = [int(cell.split()[-1].replace(",", ""))
+                 for cell in row.strip("|").split("|")[-len(sizes):]]
+        times = A if (lesson, name) == ("diff_lit", "") else 1  # each reduces
+        assert found == [times * of_step(
+            split, {**TINY, "vocab_size": size}, mesh, A, B, 32)[0][
+                rows[name]][1] for size in sizes], row
+
+
+def test_the_tests_vocabulary_is_said_where_bytes_are_counted():
+    from test_traffic import CONFIG
+    padded = padded_vocab_size(CONFIG["vocab_size"])
+    for name in ("diff_fsdp", "diff_lit"):
+        assert f"V = {padded}" in (
+            ROOT / "notebooks" / f"{name}.ipynb").read_text()
+    said = " ".join((ROOT / "workshop" / "lessons" / "traffic.md")
+                    .read_text().split())
+    assert (f"vocabulary of {CONFIG['vocab_size']} tokens, which the model "
+            f"pads to {padded}") in said
+
+
+def test_whether_the_larger_batch_scales_further():
+    """On the A100s a little, on the Max 1550 not: as the slide says."""
+    speedup = {name: points[1] / points[16]
+               for name, points in PUBLISHED.items()}
+    assert speedup["A100-40, batch 256"] > speedup["A100-40, batch 16"]
+    assert speedup["Max 1550, batch 256"] < speedup["Max 1550, batch 16"]
+
+
+def test_fsdp_is_not_kept_inside_a_node():
+    """start_here names what there is, and what it sends."""
+    text = (ROOT / "notebooks" / "start_here.ipynb").read_text()
+    for words in ("of one node or of many", "hybrid sharding",
+                  "context parallelism", "expert parallelism",
+                  "ZeRO-1 sends as many bytes as DDP"):
+        assert words in text, words
 
 
 def test_the_lesson_says_what_the_counts_are():

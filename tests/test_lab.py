@@ -302,6 +302,20 @@ def colours_apart(page):
     return min(distances)
 
 
+def overflowing(page):
+    """What is cut at the right of the lesson's views, magnified to 150%."""
+    size = page.viewport_size
+    page.set_viewport_size({side: length * 2 // 3
+                            for side, length in size.items()})
+    page.wait_for_timeout(300)
+    cut = page.evaluate("""() => [...document.querySelectorAll(
+      ".jp-NotebookPanel:not(.lm-mod-hidden) .ws")].filter(
+      view => view.clientWidth && view.scrollWidth > view.clientWidth + 1)
+      .map(view => view.innerText.slice(0, 80))""")
+    page.set_viewport_size(size)
+    return cut
+
+
 def test_the_journey_to_ddp(page, lab, repo, portal):
     """In a portal's kernel."""
     url = lab(JUPYTER_PATH=str(portal / "share" / "jupyter"))
@@ -370,13 +384,22 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
         f"Ln {number}, Col 1", timeout=30_000)
 
+    # change by change: with each save the next one is in sight
+    for number in range(1, total):
+        script = Diff("ddp", STAGES["std"].solution)
+        lesson.paste(script.apply(range(1, number + 1)))
+        lesson.save()
+        lesson.expect(view.locator("h4").first).to_contain_text(
+            f"{number + 1} of {total}: ")
+        page.wait_for_function(IN_SIGHT, arg=".ws h4")
+
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))
     lesson.save()
+    lesson.expect(page.locator(".ws .add mark")).to_have_text(["model"])
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
     assert page.locator(".ws h4").count() == 1
-    assert page.locator(".ws .add mark").all_inner_texts() == ["model"]
     checked = lesson.run('check("ddp")', key="Shift+Enter")
     assert checked.startswith("Not yet.")
     assert "FAIL" in checked and "raw model" in checked
@@ -390,6 +413,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     page.locator(".ws summary", has_text="more follow from it").click()
     assert page.locator(".ws svg desc").count() == 2  # beside it
     lesson.run("cadence()")
+    assert not overflowing(page)
     for dark in (False, True):
         lesson.choose_theme(dark)
         faint = page.evaluate(FAINT)
@@ -438,6 +462,7 @@ def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
             f'diff("{stage}")')
         faint = page.evaluate(FAINT)
         assert not faint, faint
+        assert not overflowing(page)
         lesson.run_instead(f'apply("{stage}", 3)', f'apply("{stage}", "all")')
         assert f"Done: all {total} changes are made" in lesson.run(
             f'diff("{stage}")')

@@ -289,7 +289,7 @@ def test_without_a_library_or_mpi4py_it_is_one_line(tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(os.getuid() != 0, reason="who is not root may")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root is refused")
 def test_root_is_told_by_open_mpi(tmp_path):
     needs("mpirun")
     rank = run("mpirun", "-n", 2, sys.executable, MPI,

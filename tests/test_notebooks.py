@@ -426,7 +426,7 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
             r"waited ([\d.]+)% .* formula ([\d.]+)%", text).groups()
         assert formula == "27.3" and 27 < float(waited) < 45
     table = cell("decisions()")
-    for number in ("24.9 GB is too much", "10 or 86 samples",
+    for number in ("24.9 GB is too much", "9 or 58 samples",
                    "only groups of 5 or 25 are possible", "they wait 3.0%"):
         assert number in table
 

@@ -10,7 +10,9 @@ from itertools import accumulate
 import pytest
 
 from backstage import ROOT
+from backstage.flops import num_parameters
 from workshop import __main__ as workshop
+from workshop import arithmetic
 
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
@@ -92,6 +94,30 @@ def test_the_files_that_the_guide_names_exist():
     assert len(names) > 5
     for name in names:
         assert (ROOT / name).exists(), name
+
+
+def test_what_fineweb_needs_is_installed_before_its_job():
+    steps = commands(GUIDE)
+    install, = (k for k, line in enumerate(steps)
+                if line.startswith("pip install -r fineweb/requirements.txt"))
+    assert steps[install + 1] == "sbatch batchfiles/batch-fineweb.sh"
+
+
+def test_all_sizes_are_for_the_instructor_alone():
+    """Forty people with six jobs each, and what these leave."""
+    file = ROOT / "batchfiles" / "all-sizes.sh"
+    sizes = re.search(r"for size in (.+);", file.read_text())[1].split()
+    checkpoint = 12 * num_parameters(arithmetic.GPT2)  # weights and moments
+    said = " ".join(GUIDE.split())
+    assert f"a checkpoint of {checkpoint / 1e9:.1f} GB" in said
+    assert (f"{40 * len(sizes)} jobs and "
+            f"{40 * len(sizes) * round(checkpoint / 1e9, 1):.0f} GB") in said
+    assert file.name in GUIDE
+    for folder in ("notebooks", "slides", "workshop/lessons", "docs"):
+        for path in (ROOT / folder).glob("*.*"):
+            if path.suffix in (".md", ".ipynb"):
+                assert file.name not in path.read_text(), path
+    assert file.name not in README
 
 
 def test_the_site_file_is_handed_out_to_all_clones(tmp_path):

@@ -1,11 +1,16 @@
 """Activation checkpointing and the model that needs it: gpt2-xl."""
 
+import weakref
+
 import pytest
 import torch
 from conftest import needs
 from stages import agree, train, with_layers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from backstage.flops import num_parameters
+from workshop import arithmetic
 from workshop.notebook.sharding import saved_bytes, std
 
 
@@ -73,6 +78,47 @@ def test_only_the_inputs_of_the_blocks_are_kept(L, H, C, B):
     block = 4 * (16 * B * T * C + 4 * B * T + B * H * T)
     assert saved_bytes(kept, x, y) == L * block + ends
     assert saved_bytes(again, x, y) == L * 4 * B * T * C + ends
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of new tensors that are there at a time: `most`."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.alive, self.now, self.most = {}, 0, 0
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if (key not in self.alive
+                        and storage.data_ptr() not in self.known):
+                    self.alive[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.free, key)
+                    self.most = max(self.most, self.now)
+        return out
+
+    def free(self, key):
+        self.now -= self.alive.pop(key, 0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_where_a_sample_takes_most(recompute):
+    """At the gradient of the logits, of which the decisions know."""
+    config = std.GPTConfig(64, 4096, 6, 4, 64)
+    model = std.GPT(config, recompute)
+    x, y = torch.randint(config.vocab_size, (2, 4, 64))
+    model(x, y).backward()
+    known = [tensor for weight in model.parameters()
+             for tensor in (weight, weight.grad)]
+    with Peak([*known, x]) as peak:
+        model(x, y).backward()
+    assert peak.most / 4 == pytest.approx(
+        arithmetic.at_most(vars(config), recompute), rel=0.01)
 
 
 def test_gpt2_xl_has_1558_million_parameters():

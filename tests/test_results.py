@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.flops import num_parameters
+from workshop.notebook import sharding
 from workshop.results import runs as results
 
 EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
@@ -49,14 +51,51 @@ def test_the_examples_train_the_same():
     found, notes = results.find(EXAMPLES)
     assert not notes
     assert [run.name for run in found] == [
-        "std x 1", "ddp x 1", "ddp x 2", "ddp x 4", "lit x 1", "lit x 2"]
-    assert [run.accumulation for run in found] == [4, 4, 2, 1, 4, 2]
+        "std x 1", "mpi x 2", "ddp x 1", "ddp x 2", "ddp x 4", "lit x 1",
+        "lit x 2", "fsdp x 2", "tp x 3", "3d x 2"]
+    assert [run.accumulation for run in found] == [
+        4, 2, 4, 2, 1, 4, 2, 2, 4, 4]
     for run in found[1:]:
         for row, single in zip(run.rows, found[0].rows, strict=True):
             assert row["loss"] == pytest.approx(single["loss"], rel=1e-5)
     for file in results.EXAMPLES.rglob("*"):
         if file.is_file():  # as from any machine
             assert str(ROOT) not in file.read_text()
+
+
+def test_the_examples_were_made_as_their_readme_says():
+    """The processes, the stage, every flag, and the whole log."""
+    readme = (results.EXAMPLES / "README.md").read_text()
+    rows = re.findall(r"^\| `(.+)` \| (\d) \| `(.+)` \|$", readme, re.M)
+    common = re.search(r"^(--.+)$", readme, re.M)[1]
+    assert {name for name, *_ in rows} == {path.name for path in EXAMPLES}
+    columns = {path.name: (path / "metrics.csv").read_text().split("\n")[0]
+               for path in EXAMPLES}
+    assert len({*columns.values()}) == 1, columns  # of one version
+    assert "samples_per_second" in columns["std-1"]
+    for name, processes, command in rows:
+        record = json.loads((results.EXAMPLES / name /
+                             "hyperparameters.json").read_text())
+        assert record["world_size"] == int(processes)
+        assert record["torch"].split("+")[0] in readme
+        assert name == f"{record['stage']}-{processes}"
+        hp = record["hyperparameters"]
+        flags = f"{command.split('.py')[1]} {common}".split()
+        for flag, value in zip(flags[::2], flags[1::2], strict=True):
+            assert str(hp[flag[2:].replace("-", "_")]) == value, (name, flag)
+        preset = sharding.std.PRESETS[hp["preset"]]
+        for key in ("warmup_steps", "learning_rate", "minibatch_size"):
+            assert hp[key] == getattr(preset, key), (name, key)
+        log = (results.EXAMPLES / name / "log.txt").read_text()
+        assert log.count("| step ") == hp["max_steps"]
+        assert log.startswith("preset nano") and "\nfinished: " in log
+    job = (results.EXAMPLES / "job.txt").read_text()
+    assert job.startswith("script ") and "\nfinished: " in job
+    assert f"{common} --device cpu" in job  # the command
+    ddp = (results.EXAMPLES / "ddp-2" / "log.txt").read_text()
+    losses = [[float(loss) for loss in re.findall(r"\| loss (\S+)", text)]
+              for text in (job, ddp)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_newest_of_what_trains_the_same_is_shown(runs):
@@ -232,7 +271,7 @@ def test_a_single_run_is_drawn_as_one(tmp_path):
     assert "on top of" not in svg
     root = ElementTree.fromstring(svg)  # svg, whatever its namespace
     title, about, *_ = root
-    assert title.text == "loss" and "ddp x 2: from 7.665 to" in about.text
+    assert title.text == "loss" and "ddp x 2: from 7.672 to" in about.text
     _, svg = panel("scaling", two)
     assert "there is no run on one process" in svg
     assert "only runs on one" not in svg

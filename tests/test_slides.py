@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -127,7 +128,8 @@ def test_a_section_that_does_not_keep_its_time(minutes, complaint):
 # ----------------------------------------------------------------- numbers
 
 # Numbers that stand in a source, and the file of the course that they are of.
-SAID = {"80": "README.md", "100": "notebooks/diff_mpi.ipynb",
+SAID = {"80": "README.md", "1550": "workshop/results/runs.py",
+        "100": "notebooks/diff_mpi.ipynb",
         "100,000": "notebooks/diff_mpi.ipynb"}
 CITED = r"[A-Z][\w ]+(?: et al\.| & [A-Z]\w+)?,? \(?((?:19|20)\d\d)\)?"
 
@@ -150,6 +152,51 @@ def test_every_number_is_computed_or_cited(path):
         assert number in said, number
     assert uncited(source + "\n\nA step takes 37.5 ms.\n") == [
         *uncited(source), "37.5"]
+
+
+@pytest.mark.parametrize("deck", DECKS)
+def test_the_lists_of_changes_are_in_three_groups(deck):
+    for page in text.pages(DECKS[deck]):
+        titles = re.findall(r"^\| \*\*.+\*\* \| (.+) \|$", page, re.M)
+        if "_class: groups" in page:
+            assert len(titles) == 3
+            found = [int(number) for row in titles for number in
+                     re.findall(r"(?:^|<br>)(\d+)\. ", row)]
+            total = int(re.search(r"^## .*: (\d+) changes$", page, re.M)[1])
+            assert found == list(range(1, total + 1))
+
+
+def test_the_checklist_is_on_two_slides():
+    for deck in ("course-60", "course-120"):
+        parts = [page for page in text.pages(DECKS[deck])
+                 if "## Take it home" in page]
+        assert len(parts) == 2
+        numbers = re.findall(r"^(\d+)\. ", "\n".join(parts), re.M)
+        points = re.findall(r"^(\d+)\. \[ \]", (
+            ROOT / "README.md").read_text(), re.M)
+        assert numbers == points
+
+
+def test_the_credits_are_on_a_slide():
+    readme = (ROOT / "README.md").read_text().partition("## Credits")[2]
+    names = re.findall(r"\[([^]]+)\]\(", readme)
+    assert len(names) > 5
+    for deck in ("course-60", "course-120"):
+        page, = (page for page in text.pages(DECKS[deck])
+                 if "## From whom we learned" in page)
+        for name in [*names, "Karpathy", "Raschka"]:
+            assert name in page, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_how_much_is_not_read_when_each_rank_shuffles(ranks):
+    samples = 10_000
+    read = {i for rank in range(ranks) for i in
+            random.Random(rank).sample(range(samples), samples // ranks)}
+    share = text.facts()["unread"](ranks)
+    assert 1 - len(read) / samples == pytest.approx(share, abs=0.02)
+    assert f"{share:.0%} with W = {ranks}" in " ".join(
+        DECKS["training-at-scale"].split())
 
 
 @pytest.mark.parametrize("deck", DECKS)
@@ -176,8 +223,18 @@ def test_the_equation():
                      (ROOT / "README.md").read_text())
     steps = equation[0].split()[0]
     assert said.groups() == (steps, str(text.SHARDS))
+    assert f"at once ({text.ASSUMED['B']} in the lecture)" in (
+        ROOT / "README.md").read_text()
     assert f"epoch: {steps} steps" in figures.describe(
         figures.draw("words"))[1]
+    fineweb = (ROOT / "fineweb" / "README.md").read_text()
+    tokens = int(re.search(r"counted ([\d,]+) training tokens",
+                           fineweb)[1].replace(",", ""))
+    assert tokens // text.SHARD == text.SHARDS  # the full ones
+    more = (tokens - 1) // 1024 // 512 - int(steps.replace(",", ""))
+    assert f"{text.SHARDS} full shards and a short one" in fineweb
+    assert f"is {steps} steps of 512 samples" in fineweb
+    assert f"adds {more} steps" in " ".join(fineweb.split())
     size = re.search(r"^SIZE = ([\d_]+)", (
         ROOT / "fineweb" / "shards.py").read_text(), re.M)[1]
     assert int(size) == text.SHARD
@@ -257,8 +314,6 @@ RUN = {
          ["batch-ddp-2n4g.sh"]),
     "sbatch batchfiles/batch-3d-2n4g.sh --max-steps 100":
         ("test_slurm.py", "test_a_mesh_on_the_nodes", ['"3d-2n4g"']),
-    "batchfiles/ladder.sh ddp":
-        ("test_slurm.py", "test_the_ladder", ['"ladder.sh", "lit"']),
     **{f"python -m workshop lab {stage}": (
         "test_lab.py", "test_the_command_opens_the_script_beside_the_lesson",
         ['lab("workshop", "lab", *stage'])
@@ -268,6 +323,8 @@ RUN = {
        for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")},
     **dict.fromkeys((  # in this order: the desk has the first stage
         "python code/train_gpt2.py --preset tiny",
+        "python code/train_gpt2.py --preset nano --max-steps 50 "
+        "--precision fp32 --microbatch-size 2",
         'python code/generate.py --prompt "Return a"',
         "python -m workshop plot", "python -m workshop script ddp",
         *(f"python -m workshop diff {stage}"
@@ -309,9 +366,8 @@ def test_every_command_is_run_by_a_test(monkeypatch):
              for one in fields(sharding.std.Hyperparameters)}
     for command in RUN:
         words = shlex.split(command)
-        if words[0] in ("sbatch", "batchfiles/ladder.sh"):
-            path = words[words[0] == "sbatch"]
-            assert (ROOT / path).exists(), path
+        if words[0] == "sbatch":
+            assert (ROOT / words[1]).exists(), words[1]
             assert {word for word in words if word[:2] == "--"} <= flags
         if words[:3] == ["python", "-m", "workshop"]:
             monkeypatch.setattr(sys, "argv", ["workshop", *words[3:]])

@@ -265,10 +265,10 @@ def test_a_site_that_is_wrong(slurm, site, reason):
     assert not (slurm.repo / "runs" / f"ddp-1n1g-{job}").exists()
 
 
-def test_the_ladder(slurm):
+def test_all_sizes(slurm):
     """Six jobs, which do not run because the partition is closed."""
-    said = slurm(slurm.repo / "batchfiles" / "ladder.sh", "lit", "--seed", 5,
-                 SBATCH_PARTITION="closed")
+    said = slurm(slurm.repo / "batchfiles" / "all-sizes.sh", "lit",
+                 "--seed", 5, SBATCH_PARTITION="closed")
     jobs = re.findall(r"batch job (\d+)", said.stdout)
     commands = [slurm("scontrol", "show", "job", job).stdout for job in jobs]
     slurm("scancel", *jobs)
@@ -276,7 +276,7 @@ def test_the_ladder(slurm):
              for text in commands]
     flags = "--max-steps 100 --eval-every 100 --seed 5"
     assert sizes == [(size, flags) for size in SIZES]
-    wrong = slurm(slurm.repo / "batchfiles" / "ladder.sh", check=False)
+    wrong = slurm(slurm.repo / "batchfiles" / "all-sizes.sh", check=False)
     assert wrong.returncode == 1 and "name a stage" in wrong.stderr
 
 

@@ -94,7 +94,7 @@ print(threads() - before)
 for other in others:
     other.kill()
     other.wait()
-wait_for(lambda: threads() == before)  # whoever sleeps waits for no core
+wait_for(lambda: threads() == before)  # a thread that sleeps waits for no core
 print(threads() - before)
 """)
     assert busy > 1 and idle == 0

@@ -56,6 +56,22 @@ def activations(config, recompute=False):
     return L * block + ends
 
 
+def at_most(config, recompute=False):
+    """Bytes that a sample takes in the backward pass, where they are most.
+
+    First come the gradients of the logits and of their log-softmax, each as
+    large as what is kept of them, while no block is recomputed yet.
+    """
+    logits = FP32 * config["block_size"] * padded_vocab_size(
+        config["vocab_size"])
+    kept = activations(config, recompute)
+    if not recompute:
+        return kept + 2 * logits
+    block = activations({**config, "n_layer": 1}) - activations(
+        {**config, "n_layer": 0})
+    return kept - block + max(2 * logits, block - logits)
+
+
 # ------------------------------------------------------------------- traffic
 
 
@@ -164,8 +180,9 @@ def decisions(memory=80e9, nodes=2, gpus=4):
         ("The state fits, the activations do not",
          "a smaller microbatch; --recompute",
          f"{activations(XL) / 1e9:.1f} GB a sample, recomputed "
-         f"{activations(XL, True) / 1e9:.2f} GB: {free // activations(XL):.0f}"
-         f" or {free // activations(XL, True):.0f} samples at once"),
+         f"{activations(XL, True) / 1e9:.2f} GB; with the gradients of the "
+         f"logits, {free // at_most(XL):.0f} or "
+         f"{free // at_most(XL, True):.0f} samples at once"),
         ("The state does not fit, or leaves too little", "FSDP",
          f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB; each of "
          f"{n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while it "
@@ -181,8 +198,8 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"{4 * L + 2} all-reduces; not for this model on {gpus} GPUs: with "
          f"{XL['n_head']} heads, only groups of "
          f"{' or '.join(map(str, groups))} are possible"),
-        ("It does not fit in a node, or the network is slow",
-         "a pipeline between the nodes",
+        ("FSDP waits for the network between the nodes",
+         "hybrid sharding; a pipeline between the nodes",
          f"{2 * FP32 * T * C / 1e6:.0f} MB a sample between two pipeline "
          f"stages of {L // nodes} blocks; with 32 microbatches they wait "
          f"{(nodes - 1) / (32 + nodes - 1):.1%} of the time"),

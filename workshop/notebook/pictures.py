@@ -175,7 +175,7 @@ GREY = "#808080"
 def svg(width, height, parts, title, about, more=0):
     """The picture of these parts, as wide as it needs, or as there is.
 
-    title, about: what it is and what it shows, for who cannot see it.
+    title, about: for people who cannot see it: what it is, what it shows.
     more: how much wider it may be.
     """
     return (f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '

@@ -53,7 +53,8 @@ def loss(ax, runs):
                 [row["val_loss"] for row in evaluated], "o",
                 color=colour(run), markersize=3)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(title="points: validation", title_fontsize=8)
+    ax.legend(title="points: validation", title_fontsize=8,
+              loc="upper right", ncols=1 + len(runs) // 6)
     if len(runs) == 1:
         note(ax, "train once more, on more processes, to compare", y=0.04)
 
@@ -166,7 +167,7 @@ def parts(ax, runs):
 
 def published(ax, runs):
     """The course's own curves: time per epoch against the number of GPUs."""
-    ax.set(title="published: one epoch, A100-40 and Max 1550",
+    ax.set(title="measured on GPUs: one epoch, A100-40 and Max 1550",
            xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
     for name, points in results.PUBLISHED.items():
         dash = "--" if name.endswith("256") else "-"
@@ -280,7 +281,7 @@ def count_axis(ax, most):
 def themed(panel, size=(6.2, 3.6)):
     """panel(axes) as SVG, in a notebook's text colour and width.
 
-    Its title and description, for who cannot see it, are those of the axes.
+    Its title and description, for people who cannot see it, are the axes'.
     """
     inks = dict.fromkeys((
         "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor",

@@ -221,9 +221,9 @@ class Model:
     """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
 
     t_exposed = traffic / bandwidth is the part of the all-reduce that is not
-    hidden behind the backward pass; bandwidth is what it then seems to have:
-    one inside a node, another one as soon as there are several nodes. One that
-    was not measured is taken to be like the other.
+    hidden behind the backward pass. So this bandwidth is apparent: the links
+    are slower. There is one inside a node, and another one as soon as there
+    are several nodes. One that was not measured is taken to be like the other.
     """
 
     microbatch: float

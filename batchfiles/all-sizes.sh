@@ -1,10 +1,10 @@
 #!/bin/bash
-# Submits a stage on one GPU up to eight (the sizes it has a batch file for),
-# 100 steps each, to see it scale:
+# For the instructor: submits a stage on one GPU up to eight (the sizes it has
+# a batch file for), 100 steps each, to see it scale:
 #
-#     batchfiles/ladder.sh STAGE [flags of the script]
+#     batchfiles/all-sizes.sh STAGE [flags of the script]
 #
-# `python -m workshop plot` draws the results.
+# Each job leaves a checkpoint. `python -m workshop plot` draws the results.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 stage=${1-}
