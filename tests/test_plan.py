@@ -46,6 +46,18 @@ def test_the_notebook_has_the_same_plan():
         README, "60 min | 120 min")
 
 
+def test_a_lesson_promises_the_minutes_of_the_plan():
+    """In two hours, or later; with what is to be done in the same notebook."""
+    planned, name = {}, None
+    for row in table(README, "60 min | 120 min"):
+        name, = re.findall(r"notebooks/(\w+)\.ipynb", row[4]) or [name]
+        planned[name] = planned.get(name, 0) + int(row[1] or row[2])
+    for lesson in (ROOT / "notebooks").glob("diff_*.ipynb"):
+        goal = "".join(json.loads(lesson.read_text())["cells"][0]["source"])
+        promised, = re.findall(r"In (\d+) minutes", goal)
+        assert int(promised) == planned[lesson.stem], lesson.stem
+
+
 @pytest.mark.parametrize("column", [0, 1])
 def test_the_room_begins_each_part_when_the_plan_does(column):
     parts = [n for n in minutes(table(README, "60 min | 120 min"), column)
