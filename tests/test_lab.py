@@ -211,6 +211,7 @@ class Lesson:
         page.locator(".lm-Menu-item", has_text="Split Tab").click()
         page.locator(".lm-Menu-item",
                      has_text=re.compile(r"^Left\s*$")).click()
+        page.locator('.lm-TabBar-tab[data-id="filebrowser"]').click()  # close
         self.editor = page.locator(".jp-FileEditor .cm-content")
         page.wait_for_function(
             "document.querySelector('.jp-FileEditor')"
@@ -517,7 +518,6 @@ def test_the_picture_in_the_readme(page, lab, repo, tmp_path):
     script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
     lesson = Lesson(page, lab())
     lesson.choose_theme(False)
-    page.locator('.lm-TabBar-tab[data-id="filebrowser"]').click()  # closes it
     lesson.run("import sys")
     lesson.run('diff("ddp")', key="Shift+Enter")
     page.wait_for_function(IN_SIGHT, arg=".ws .strip")

@@ -102,9 +102,9 @@ class Board:
             out.append(folded(f"{more} from it", "".join(rest)))
         if self.columns:
             out.append(
-                '<table class="check"><caption>Which question is answered, '
-                "and how, on how many processes</caption>"
-                f"<tr><td></td>{head}</tr>{rows}</table>")
+                '<div class="wide"><table class="check"><caption>Which '
+                "question is answered, and how, on how many processes"
+                f"</caption><tr><td></td>{head}</tr>{rows}</table></div>")
         return (f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                 "</div>")
 

@@ -65,7 +65,8 @@ STYLE = """<style>
 .ws .hint { margin-left: 24px }
 .ws .beside { display: flex; flex-wrap: wrap; gap: 8px 24px;
   align-items: flex-start }
-.ws .beside > div { flex: 1 1 420px; max-width: 600px }
+.ws .beside > div { flex: 1 1 420px; max-width: 600px; min-width: 0 }
+.ws .wide { overflow-x: auto }
 .ws table.check { margin: 4px 0; font-family:
   var(--jp-ui-font-family, sans-serif); font-size: 12px }
 .ws table.check caption { position: absolute; clip-path: inset(50%) }
