@@ -308,6 +308,13 @@ DDP_WRONG = (
           ((TEXTS, "            print(write_texts(raw_model, run.tokenizer, "
             "device, seed))\n"),),
           "rank 1 prints its texts itself", "all_gather_object", suite=True),
+    wrong("saved after every step", "ddp",
+          (("if rank == 0 and save:", "if rank == 0:"),),
+          "the checkpoints are of steps 5 and 6, not 3 and 6",
+          "save every --checkpoint-every steps"),
+    wrong("no text printed", "ddp",
+          (('print(*texts, sep="\\n")', "pass"),), "no text is printed",
+          "rank 0 prints them"),
     # another stage's script
     wrong("the single-device script", "ddp", "std",
           "every process thinks it is rank 0: change",

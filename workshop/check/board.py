@@ -8,6 +8,7 @@ them, in the program itself or in a notebook:
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
     finding   [verdict, text, hint], for those that are not ok
+    cause     [which change it is, why that is made]
     picture   {"read": the samples of each step by each rank, "readers": for
               each rank a number, the same where the samples have to be the
               same, "expected": those of each step, "loss": [...], "single":
@@ -36,6 +37,7 @@ class Board:
     def __init__(self):
         self.columns, self.trial, self.answers = [], "", {}
         self.findings, self.pictures = [], {}  # of each trial
+        self.causes = []
         self.last, self.right = "", None
 
     def update(self, event):
@@ -50,6 +52,8 @@ class Board:
         elif kind == "finding":
             if value not in self.findings:
                 self.findings.append(value)
+        elif kind == "cause":
+            self.causes.append(value)
         elif kind == "picture":
             self.pictures[self.trial] = value
         elif kind == "say" and value.strip():
@@ -95,6 +99,8 @@ class Board:
         out = [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
         out += [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] != "and"]
+        out += [paragraph(f"{quote(text)}. {quote(why)}", "ask")
+                for text, why in self.causes]
         rest = [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] == "and"]
         if rest:

@@ -51,7 +51,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
             right = Check(bench, verbose, out, change is not None,
-                          lines_as_in(yours, data)).run()
+                          lines_as_in(yours, data)).run(script)
         finally:
             remove(ending.folder)
     if right and change is None:
@@ -173,6 +173,17 @@ class Events:
         pass
 
 
+class Quiet:
+    """Prints nothing."""
+
+    more = ""
+
+    def say(self, text=""):
+        pass
+
+    report = show_table = lambda self, **event: None
+
+
 class Ending:
     """Ends everything at once on Ctrl-C, SIGTERM, or a closed terminal.
 
@@ -230,9 +241,74 @@ class Check:
         if quick:
             self.meshes = [mesh for mesh in self.meshes if mesh.size == 2]
         self.steps, self.warned = STEPS, []
+        self.last, self.wrong = "", []  # the last trial, what is wrong in it
 
-    def run(self):
-        """Whether all of them are right."""
+    def localise(self, stage, script, data):
+        """Name the changes without which it would be right, as far as found.
+
+        Scripts with a part of the differences are tried as the last one was.
+        """
+        from workshop.check import localise, trial
+
+        tried, symptoms = {}, {}
+
+        def try_out(part, data):
+            """(the question, the answer and the hint), or None if right."""
+            folder = self.bench.folder / f"part-{len(tried)}"
+            folder.mkdir()
+            bench = trial.Bench(
+                folder, stage, self.bench.script, data, Quiet().say)
+            bench.place = self.bench.place
+            bench.reference = self.bench.reference
+            other = Check(bench, False, Quiet(), False,
+                          lines_as_in(own, data))
+            right = other.repeat(self.last)
+            remove(folder)
+            return None if right else other.wrong
+
+        own = data
+        renamed = localise.rename(
+            data.decode(), STAGES[stage].solution.read_text()).encode()
+        if renamed != data and (try_out([], renamed) or [""])[0] == (
+                self.wrong[0]):
+            own = renamed
+        diff = Diff(stage, script, own)
+        items = localise.in_order(diff, self.wrong[1])
+        if not items or 2 * len(diff.left) > diff.total:
+            return  # the finished script, or one that is half made
+
+        def symptom(part):
+            key = frozenset(map(id, part))
+            if key not in tried:
+                data = localise.without(diff, part)
+                symptoms[key] = data and try_out(part, data)
+                tried[key] = symptoms[key] and symptoms[key][0]
+            return tried[key]
+
+        for part in localise.find(items, symptom):
+            seen = symptoms[frozenset(map(id, part))]
+            text = f"It is {localise.name(diff, part)}"
+            if seen[1] != self.wrong[1]:
+                text += f": {seen[1]}"
+            self.say(f"        {text}.")
+            why = next((item.why for item in part if item.number), "")
+            first = " ".join(re.split(r"(?<=[.!?]) ", why.split("\n")[0])[:2])
+            if first:
+                self.say(f"        {first}")
+            self.out.report(cause=[text, first])
+
+    def repeat(self, last):
+        """Try the trial of that name again, and what it needs first."""
+        if last in ("resumed", "stopped", "bf16"):
+            if last == "resumed" and not self.try_mesh(self.meshes[0]):
+                return False
+            return {"resumed": self.try_to_resume, "stopped": self.try_to_stop,
+                    "bf16": self.try_bf16}[last]()
+        return self.try_mesh(next(
+            mesh for mesh in self.meshes if label(mesh) == last))
+
+    def run(self, path):
+        """Whether all of them are right; path: the script's own."""
         bench = self.bench
         more = [] if self.quick else ["resumed", "stopped"] + (
             ["bf16"] * STAGES[bench.stage].trainer)
@@ -247,6 +323,8 @@ class Check:
             self.say("\nRight, as far as 2 processes show it. Without a "
                      "number, the check tries everything.")
         elif not right:
+            if not self.quick:
+                self.localise(bench.stage, path, bench.script.read_bytes())
             self.say("\nNot yet." + ("" if self.verbose else self.out.more))
         else:
             self.out.show_table()
@@ -313,6 +391,7 @@ class Check:
         return self.judge(trial, "bf16")
 
     def begin(self, column, words):
+        self.last = column
         self.out.report(trial=column)
         self.say("\n" + words)
 
@@ -339,6 +418,8 @@ class Check:
         if kind == "whole" and all(trial.seen):
             self.out.report(picture=picture(trial, self.bench.reference))
         if wrong:
+            question, finding = wrong[0]
+            self.wrong = [symptom_of(question, finding), finding.text]
             self.out.show_table()
             self.tell(wrong[0][1])
             rest = [one for one in findings if one is not wrong[0]
@@ -369,6 +450,12 @@ class Check:
         self.say(f"  {verdict or finding.verdict:4}  {finding.text}")
         if finding.hint and not seen and finding.verdict != "ok":
             self.say(f"        -> {finding.hint}")
+
+
+def symptom_of(question, finding):
+    """What two scripts have in common that are wrong in the same way."""
+    error = re.search(r"\b[A-Z]\w*(Error|Exception)\b.*", finding.text)
+    return question.title, error and re.sub(r"\d+", "0", error[0])
 
 
 def picture(trial, reference):

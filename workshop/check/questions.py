@@ -705,6 +705,9 @@ def texts(trial, reference):
                         "lines")
     written = trial.ranks[0].out.split(PROMPT)[1:]
     mesh = trial.mesh
+    if not written and mesh.pp == 1 and PROMPT in reference.ranks[0].out:
+        return fail("no text is printed", "rank 0 prints them every "
+                    "--generate-every steps and after the last one")
     if mesh.tp > 1 and written:
         for rank, seen in enumerate(trial.seen):
             first = rank - rank % mesh.tp
@@ -750,6 +753,12 @@ def checkpoint(trial, reference):
     if mine["step"] != STEPS:
         return fail(f"the last checkpoint is of step {mine['step']}",
                     "save after the last step as well")
+    if trial.saved != reference.saved:
+        return fail(f"the checkpoints are of steps "
+                    f"{' and '.join(trial.saved)}, not "
+                    f"{' and '.join(reference.saved)}", "save every "
+                    "--checkpoint-every steps, where a stop is requested, and "
+                    "after the last step")
     off = max((model[name].float() - weight.float()).abs().max().item()
               for name, weight in good["model"].items())
     if not off <= 0.02 * LEARNING_RATE:

@@ -200,6 +200,7 @@ class Bench:
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))
         files = sorted(run.glob("checkpoints/step_*.pt"))
+        trial.saved = [file.stem.lstrip("step_0") for file in files]
         if files:
             try:
                 trial.state = torch.load(files[-1], weights_only=True)

@@ -308,13 +308,16 @@ class Diff:
 
     def apply(self, numbers):
         """The script's text with the changes of these numbers made."""
-        edits = sorted((edit for it in self.left if it.number in numbers
-                        for edit in it.edits), reverse=True)
+        return self.replace(edit for it in self.left if it.number in numbers
+                            for edit in it.edits)
+
+    def replace(self, edits):
+        """The script's text with these edits of its lines."""
         raw = list(self.yours.raw)
         ending = "\r\n" if any(r.endswith("\r\n") for r in raw) else "\n"
         if raw and not raw[-1].endswith(("\r", "\n")):
             raw[-1] += ending
-        for i1, i2, j1, j2 in edits:
+        for i1, i2, j1, j2 in sorted(edits, reverse=True):
             raw[i1:i2] = [line + ending for line in self.goal.lines[j1:j2]]
         return "".join(raw)
 

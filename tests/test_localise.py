@@ -1,0 +1,96 @@
+"""The check names the change that makes a script wrong."""
+
+import pytest
+from check_cases import CASES
+from conftest import edit
+
+from workshop.check import localise
+from workshop.check.command import main
+from workshop.lesson import documents
+from workshop.stages import STAGES
+
+
+@pytest.mark.parametrize("mistakes", [
+    [{0}], [{12}], [{7}], [{3, 9}], [{2, 3, 11}], [{1}, {6}], [{0, 1}, {12}]])
+def test_the_smallest_parts_that_are_wrong(mistakes):
+    asked = []
+
+    def symptom(items):
+        asked.append(items)
+        wrong = [mistake for mistake in mistakes if mistake <= set(items)]
+        return str(wrong[0]) if wrong else None
+
+    found = localise.find(list(range(13)), symptom)
+    assert sorted(map(sorted, found)) == sorted(map(sorted, mistakes))
+    assert len(asked) <= 70
+
+
+def test_no_more_than_it_has_time_for(monkeypatch):
+    monkeypatch.setattr(localise, "PATIENCE", -1.0)
+    assert localise.find([1, 2, 3], lambda items: "x") == []
+
+
+def test_what_is_wrong_for_another_reason_does_not_count():
+    """The item 4 needs 9, as a use needs its definition; 6 is the mistake."""
+    def symptom(items):
+        if (4 in items) != (9 in items):
+            return "a name is not defined"
+        return "off" if 6 in items else None
+
+    assert localise.find(list(range(13)), symptom) == [[6]]
+
+
+def test_other_names_are_no_difference():
+    goal = "def f(a, b):\n    c = a + b\n    return c * a\n"
+    yours = "def f(a, b):\n    sum_ = a - b  # c\n    return sum_ * a\n"
+    assert localise.rename(yours, goal) == (
+        "def f(a, b):\n    c = a - b  # c\n    return c * a\n")
+    for kept in ("def f(a, b):\n    c = a + b\n    return d * a\n",
+                 "def f(a, b):\n    d = a + b\n    return c * a\n"):
+        assert localise.rename(kept, goal) == kept  # an undefined name
+
+
+def said_of(script, tmp_path, capsys, stage="ddp"):
+    path = tmp_path / "train_gpt2.py"
+    path.write_text(script)
+    assert not main(stage, path)
+    return capsys.readouterr().out
+
+
+def change(title, stage="ddp"):
+    """The number and title of the lesson's change whose title begins so."""
+    return next(f"change {number} ({change.title})" for number, change
+                in enumerate(documents.load(stage), 1)
+                if change.title.startswith(title))
+
+
+def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
+    script = edit(
+        STAGES["ddp"].solution.read_text().replace("raw_model", "net").replace(
+            "accumulation_steps", "turns"),
+        ("self.position += self.stride", "self.position += self.B"),
+        ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
+    out = said_of(script, tmp_path, capsys)
+    for title, line in (
+            ("Move on past", "        self.position += self.B"),
+            ("Average the losses",
+             "        mean_loss, stop = (report / world_size).tolist()")):
+        number = 1 + script.splitlines().index(line)
+        assert f"It is {change(title)}, line {number}" in out, out
+    assert out.count("It is change") == 2
+    assert out.index("It is change") < out.index("Not yet.")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [
+    "saved after every step", "no microbatch is the last"])
+def test_what_a_single_mistake_is_called(name, tmp_path, capsys):
+    case, = (case for case in CASES
+             if (case.stage, case.name) == ("ddp", name))
+    out = said_of(case.script(), tmp_path, capsys)
+    assert out.count("        It is ") == 1
+
+
+def test_a_half_made_script_is_not_searched(tmp_path, capsys):
+    out = said_of(STAGES["std"].solution.read_text(), tmp_path, capsys)
+    assert "It is change" not in out

@@ -1,0 +1,140 @@
+"""Which change makes a script wrong, by trying.
+
+The lesson's finished script is right. With all differences of the attendee's
+script it is not. So some of them, put into the finished script alone, make it
+wrong: one, which is found by trying each, or several together, which delta
+debugging finds.
+"""
+
+import ast
+import io
+import time
+import tokenize
+from difflib import SequenceMatcher
+
+MOST = 2  # mistakes that are named
+PATIENCE = 20.0  # seconds after which no other script is tried
+
+
+def smallest(items, fails, beside=()):
+    """A part of the items with which `fails` holds, and none smaller.
+
+    fails(items): whether a script with these differences is wrong; it is, with
+    all items and those beside them. It is asked about 2 log2(n) times where
+    one item is the mistake, and more often where two are wrong together.
+    """
+    if len(items) == 1:
+        return items
+    first, second = items[:len(items) // 2], items[len(items) // 2:]
+    for part in (first, second):
+        if fails([*beside, *part]):
+            return smallest(part, fails, beside)
+    first = smallest(first, fails, [*beside, *second])
+    return first + smallest(second, fails, [*beside, *first])
+
+
+def find(items, symptom):
+    """The parts of the items that are wrong, each for itself: [[item, ...]].
+
+    symptom(items): what shows that a script with these differences is wrong,
+    or None. A part of the items may be wrong for another reason, such as a
+    name that the other part defines: only what shows the same counts. It ends
+    after `MOST` parts or `PATIENCE` seconds.
+    """
+    parts, end = [], time.monotonic() + PATIENCE
+    while items and len(parts) < MOST and time.monotonic() < end:
+        seen = symptom(items)
+        if seen is None:
+            break
+
+        def fails(some, seen=seen):
+            return time.monotonic() < end and symptom(some) == seen
+
+        alone = next((item for item in items if fails([item])), None)
+        part = smallest(items, fails) if alone is None else [alone]
+        if time.monotonic() > end:
+            break  # it may be larger than it has to be
+        parts.append(part)
+        items = [item for item in items if item not in part]
+    return parts
+
+
+def rename(yours, goal):
+    """The script with the lesson's names, where its own are only others.
+
+    A name that the lesson does not have, at whose places the lesson has
+    always the same name, which the script does not have. Lines stay lines.
+    """
+    yours_tokens, goal_tokens = map(tokens, (yours, goal))
+    words = [[token.string for token in some]
+             for some in (yours_tokens, goal_tokens)]
+    pairs = {}  # own name -> the lesson's names at its places
+    for tag, i1, i2, j1, j2 in SequenceMatcher(
+            None, *words, autojunk=False).get_opcodes():
+        if tag == "replace" and i2 - i1 == j2 - j1:
+            for own, other in zip(words[0][i1:i2], words[1][j1:j2],
+                                  strict=True):
+                pairs.setdefault(own, set()).add(other)
+    names = {own: min(others) for own, others in pairs.items()
+             if len(others) == 1 and own not in words[1]
+             and own.isidentifier() and min(others).isidentifier()
+             and min(others) not in words[0]}
+    lines = yours.splitlines(keepends=True)
+    for token in reversed(yours_tokens):
+        if token.type == tokenize.NAME and token.string in names:
+            (row, begin), (_, end) = token.start, token.end
+            line = lines[row - 1]
+            lines[row - 1] = line[:begin] + names[token.string] + line[end:]
+    return "".join(lines)
+
+
+def tokens(text):
+    return [token for token in tokenize.generate_tokens(
+        io.StringIO(text).readline) if token.type not in (
+            tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)]
+
+
+def in_order(diff, words):
+    """The differences, the suspicious ones first.
+
+    words: what the check says. Suspicious is a line that it names, and what is
+    neither as it was before the lesson nor as the lesson makes it.
+    """
+    start = {line.strip() for line in diff.lesson.start.lines}
+
+    def suspicion(item):
+        lines = {i + 1 for i1, i2, *_ in item.edits for i in range(i1, i2)}
+        named = any(f"line {line}" in words for line in lines)
+        own = any(diff.yours.lines[line - 1].strip() not in start
+                  for line in lines)
+        return named + own
+
+    return sorted(diff.left + diff.others, key=suspicion, reverse=True)
+
+
+def without(diff, items):
+    """The script with all differences made as in the lesson but these.
+
+    None if that is not Python: their lines belong together.
+    """
+    data = diff.replace(
+        edit for item in diff.left + diff.others if item not in items
+        for edit in item.edits).encode()
+    try:
+        ast.parse(data)
+        return data
+    except SyntaxError:
+        return None
+
+
+def name(diff, part):
+    """What a part of the differences is called, with its lines."""
+    said = []
+    for item in part:
+        line = item.edits[0][0] + 1
+        if item.number:
+            what = f"change {item.number} ({item.title})"
+        else:
+            what = "a difference that is not in the lesson"
+        said.append(f"{what}, line {line}")
+    return ", together with ".join(said)
