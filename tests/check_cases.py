@@ -761,6 +761,18 @@ def with_callback(body):
 
 
 LIT_WRONG = (
+    wrong("a logger of the Trainer's", "lit",
+          (("logger=False", "logger=True"),), "the Trainer writes, too: ",
+          "logger=False"),
+    wrong("a second writer of checkpoints", "lit",
+          (("enable_checkpointing=False", "enable_checkpointing=True"),),
+          "the Trainer writes, too: ModelCheckpoint",
+          "enable_checkpointing=False", suite=True),
+    wrong("configure_model shards nothing", "lit",
+          (("            for module in (*self.transformer.h, self):\n",
+            "            for module in ():\n"),),
+          "with --strategy fsdp2 every rank keeps the whole model",
+          "configure_model", suite=True),
     wrong("the DDP script", "lit", "ddp", "it does not train with Lightning",
           "workshop diff lit", suite=True),
     wrong("the single-device script", "lit", "std",
@@ -933,6 +945,12 @@ LIT_RIGHT = (
             "        super().__init__()\n"
             "        self.config, self.hp = config, hp\n"
             "        self.model = GPT(config, hp)\n\n"
+            "    def configure_model(self):\n"
+            "        if self.device_mesh and not isinstance(\n"
+            "                self, FSDPModule):\n"
+            "            for module in (*self.model.transformer.h, self):\n"
+            "                fully_shard(module, mesh=self.device_mesh[\n"
+            "                    'data_parallel'])\n\n"
             "    def configure_optimizers(self):\n"
             "        return self.model.optimizers(\n"
             "            self.hp, self.trainer.max_steps)\n\n"

@@ -25,7 +25,7 @@ CHECKED = [case for case in QUESTIONS if case[2].checked]
 AT_ONCE = [case for case in CHECKED if case[0] == "ddp"][:1]
 BOOKS = {path.name: "".join(
              line for cell in json.loads(path.read_text())["cells"]
-             for line in cell["source"])
+             for line in cell["source"] if cell["cell_type"] == "markdown")
          for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 

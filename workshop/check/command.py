@@ -299,11 +299,12 @@ class Check:
 
     def repeat(self, last):
         """Try the trial of that name again, and what it needs first."""
-        if last in ("resumed", "stopped", "bf16"):
-            if last == "resumed" and not self.try_mesh(self.meshes[0]):
-                return False
-            return {"resumed": self.try_to_resume, "stopped": self.try_to_stop,
-                    "bf16": self.try_bf16}[last]()
+        if last == "resumed" and not self.try_mesh(self.meshes[0]):
+            return False
+        special = {"resumed": self.try_to_resume, "stopped": self.try_to_stop,
+                   "bf16": self.try_bf16, "fsdp2": self.try_fsdp2}
+        if last in special:
+            return special[last]()
         return self.try_mesh(next(
             mesh for mesh in self.meshes if label(mesh) == last))
 
@@ -311,14 +312,14 @@ class Check:
         """Whether all of them are right; path: the script's own."""
         bench = self.bench
         more = [] if self.quick else ["resumed", "stopped"] + (
-            ["bf16"] * STAGES[bench.stage].trainer)
+            ["bf16", "fsdp2"] * STAGES[bench.stage].trainer)
         self.out.report(columns=[*map(label, self.meshes), *more])
         self.say(f"{bench.script.name} against the single-device stage: "
                  f"preset tiny, fp32, {self.steps} steps")
         bench.reference = self.try_reference()
         right = all(map(self.try_mesh, self.meshes)) and (
             self.quick or (self.try_to_resume() and self.try_to_stop()
-                           and self.try_bf16()))
+                           and self.try_bf16() and self.try_fsdp2()))
         if right and self.quick:
             self.say("\nRight, as far as 2 processes show it. Without a "
                      "number, the check tries everything.")
@@ -389,6 +390,14 @@ class Check:
         trial = self.bench.try_out("bf16", self.meshes[0], "--precision",
                                    "bf16", plain=True)
         return self.judge(trial, "bf16")
+
+    def try_fsdp2(self):
+        if not STAGES[self.bench.stage].trainer:
+            return True
+        mesh = next(mesh for mesh in self.meshes if mesh.size == 2)
+        self.begin("fsdp2", f"{name(mesh)}, --strategy fsdp2")
+        trial = self.bench.try_out("fsdp2", mesh, "--strategy", "fsdp2")
+        return self.judge(trial, "fsdp2")
 
     def begin(self, column, words):
         self.last = column

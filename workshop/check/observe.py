@@ -403,6 +403,9 @@ class Observer:
             loaders = [*args[1:3], kwargs.get("val_dataloaders"),
                        kwargs.get("datamodule")]
             self.asked("fit", sum(one is not None for one in loaders))
+            self.asked("writers", [
+                type(one).__name__ for one in (
+                    *self_.loggers, *self_.checkpoint_callbacks)])
             return fit(self_, *args, **kwargs)
 
         trainer.Trainer.__init__ = visible_make

@@ -142,7 +142,7 @@ def has_pipeline(mesh):
 # ------------------------------------------------------- how it comes to end
 
 
-@question("it runs to its end", ("whole", "resumed", "bf16"))
+@question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"))
 def how_it_ends(trial, reference):
     """Whether every rank comes to its end, after all steps."""
     finding = endings.explain(trial)
@@ -173,6 +173,11 @@ def stage(trial, reference):
         if not trial.asked("fit"):
             return fail("it does not train with Lightning: trainer.fit() is "
                         "never called", f"{shows} to change")
+        writers = [one for found in trial.asked("writers") for one in found]
+        if writers:
+            return fail(f"the Trainer writes, too: {', '.join(writers)}",
+                        "LitRun logs and saves: logger=False and "
+                        "enable_checkpointing=False")
     elif trial.asked("fit"):
         return fail(f"it trains with Lightning: it is not stage "
                     f"{trial.stage}", "`python -m workshop check lit` "
@@ -459,6 +464,15 @@ def precision(trial, reference):
                 "weights' dtype: they stay in fp32")
 
 
+@question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
+def sharding(trial, reference):
+    """What configure_model is for."""
+    if all(seen["start"] and seen["start"]["sharded"] for seen in trial.seen):
+        return ok("--strategy fsdp2 leaves each rank a part")
+    return fail("with --strategy fsdp2 every rank keeps the whole model",
+                "configure_model: fully_shard() of each block, and of self")
+
+
 @question("--precision bf16 trains in bf16", ("bf16",))
 def precision_bf16(trial, reference):
     used = trial.seen[0]["precision"]
@@ -538,7 +552,7 @@ def gradients(trial, reference):
     return ok("gradients are the single device's, on every rank")
 
 
-@question("gradient norms agree")
+@question("gradient norms agree", ("whole", "fsdp2"))
 def norms(trial, reference):
     step, largest = first_difference(trial, reference, "norm", NORM)
     if step is None:
@@ -593,7 +607,7 @@ def gathers(trial, reference):
 # ------------------------------------------------------ what is told of them
 
 
-@question("losses agree at every step", ("whole", "resumed"))
+@question("losses agree at every step", ("whole", "resumed", "fsdp2"))
 def losses(trial, reference):
     step, largest = first_difference(trial, reference, "loss", LOSS)
     if step is None:
