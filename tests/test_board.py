@@ -130,3 +130,18 @@ def test_those_that_read_the_same_have_one_colour():
     width = float(root.get("viewBox").split()[2])
     for words in root.findall("text"):  # about 7 pixels a letter
         assert float(words.get("x")) + 6 * len(words.text or "") < width
+
+
+def test_the_change_that_is_named_stands_before_the_table():
+    board = Board()
+    for event in ({"columns": ["1"]}, {"trial": "1"},
+                  {"answer": ["it is right", "FAIL"]},
+                  {"finding": ["FAIL", "it is off", "look"]},
+                  {"cause": ["It is change 3 (Wrap `it`), line 7", "Why."]},
+                  {"say": "Not yet."}, {"right": False}):
+        board.update(event)
+    html = board.to_html()
+    places = [html.index(words) for words in (
+        "Not yet.", "it is off", "It is change 3 (Wrap <code>it</code>), "
+        "line 7. Why.", "<table")]
+    assert places == sorted(places)

@@ -250,11 +250,10 @@ class Check:
         """
         from workshop.check import localise, trial
 
-        tried, symptoms = {}, {}
+        seen = {}  # differences -> [symptom, answer], or None if right
 
-        def try_out(part, data):
-            """(the question, the answer and the hint), or None if right."""
-            folder = self.bench.folder / f"part-{len(tried)}"
+        def try_out(data):
+            folder = self.bench.folder / f"part-{time.monotonic_ns()}"
             folder.mkdir()
             bench = trial.Bench(
                 folder, stage, self.bench.script, data, Quiet().say)
@@ -269,27 +268,27 @@ class Check:
         own = data
         renamed = localise.rename(
             data.decode(), STAGES[stage].solution.read_text()).encode()
-        if renamed != data and (try_out([], renamed) or [""])[0] == (
-                self.wrong[0]):
+        if renamed != data and (try_out(renamed) or [""])[0] == self.wrong[0]:
             own = renamed
         diff = Diff(stage, script, own)
         items = localise.in_order(diff, self.wrong[1])
         if not items or 2 * len(diff.left) > diff.total:
             return  # the finished script, or one that is half made
 
+        seen[frozenset(map(id, items))] = self.wrong
+
         def symptom(part):
             key = frozenset(map(id, part))
-            if key not in tried:
+            if key not in seen:
                 data = localise.without(diff, part)
-                symptoms[key] = data and try_out(part, data)
-                tried[key] = symptoms[key] and symptoms[key][0]
-            return tried[key]
+                seen[key] = data and try_out(data)
+            return seen[key] and seen[key][0]
 
         for part in localise.find(items, symptom):
-            seen = symptoms[frozenset(map(id, part))]
+            _, answer = seen[frozenset(map(id, part))]
             text = f"It is {localise.name(diff, part)}"
-            if seen[1] != self.wrong[1]:
-                text += f": {seen[1]}"
+            if answer != self.wrong[1]:
+                text += f": {answer}"
             self.say(f"        {text}.")
             why = next((item.why for item in part if item.number), "")
             first = " ".join(re.split(r"(?<=[.!?]) ", why.split("\n")[0])[:2])
