@@ -12,11 +12,31 @@
 #   module load Python || return    # `module avail Python` lists the versions
 #
 # A plain cluster:
-#   module load python cuda || return
+#   module load python || return
+#
+# Not `module load cuda`: a build of PyTorch brings CUDA's libraries, and the
+# module's libcudnn and libnccl would come before them. `python -m workshop
+# doctor` says on a GPU which ones are loaded.
+#
+# Networks by libfabric: Slingshot (HPE) and EFA (AWS). NCCL needs a plugin for
+# them, which the build of PyTorch does not bring; without it NCCL goes on over
+# TCP, several times slower. `python -m workshop doctor --ranks` on two nodes
+# says what it uses: "AWS Libfabric" or "OFI" is the plugin.
+#
+# Perlmutter (A100, Slingshot): NERSC's own PyTorch, which has the plugin:
+#   module load pytorch || return   # and WORKSHOP_SITE_PACKAGES=yes, below
+#
+# Isambard-AI (GH200, Slingshot): its module also sets NCCL's options.
+#   module load cray-python brics/nccl || return
+#
+# AWS (EFA): the images for deep learning have the plugin in one of these.
+#   export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
 # An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
-# for CUDA 12: PyTorch's index for one of them, such as cu126.
+# for CUDA 12, from PyTorch's index for it. PyTorch 2.11 has cu126 and cu128,
+# 2.12 to 2.14 have cu126 alone, and 2.15 is planned without any. cu126 is also
+# what a V100 needs; it does not know Blackwell GPUs such as B200.
 #
 #   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
 #

@@ -162,6 +162,10 @@ def write_checkpoint(state, folder, step):
 def load_checkpoint(file, verify=True):
     """A checkpoint's dictionary, on the CPU, as in `SCHEMA`.
 
+    The tensors are read from the file where they are used: a rank that holds
+    a part of the model does not read the others' parts. They may be changed;
+    the file stays as it is.
+
     verify: compare the checksums, too, which torch.load does not. Raises
     `Damaged` if it is not a checkpoint, `UserError` if it is an older one.
     """
@@ -171,7 +175,8 @@ def load_checkpoint(file, verify=True):
             broken = verify and archive.testzip()
         if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=True)
         check(state, {"format": int}, "a checkpoint")
         found = state["format"]
         require(found == FORMAT, f"{file}: a checkpoint of format {found}, "

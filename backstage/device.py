@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import os
+import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -10,10 +12,11 @@ import torch
 from backstage.errors import require, warn
 
 # Added to a message where each process sees one device.
-OWN_DEVICE = ("If SLURM's --gpus-per-task or --gpu-bind gave each process a "
-              "device of its own, ask for --gpus-per-node instead: each "
-              "process is to see all devices of its node, and takes the one "
-              "that has its local rank")
+OWN_DEVICE = ("Each process has to see all devices of its node: it takes the "
+              "one with its local rank. If SLURM's --gpus-per-task or "
+              "--gpu-bind gave each process a device of its own, ask for "
+              "--gpus-per-node instead; if CUDA_VISIBLE_DEVICES was set by "
+              "hand or by a script, unset it")
 
 
 def find_device(name="auto"):
@@ -119,6 +122,40 @@ def memory_size(device):
     return 0
 
 
+def peak_memory(device):
+    """The most bytes that this process has had: (used, reserved).
+
+    On an accelerator, what its tensors took, and what PyTorch reserved for
+    them: more, since it keeps pieces for the next ones. Elsewhere, the memory
+    of the whole process, and None.
+    """
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        return (backend.max_memory_allocated(device),
+                backend.max_memory_reserved(device))
+    if device.type == "mps":  # which only knows how many there are now
+        return (torch.mps.current_allocated_memory(),
+                torch.mps.driver_allocated_memory())
+    return resident_memory(), None
+
+
+def resident_memory(status=Path("/proc/self/status")):
+    """The most bytes that this process has had in memory."""
+    try:
+        words = status.read_text().split()
+        return 1024 * int(words[words.index("VmHWM:") + 1])
+    except (OSError, ValueError):  # not Linux: macOS counts bytes
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def describe_memory(used, device):
+    """For example "15.5 GiB (39%)", where the device's memory is known."""
+    size = memory_size(device)
+    return f"{used / 2**30:.1f} GiB" + (
+        f" ({100 * used / size:.0f}%)" if size else "")
+
+
 def keep_memory():
     """Keep the memory of tensors that are gone for the next ones, on a CPU.
 
@@ -147,6 +184,19 @@ def cpu_has_bf16():
     """Whether the CPU has bf16 arithmetic; emulating it is slow."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def has_bf16(device):
+    """Whether the device has bf16 arithmetic.
+
+    Older GPUs, such as T4 and RTX 20, emulate it: PyTorch calls that
+    supported, too, and it is slower than fp32.
+    """
+    if device.type == "cpu":
+        return cpu_has_bf16()
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
 
 
 def compile_model(model, device):

@@ -13,7 +13,12 @@ from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, profile, track
 from backstage.command_line import parse_flags
-from backstage.device import cpu_has_bf16, find_device, memory_size
+from backstage.device import (
+    device_name,
+    find_device,
+    has_bf16,
+    memory_size,
+)
 from backstage.errors import require, warn
 from backstage.files import show_path
 from backstage.launchers import count_processes
@@ -93,7 +98,8 @@ def parse(Hyperparameters, presets, models):
     default = replace(
         presets[preset], data=str(data),
         compile=preset.startswith("gpt2") and device.type == "cuda")
-    if device.type == "cpu" and not cpu_has_bf16():
+    emulated = not has_bf16(device)
+    if emulated:
         default.precision = "fp32"
     if preset == saved.get("preset"):  # whichever stage saved it
         default = replace(default, **{
@@ -116,6 +122,11 @@ def parse(Hyperparameters, presets, models):
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "
                  "still running, or was stopped")
+        if emulated and accelerated:
+            if hp.precision == "bf16":
+                warn(f"{device_name(device)} only emulates bf16, which is "
+                     "slower than --precision fp32")
+            why += ["no bf16 arithmetic"]
         why = f" ({', '.join(why)})" if why else ""
         print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
               f"device {device.type}, {hp.precision}, "

@@ -280,7 +280,9 @@ def is_one_to_one(name):
 
 def find_steps(events):
     """The recorded `Step`s, from the events of a trace."""
-    events = sorted((event for event in events if event.get("ph") == "X"),
+    # a GPU shows a mark again, where the kernels of that time ran
+    events = sorted((event for event in events if event.get("ph") == "X"
+                     and event.get("cat") != "gpu_user_annotation"),
                     key=lambda event: event["ts"])
     times = [(event["ts"], event["ts"] + event["dur"], event)
              for event in events]
@@ -351,9 +353,12 @@ def read_kernels(step, times, main):
                                      "xpu_runtime")
              and "correlation" in event.get("args", {})}
     for begin, end, event in times:
-        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
         if end <= step.begin or begin >= step.end:
+            continue
+        if event["name"].startswith("mpi:"):  # from the CPU: no kernel
+            step.messages.append((begin, end, event["name"]))
+            continue
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         if "ccl" in event["name"].lower():  # NCCL, RCCL, oneCCL
             step.messages.append((begin, end, event["name"]))

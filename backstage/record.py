@@ -25,7 +25,7 @@ SCHEMA = {
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
-           "tokens_per_second_per_device")
+           "tokens_per_second_per_device", "memory", "memory_reserved")
 ROW = {"step": range(2**31), **dict.fromkeys(
     ("loss", "lr", "norm", "seconds", "tokens_per_second"), float)}
 

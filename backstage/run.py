@@ -38,7 +38,7 @@ from backstage.checkpoint import (
     spread_state,
     write_checkpoint,
 )
-from backstage.device import device_name
+from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, explain, require, warn
 from backstage.files import lock_folder, show_path, write_atomically
 from backstage.flops import flops_per_token, peak_flops
@@ -259,13 +259,14 @@ class Run:
         if peak:
             flops = flops_per_token(self.config, self.hp.sequence_length)
             mfu = speed * flops / (peak * self.world_size)
+        memory, reserved = peak_memory(self.device)
         line = format_line(
             step, self.max_steps, loss, lr, norm, seconds, speed,
             each if self.world_size > 1 else None, mfu, val_loss,
-            self.bytes_per_token)
+            self.bytes_per_token, describe_memory(memory, self.device))
         self._show(step, line, val_loss is not None)
         row = (step, loss, val_loss, lr, norm, seconds, speed, mfu,
-               self.hp.minibatch_size / seconds, each)
+               self.hp.minibatch_size / seconds, each, memory, reserved)
         csv.writer(self.metrics, lineterminator="\n").writerow(
             [format_number(value) for value in row])
         self.metrics.flush()
@@ -311,9 +312,11 @@ class Run:
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
         self.recorder.finish()
+        memory = on_every_rank(peak_memory(self.device)[0])
         wait_for_all()  # a rank that leaves early can make another abort
         if self.rank == 0:
             terminal.keep()
+            self._print_memory(memory)
             self.metrics.close()
             self.tracker.close()
             os.close(self.lock)
@@ -326,6 +329,17 @@ class Run:
                       f"--run {show_path(self.folder, Path.cwd())} --resume")
         if self.stop_signal == signal.SIGINT:
             sys.exit(130)
+
+    def _print_memory(self, memory):
+        """The peak of this process, or the ranks' largest and smallest."""
+        most, least = (describe_memory(find(memory), self.device)
+                       for find in (max, min))
+        if self.world_size == 1:
+            print(f"memory: {most} at most")
+        else:
+            print(f"memory: {most} at most, on rank "
+                  f"{memory.index(max(memory))}; {least} on rank "
+                  f"{memory.index(min(memory))}, which has the least")
 
     def _open_metrics(self, step):
         """Cut metrics.csv back to the rows before `step`. Rank 0 alone."""
@@ -364,12 +378,13 @@ def new_folder(parent, stage):
 
 
 def format_line(step, max_steps, loss, lr, norm, seconds, speed, each, mfu,
-                val_loss, bytes_per_token):
-    """A line of the log, 140 characters at most; None is left out.
+                val_loss, bytes_per_token, memory=None):
+    """A line of the log, 165 characters at most; None is left out.
 
-    Where there is a validation loss, the figures of each device are left
-    out: metrics.csv has them.
+    Where there is a validation loss, the speed of each device is left out:
+    metrics.csv has it. memory: in words.
     """
+    memory = "" if memory is None else f" mem: {memory} |"
     line = (f"| step {step:4d}/{max_steps} | loss {loss:.6f} "
             f"| lr: {lr:.4e} | norm: {norm:.4f} "
             f"| dt: {1000 * seconds:6.1f} ms | tok/s: {speed:,.0f}")
@@ -378,13 +393,21 @@ def format_line(step, max_steps, loss, lr, norm, seconds, speed, each, mfu,
         if bytes_per_token:
             bits = val_loss / math.log(2) / bytes_per_token
             line += f" bits/byte: {bits:.3f} |"
-        return line
+        return line + memory
     line += " |" if each is None else f" ({each:,.0f} each) |"
-    return line if mfu is None else f"{line} mfu: {100 * mfu:.1f}% |"
+    if mfu is not None:
+        line += f" mfu: {100 * mfu:.1f}% |"
+    return line + memory
 
 
 def format_number(value):
-    """A number as in metrics.csv: nine digits, empty for None."""
+    """A number as in metrics.csv: an integer, or nine digits.
+
+    Empty for None. What is read from there is written the same again.
+    """
     if value is None:
         return ""
-    return str(value) if isinstance(value, int) else f"{value:.9g}"
+    if isinstance(value, int) or (
+            value.is_integer() and 10**9 <= value < 2**53):
+        return str(int(value))
+    return f"{value:.9g}"

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Starts this node's processes, one for each GPU. srun runs this file once on
-# each node. torchrun numbers the processes and sets RANK, LOCAL_RANK and
-# WORLD_SIZE.
+# each node, and numbers the nodes in the order of its list. torchrun numbers
+# the processes in that order, so that the first ones are on the first node,
+# and sets RANK, LOCAL_RANK and WORLD_SIZE.
 
 # The signal before the time limit is meant for the processes. torchrun itself
 # would die of it and leave them behind.
@@ -11,6 +12,6 @@ threads=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 exec torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
-    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
-    --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+    --node-rank="$SLURM_NODEID" \
+    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
     -- "$@"

@@ -129,6 +129,22 @@ def same(state):
                for name, weight in STATE["model"].items())
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux")
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_checkpoint_is_mapped_and_not_read(tmp_path, verify):
+    """A rank reads no more of it than it uses, and changes nothing."""
+    file = tmp_path / "mapped.pt"
+    file.write_bytes(CONTENT)
+    state = load_checkpoint(file, verify=verify)
+    assert str(file) in Path("/proc/self/maps").read_text()
+    for weight in state["model"].values():
+        weight.zero_()
+    assert file.read_bytes() == CONTENT
+    assert same(load_checkpoint(file))
+    file.unlink()  # as the oldest is, while another rank has it
+    assert not any(weight.any() for weight in state["model"].values())
+
+
 @few
 @given(st.one_of(flipped(CONTENT), flipped(CONTENT, DIRECTORY),
                  st.binary(max_size=200),

@@ -86,8 +86,9 @@ def shorter(tmp_path_factory):
 
 def texts(result):
     """The texts that a run has written, in their order."""
-    return re.findall(r"^> Hello, I'm a language model,(.*?)(?=^>|^\||^fin)",
-                      result.out, re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^> Hello, I'm a language model,(.*?)(?=^>|^\||^memory:|^fin)",
+        result.out, re.MULTILINE | re.DOTALL)
 
 
 # ------------------------------------------------------- the same training

@@ -39,7 +39,8 @@ def plain_environment(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     """Makes torch take this machine for one with GPUs, as it is told."""
-    def fake(count=4, name="NVIDIA A100-SXM4-40GB", gibibytes=39.4):
+    def fake(count=4, name="NVIDIA A100-SXM4-40GB", gibibytes=39.4,
+             bf16=True):
         accelerator = torch.device("cuda")
         for owner, attribute, value in (
                 (torch.accelerator, "current_accelerator",
@@ -47,6 +48,8 @@ def gpu(monkeypatch):
                 (torch.accelerator, "device_count", lambda: count),
                 (torch.accelerator, "set_device_index", lambda index: None),
                 (torch.cuda, "get_device_name", lambda device: name),
+                (torch.cuda, "is_bf16_supported",
+                 lambda including_emulation=True: bf16 or including_emulation),
                 (torch.cuda, "get_device_properties",
                  lambda device: SimpleNamespace(
                      total_memory=int(gibibytes * 2**30)))):
@@ -144,7 +147,7 @@ def test_a_device_of_ones_own_is_named(gpu):
     gpu(count=1)
     assert device.use_device("auto", 0) == torch.device("cuda", 0)
     with pytest.raises(UserError, match=r"process 1 of this node.*--gpus-per-"
-                       r"task.*--gpus-per-node instead"):
+                       r"task.*--gpus-per-node instead.*CUDA_VISIBLE_DEVICES"):
         device.use_device("auto", 1)
     from backstage import lightning
 
@@ -317,6 +320,20 @@ def test_the_microbatch_is_what_fits_into_the_device(
     assert parsed(monkeypatch, "--microbatch-size", "3").microbatch_size == 3
 
 
+def test_a_gpu_that_emulates_bf16_trains_in_fp32(monkeypatch, capsys, gpu):
+    """Such as a T4: torch says that it supports bf16."""
+    gpu(name="Tesla T4", gibibytes=14.6, bf16=False)
+    assert parsed(monkeypatch).precision == "fp32"
+    said = capsys.readouterr()
+    assert "no bf16 arithmetic), device cuda, fp32, " in said.out
+    assert not said.err
+    assert parsed(monkeypatch, "--precision", "bf16").precision == "bf16"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Tesla T4 only emulates bf16" in line and "fp32" in line
+    gpu()
+    assert parsed(monkeypatch).precision == "bf16"
+
+
 @pytest.mark.parametrize("words, world_size, size", [
     (["--preset", "gpt2"], 8, 64),  # of the 64 that each has
     (["--preset", "gpt2"], 16, 32),
@@ -398,6 +415,28 @@ def test_memory_is_kept_for_the_next_tensor():
         [sys.executable, "-c", FAULTS, word], check=True, cwd=ROOT,
         stdout=subprocess.PIPE).stdout) for word in ("given", "kept"))
     assert 10 * kept < given, (kept, given)
+
+
+def test_the_memory_of_a_device(monkeypatch, gpu, tmp_path):
+    gpu(gibibytes=39.4)
+    mine = torch.device("cuda", 1)
+    for name, size in (("allocated", 15.5), ("reserved", 17)):
+        monkeypatch.setattr(
+            torch.cuda, f"max_memory_{name}",
+            lambda device, size=size: int(size * 2**30) * (device == mine))
+    assert device.peak_memory(mine) == (15.5 * 2**30, 17 * 2**30)
+    assert device.describe_memory(15.5 * 2**30, mine) == "15.5 GiB (39%)"
+    # of a CPU, the process's own
+    cpu = torch.device("cpu")
+    file = tmp_path / "status"
+    file.write_text("VmPeak:\t  900 kB\nVmHWM:\t  123456 kB\nVmRSS: 1 kB\n")
+    assert device.resident_memory(file) == 123456 * 1024
+    assert 2**25 < device.resident_memory(tmp_path / "none") < 2**42
+    assert device.describe_memory(2**29, cpu) == "0.5 GiB"
+    before, reserved = device.peak_memory(cpu)
+    large = torch.ones(2**26)  # 256 MiB
+    assert device.peak_memory(cpu)[0] > before - 2**27 and reserved is None
+    assert device.peak_memory(cpu)[0] > large.nbytes
 
 
 # --------------------------------------------------------------- the copy

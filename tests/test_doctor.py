@@ -142,6 +142,45 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
         doctor.ask_device()
 
 
+def test_the_libraries_that_are_loaded_are_named(tmp_path, monkeypatch):
+    """A module for CUDA has some of its own, which come first."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    maps, line = tmp_path / "maps", "7f00-7f01 r-xp 0000 08:01 42     {}\n"
+    packages = tmp_path / "site-packages"
+    mine = [packages / "nvidia/nccl/lib/libnccl.so.2",
+            packages / "nvidia/cudnn/lib/libcudnn.so.9"]
+    maps.write_text("".join(map(line.format, [*mine, "", "[heap]"])))
+    assert doctor.name_libraries(packages, maps) == (
+        "NCCL 2.29.7, cuDNN 9.10.2")
+    maps.write_text("".join(map(line.format, [
+        mine[0], "/apps/CUDA 12/lib/libcudnn.so.9"])))
+    assert doctor.name_libraries(packages, maps) == (
+        "NCCL 2.29.7, cuDNN 9.10.2 (of /apps/CUDA 12/lib/libcudnn.so.9, not "
+        "the one that pip has installed)")
+    assert doctor.name_libraries(packages, tmp_path / "none") == (
+        "NCCL 2.29.7, cuDNN 9.10.2")
+
+
+def test_the_doctor_asks_for_them_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator",
+                        lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert doctor.ask_device().endswith(
+        "4 x NVIDIA A100, NCCL 2.29.7, cuDNN 9.10.2")
+
+
+def test_no_example_loads_the_libraries_of_a_module():
+    text = (ROOT / "site.example.sh").read_text()
+    for line in text.splitlines():
+        assert not re.match(r"#\s+module load.* cuda\b", line), line
+    for name in ("Perlmutter", "Isambard-AI", "AWS"):
+        assert name in text
+
+
 @pytest.mark.parametrize("free, enough", [(4.4e9, False), (4.6e9, True)])
 def test_room_for_two_checkpoints_and_a_part(monkeypatch, free, enough):
     monkeypatch.setattr(shutil, "disk_usage",

@@ -3,14 +3,16 @@
 import os
 import re
 import socket
+import subprocess
 import sys
+import time
 
 import pytest
 from conftest import needs
 from stages import FOLDER, run_command, start_stage, tiny
 from test_mpi import mpich  # noqa: F401, a fixture
 
-from backstage import launchers
+from backstage import ROOT, launchers
 from backstage.errors import UserError
 from backstage.launchers import (
     find_launcher,
@@ -19,7 +21,7 @@ from backstage.launchers import (
     name_ranks,
 )
 from workshop import doctor_ranks
-from workshop.processes import OPEN_MPI
+from workshop.processes import OPEN_MPI, free_port
 from workshop.stages import STAGES
 
 GOLDEN = FOLDER / "golden"
@@ -261,3 +263,51 @@ def test_what_a_network_is(tmp_path):
     log = log.format("Socket", "eno9:10.1.1.1<0>")
     assert doctor_ranks.read_nccl_log(log).startswith("eno9, ")
     assert "names no network" in doctor_ranks.read_nccl_log("")
+
+
+@pytest.mark.parametrize("lines, words", [
+    # a plugin's, which knows how to talk to Slingshot or EFA
+    (["NET/OFI Initializing aws-ofi-nccl 1.14.0",
+      "NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)",
+      "NET/Socket : Using [0]hsn0:10.1.1.1<0>",
+      "Using network AWS Libfabric"], "AWS Libfabric (cxi), by NCCL"),
+    (["NET/OFI Selected Provider is efa (found 4 nics)",
+      "Using network OFI"], "OFI (efa), by NCCL"),
+    (["Using network UCX"], "UCX, by NCCL"),
+    # none: NCCL goes on with TCP
+    (["NET/OFI Selected provider is tcp, fabric is hsn0",
+      "NET/IB : No device found.",
+      "NET/Socket : Using [0]lost0:10.1.1.1<0> [1]lost1:10.1.1.2<0>",
+      "Using network Socket"], "lost0, by NCCL"),
+    (["NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.1.1.1<0>",
+      "NET/Socket : Using [0]eth0:10.1.1.1<0>", "Using network IB"],
+     "mlx5_0, InfiniBand or RoCE, by NCCL"),
+])
+def test_the_network_that_nccl_names(lines, words):
+    log = "".join(f"n1:7:9 [0] NCCL INFO {line}\n" for line in lines)
+    assert doctor_ranks.read_nccl_log(log) == f"{words} between the nodes"
+
+
+def test_ranks_follow_the_order_of_slurms_nodes(tmp_path, monkeypatch):
+    """A stage of a pipeline is then on a node, whatever the nodes' names."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from os import environ, write\n"  # in one piece
+        "write(1, f'node {environ[\"SLURM_NODEID\"]} rank '\n"
+        "         f'{environ[\"RANK\"]}\\n'.encode())\n")
+    for name, value in (
+            ("SLURM_NNODES", "2"), ("SLURM_GPUS_ON_NODE", "2"),
+            ("SLURM_CPUS_PER_TASK", "2"), ("SLURM_JOB_ID", "7"),
+            ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
+        monkeypatch.setenv(name, value)
+    nodes = []
+    for number in "10":  # the second node is the first to come
+        nodes.append(subprocess.Popen(
+            [ROOT / "batchfiles" / "torchrun.sh", script], text=True,
+            env={**os.environ, "SLURM_NODEID": number},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        time.sleep(1)
+    said = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sorted(line for out, _ in said for line in out.splitlines()) == [
+        "node 0 rank 0", "node 0 rank 1", "node 1 rank 2", "node 1 rank 3"]

@@ -150,6 +150,20 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
             if seconds} == {
                 "data": 3, "forward": 6, "backward": 4, "waiting": 2,
                 "all-reduce": 1, "optimizer": 4}
+    # MPI sends from the CPU; the GPU shows the marks once more
+    step, = profile.find_steps([
+        mark(0, 3, "data"), mark(5, 7, "backward"), mark(20, 20, "end"),
+        event(6, 6, "cudaLaunchKernel", "cuda_runtime", 1),
+        event(7, 9, "gemm", "kernel", 1),
+        event(7, 9, profile.MARK + "backward", "gpu_user_annotation"),
+        event(10, 16, "mpi:Allreduce", "user_annotation"),
+        event(17, 18, "mpi:Allreduce", "gpu_user_annotation")])
+    assert step.sent == [("mpi:Allreduce", 6)]
+    spent = profile.total(step.charge([2]))
+    assert {part: round(1e6 * seconds) for part, seconds in spent.items()
+            if seconds} == {
+                "data": 3, "forward": 2, "backward": 4, "waiting": 4,
+                "all-reduce": 2, "optimizer": 5}
 
 
 @pytest.mark.whole

@@ -52,11 +52,11 @@ def test_log_and_metrics(single):
         assert re.match(
             rf"\| step {step:4d}/20 \| loss \d\.\d{{6}} \| lr: {number} "
             rf"\| norm: \d\.\d{{4}} \| dt: +{number} ms "
-            rf"\| tok/s: {number} \|", line), line
+            rf"\| tok/s: {number} \|.* mem: {number} GiB \|$", line), line
     header = (single.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == ("step,loss,val_loss,lr,norm,seconds,"
                       "tokens_per_second,mfu,samples_per_second,"
-                      "tokens_per_second_per_device")
+                      "tokens_per_second_per_device,memory,memory_reserved")
     assert single.column("step") == list(range(20)) and len(lines) == 20
     evaluated = [row["step"] for row in single.rows
                  if row["val_loss"] is not None]

@@ -61,7 +61,7 @@ def screen(output):
 def steps(rows):
     """Of each row that is a whole log line: its step."""
     found = [re.fullmatch(r"\| step +(\d+)/60 \| loss .* \| tok/s: [\d,]+ \|"
-                          r"( val: [\d.]+ \|)?", row)
+                          r"( val: [\d.]+ \|)? mem: [\d.]+ GiB \|", row)
              for row in rows if "| step" in row]
     assert all(found), rows
     return [int(match[1]) for match in found]

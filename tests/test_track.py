@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import sys
 import time
 
@@ -11,22 +12,66 @@ from stages import FOLDER, train
 
 from backstage import track
 from backstage.errors import UserError
-from backstage.run import format_line
+from backstage.run import format_line, format_number
+from workshop.results import runs
 
 
 @pytest.mark.parametrize("val_loss", [None, 10.123456])
 @pytest.mark.parametrize("each", [None, 1_543_210.0])
 @pytest.mark.parametrize("mfu", [None, 0.456])
-def test_a_line_of_the_log_fits_a_screen(val_loss, each, mfu):
+@pytest.mark.parametrize("memory", [None, "139.8 GiB (100%)"])
+def test_a_line_of_the_log_fits_a_screen(val_loss, each, mfu, memory):
     """With the largest numbers that a long run on many GPUs has."""
     line = format_line(18691, 18692, 10.123456, 6e-4, 12.3456, 1.2345,
-                       12_345_678.0, each, mfu, val_loss, 4.6)
-    assert len(line) <= 140
+                       12_345_678.0, each, mfu, val_loss, 4.6, memory)
+    assert len(line) <= 165
+    assert line.endswith("| mem: 139.8 GiB (100%) |") == (memory is not None)
     assert ("bits/byte: 3.1" in line) == (val_loss is not None)
     if val_loss is None:
         assert ("tok/s: 12,345,678 (1,543,210 each) |" in line) == (
             each is not None)
         assert ("mfu: 45.6%" in line) == (mfu is not None)
+
+
+def test_the_memory_is_in_the_log_and_in_the_metrics(tmp_path):
+    """Of a CPU: the process's own, and of which rank it is the most."""
+    flags = ("--max-steps", 3, "--eval-every", 3)
+    result = train("ddp", tmp_path / "run", *flags, data=FOLDER / "golden",
+                   mesh=(1, 2, 1))
+    assert result.status == 0, result.err
+    used = result.column("memory")
+    assert used == sorted(used) and 2**25 < used[0] and used[-1] < 2**40
+    assert result.column("memory_reserved") == [None] * 3
+    lines = [line for line in result.out.splitlines() if "| step" in line]
+    assert all(re.search(r"\| mem: \d+\.\d GiB \|$", line) for line in lines)
+    assert f"mem: {used[-1] / 2**30:.1f} GiB |" in lines[-1]
+    assert re.search(r"^memory: \d+\.\d GiB at most, on rank [01]; \d+\.\d "
+                     r"GiB on rank [01], which has the least\nfinished: ",
+                     result.out, re.M)
+
+
+def test_an_older_run_goes_on_without_a_memory(tmp_path):
+    run, flags = tmp_path / "run", ("--max-steps", 4, "--checkpoint-every", 2)
+    train("std", run, *flags, data=FOLDER / "golden")
+    (run / "checkpoints" / "step_00000004.pt").unlink()
+    file = run / "metrics.csv"
+    rows = file.read_text().splitlines()
+    assert rows[0].endswith(",memory,memory_reserved")
+    file.write_text("".join(row.rsplit(",", 2)[0] + "\n" for row in rows))
+    assert runs.read(run).memory is None
+    result = train("std", run, "--resume", "--max-steps", 4)
+    assert result.status == 0 and not result.err
+    assert [value is None for value in result.column("memory")] == [
+        True, True, False, False]
+    assert runs.read(run).memory == result.column("memory")[3]
+    # what is read is written the same again
+    (run / "checkpoints" / "step_00000004.pt").unlink()
+    train("std", run, "--resume", "--max-steps", 4)
+    kept = [row.split(",") for row in file.read_text().splitlines()]
+    assert [row[:5] for row in kept] == [row.split(",")[:5] for row in rows]
+    assert [row[-2:] for row in kept[1:3]] == [["", ""]] * 2
+    assert kept[3][-2].isdigit()
+    assert format_number(17_179_869_185.0) == "17179869185"
 
 
 def test_the_figures_of_each_device(tmp_path):
@@ -71,7 +116,7 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
     names = set(events.Tags()["scalars"])
     assert names == {"loss", "val_loss", "lr", "norm", "seconds",
                      "tokens_per_second", "samples_per_second",
-                     "tokens_per_second_per_device"}
+                     "tokens_per_second_per_device", "memory"}
     for name in names - {"val_loss"}:
         seen = events.Scalars(name)
         assert [point.step for point in seen] == [0, 1, 2, 3]

@@ -107,7 +107,40 @@ def ask_device():
                 f"{count_cores()} CPUs, enough for preset nano")
     count = torch.accelerator.device_count()
     name = device_name(torch.device(accelerator.type, 0))
-    return f"torch {torch.__version__}, {count} x {name}"
+    answer = f"torch {torch.__version__}, {count} x {name}"
+    if accelerator.type == "cuda":
+        answer += f", {name_libraries(Path(torch.__file__).parents[1])}"
+    return answer
+
+
+def name_libraries(packages, maps=Path("/proc/self/maps")):
+    """NCCL and cuDNN, as they are loaded, and where from.
+
+    Those of a module for CUDA come before those that this PyTorch was built
+    with. packages: the folder where pip has installed them.
+    """
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    cudnn = torch.backends.cudnn.version()  # 91002 is 9.10.2
+    major, rest = divmod(cudnn or 0, 10_000)
+    names = [("NCCL", nccl, "libnccl.so"),
+             ("cuDNN", f"{major}.{rest // 100}.{rest % 100}" if cudnn else
+              "none", "libcudnn.so")]
+    try:
+        loaded = {line.split(maxsplit=5)[-1]
+                  for line in maps.read_text().splitlines() if "/" in line}
+    except OSError:  # this system does not tell
+        loaded = set()
+    answers = []
+    for name, version, file in names:
+        others = sorted(
+            path for path in loaded if Path(path).name.startswith(file)
+            and not Path(path).is_relative_to(packages))
+        answers.append(f"{name} {version}" + (
+            f" (of {others[0]}, not the one that pip has installed)"
+            if others else ""))
+    return ", ".join(answers)
 
 
 def ask_processes():

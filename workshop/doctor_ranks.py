@@ -168,6 +168,16 @@ def read_nccl_log(text):
     """The network that NCCL says it uses between nodes, in its own words."""
     # NET/IB : Using [0]mlx5_0:1/IB ..., or NET/Socket : Using [0]eth0:10.0...
     used = re.findall(r"NET/(\S+) : Using (?:\[\d+\])?([^\s:/]+)", text)
+    # the one that it chose in the end, which may be a plugin's
+    chosen = re.findall(r"Using network (.+)", text)
+    if chosen:
+        kind = chosen[-1].strip()
+        used = [pair for pair in used if pair[0] == kind]
+    if chosen and not used:
+        # NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)
+        found = re.findall(r"(?i)selected provider is ([^\s,]+)", text)
+        provider = f" ({found[-1]})" if found else ""
+        return f"{kind}{provider}, by NCCL between the nodes"
     if not used:
         return "nccl, whose log names no network"
     kind, name = used[-1]

@@ -593,10 +593,11 @@ def runs(*folders):
     """A table of the runs in the pictures, and which runs are left out."""
     found, notes = results.find(folders)
     rows = [("run", "stage", "device", "steps", "last loss", "tokens/s",
-             "MB sent a step")]
+             "GiB on rank 0", "MB sent a step")]
     rows += [(show_path(run.folder), run.name, run.device, len(run.rows),
               f"{run.rows[-1]['loss']:.4f}", f"{run.tokens_per_second:,.0f}",
-              "?" if run.sent is None else f"{run.sent / 1e6:,.2f}")
+              "?" if run.memory is None else f"{run.memory / 2**30:.1f}",
+             "?" if run.sent is None else f"{run.sent / 1e6:,.2f}")
              for run in found]
     presets = sorted({run.preset for run in found})
     notes = [f"Preset {', '.join(presets)}.", *notes]

@@ -101,6 +101,12 @@ class Result:
         """The median MFU, or None if the device's peak is not known."""
         return self.median("mfu")
 
+    @property
+    def memory(self):
+        """The most bytes of memory on rank 0; None in an older run."""
+        return max((row["memory"] for row in self.rows
+                    if row["memory"] is not None), default=None)
+
     def median(self, column):
         values = [row[column] for row in self.rows[len(self.rows) // 5:]
                   if row[column] is not None]
