@@ -199,16 +199,24 @@ def has_bf16(device):
     return True
 
 
-def compile_model(model, device):
-    """`torch.compile(model)`, or the model itself and a line of warning."""
-    return torch.compile(model) if can_compile(device) else model
+def compile_model(model, device, each_block=False):
+    """`torch.compile(model)`, or the model itself and a line of warning.
 
-
-def compile_blocks(blocks, device):
-    """Compile each of the modules in its place, or print a warning."""
-    if can_compile(device):
-        for block in blocks:
-            block.compile()
+    each_block: compile the blocks alone, each in its place, and return the
+    model. A model with FSDP or DTensors cannot be compiled as a whole: FSDP
+    gathers weights between the blocks, where the compiler gives up, and says
+    nothing. Texts are written without it: they grow, and the blocks would be
+    compiled again for each length.
+    """
+    if not can_compile(device):
+        return model
+    if not each_block:
+        return torch.compile(model)
+    for block in model.transformer.h.children():
+        block.compile()
+    eager = torch.compiler.set_stance("force_eager")
+    model.generate = eager(model.generate)
+    return model
 
 
 def can_compile(device):

@@ -69,9 +69,6 @@ def check_device(hp, devices):
             f"{devices} processes on a node, but each sees {count} {device} "
             "device(s): start no more than that on a node"
             + (f". {OWN_DEVICE}" if count == 1 else ""))
-    require(hp.strategy == "ddp" or not hp.compile,
-            f"Lightning does not compile with --strategy {hp.strategy}: add "
-            "--no-compile")
 
 
 # ----------------------------------------------------- what a Trainer needs

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
 from backstage.deferred import draw_weights, make_shapes
-from backstage.device import compile_blocks, pin, use_device
+from backstage.device import compile_model, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
 from backstage.process import prepare_process
@@ -408,8 +408,6 @@ def main():
     raw_model = make_shapes(GPT, config, hp.recompute)
     parallelize(raw_model, mesh["tp"])
     cut(raw_model, mesh["pp"])
-    if hp.compile:  # the whole model cannot be compiled with DTensors in it
-        compile_blocks(raw_model.transformer.h.children(), device)
     # a part of each block goes to each device, and of what is in no block
     for module in (*raw_model.transformer.h.children(), raw_model):
         draw_weights(raw_model, module)
@@ -419,7 +417,9 @@ def main():
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = Pipeline(raw_model, accumulation_steps, device, mesh["pp"])
+    model = compile_model(
+        raw_model, device, each_block=True) if hp.compile else raw_model
+    model = Pipeline(model, accumulation_steps, device, mesh["pp"])
     tied = raw_model.transformer.wte or raw_model.lm_head
     ends = join_tied_ends(mesh) if pp_size > 1 else None
 

@@ -327,7 +327,8 @@ def main():
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = compile_model(raw_model, device) if hp.compile else raw_model
+    model = compile_model(
+        raw_model, device, each_block=True) if hp.compile else raw_model
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()

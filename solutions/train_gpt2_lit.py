@@ -315,7 +315,9 @@ def main():
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
     raw_model = GPT(config, hp)
-    model = compile_model(raw_model, device) if hp.compile else raw_model
+    model = compile_model(
+        raw_model, device, each_block=hp.strategy == "fsdp2"
+    ) if hp.compile else raw_model
 
     trainer = L.Trainer(
         accelerator=device.type, devices=world_size // num_nodes,

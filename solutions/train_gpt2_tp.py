@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
 from backstage.deferred import draw_weights, make_shapes
-from backstage.device import compile_blocks, pin, use_device
+from backstage.device import compile_model, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
 from backstage.process import prepare_process
@@ -359,8 +359,6 @@ def main():
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
     raw_model = make_shapes(GPT, config, hp.recompute)
     parallelize(raw_model, mesh["tp"])
-    if hp.compile:  # the whole model cannot be compiled with DTensors in it
-        compile_blocks(raw_model.transformer.h.children(), device)
     # a part of each block goes to each device, and of what is in no block
     for module in (*raw_model.transformer.h.children(), raw_model):
         draw_weights(raw_model, module)
@@ -370,7 +368,8 @@ def main():
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = raw_model
+    model = compile_model(
+        raw_model, device, each_block=True) if hp.compile else raw_model
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()

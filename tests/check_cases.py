@@ -950,7 +950,7 @@ LIT_RIGHT = (
             "    def forward(self, *batch):\n"
             "        return self.model(*batch)\n\n"
             "    def generate(self, *args):\n"
-            "        return self.model.generate(*args)\n\n"
+            "        return GPT.generate(self, *args)\n\n"
             "    def training_step(self, batch):"),
            ("raw_model = GPT(", "raw_model = Lit(")),
           "the checkpoint's names begin with model.", suite=True),
@@ -1341,9 +1341,6 @@ TP_WRONG = (
     wrong("the plan's names not imported", "tp",
           (("from torch.distributed.tensor import Replicate\n", ""),),
           "NameError: name 'Replicate' is not defined", "import"),
-    wrong("compile_blocks not imported", "tp",
-          (("import compile_blocks, pin", "import pin"),),
-          "compile_blocks is not defined (line", "import"),
     wrong("tp not imported", "tp",
           (("from torch.distributed.tensor import parallel as tp\n", ""),),
           "NameError: name 'tp' is not defined", "import"),
@@ -1385,11 +1382,6 @@ TP_WRONG = (
             "device.type, (world_size,)))"),), "", 'mesh["dp"]'),
     wrong("sharded before it is split", "tp",
           ((TP_CALL, ""), (MESH_SHARD, MESH_SHARD + TP_CALL)), "", "before"),
-    wrong("the whole compiled, too", "tp",
-          (("    model = raw_model\n", "    model = raw_model\n"
-            "    if hp.compile:\n"
-            "        model = compile_model(model, device)\n"),),
-          "compile_model is not defined", "workshop diff tp"),
     wrong("FSDP's norm", "tp",
           ((TP_CLIP, CLIP),
            ("norm = norm.item()", "norm = norm.full_tensor().item()")),
@@ -1505,7 +1497,7 @@ D3_CLIP = ("        norm = clip_grad_norm("
            "raw_model, 1.0, world_size // pp_size)\n")
 D3_SCHEDULE = "self.schedule = Schedule1F1B("
 D3_LOSS = "lambda loss, target: loss)"
-D3_PIPELINE = "Pipeline(raw_model, accumulation_steps,"
+D3_PIPELINE = "Pipeline(model, accumulation_steps,"
 D3_READ = "S // dp_size, T,\n"
 D3_JOIN = """\
         dist.all_reduce(loss, group=self.group)  # the other stages add 0
@@ -1613,7 +1605,7 @@ D3_WRONG = (
     wrong("gradients never zeroed", "3d", ((ZERO, ""),),
           "gradients of step 1 are off", "zeroed"),
     wrong("fewer microbatches than pipeline stages", "3d",
-          ((D3_PIPELINE, "Pipeline(raw_model, 1,"),), "", "microbatches"),
+          ((D3_PIPELINE, "Pipeline(model, 1,"),), "", "microbatches"),
     wrong("rank 0 alone saves", "3d",
           ((SAVE_ALL, "        if rank == 0 and save:\n"),),
           "", "move it out of `if rank == 0 and save:`"),

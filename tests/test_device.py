@@ -18,7 +18,9 @@ from workshop.processes import free_port, launch
 from workshop.stages import STAGES
 
 sys.path.insert(0, str(ROOT / "solutions"))
+import train_gpt2_3d as three_d
 import train_gpt2_ddp as ddp
+import train_gpt2_tp as tp
 
 GOLDEN = FOLDER / "golden"
 LAUNCHERS = ("SLURM_", "CUDA_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE")
@@ -301,9 +303,10 @@ def test_an_error_on_one_rank_ends_all_at_once(tmp_path):
 # ---------------------------------------------------------- the microbatch
 
 
-def parsed(monkeypatch, *words):
+def parsed(monkeypatch, *words, script=ddp):
     monkeypatch.setattr(sys, "argv", ["x", "--data", str(GOLDEN), *words])
-    return flags.parse(ddp.Hyperparameters, ddp.PRESETS, ddp.MODELS)
+    return flags.parse(
+        script.Hyperparameters, script.PRESETS, script.MODELS)
 
 
 @pytest.mark.parametrize("gibibytes, size", [
@@ -332,6 +335,42 @@ def test_a_gpu_that_emulates_bf16_trains_in_fp32(monkeypatch, capsys, gpu):
     assert "Tesla T4 only emulates bf16" in line and "fp32" in line
     gpu()
     assert parsed(monkeypatch).precision == "bf16"
+
+
+@pytest.mark.parametrize("stage", [tp, three_d], ids=["tp", "3d"])
+@pytest.mark.parametrize("tensor, gibibytes, size", [
+    (1, 139.8, 64), (1, 79.1, 32), (1, 44.4, 32), (1, 39.4, 16), (1, 15.7, 8),
+    (2, 79.1, 64), (2, 39.4, 32), (4, 39.4, 32), (4, 15.7, 16)])
+def test_the_microbatch_leaves_room_for_the_loss_of_split_logits(
+        monkeypatch, gpu, stage, tensor, gibibytes, size):
+    gpu(gibibytes=gibibytes)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parsed(monkeypatch, "--tensor-parallel", str(tensor),
+                  script=stage).microbatch_size == size
+
+
+@pytest.mark.parametrize("preset, pipeline, world_size, size", [
+    ("gpt2", 1, 2, 64), ("gpt2", 2, 2, 32),  # 16 of the 512 samples
+    ("gpt2", 2, 4, 16), ("gpt2", 4, 4, 16), ("gpt2", 4, 32, 2),
+    ("gpt2", 12, 12, 4),  # the next below 512 / 96 that divides
+    ("nano", 2, 2, 1),  # of 8 samples: 4 for each of the two
+])
+def test_a_pipeline_has_many_microbatches(
+        monkeypatch, gpu, preset, pipeline, world_size, size):
+    """At least 8 for each of its stages, where the minibatch has them."""
+    gpu(gibibytes=139.8)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    hp = parsed(monkeypatch, "--preset", preset, "--pipeline-parallel",
+                str(pipeline), script=three_d)
+    assert hp.microbatch_size == size
+
+
+def test_lightning_shards_where_compiling_is_the_default(monkeypatch, gpu):
+    gpu(gibibytes=139.8)
+    script = pytest.importorskip("train_gpt2_lit")
+    hp = parsed(monkeypatch, "--strategy", "fsdp2", script=script)
+    assert hp.preset == "gpt2" and hp.compile
+    assert script.lit.get_world(hp) == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("words, world_size, size", [

@@ -387,8 +387,6 @@ def test_what_a_step_sends(data, single, tmp_path, flags):
 
 @pytest.mark.parametrize(("flags", "world_size", "message"), [
     (("--strategy", "fsdp"), None, "'ddp', 'fsdp2'"),
-    (("--strategy", "fsdp2", "--compile"), 2, "Lightning does not compile "
-     "with --strategy fsdp2: add --no-compile"),
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
     (("--devices", "-1"), None, "--devices must be 0 or more"),

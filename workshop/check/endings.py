@@ -63,7 +63,7 @@ MESH_HINTS = (
     (r"'ModuleList' object has no attribute 'values'", "", "the blocks are "
      'in a ModuleDict after cut(raw_model, mesh["pp"])'),
     (r"Number of microbatches .* must be", "", "PyTorch's schedule wants at "
-     "least as many microbatches as pipeline stages: Pipeline(raw_model, "
+     "least as many microbatches as pipeline stages: Pipeline(model, "
      "accumulation_steps, ...)"),
     (r"arg_mbs|num_chunks", "", "the schedule cuts a "
      "batch into accumulation_steps microbatches: the batch has S // dp_size "

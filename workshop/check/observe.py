@@ -396,6 +396,8 @@ class Observer:
             self.asked("Trainer", {
                 key: value if isinstance(value, (int, float, str)) else
                 type(value).__name__ for key, value in kwargs.items()})
+            # what it writes, if anything, is not for the attendee's folder
+            kwargs.setdefault("default_root_dir", str(self.folder))
             return make(self_, *args, **kwargs)
 
         @functools.wraps(fit)
