@@ -91,6 +91,19 @@ def test_what_a_single_mistake_is_called(name, tmp_path, capsys):
     assert out.count("        It is ") == 1
 
 
+def test_a_script_that_cannot_be_compared(tmp_path, capsys):
+    path = tmp_path / "train_gpt2.py"
+    script = edit(STAGES["ddp"].solution.read_text(),
+                  ("use_device(hp.device, local_rank)",
+                   "use_device(hp.device)"))
+    path.write_bytes(f"# -*- coding: latin-1 -*-\n# é\n{script}".encode(
+        "latin-1"))
+    assert not main("ddp", path)
+    out = capsys.readouterr().out
+    assert "rank 1 takes device 0" in out and "It is" not in out
+    assert out.rstrip().endswith("Not yet. With -v it tells all that it saw.")
+
+
 def test_a_half_made_script_is_not_searched(tmp_path, capsys):
     out = said_of(STAGES["std"].solution.read_text(), tmp_path, capsys)
     assert "It is change" not in out

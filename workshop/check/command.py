@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import tokenize
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -266,8 +267,12 @@ class Check:
             return None if right else other.wrong
 
         own = data
-        renamed = localise.rename(
-            data.decode(), STAGES[stage].solution.read_text()).encode()
+        try:
+            Diff(stage, script, data)  # is it one that can be compared?
+            renamed = localise.rename(
+                data.decode(), STAGES[stage].solution.read_text()).encode()
+        except (UserError, UnicodeDecodeError, tokenize.TokenError):
+            return
         if renamed != data and (try_out(renamed) or [""])[0] == self.wrong[0]:
             own = renamed
         diff = Diff(stage, script, own)

@@ -79,7 +79,7 @@ def rename(yours, goal):
              if len(others) == 1 and own not in words[1]
              and own.isidentifier() and min(others).isidentifier()
              and min(others) not in words[0]}
-    lines = yours.splitlines(keepends=True)
+    lines = io.StringIO(yours).readlines()
     for token in reversed(yours_tokens):
         if token.type == tokenize.NAME and token.string in names:
             (row, begin), (_, end) = token.start, token.end
