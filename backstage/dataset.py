@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from backstage.errors import UserError, require
-from backstage.schema import COUNT, read_json, reason, require_file
+from backstage.schema import read_json, reason, require_file
 
 MANIFEST = "manifest.json"
-SCHEMA = {"complete?": bool, "val?": {"bytes?": COUNT, "tokens?": COUNT}}
+SUM = range(2**63)  # a text may have no validation split
+SCHEMA = {"complete?": bool, "val?": {"bytes?": SUM, "tokens?": SUM}}
 LOOK = 100_000  # tokens of each shard that are looked at before a run
 
 
@@ -70,6 +71,6 @@ def bytes_per_token(folder):
     """For the validation split; None if the folder does not say."""
     try:
         val = read_manifest(folder)["val"]
-        return val["bytes"] / val["tokens"]
-    except (UserError, KeyError):
+        return val["bytes"] / val["tokens"] or None
+    except (UserError, KeyError, ZeroDivisionError):
         return None

@@ -424,7 +424,7 @@ def test_a_lesson_submits(slurm, monkeypatch):
     finally:
         site.write_text(right)
     assert "SBATCH_PARTITION=gpu" in shown(book.cells[1])
-    assert "Nothing is submitted." in shown(silent)  # Run All: nobody does
+    assert "Nothing is submitted:" in shown(silent)  # Run All: nobody does
     assert slurm.job(job)["TimeLimit"] == "00:07:00"
     assert job in shown(queue)
     assert f"finished: {slurm.repo}/runs/ddp-1n2g-{job}" in shown(log)
