@@ -52,7 +52,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
             right = Check(bench, verbose, out, change is not None,
-                          lines_as_in(yours, data)).run(script)
+                          lines_as_in(yours, data)).run()
         finally:
             remove(ending.folder)
     if right and change is None:
@@ -177,8 +177,6 @@ class Events:
 class Quiet:
     """Prints nothing."""
 
-    more = ""
-
     def say(self, text=""):
         pass
 
@@ -244,38 +242,39 @@ class Check:
         self.steps, self.warned = STEPS, []
         self.last, self.wrong = "", []  # the last trial, what is wrong in it
 
-    def localise(self, stage, script, data):
+    def localise(self):
         """Name the changes without which it would be right, as far as found.
 
         Scripts with a part of the differences are tried as the last one was.
         """
         from workshop.check import localise, trial
 
+        stage, script = self.bench.stage, self.bench.script
         seen = {}  # differences -> [symptom, answer], or None if right
 
         def try_out(data):
-            folder = self.bench.folder / f"part-{time.monotonic_ns()}"
+            # short: the address of a socket in it has 108 characters at most
+            folder = self.bench.folder / f"p{len(seen)}"
             folder.mkdir()
-            bench = trial.Bench(
-                folder, stage, self.bench.script, data, Quiet().say)
+            bench = trial.Bench(folder, stage, script, data, Quiet().say)
             bench.place = self.bench.place
             bench.reference = self.bench.reference
             other = Check(bench, False, Quiet(), False,
-                          lines_as_in(own, data))
+                          lines_as_in(diff.yours.data, data))
             right = other.repeat(self.last)
             remove(folder)
             return None if right else other.wrong
 
-        own = data
         try:
-            Diff(stage, script, data)  # is it one that can be compared?
+            diff = Diff(stage, script)
             renamed = localise.rename(
-                data.decode(), STAGES[stage].solution.read_text()).encode()
-        except (UserError, UnicodeDecodeError, tokenize.TokenError):
-            return
-        if renamed != data and (try_out(renamed) or [""])[0] == self.wrong[0]:
-            own = renamed
-        diff = Diff(stage, script, own)
+                script.read_text("utf-8"),
+                STAGES[stage].solution.read_text("utf-8")).encode()
+        except (UserError, tokenize.TokenError):
+            return  # it cannot be compared
+        if renamed != diff.yours.data and (
+                try_out(renamed) or [""])[0] == self.wrong[0]:
+            diff = Diff(stage, script, renamed)
         items = localise.in_order(diff, self.wrong[1])
         if not items or 2 * len(diff.left) > diff.total:
             return  # the finished script, or one that is half made
@@ -312,8 +311,8 @@ class Check:
         return self.try_mesh(next(
             mesh for mesh in self.meshes if label(mesh) == last))
 
-    def run(self, path):
-        """Whether all of them are right; path: the script's own."""
+    def run(self):
+        """Whether all of them are right."""
         bench = self.bench
         more = [] if self.quick else ["resumed", "stopped"] + (
             ["bf16", "fsdp2"] * STAGES[bench.stage].trainer)
@@ -329,7 +328,7 @@ class Check:
                      "number, the check tries everything.")
         elif not right:
             if not self.quick:
-                self.localise(bench.stage, path, bench.script.read_bytes())
+                self.localise()
             self.say("\nNot yet." + ("" if self.verbose else self.out.more))
         else:
             self.out.show_table()

@@ -8,6 +8,7 @@ debugging finds.
 
 import ast
 import io
+import re
 import time
 import tokenize
 from difflib import SequenceMatcher
@@ -101,13 +102,12 @@ def in_order(diff, words):
     neither as it was before the lesson nor as the lesson makes it.
     """
     start = {line.strip() for line in diff.lesson.start.lines}
+    named = {int(number) - 1 for number in re.findall(r"\bline (\d+)", words)}
 
     def suspicion(item):
-        lines = {i + 1 for i1, i2, *_ in item.edits for i in range(i1, i2)}
-        named = any(f"line {line}" in words for line in lines)
-        own = any(diff.yours.lines[line - 1].strip() not in start
-                  for line in lines)
-        return named + own
+        lines = {i for i1, i2, *_ in item.edits for i in range(i1, i2)}
+        own = any(diff.yours.lines[i].strip() not in start for i in lines)
+        return bool(lines & named) + own
 
     return sorted(diff.left + diff.others, key=suspicion, reverse=True)
 

@@ -247,17 +247,17 @@ def is_split(trial, state):
                for entry in state["sharded"].values())
 
 
-# ------------------------------------------------------------------ devices
-
-
-@question("its processes part at the end", meshes=several)
+@question("its processes leave their group at the end", meshes=several)
 def parting(trial, reference):
     """Whether the group is left, where the script has joined one."""
     if any(seen["joined"] for seen in trial.seen):
         return warn("the process group is never left",
                     "with NCCL the end may hang: dist.destroy_process_group() "
                     "after the last collective")
-    return ok("its processes part at the end")
+    return ok("its processes leave their group at the end")
+
+
+# ------------------------------------------------------------------ devices
 
 
 @question("each process asks for its own device")

@@ -35,7 +35,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
          "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
          "--checkpoint-every", RESUMED)
 
-LONGEST = 60  # characters of a folder in which sockets still have a place
+LONGEST = 48  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
 LITTLE = 1e6  # with no more than that left, a file may not be whole
 ASLEEP = 3.0  # seconds without anything to do after which it hangs
@@ -83,6 +83,7 @@ class Trial:
     events: list = field(default_factory=list)  # of each rank, in their order
     rows: list = field(default_factory=list)  # of metrics.csv
     state: dict | None = None  # the last checkpoint
+    saved: list = field(default_factory=list)  # the steps of all that are left
     first_step: int = 0
     seconds: float = 0.0
     cpu: float = 0.0
@@ -200,7 +201,8 @@ class Bench:
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))
         files = sorted(run.glob("checkpoints/step_*.pt"))
-        trial.saved = [file.stem.lstrip("step_0") for file in files]
+        trial.saved = [file.stem.removeprefix("step_").lstrip("0")
+                       for file in files]
         if files:
             try:
                 trial.state = torch.load(files[-1], weights_only=True)

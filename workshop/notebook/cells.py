@@ -206,14 +206,13 @@ def check(stage, change=None):
 def check_pictures(board):
     """The pictures beside the table, as far as there are any."""
     drawn = []
-    last = list(board.pictures.values() or [{"read": []}])[-1]
-    if any(last["read"]):
-        drawn.append(pictures.reads(
-            last["expected"], last["read"], last["readers"]))
+    last = [*board.pictures.values()][-1:]
+    drawn += [pictures.reads(seen["expected"], seen["read"], seen["readers"])
+              for seen in last if any(seen["read"])]
     losses = {name: seen["loss"] for name, seen in board.pictures.items()
               if seen["loss"]}
     if losses:
-        drawn.append(pictures.errors(last["single"], losses))
+        drawn.append(pictures.errors(last[0]["single"], losses))
     return f"<div>{''.join(drawn)}</div>" if drawn else ""
 
 
@@ -597,7 +596,7 @@ def runs(*folders):
     rows += [(show_path(run.folder), run.name, run.device, len(run.rows),
               f"{run.rows[-1]['loss']:.4f}", f"{run.tokens_per_second:,.0f}",
               "?" if run.memory is None else f"{run.memory / 2**30:.1f}",
-             "?" if run.sent is None else f"{run.sent / 1e6:,.2f}")
+              "?" if run.sent is None else f"{run.sent / 1e6:,.2f}")
              for run in found]
     presets = sorted({run.preset for run in found})
     notes = [f"Preset {', '.join(presets)}.", *notes]

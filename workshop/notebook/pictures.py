@@ -434,10 +434,10 @@ def reads(expected, read, readers):
     frame, and the colours of all.
     """
     left, most = 52, max(map(len, expected))
-    groups = {number: [rank for rank, one in enumerate(readers)
-                       if one == number] for number in dict.fromkeys(readers)}
+    groups = [[rank for rank, one in enumerate(readers) if one == number]
+              for number in dict.fromkeys(readers)]
     out, x = [text(0, 14, "who read which sample", "bold")], left
-    for k, ranks in enumerate(groups.values()):
+    for k, ranks in enumerate(groups):
         name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         out += [cell(x, 24, "", k % len(COLOURS)),
                 text(x + CELL + 2, 38, name)]
@@ -447,10 +447,10 @@ def reads(expected, read, readers):
         out.append(text(0, y + 15, f"step {step}"))
         found = [part[step] if step < len(part) else [] for part in read]
         for k, sample in enumerate(samples):
-            owners = [i for i, ranks in enumerate(groups.values())
+            owners = [i for i, ranks in enumerate(groups)
                       if any(sample in found[rank] for rank in ranks)]
             whole = all(sample in found[rank] for i in owners
-                        for rank in list(groups.values())[i])
+                        for rank in groups[i])
             out.append(sample_box(left + k * CELL, y, sample, owners, whole))
         others = sum(one not in samples for part in found for one in part)
         if others:

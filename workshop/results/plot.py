@@ -247,11 +247,12 @@ def note(ax, text, y=0.5):
 
 
 def missing(panel, runs):
-    """What these runs lack for a panel, or ""."""
+    """(what these runs lack for a panel, or "", whether it is blank then)."""
     ax = Figure().subplots()
     panel(ax, runs)
-    return " ".join(text.get_text().replace("\n", " ") for text in ax.texts
+    text = " ".join(text.get_text().replace("\n", " ") for text in ax.texts
                     if text.get_gid() == "missing")
+    return text, not ax.axison
 
 
 def node_size(runs, stage):
@@ -351,18 +352,17 @@ def write_panel():
             f"{', '.join(IN_NOTEBOOK)}")
     panel = IN_NOTEBOOK[name]
     runs, _ = results.find(folders)
-    text, examples = missing(panel, runs), False
+    (text, blank), examples = missing(panel, runs), False
     if text and not folders:
         others, _ = results.find_examples()
-        if not missing(panel, others):
-            runs, text, examples = others, "", True
+        if not missing(panel, others)[0]:
+            runs, blank, examples = others, False, True
 
     def draw(ax):
         panel(ax, runs)
         if examples:
             ax.set_title(f"{ax.get_title()} (examples: yours are too few)")
 
-    blank = text and name in ("parts", "gpus", "model")
     Path(output).write_text(text if blank else themed(draw), encoding="utf-8")
 
 
