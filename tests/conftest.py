@@ -135,6 +135,15 @@ def single(data, tmp_path_factory):
     return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
 
 
+@pytest.fixture(scope="module")
+def slurm():
+    """A SLURM of two nodes with four fake GPUs each, and a clone."""
+    from cluster import start  # which imports this file
+
+    with start() as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def portal(tmp_path_factory):
     """A Python with ipykernel but no torch, like a portal's kernel."""

@@ -13,7 +13,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+import nbformat
 import pytest
+from cluster import FLAGS, wait_for
 from conftest import needs
 from PIL import Image
 
@@ -25,9 +27,9 @@ from workshop.stages import STAGES
 pytestmark = pytest.mark.whole
 
 CHROMIUM = "chromium"
-FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
-         "--no-first-run --disable-background-networking "
-         "--disable-component-update --disable-sync").split()
+SWITCHES = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
+            "--no-first-run --disable-background-networking "
+            "--disable-component-update --disable-sync").split()
 TYPO = ("loss = training_step(model, batch, device, hp.precision)",
         "loss = training_step(raw_model, batch, device, hp.precision)")
 
@@ -38,6 +40,28 @@ IN_SIGHT = """where => {
   const pane = document.querySelector(".jp-NotebookPanel:not(.lm-mod-hidden) "
     + ".jp-WindowedPanel-outer").getBoundingClientRect();
   return box && box.top >= pane.top && box.bottom <= pane.bottom;
+}"""
+
+# Whether words that a cell has put out are in sight.
+READABLE = """words => {
+  const panel = document.querySelector(
+    ".jp-NotebookPanel:not(.lm-mod-hidden)");
+  const pane = panel.querySelector(".jp-WindowedPanel-outer")
+    .getBoundingClientRect();
+  for (const output of panel.querySelectorAll(".jp-OutputArea-output")) {
+    const walk = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const at = walk.currentNode.textContent.indexOf(words);
+      if (at < 0) continue;
+      const range = document.createRange();
+      range.setStart(walk.currentNode, at);
+      range.setEnd(walk.currentNode, at + words.length);
+      const box = range.getBoundingClientRect();
+      if (box.height && box.top >= pane.top && box.bottom <= pane.bottom)
+        return true;
+    }
+  }
+  return false;
 }"""
 
 # The texts in the lesson's views whose contrast is below 4.5:1: the colours
@@ -123,7 +147,7 @@ def repo(tmp_path):
 def lab(repo, tmp_path):
     """Start JupyterLab, or a command that becomes one; returns its address.
 
-    root: the folder that it shows, if no command says it.
+    root: the folder that it shows, and where a command runs.
     """
     servers = []
 
@@ -153,7 +177,7 @@ def lab(repo, tmp_path):
                 [sys.executable, "-m", *command, "--allow-root",
                  "--ip=127.0.0.1", f"--port={port}",
                  "--ServerApp.port_retries=0", "--IdentityProvider.token="],
-                env=env, stdout=file, stderr=subprocess.STDOUT))
+                cwd=root, env=env, stdout=file, stderr=subprocess.STDOUT))
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
             assert servers[0].poll() is None, log.read_text()
@@ -180,7 +204,7 @@ def page():
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=shutil.which(CHROMIUM), args=FLAGS)
+            executable_path=shutil.which(CHROMIUM), args=SWITCHES)
         context = browser.new_context(
             viewport={"width": 1280, "height": 720},
             permissions=["clipboard-read", "clipboard-write"])
@@ -191,33 +215,45 @@ def page():
 class Lesson:
     """The lesson on the right, the script on the left."""
 
-    def __init__(self, page, url, stage="ddp"):
+    def __init__(self, page, url=None, stage="ddp", notebook=None):
+        """url: JupyterLab's address; left out, both are open already.
+
+        notebook: one that is no stage's lesson.
+        """
         from playwright.sync_api import expect
 
-        self.page, self.expect = page, expect
-        page.goto(f"{url}/lab/workspaces/{stage}/tree/notebooks/"
-                  f"diff_{stage}.ipynb")
-        # The toolbar says idle before there is a kernel; this does not.
-        expect(page.locator("#jp-bottom-panel")).to_contain_text(
-            "| Idle", timeout=90_000)
+        self.page, self.expect, self.runs = page, expect, 0
+        self.tab = page.locator("#jp-main-dock-panel .lm-TabBar-tab",
+                                has_text="train_gpt2.py")
+        self.editor = page.locator(".jp-FileEditor .cm-content")
+        if url:
+            name = notebook or f"diff_{stage}"
+            page.goto(f"{url}/lab/workspaces/{name}/tree/notebooks/"
+                      f"{name}.ipynb")
+        self.wait_for_kernel()
         assert not page.locator(".jp-Dialog").count()  # no kernel picker
-        files = page.locator(".jp-FileBrowser")
+        if url:
+            self.put_side_by_side()
+
+    def wait_for_kernel(self):
+        # The toolbar says idle before there is a kernel; this does not.
+        self.expect(self.page.locator("#jp-bottom-panel")).to_contain_text(
+            "| Idle", timeout=90_000)
+
+    def put_side_by_side(self):
+        page, files = self.page, self.page.locator(".jp-FileBrowser")
         files.locator(".jp-BreadCrumbs-home").click()
         for name in ("code", "train_gpt2.py"):
             files.locator(".jp-DirListing-item", has_text=name).dblclick()
-        self.tab = page.locator("#jp-main-dock-panel .lm-TabBar-tab",
-                                has_text="train_gpt2.py")
         self.tab.click(button="right")
         page.locator(".lm-Menu-item", has_text="Split Tab").click()
         page.locator(".lm-Menu-item",
                      has_text=re.compile(r"^Left\s*$")).click()
         page.locator('.lm-TabBar-tab[data-id="filebrowser"]').click()  # close
-        self.editor = page.locator(".jp-FileEditor .cm-content")
         page.wait_for_function(
             "document.querySelector('.jp-FileEditor')"
             ".getBoundingClientRect().right <= document.querySelector("
             "'.jp-NotebookPanel').getBoundingClientRect().left")
-        self.runs = 0
 
     def choose_theme(self, dark):
         name = "Dark" if dark else "Light"
@@ -230,11 +266,21 @@ class Lesson:
             arg=str(not dark).lower())
         self.page.wait_for_timeout(300)  # the style sheets are there
 
+    def can_be_read(self):
+        """All that is shown: in both themes, and at 150%."""
+        assert not overflowing(self.page)
+        for dark in (False, True):
+            self.choose_theme(dark)
+            faint = self.page.evaluate(FAINT)
+            assert not faint, faint
+
     def run(self, source, which=0, key="Control+Enter", timeout=120):
         """Run the cell; returns what it shows, as text."""
-        cell = self.page.locator(
+        return self.run_cell(self.page.locator(
             ".jp-NotebookPanel:visible .jp-CodeCell", has=self.page.locator(
-                ".jp-InputArea", has_text=source)).nth(which)
+                ".jp-InputArea", has_text=source)).nth(which), key, timeout)
+
+    def run_cell(self, cell, key="Control+Enter", timeout=120):
         cell.locator(".cm-content").click()
         self.page.keyboard.press(key)
         self.runs += 1
@@ -414,11 +460,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     page.locator(".ws summary", has_text="more follow from it").click()
     assert page.locator(".ws svg desc").count() == 2  # beside it
     lesson.run("cadence()")
-    assert not overflowing(page)
-    for dark in (False, True):
-        lesson.choose_theme(dark)
-        faint = page.evaluate(FAINT)
-        assert not faint, faint
+    lesson.can_be_read()
     page.add_style_tag(content=".ws h4 { color: #666 !important }")
     assert page.evaluate(FAINT)  # it would be seen
 
@@ -474,6 +516,107 @@ def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
     largest = max(math.prod(mesh) for mesh in
                   STAGES[stage].tried or STAGES[stage].meshes)
     assert re.search(rf"Right: .*\b{largest} processes", checked), checked
+
+
+@pytest.mark.timeout(900)
+def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
+    """From start_here, by Shift+Enter, Ctrl+S and links alone."""
+    (slurm.repo / "fineweb" / "demo" / "manifest.json").unlink()
+    for file in (ROOT / "fineweb" / "demo").iterdir():
+        shutil.copy(file, slurm.repo / "fineweb" / "demo")
+    script = slurm.repo / "code" / "train_gpt2.py"
+    shutil.copy(STAGES["std"].solution, script)
+    opened = tmp_path / "opened"
+    lab("workshop", "lab", root=slurm.repo,
+        BROWSER=f"sh -c 'echo $0 > {opened}' %s",
+        **{name: slurm.env[name] for name in ("SLURM_CONF", "PATH")})
+    wait_for(lambda: opened.exists() and opened.read_text(), 30)
+    page.goto(opened.read_text().strip())
+    lesson = Lesson(page)
+
+    def go(source, words="", seconds=120):
+        """Run the cell with Shift+Enter; what it shows stays in sight."""
+        said = lesson.run(source, key="Shift+Enter", timeout=seconds)
+        assert words in said, said
+        if not words:
+            return
+        page.wait_for_function(READABLE, arg=words, timeout=5000)
+
+    go("import sys")
+    go("doctor()", "SLURM")
+    for picture in ("data_parallel()", "words()", "cadence()", "nodes()",
+                    "script_map()"):
+        go(picture)
+    go("train(", "finished:")
+    go("gpus()")
+    lesson.can_be_read()
+
+    def follow(words, name):
+        page.locator(".jp-NotebookPanel:visible .jp-MarkdownOutput a",
+                     has_text=words).last.click()
+        page.locator("#jp-main-dock-panel .lm-mod-current", has_text=name
+                     ).last.wait_for(timeout=30_000)
+        lesson.wait_for_kernel()
+        lesson.runs = 0
+
+    follow("From one device to many: DDP", "diff_ddp.ipynb")
+    go("import sys")
+    go("cadence()")
+    go("samples_read()")
+    total = len(documents.load("ddp"))
+    go('diff("ddp")', f"{total} of {total} changes left")
+    steps = Diff("ddp", STAGES["std"].solution)
+    for number in range(1, total + 1):
+        lesson.paste(steps.apply(range(1, number + 1)))
+        lesson.save()
+        words = (f"{number + 1} of {total}: " if number < total else
+                 f"Done: all {total} changes are made")
+        page.wait_for_function(READABLE, arg=words)
+    go('check("ddp", 1)')
+    go('check("ddp")', "Right:")
+    go("slurm()")
+    flags = " ".join(map(str, FLAGS)).replace("--data ", "--data ../../")
+    cell = page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
+                        has_text="submit(\"ddp-1n2g\"")
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(
+        f'submit("ddp-1n2g", "{flags} --max-steps 6")')
+    page.keyboard.press("Shift+Enter")
+    page.locator(".jp-Stdin-input:visible").fill("y")
+    page.keyboard.press("Enter")
+    lesson.runs += 1
+    submitted = cell.get_by_text("Submitted batch job")
+    submitted.wait_for(timeout=60_000)
+    job = submitted.inner_text().split()[-1]
+    go("queue()", job)
+    end = slurm.wait(job)
+    log = slurm.repo / "notebooks" / f"slurm-{job}.out"
+    assert end["JobState"] == "COMPLETED", log.read_text()
+    go("log()", "finished:")
+    follow("Results", "results.ipynb")
+    go("import sys")
+    go("runs()", f"ddp-1n2g-{job}")
+
+
+@pytest.mark.timeout(900)
+def test_whatever_else_is_shown_can_be_read(page, lab, repo):
+    """The notebooks whose cells no journey runs: contrast, and nothing cut."""
+    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
+    url = lab()
+    shutil.copytree(ROOT / "example-logs", repo / "example-logs")
+    for name in ("results", "collectives", "sharding",
+                 "diff_mpi"):
+        lesson = Lesson(page, url, notebook=name)
+        cells = [cell.source for cell in nbformat.read(
+            ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+            if cell.cell_type == "code"]
+        for index, source in enumerate(cells):
+            if not source.startswith(("#", "check(", "submit(", "train(")):
+                lesson.run_cell(page.locator(
+                    ".jp-NotebookPanel:visible .jp-CodeCell").nth(index))
+        lesson.can_be_read()
+    assert colours_apart(page) > FAR
 
 
 def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
@@ -544,7 +687,7 @@ def test_the_command_opens_the_script_beside_the_lesson(
     """It leads the browser there: `opened` stands for the browser."""
     opened = tmp_path / "opened"
     stage = [name] if name in STAGES else []
-    lab("workshop", "lab", *stage, PYTHONPATH=str(repo),
+    lab("workshop", "lab", *stage,
         BROWSER=f"sh -c 'echo $0 > {opened}' %s")
     end = time.monotonic() + 30
     while not (opened.exists() and opened.read_text()):

@@ -10,21 +10,17 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 from zipfile import ZipFile
 
 import nbformat
 import pytest
 import tiktoken
-from conftest import needs
+from cluster import FLAGS, wait_for
 from nbclient import NotebookClient
-from stages import Result, make_dataset, train, weight_distance
+from stages import train, weight_distance
 from tiktoken_ext import openai_public
 
 from backstage import ROOT, vocabulary
@@ -32,141 +28,13 @@ from workshop.stages import FIRST, LESSONS, SIZES, STAGES
 
 pytestmark = pytest.mark.whole
 
-LAB = ROOT / "tests" / "slurm" / "lab.sh"
 BATCHFILES = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
 SUBMITTED = [stage for stage in LESSONS  # in every size
              if set(STAGES[stage].jobs) == set(SIZES)]
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
-         "--device", "cpu")  # the GPUs are not real
 FEW = (*FLAGS, "--max-steps", 6)
 LONG = (*FLAGS, "--max-steps", 400, "--checkpoint-every", 20,
         "--eval-every", 200, "--generate-every", 400,
         "--learning-rate", 2e-4)  # so low that rounding errors do not grow
-
-# What is installed on the nodes of a site, in place of a GPU's.
-NVIDIA_SMI = """\
-#!/bin/sh
-while echo "$@"; do sleep 1; done
-"""
-
-
-class Slurm:
-    """A cluster, and a clone of the repository that submits to it."""
-
-    def __init__(self, lab, repo):
-        self.lab_folder, self.repo = lab, repo
-        # "ns": each node has a hostname and an address of its own
-        isolates = subprocess.run(
-            ["unshare", "--net", "--mount", "--uts", "--pid", "true"],
-            capture_output=True).returncode == 0
-        self.mode = os.environ.get("LAB_MODE", "ns" if isolates else "flat")
-        self.nodes = (["node1", "node2"] if self.mode == "ns" else
-                      ["0x7f000001", "0x7f000002"])
-        self.env = {
-            name: value for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}
-        self.env |= {"SLURM_CONF": f"{lab}/etc/slurm.conf",
-                     "PATH": f"{lab}/bin:{os.environ['PATH']}"}
-
-    def lab(self, command, *arguments):
-        subprocess.run([LAB, command, self.lab_folder, *arguments],
-                       check=True, env={**self.env, "LAB_MODE": self.mode,
-                       "LAB_SUBMIT_LUA": LAB.with_name("job_submit.lua")})
-
-    def __call__(self, *command, check=True, **variables):
-        """Run a command in the folder of the clone; its result."""
-        return subprocess.run(
-            [str(word) for word in command], cwd=self.repo.parent,
-            env=self.env | variables, text=True, check=check,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE if not check
-            else None)
-
-    def submit(self, name, *flags, options=()):
-        """Submit a batch file with flags; returns the job's number."""
-        return self("sbatch", "--parsable", "--output=%j.log", *options,
-                    self.repo / "batchfiles" / f"batch-{name}.sh",
-                    *flags).stdout.strip()
-
-    def job(self, job):
-        out = self("scontrol", "-o", "show", "job", job).stdout
-        return dict(word.split("=", 1) for word in out.split() if "=" in word)
-
-    def wait(self, job, states=ENDED, timeout=200):
-        """Wait for the job's end; returns what SLURM says about it."""
-        wait_for(lambda: self.job(job)["JobState"] in states, timeout,
-                 lambda: f"{self.job(job)}\n{self.log(job)}")
-        return self.job(job)
-
-    def log(self, job):
-        file = self.repo.parent / f"{job}.log"
-        return file.read_text() if file.exists() else ""
-
-    def result(self, name, job):
-        return Result(self.repo / "runs" / f"{name}-{job}", [])
-
-    def processes(self, job):
-        """The processes of a job, on any node: (pid, node, command)."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                env = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:  # it has ended
-                continue
-            env = dict(item.split(b"=", 1) for item in env if b"=" in item)
-            if env.get(b"SLURM_JOB_ID") == job.encode() and (
-                    env.get(b"SLURM_CONF") == self.env["SLURM_CONF"].encode()):
-                node = env.get(b"SLURMD_NODENAME", b"").decode()
-                found.append((int(folder.name), node,
-                              [word.decode() for word in command if word]))
-        return found
-
-    def ranks(self, job):
-        """Those of them that train: (pid, node)."""
-        return [(pid, node) for pid, node, command in self.processes(job)
-                if "torchrun" not in " ".join(command[:2])
-                and any("/train_gpt2_" in word for word in command[:3])]
-
-
-def wait_for(condition, timeout=200, explain=lambda: ""):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, explain()
-        time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def slurm():
-    needs("slurmctld", "munged", "git")
-    folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
-    folder.chmod(0o755)
-    repo = folder / "my clone"
-    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
-                                  ".checked.json")
-    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
-                 "notebooks", "solutions", "workshop"):
-        shutil.copytree(ROOT / name, repo / name, ignore=made)
-    (repo / "tests").mkdir()
-    for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt"):
-        shutil.copy(ROOT / name, repo / name)
-    (repo / "fineweb" / "demo").mkdir()
-    (repo / "fineweb" / "demo" / "manifest.json").touch()
-    (repo / "bin").mkdir()
-    (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
-    (repo / "bin" / "nvidia-smi").chmod(0o755)
-    (repo / "site.sh").write_text(
-        f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
-    git = ["git", "-C", repo, "-c", "user.name=x", "-c", "user.email=x"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
-    make_dataset(folder / "data")
-    cluster = Slurm(folder / "lab", repo)
-    cluster.lab("up")
-    yield cluster
-    cluster.lab("down")
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

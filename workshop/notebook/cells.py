@@ -580,8 +580,8 @@ def table(rows):
     head, *rest = ([html.escape(str(cell)) for cell in row] for row in rows)
     head = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     rest = ("".join(f"<td>{cell}</td>" for cell in row) for row in rest)
-    return (f"<table><tr>{head}</tr>"
-            f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>")
+    return (f'<div class="wide" tabindex="0"><table><tr>{head}</tr>'
+            f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table></div>")
 
 
 # ----------------------------------------------------------------- results
