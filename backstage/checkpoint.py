@@ -208,8 +208,9 @@ def get_shapes(model):
 def check_fit(file, state, shapes, optimizer=None):
     """Raise `Damaged` unless a model of these shapes can go on from `state`.
 
-    PyTorch would leave the weight as it is where one is missing, and ends the
-    process where moments have another shape than their weight.
+    optimizer: None if only the weights are wanted. PyTorch would leave the
+    weight as it is where one is missing, and ends the process where moments
+    have another shape than their weight.
     """
     own = {name: shape for name, shape in shapes.items()
            if not name.endswith(TIED[1]) and isinstance(shape, tuple)}
@@ -232,16 +233,17 @@ def check_fit(file, state, shapes, optimizer=None):
                            for outline in (wanted, found))
             if here != there:
                 raise ValueError(f"{name}: its {what} is {there}, not {here}")
+        if optimizer is None:
+            return
         if sorted(own) != sorted(
                 name for group in groups for name in group["params"]):
             raise ValueError("the optimizer has other weights")
-        if optimizer is not None:
-            ours = optimizer.param_groups
-            if len(groups) != len(ours):
-                raise ValueError("the optimizer has other groups")
-            # after a run was resumed, its two betas are a list
-            check(groups, [{key: {float: float, tuple: [float]}.get(
-                type(value), object)
-                for key, value in optimizer.defaults.items()}])
+        ours = optimizer.param_groups
+        if len(groups) != len(ours):
+            raise ValueError("the optimizer has other groups")
+        # after a run was resumed, its two betas are a list
+        check(groups, [{key: {float: float, tuple: [float]}.get(
+            type(value), object)
+            for key, value in optimizer.defaults.items()}])
     except ValueError as error:
         raise Damaged(f"{file} is damaged ({reason(error)})") from error

@@ -119,6 +119,9 @@ def parse(Hyperparameters, presets, models):
     track.check(hp.track)
     profile.check(hp.profile)
     if os.environ.get("RANK", "0") == "0":
+        if hp.warmup_steps > hp.max_steps > 0:
+            warn(f"the learning rate is still low at the end: --warmup-steps "
+                 f"is {hp.warmup_steps}, --max-steps {hp.max_steps}")
         if dataset.is_unfinished(hp.data):
             warn(f"{hp.data} is not complete: the program that builds it is "
                  "still running, or was stopped")

@@ -175,7 +175,7 @@ class Run:
         files = call_on_rank_0(self._list_checkpoints)
         if not files:
             if self.hp.init:
-                _, state = self._load([self.hp.init], model, optimizer)
+                _, state = self._load([self.hp.init], model)
                 spread_state(state, model)
             if self.rank == 0:
                 self._open_metrics(0)
@@ -201,7 +201,7 @@ class Run:
             part.unlink()
         return sorted(map(str, folder.glob("step_*.pt")), reverse=True)
 
-    def _load(self, files, model, optimizer):
+    def _load(self, files, model, optimizer=None):
         """The first of the files that this run's model can load. All ranks.
 
         Returns its name and state. Rank 0 looks for it, and warns of others.

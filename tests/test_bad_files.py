@@ -218,6 +218,14 @@ def test_a_checkpoint_with_a_weight_more(place):
         check_fit("it", STATE | {"model": more}, SHAPES)
 
 
+def test_the_weights_alone_need_no_optimizer(place):
+    """As for --init, whose optimizer begins anew."""
+    other = STATE | {"optimizer": {"state": {}, "param_groups": []}}
+    check_fit("it", other, SHAPES)
+    with pytest.raises(Damaged, match="missing"):
+        check_fit("it", other, SHAPES, OPTIMIZER)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(("stage", "mesh"), [
     ("std", (1, 1, 1)), ("ddp", (1, 2, 1)), ("fsdp", (1, 2, 1))])

@@ -442,6 +442,9 @@ def test_init_starts_from_other_weights(data, tmp_path, single):
                  data=data)
     assert more.status == 0 and more.column("step") == [0, 1]
     assert more.rows[0]["loss"] < single.rows[0]["loss"] - 1
+    assert more.err == ("warning: the learning rate is still low at the end: "
+                        "--warmup-steps is 4, --max-steps 2\n")
+    assert not single.err
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
