@@ -60,8 +60,8 @@ def test_the_places_of_the_changes_are_there(case):
                  marks=() if case in FIRST else pytest.mark.whole)
     for case in SUITE])
 def test_a_script_of_the_table(case):
-    passed, says, hint, out = outcome(case)
-    assert not problem(case, passed, says, hint), out
+    passed, says, out = outcome(case)
+    assert not problem(case, passed, says), out
     assert out.count("FAIL") == (not case.right)  # one diagnosis
 
 

@@ -107,3 +107,8 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
 def test_a_half_made_script_is_not_searched(tmp_path, capsys):
     out = said_of(STAGES["std"].solution.read_text(), tmp_path, capsys)
     assert "It is change" not in out
+
+
+def test_what_the_lesson_cannot_do_either_is_no_change():
+    """Such as a machine without MPI."""
+    assert localise.find([1, 2], lambda items: "there is no MPI") == []

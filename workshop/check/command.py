@@ -19,7 +19,7 @@ from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import processes
 from workshop.check.board import Board
-from workshop.lesson import checked
+from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.stages import DESK, FIRST, STAGES
 
@@ -51,7 +51,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         ending.folder.mkdir(mode=0o700)
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
-            right = Check(bench, verbose, out, change is not None,
+            right = Check(bench, verbose, out, change,
                           lines_as_in(yours, data)).run()
         finally:
             remove(ending.folder)
@@ -230,14 +230,15 @@ def remove(folder):
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose, out, quick, rename):
+    def __init__(self, bench, verbose, out, change, rename):
+        """change: the number of the one that is tried alone, or None."""
         from workshop.check.trial import STEPS, Mesh
 
         self.bench, self.verbose, self.out = bench, verbose, out
-        self.say, self.quick, self.rename = out.say, quick, rename
+        self.say, self.change, self.rename = out.say, change, rename
         stage = STAGES[bench.stage]
         self.meshes = [Mesh(*sizes) for sizes in stage.tried or stage.meshes]
-        if quick:
+        if change:
             self.meshes = [mesh for mesh in self.meshes if mesh.size == 2]
         self.steps, self.warned = STEPS, []
         self.last, self.wrong = "", []  # the last trial, what is wrong in it
@@ -259,7 +260,7 @@ class Check:
             bench = trial.Bench(folder, stage, script, data, Quiet().say)
             bench.place = self.bench.place
             bench.reference = self.bench.reference
-            other = Check(bench, False, Quiet(), False,
+            other = Check(bench, False, Quiet(), None,
                           lines_as_in(diff.yours.data, data))
             right = other.repeat(self.last)
             remove(folder)
@@ -294,11 +295,20 @@ class Check:
             if answer != self.wrong[1]:
                 text += f": {answer}"
             self.say(f"        {text}.")
-            why = next((item.why for item in part if item.number), "")
-            first = " ".join(re.split(r"(?<=[.!?]) ", why.split("\n")[0])[:2])
-            if first:
-                self.say(f"        {first}")
-            self.out.report(cause=[text, first])
+            self.give_reason(
+                next((item for item in part if item.number), None), text)
+
+    def give_reason(self, change, text):
+        """Say why the lesson makes a change: the first two sentences.
+
+        change: None where the script differs from the lesson otherwise.
+        text: for a notebook, what was found.
+        """
+        why = change.why.split("\n")[0] if change else ""
+        first = " ".join(re.split(r"(?<=[.!?]) ", why)[:2])
+        if first:
+            self.say(f"        {first}")
+        self.out.report(cause=[text, first])
 
     def repeat(self, last):
         """Try the trial of that name again, and what it needs first."""
@@ -314,20 +324,24 @@ class Check:
     def run(self):
         """Whether all of them are right."""
         bench = self.bench
-        more = [] if self.quick else ["resumed", "stopped"] + (
+        more = [] if self.change else ["resumed", "stopped"] + (
             ["bf16", "fsdp2"] * STAGES[bench.stage].trainer)
         self.out.report(columns=[*map(label, self.meshes), *more])
         self.say(f"{bench.script.name} against the single-device stage: "
                  f"preset tiny, fp32, {self.steps} steps")
         bench.reference = self.try_reference()
         right = all(map(self.try_mesh, self.meshes)) and (
-            self.quick or (self.try_to_resume() and self.try_to_stop()
+            self.change or (self.try_to_resume() and self.try_to_stop()
                            and self.try_bf16() and self.try_fsdp2()))
-        if right and self.quick:
+        if right and self.change:
             self.say("\nRight, as far as 2 processes show it. Without a "
                      "number, the check tries everything.")
         elif not right:
-            if not self.quick:
+            if self.change:
+                tried = documents.load(bench.stage)[self.change - 1]
+                self.give_reason(
+                    tried, f"Change {self.change} ({tried.title})")
+            else:
                 self.localise()
             self.say("\nNot yet." + ("" if self.verbose else self.out.more))
         else:

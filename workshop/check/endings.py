@@ -10,41 +10,8 @@ from workshop.check.trial import STEPS
 from workshop.stages import STAGES
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
-# What an error says -> what to do; \1 is what the pattern has found.
+# What an error says -> what to do, where neither it nor its line says it.
 HINTS = (
-    (r"name 'MPI' is not defined",
-     "it is imported at the top: from backstage.mpi import MPI"),
-    (r"'DistributedDataParallel' object has no attribute '(\w+)'",
-     r"\1 is the raw model's: raw_model.\1, the wrapper has only forward"),
-    (r"'FSDP\w+' object has no attribute 'no_sync'",
-     "a sharded model has another switch: "
-     "raw_model.set_requires_gradient_sync(is_last_microbatch)"),
-    (r"has no attribute 'set_requires_gradient_sync'",
-     "it is a method of what is sharded: fully_shard(raw_model, mesh=mesh) "
-     "changes the raw model in place, a wrapper has not got it"),
-    (r"'Tensor' object has no attribute 'full_tensor'",
-     "the gradients are no DTensors: is the model sharded, and does the last "
-     "microbatch of a step reduce them?"),
-    (r"got mixed torch.Tensor and DTensor",
-     "some of it is sharded and some is not: fully_shard for each block and "
-     "for the model, and the optimizer after that"),
-    (r"has no attribute '(no_sync|require_backward_grad_sync)'",
-     r"\1 is the wrapper's: model = DistributedDataParallel(raw_model)"),
-    (r"float\(\) argument must be .* not 'NoneType'", "the Trainer hands "
-     "over its gradient_clip_val, None by default: gradient_clip_val=1.0"),
-    (r"Default process group has not been initialized",
-     "the processes have not met yet: dist.init_process_group("
-     "dist.get_default_backend_for_device(device)) comes before"),
-    (r"NameError: name '(rank|local_rank|world_size)'",
-     "the launcher says it in an environment variable: RANK, LOCAL_RANK, "
-     "WORLD_SIZE"),
-    (r"NameError: name '(\w+)'", r"\1 is not defined there: is an import or "
-     "another change missing? The diff shows what is left"),
-    (r"KeyError: '(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)'",
-     r"plain python sets no \1: give it a value where there is no launcher"),
-    (r"MASTER_(ADDR|PORT) expected, but not set",
-     "without a launcher this is a world of one: set RANK, LOCAL_RANK, "
-     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT where RANK is not there"),
     (r"rank [1-9]\d* called run\.\w+\(\)|rank 0 alone",
      "guard it with `if rank == 0:`"),
     (r"(?i)(cuda|nccl|xpu|hip)\b.*(driver|available|compiled|support|found"
@@ -52,52 +19,6 @@ HINTS = (
      "the check runs on the CPU, without a GPU: use_device(hp.device, "
      "local_rank) and what depends on `device` work on both"),
     (r"No space left|could not be written", "make room on the disk"),
-)
-
-# The same of scripts with a mesh of devices, with the function that the error
-# comes from: in another one the same words mean something else.
-DTENSORS = r"got mixed torch.Tensor and DTensor"
-MESH_HINTS = (
-    (r"has no attribute '((?:tensor|pipeline)_parallel)'", "",
-     r"add the flag to Hyperparameters: \1: int = 1"),
-    (r"'ModuleList' object has no attribute 'values'", "", "the blocks are "
-     'in a ModuleDict after cut(raw_model, mesh["pp"])'),
-    (r"Number of microbatches .* must be", "", "PyTorch's schedule wants at "
-     "least as many microbatches as pipeline stages: Pipeline(model, "
-     "accumulation_steps, ...)"),
-    (r"arg_mbs|num_chunks", "", "the schedule cuts a "
-     "batch into accumulation_steps microbatches: the batch has S // dp_size "
-     "samples"),
-    (DTENSORS, "generate", "each rank has the logits of its own tokens: "
-     "logits.full_tensor() puts them together"),
-    (DTENSORS, "forward", "the loss of split logits needs "
-     "@tp.loss_parallel() around main(), the backward pass included"),
-    (r"AssertionError|not allocated yet|sharding strategy|" + DTENSORS,
-     "main|evaluate|training_step|forward", "the loss of split logits is a "
-     "DTensor: loss.full_tensor() is the plain one"),
-    (r"'Tensor' object has no attribute 'full_tensor'",
-     "forward|generate", "logits and loss are DTensors "
-     'where the model is split: parallelize(raw_model, mesh["tp"])'),
-    (r"'NoneType' object is not callable", "forward",
-     "a pipeline stage has its own modules alone: `if self.transformer.wte:` "
-     "before the blocks, and `if not self.lm_head: return x` after them"),
-    (r"Please call eval\(\) instead", "",
-     "without gradients the schedule only evaluates: self.schedule.eval, "
-     "unless self.training"),
-    (r"implicitly created only for scalar outputs", "",
-     "the last pipeline stage returns the loss where it gets the targets: "
-     "run(x, targets=y, target=y, ...)"),
-    (r"value was None when it should not be", "main", "FSDP shards over "
-     'another dimension of the mesh that the plan splits over: mesh["dp"]'),
-    (r"Cannot distribute a DTensor with device mesh", "", "split first, then "
-     "shard what is left to each rank: parallelize() before fully_shard()"),
-    (r"must have the same mesh", "", "PyTorch's norm takes parameters of one "
-     "mesh: clip_grad_norm(raw_model, 1.0, world_size) takes these"),
-    (r"mesh_dim_names \('(\w+)',\)", "",
-     r'the mesh has a dimension for each kind of parallelism, with "\1" '
-     "among its mesh_dim_names"),
-    (r"Mesh should not be bigger than", "", "the sides of the mesh multiply "
-     "to the world size: dp_size = world_size // tp_size // pp_size"),
 )
 
 
@@ -148,34 +69,9 @@ def explain(trial):
             and STAGES[trial.stage].launcher == "torchrun"
             and not asks_the_launcher(trial)):
         return thinks_it_is_rank_0(trial)
-    hint = (wrong_variable(trial) or mesh_hint(trial, said[rank])
-            or next((re.sub(f"(?s).*?(?:{pattern}).*", words, said[rank])
-                     for pattern, words in HINTS
-                     if re.search(pattern, said[rank])), ""))
-    return fail(f"rank {rank} ended with an error: {said[rank]}",
-                hint or "the first error is the one to fix")
-
-
-def mesh_hint(trial, said):
-    """What to do about an error of a script with a mesh, or ""."""
-    if not trial.flags:
-        return ""
-    line = re.search(r"\(line (\d+)\)$", said)
-    function = function_at(trial, int(line[1])) if line else ""
-    for pattern, functions, words in MESH_HINTS:
-        if re.search(pattern, said) and (
-                not functions or re.fullmatch(functions, function)):
-            return re.sub(f"(?s).*?(?:{pattern}).*", words, said)
-    return ""
-
-
-def function_at(trial, line):
-    """The name of the innermost function that a line belongs to."""
-    inside = [node for node in ast.walk(trial.tree())
-              if isinstance(node, (ast.FunctionDef, ast.Lambda))
-              and node.lineno <= line <= node.end_lineno]
-    last = max(inside, key=lambda node: node.lineno, default=None)
-    return getattr(last, "name", "<lambda>") if last else ""
+    return fail(f"rank {rank} ended with an error: {said[rank]}", next(
+        (words for pattern, words in HINTS if re.search(pattern, said[rank])),
+        "the first error is the one to fix"))
 
 
 def signal_name(status):
@@ -257,8 +153,7 @@ def hangs(trial):
                     "the others wait for it: " + ", ".join(texts))
     apart = part_ways(trial)
     return fail(f"it hangs: {', '.join(texts)}",
-                wrong_variable(trial) or all_send(trial, late) or
-                (apart.hint if apart else "") or
+                all_send(trial, late) or (apart.hint if apart else "") or
                 "all ranks have to call a collective (all_reduce, barrier, "
                 "...) as often and in the same order: none inside `if rank "
                 "== 0:`")
@@ -345,83 +240,14 @@ def rank_test(trial, line):
     return found
 
 
-def wrong_variable(trial):
-    """A hint where rank or world size come from another variable."""
-    expected = {"rank": "RANK", "local_rank": "LOCAL_RANK",
-                "world_size": "WORLD_SIZE"}
-    for node in ast.walk(trial.tree()):
-        if not isinstance(node, ast.Assign):
-            continue
-        pairs = [(node.targets[0], node.value)]
-        if isinstance(node.targets[0], ast.Tuple) and isinstance(
-                node.value, ast.Tuple):
-            pairs = list(zip(node.targets[0].elts, node.value.elts,
-                             strict=False))
-        for target, value in pairs:
-            name = getattr(target, "id", "")
-            names = [part.value for part in ast.walk(value)
-                     if isinstance(part, ast.Constant)
-                     and isinstance(part.value, str)
-                     and re.fullmatch(r"[A-Z][A-Z_]+", part.value)]
-            if name in expected and names and names[0] != expected[name]:
-                return (f"{name} comes from {expected[name]}, which every "
-                        f"launcher sets here, not from {names[0]} "
-                        f"(line {node.lineno})")
-    return ""
-
-
 # ----------------------------------------------------------- ending too soon
 
 
 def why_early(trial):
     """Why there are not all rows, though it ended without an error."""
-    if trial.by_trainer and trial.asked("Trainer"):
-        return why_lightning_early(trial)
     if trial.updates(0) >= STEPS:
-        return ("all updates were made, but not all logged: run.log(...) "
-                "once a step, on rank 0")
-    return "look for an early return, break or exit"
-
-
-def why_lightning_early(trial):
-    asked = trial.asked("Trainer")[-1]
-    if "callbacks" not in asked:
-        return ("LitRun logs and saves: the Trainer needs it, "
-                "callbacks=[lit.LitRun(...)]")
-    functions = {node.name for node in ast.walk(trial.tree())
-                 if isinstance(node, ast.FunctionDef)}
-    if trial.updates(0) >= STEPS or len(trial.rows) < trial.updates(0):
-        if "validation_step" not in functions:
-            return ("without a validation_step() Lightning does not "
-                    "evaluate, and the steps with a validation loss are "
-                    "missing")
-        if trial.asked("fit")[-1] < 2:
-            return ("fit() needs the loader of the validation split too: "
-                    "the steps with a validation loss are missing")
-        return "not all updates are logged: is LitRun among the callbacks?"
-    if "max_epochs" in asked:
-        return ("max_epochs ends it after a sweep over the data: leave it "
-                "out, max_steps counts")
-    if asked.get("max_steps") != STEPS:
-        return (f"the Trainer makes {asked.get('max_steps')} updates: "
-                "max_steps=max_steps")
-    return ("the data ended before the last step: an iterator that goes on "
-            "for ever, or max_epochs=-1")
-
-
-def why_no_update(trial):
-    """Why a rank makes fewer updates than there are steps."""
+        return ("all updates were made, but not all logged: once a step, on "
+                "rank 0")
     if trial.by_trainer:
-        asked = (trial.asked("Trainer") or [{}])[-1]
-        if "accumulate_grad_batches" not in asked:
-            return ("the Trainer does not know how many microbatches a step "
-                    "has: accumulate_grad_batches=accumulation_steps")
-        return "look at max_steps and accumulate_grad_batches"
-    tests = [rank_test(trial, node.lineno) for node in ast.walk(trial.tree())
-             if isinstance(node, ast.Call)
-             and ast.unparse(node.func) == "optimizer.step"]
-    guard = next(filter(None, tests), "")
-    return ("every rank makes the same updates: optimizer.step() on all of "
-            "them" + (f", outside of `{guard}`" if guard else ""))
-
-
+        return "the Trainer counts updates: max_steps=max_steps, no epochs"
+    return "look for an early return, break or exit"

@@ -28,11 +28,15 @@ def relative(value, good):
     return abs(value / good - 1) if good else float("inf")
 
 
-def is_off_by(factor, value, good):
-    """Whether a loss is wrong by just this factor."""
-    if factor == 0:
-        return value == 0
-    return factor != 1 and relative(value / good, factor) < 0.05
+def times(value, good):
+    """In words: by which whole factor a value is off, "" if by none."""
+    ratio = value / good if good else 0
+    for factor in range(2, 65):
+        if relative(ratio, factor) < 0.01:
+            return f": {factor} times as much"
+        if relative(ratio, 1 / factor) < 0.01:
+            return f": 1/{factor} of it"
+    return ""
 
 
 def number(row, column):

@@ -45,8 +45,8 @@ def find(items, symptom):
     parts, end = [], time.monotonic() + PATIENCE
     while items and len(parts) < MOST and time.monotonic() < end:
         seen = symptom(items)
-        if seen is None:
-            break
+        if seen in (None, symptom([])):
+            break  # it is not these: the lesson's script fails here as well
 
         def fails(some, seen=seen):
             return time.monotonic() < end and symptom(some) == seen

@@ -16,30 +16,22 @@ from workshop.check import endings
 from workshop.check.causes import (
     LOADS_STATE,
     asks_the_launcher,
-    by_mesh,
-    clips_by_parts,
     fixed_device,
     miscounted,
     misread,
     thinks_it_is_rank_0,
     undefined_name,
-    why_apart,
-    why_norm,
-    why_off,
-    why_rate,
-    why_samples,
-    why_scaled,
     wrong_device,
     wrong_setting,
 )
 from workshop.check.findings import (
     fail,
-    is_off_by,
     number,
     ok,
     percent,
     relative,
     shorten,
+    times,
     values,
     warn,
 )
@@ -54,6 +46,8 @@ from workshop.check.trial import (
 from workshop.stages import STAGES
 
 LOSS, NORM, GRADIENT = 1e-5, 1e-4, 1e-3  # relative
+RATE = ("it changes once a step, by get_lr(step, max_steps, hp), whatever the "
+        "world size")
 PROMPT = "> Hello, I'm a language model,"
 
 
@@ -66,12 +60,6 @@ class Question:
     kinds: tuple  # of trials: "whole", "resumed", "stopped", "bf16"
     meshes: object  # function of a mesh: whether it is asked there
 
-
-BY_MPI = (  # what the hints call it, and what MPI does
-    ("all_reduce", "Allreduce"), ("dist.all_gather_object", "comm.gather"),
-    ("the launcher says it in an environment variable: RANK, LOCAL_RANK, "
-     "WORLD_SIZE", "MPI says it: comm.rank, comm.size, and "
-     "comm.Split_type(MPI.COMM_TYPE_SHARED).rank on its node"))
 
 QUESTIONS = []
 
@@ -104,9 +92,6 @@ def ask(trial, reference, kind="whole"):
                            "course's stages leave")
         if finding is None:
             continue
-        if trial.by_mpi:
-            for word, other in BY_MPI:
-                finding.hint = finding.hint.replace(word, other)
         findings.append((one, finding))
         if one.answer is how_it_ends and finding.verdict == "FAIL":
             return early_causes(trial, reference) + findings
@@ -161,7 +146,8 @@ def how_it_ends(trial, reference):
     if missing:
         return fail(f"rank {missing[0]} makes "
                     f"{len(trial.seen[missing[0]]['samples'])} updates in "
-                    f"{STEPS} steps", endings.why_no_update(trial))
+                    f"{STEPS} steps", "every rank makes the same updates, "
+                    "one in each step")
     return ok(f"it runs to its end ({trial.seconds:.1f} s)")
 
 
@@ -369,7 +355,8 @@ def samples(trial, reference):
         said = "; ".join(f"rank {rank}: {shorten(part)}" for (rank, _), part
                          in zip(ranks, read, strict=True))
         return fail(f"samples of step {step} are not {shorten(expected)}, "
-                    f"each once ({said})", why_samples(trial, together))
+                    f"each once ({said})", "they come in another order: no "
+                    "sampler, shuffle or worker may deal them out again")
     return ok("each step reads its minibatch, each sample once")
 
 
@@ -509,13 +496,13 @@ def rates(trial, reference):
         value = trial.seen[0]["rates"][step]
         if relative(value, good) > 1e-6:
             return fail(f"the learning rate of step {step} is {value:.3e}, "
-                        f"not {good:.3e}", why_rate(trial))
+                        f"not {good:.3e}", RATE)
     step, _ = first_difference(trial, reference, "lr", 1e-6)
     if step is None:
         return ok("learning rates agree")
     value, good = values(trial, reference, "lr", step)
     return fail(f"the logged learning rate of step {step} is {value:.3e}, "
-                f"not {good:.3e}", why_rate(trial))
+                f"not {good:.3e}", RATE)
 
 
 # ---------------------------------------------------------------- gradients
@@ -534,21 +521,20 @@ def gradients(trial, reference):
                  if off > 1e-6 * max(1.0, length)}
         if apart:
             rank = min(apart)
-            if mine.apart == {TIED} and not clips_by_parts(trial, step):
-                return fail("the tied matrix has another gradient in the "
-                            "last pipeline stage than in the first (step "
-                            f"{step})", "each end has a part of it: dist."
-                            "all_reduce(tied.weight.grad.to_local(), "
-                            "group=ends) after the backward pass, before the "
-                            "norm")
+            name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
-                        f"rank {rank}", LOADS_STATE if trial.first_step
-                        else why_apart(trial, step, mine))
+                        f"rank {rank}, such as that of {name}",
+                        LOADS_STATE if trial.first_step else "all ranks need "
+                        "the sum of all ranks' gradients: who adds them up, "
+                        "and after which microbatch?")
         error = mine.error(good)
         if not error <= GRADIENT:
             return fail(f"gradients of step {step} are off by "
                         f"{percent(error)}",
-                        why_off(trial, reference, step, good, mine))
+                        LOADS_STATE if step > trial.first_step > 0 else
+                        "they are the mean over the minibatch and all ranks, "
+                        "zeroed after each update, and clipped at 1.0 once "
+                        "they are reduced")
     return ok("gradients are the single device's, on every rank")
 
 
@@ -558,13 +544,10 @@ def norms(trial, reference):
     if step is None:
         return ok(f"gradient norms agree (to {largest:.0e})")
     value, good = values(trial, reference, "norm", step)
-    hint = (why_norm(trial, step, value / good)
-            or why_scaled(trial, reference, step))
-    if not hint and relative(value, 1.0) < 1e-3:
-        hint = "it is to be logged as it was before clipping"
     return fail(f"the gradient norm of step {step} is {value:.4f}, not "
-                f"{good:.4f}", hint or "it is to be the norm of the reduced "
-                "gradient, over all parameters, before clipping")
+                f"{good:.4f}{times(value, good)}", "it is the norm of the "
+                "reduced gradient, over all parameters of all ranks, each "
+                "once, before clipping")
 
 
 @question("gradients are reduced once a step", meshes=shares_data)
@@ -613,27 +596,9 @@ def losses(trial, reference):
     if step is None:
         return ok(f"losses agree at every step (to {largest:.0e})")
     value, good = values(trial, reference, "loss", step)
-    text = f"the logged loss of step {step} is {value:.6f}, not {good:.6f}"
-    if value == 0 and trial.pipelined and trial.mesh.pp == 1:
-        return fail(text, "the schedule puts the losses of the last "
-                    "pipeline stage into a list: run(..., losses=losses)")
-    W, A = trial.mesh.dp, trial.accumulation
-    if step == 0:
-        factors = (
-            *by_mesh(trial.mesh),
-            (W, "it is summed over ranks: divide it by the world size"),
-            (A, "it is summed over microbatches: add what is divided by "
-                "accumulation_steps"),
-            (1 / A, "it is divided by accumulation_steps twice"))
-        for factor, cause in factors:
-            if is_off_by(factor, value, good):
-                return fail(text, cause)
-        if relative(value, good) < 0.2:
-            return fail(text, "it is rank 0's own loss, or one microbatch's: "
-                        "the mean over the whole minibatch and all ranks has "
-                        "to be logged" + (" (all_reduce it)" if W > 1 else ""))
-    return fail(text, "the loss is the mean over the whole minibatch and "
-                "all ranks, before the update")
+    return fail(f"the logged loss of step {step} is {value:.6f}, not "
+                f"{good:.6f}{times(value, good)}", "it is the mean over the "
+                "whole minibatch and all ranks, before the update")
 
 
 @question("validation losses agree")
@@ -646,29 +611,19 @@ def validation(trial, reference):
         return fail(f"there is no validation loss at step {step}",
                     "it is evaluated every --eval-every steps and after the "
                     "last one, and logged")
-    text = (f"the validation loss of step {step} is {value:.6f}, not "
-            f"{good:.6f}")
+    if np.isnan(good):
+        return fail(f"step {step} has a validation loss, which the single "
+                    "device has not", "it is evaluated every --eval-every "
+                    "steps and after the last one")
     count = EVALUATED * MINIBATCH // trial.mesh.dp
     said = step == RESUMED - 1 and misread(
         trial, [seen["validated"][:count] for seen in trial.seen], 0)
     if said:
         return fail(f"validation after step {step}: {said[0]}", said[1])
-    W, N = trial.mesh.dp, EVALUATED * trial.accumulation
-    for factor, cause in (
-            *by_mesh(trial.mesh),
-            (W, "it is summed over ranks: divide it by the world size"),
-            (N, "it is summed over microbatches: divide it by their number")):
-        if is_off_by(factor, value, good):
-            return fail(text, cause)
-    if np.isnan(good):
-        return fail(f"step {step} has a validation loss, which the single "
-                    "device has not", "it is evaluated every --eval-every "
-                    "steps and after the last one")
-    if W > 1:
-        return fail(text, "it too is a mean over all ranks and their own "
-                    "samples: all_reduce it in evaluate()")
-    return fail(text, "it is the mean over the first --eval-minibatches "
-                "minibatches of the validation split: data.seek(0)")
+    return fail(f"the validation loss of step {step} is {value:.6f}, not "
+                f"{good:.6f}{times(value, good)}", "it is the mean over all "
+                "ranks, and over the first --eval-minibatches minibatches of "
+                "the validation split")
 
 
 @question("final weights are the single device's", ("whole", "resumed"))
@@ -714,9 +669,8 @@ def texts(trial, reference):
     for r in range(1, trial.mesh.size):
         if PROMPT in trial.ranks[r].out:
             return fail(f"rank {r} prints its texts itself",
-                        "gather them, dist.all_gather_object, and print them "
-                        "on rank 0: they would end up between one another's "
-                        "lines")
+                        "gather them, and print them on rank 0: they would "
+                        "end up between one another's lines")
     written = trial.ranks[0].out.split(PROMPT)[1:]
     mesh = trial.mesh
     if not written and mesh.pp == 1 and PROMPT in reference.ranks[0].out:
@@ -823,8 +777,8 @@ def state_of(checkpoint):
 def stopping(trial, reference):
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
     steps = len(trial.rows)
-    same = ("all ranks have to stop at the same step: all_reduce "
-            "run.stop_requested, and act on the sum")
+    same = ("all ranks have to stop at the same step: add up "
+            "run.stop_requested over the ranks, and act on the sum")
     ended = endings.explain(trial)
     if ended:
         return fail(f"a signal to rank 0 does not end them all: {ended.text}",
