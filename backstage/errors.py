@@ -90,7 +90,7 @@ def leave_mpi(status):
     if status in (0, None) or not several:
         if several:
             # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all,
-            # and whoever came too early no longer gives it: come together
+            # and a rank that came too early no longer gives it: come together
             MPI.COMM_WORLD.Ibarrier().Wait()
             time.sleep(0.1)
         MPI.Finalize()
@@ -132,7 +132,7 @@ def explain(error):
     if (kind == "AcceleratorError"
             and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
         return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "
-                "see in which line; if it is none of yours, try another "
+                "see in which line; if that line is not yours, try another "
                 "device; --resume goes on from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"

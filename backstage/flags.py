@@ -147,13 +147,14 @@ def divide_processes(hp, config, world_size):
     """
     tensor, pipeline = (getattr(hp, name, 1) for name in (
         "tensor_parallel", "pipeline_parallel"))
-    require(config.n_head % tensor == 0, f"--tensor-parallel {tensor} does "
-            f"not divide the {config.n_head} heads of preset {hp.preset}")
+    require(config.n_head % tensor == 0, f"the {config.n_head} heads of "
+            f"preset {hp.preset} are not divisible by --tensor-parallel "
+            f"{tensor}")
     require(pipeline <= config.n_layer, f"--pipeline-parallel {pipeline} is "
             f"more than the {config.n_layer} layers of preset {hp.preset}")
     share = pipeline * tensor
-    require(world_size % share == 0, f"{world_size} process(es) do not divide "
-            f"into groups of {share} (--pipeline-parallel x "
+    require(world_size % share == 0, f"{world_size} process(es) cannot be "
+            f"divided into groups of {share} (--pipeline-parallel x "
             "--tensor-parallel): start a multiple of that")
     return world_size // share
 
@@ -165,7 +166,7 @@ def choose_microbatch_size(hp, data_size, device):
     groups of processes computes, up to what the preset or the resumed run
     has, or what fits into the device's memory; and in a pipeline so few that
     there are 8 microbatches for each of its stages, which then wait for 11%
-    of the time at the most, or as many as there are samples. The result of
+    of the time at most, or as many as there are samples. The result of
     the training does not depend on it.
     """
     most = hp.microbatch_size or 64

@@ -30,10 +30,11 @@ OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
          "it with that MPI's own mpirun, or load this one's module, or name "
          "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
 ADVICE = {
-    "srun": "srun has not told {library}: `srun --mpi=list` shows what it can "
-            "tell, for example srun --mpi=pmix; or start it with mpirun",
-    "torchrun": "torchrun does not tell {library}: start it with mpirun -n "
-                "{size} python SCRIPT",
+    "srun": "srun has not told {library} about the others: `srun --mpi=list` "
+            "shows the ways it has, for example srun --mpi=pmix; or start it "
+            "with mpirun",
+    "torchrun": "torchrun does not tell {library} about the others: start it "
+                "with mpirun -n {size} python SCRIPT",
 }
 
 

@@ -26,7 +26,7 @@ def update(line):
 def keep():
     """Let the line that is shown stay, as a whole, and end it.
 
-    Whoever prints something else calls this first.
+    Called before anything else is printed.
     """
     global shown
     if shown:

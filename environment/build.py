@@ -200,8 +200,8 @@ def main(venv, keep, system, *fields):
         if made_here(old):
             old.rename(new)
         elif filled:
-            print(f"activate.sh: {old} is the one before, which another clone",
-                  "has made: remove it if nobody needs it")
+            print(f"activate.sh: {old} is the previous environment, made by",
+                  "another clone: remove it if nobody needs it")
     finally:
         with suppress(OSError):  # NFS keeps what is in use: the next time
             remove(new)

@@ -41,6 +41,10 @@ def build(names, folder, pdf=True):
             Path(temporary, f"{name}.md").write_text(
                 embed(deck), encoding="utf-8")
         run_marp(temporary, folder)
+        for name in names:
+            page = folder / f"{name}.html"
+            page.write_text(name_headings(page.read_text("utf-8")),
+                            encoding="utf-8")
         if pdf:
             run_marp(temporary, folder, "--pdf", "--pdf-outlines",
                      "--pdf-outlines.pages=false", "--browser-path", browser)
@@ -59,6 +63,11 @@ def run_marp(source, folder, *options):
         errors = [line for line in end.stderr.splitlines()
                   if "ERROR" in line] or end.stderr.splitlines()
         raise UserError(f"Marp failed: {' '.join(errors).strip()}")
+
+
+def name_headings(page):
+    """The page, whose tables' headings say that they are of columns."""
+    return re.sub(r"<th(?=[ >])", '<th scope="col"', page)
 
 
 def find_browser():

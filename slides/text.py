@@ -29,6 +29,7 @@ ASSUMED = {  # what an example calculates with
     "link": 25e9,  # bytes/s, between two nodes or between CPU and GPU
     "memory": 80e9,  # of a GPU
     "B": 16,  # samples in a microbatch
+    "gpus": 8, "larger": 7e9,  # parameters of a model that does not fit
     "stages": 4, "microbatches": 8,  # of a pipeline
 }
 PLAN = "| 60 min | 120 min | more | what | where |"
@@ -155,6 +156,7 @@ def facts():
         "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
         "minibatch_tokens": S * T,
         "small": small, "large": large, "state": arithmetic.state,
+        "kinds": arithmetic.STATE, "accumulating": arithmetic.ACCUMULATING,
         "GPT2": arithmetic.GPT2, "XL": arithmetic.XL,
         "activations": arithmetic.activations, "each": figures.state,
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
@@ -192,8 +194,6 @@ REFERENCES = {
                "adaptive gradient algorithms. NeurIPS.",
     "mccandlish": "McCandlish et al. (2018). An empirical model of "
                   "large-batch training. arXiv:1812.06162.",
-    "mikami": "Mikami et al. (2018). Massively distributed SGD: "
-              "ImageNet/ResNet-50 training in a flash. arXiv:1811.05233.",
     "mpi": "MPI Forum (1994). MPI: a message-passing interface standard.",
     "narayanan19": "Narayanan et al. (2019). PipeDream: generalized pipeline "
                    "parallelism for DNN training. SOSP.",
@@ -241,7 +241,7 @@ def changes(stage, *groups):
     titles = [change.title for change in load_lesson(stage).changes]
     begins = [number(stage, words) for _, words in groups]
     require(begins[0] == 1, f"lesson {stage}: change 1 is in no group")
-    rows = ["| | |", "|---|---|"]
+    rows = ["| about | changes |", "|---|---|"]
     for (name, _), begin, end in zip(
             groups, begins, [*begins[1:], len(titles) + 1], strict=True):
         rows.append(f"| **{name}** | " + "<br>".join(

@@ -534,7 +534,7 @@ def test_one_clone_in_the_place_of_another(set_up, tmp_path):
     stays = plant(venv)
     (other / "site.sh").write_text(f"WORKSHOP_VENV='{venv}'\n")
     needing(other, "one", "three")
-    assert "workshop-old is the one before" in source(other, **YES)[0]
+    assert "workshop-old is the previous env" in source(other, **YES)[0]
     out, err = source(repo)
     assert "INSTALL=yes" in out and "status=0" in out and not err, out + err
     assert imports(venv, "three")

@@ -8,8 +8,9 @@ from check_cases import RANKS
 from conftest import linear_light
 from test_check import FORWARD, board_of, plant
 
-from workshop.check.board import Board
+from workshop.check.board import MEANING, SIGNS, Board
 from workshop.check.command import main
+from workshop.lesson import render
 from workshop.notebook import pictures, tied
 
 
@@ -75,12 +76,48 @@ def test_no_word_is_broken(width):
     for event in ({"columns": ["1", "2", "stopped"]}, {"trial": "stopped"},
                   {"answer": [title, "warn"]}):
         board.update(event)
-    text = board.to_text(width=width)
-    assert max(map(len, text.splitlines())) <= width
+    whole = board.to_text(width=width)
+    assert max(map(len, whole.splitlines())) <= width
+    text, legend = whole.split("\n\n")
+    assert " ".join(legend.split()) == (
+        "ok right; ! right, with a warning; x the first that is wrong; "
+        "- follows from it; empty: not asked.")
     assert [word for word in text.split() if word != "!"] == [
         "1", "2", "stopped", *title.split()]
     painted = board.to_text(colour=True, width=width)
-    assert re.sub(r"\033\[\d+m", "", painted).split() == text.split()
+    assert re.sub(r"\033\[[\d;]+m", "", painted).split() == whole.split()
+    assert f"\033[{render.TERMINAL_ORANGE}m" in painted
+
+
+def test_the_signs_have_a_legend_and_words():
+    """In words for those who listen; the table scrolls by the keyboard."""
+    board = Board()
+    for event in ({"columns": ["1", "2", "4", "resumed", "stopped"]},
+                  *(event for trial, verdict in zip(
+                      ("1", "2", "4", "resumed"), MEANING, strict=True)
+                    for event in ({"trial": trial},
+                                  {"answer": ["it is right", verdict]}))):
+        board.update(event)
+    html = board.to_html()
+    cells = re.findall(r'<td class="\w*"[^>]*><span aria-hidden="true">(.?)'
+                       r'</span><span class="unseen">(.*?)</span>', html)
+    assert cells == [*((SIGNS[verdict][1], words)
+                       for verdict, words in MEANING.items()),
+                     ("", "not asked")]
+    legend = re.search('<p class="legend">(.*?)</p>', html)[1]
+    for sign, words in cells[:-1]:
+        assert f"{sign} {words}; " in legend
+    assert html.count('tabindex="0" role="region" aria-label="Which ') == 1
+    assert html.count('<th scope="col">') == 5
+    assert html.count('<th scope="row">') == 1
+
+
+def test_a_schedule_says_what_it_shows():
+    events = [[["F", 0, 0, 1], ["B", 0, 3, 5]], [["F", 0, 1, 2],
+                                                 ["B", 0, 2, 3]]]
+    about = ElementTree.fromstring(pictures.timeline(events)).find("desc").text
+    assert "On average a rank waits 50% of the time." in about
+    assert about.endswith("Rank 0: F0, a wait, B0. Rank 1: a wait, F0, B0.")
 
 
 @pytest.mark.parametrize("losses", [[None, 5.0], [5.0, 5.0], []])

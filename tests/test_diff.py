@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import os
 import random
 import re
@@ -10,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import edit
+from conftest import edit, linear_light
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -267,39 +269,81 @@ def test_any_pair_of_stages_can_be_compared(look):
 def test_html_shows_lines_and_marks_the_words_that_differ(look):
     html = render.to_html(look(edit(DDP, ('"gpt2": GPTConfig()',
                                           '"gpt2": GPTConfig(1<2)'))))
-    rows = re.findall(r'<span class="(\w*)" style="--hang: \d+ch" '
-                      r'data-gutter=" *(\d*) (.)">'
-                      r'(.*?)\n</span>', html)
+    rows = re.findall(r'<span class="(\w*)" role="\w+" style="--hang: \d+ch">'
+                      r'<b> *(\d*) (.) </b>(.*?)\n</span>', html)
     line = str(DDP[:DDP.index('"gpt2": GPTConfig')].count("\n") + 1)
     old, = (row for row in rows if row[0] == "del")
     assert old[1:3] == (line, "-") and "<mark>1&lt;2</mark>" in old[3]
     new, = (row for row in rows if row[0] == "add")
     assert new[1:3] == ("", "+") and "<mark>" not in new[3]
-    # nothing but code can be selected: the rest is drawn by the style sheet
-    assert "content: attr(data-gutter)" in html
-    assert re.search(r"\.del \{[^}]*user-select: none", html)
+    # the signs are text, for those who listen and for an export without the
+    # style sheet; nothing but code can be selected
+    assert {sign for sign in re.findall(r"<b>[ \d]{5} (.) </b>", html)} == {
+        " ", "+", "-"}
+    assert html.count('class="del" role="deletion"') == 1
+    assert html.count('class="add" role="insertion"') == 1
+    for part in (r"code b", r"\.del"):
+        assert re.search(part + r" \{[^}]*user-select: none", html)
 
 
 def test_only_the_next_change_is_unfolded(look):
     diff = look(look(STD).apply([1, 2, 4]))
     html = render.to_html(diff)
-    open_one, *folded = re.split(r"<details>(?=<summary>\d)", html)
-    assert open_one.count("<h4>") == 1 and f"<h4>3 of {COUNT}: " in open_one
-    assert open_one.count('<pre class="code">') == 1
+    open_one, *folded = re.split(r"<details[^>]*>(?=<summary>\d)", html)
+    assert open_one.count("<h3") == 1 and f">3 of {COUNT}: " in open_one
+    assert open_one.count('<pre class="code"') == 1
     assert len(folded) == COUNT - 4
     assert folded[0].startswith(f"<summary>5 of {COUNT}: ")
-    strip = re.findall(r'<span class="(\w+)" title="(\d+): .*?>(.*?)</span>',
-                       html)
+    strip = re.findall(
+        r'<(?:a|span) class="(\w+)" title="(\d+): .*?>([✓\d]+)</', html)
     assert [box[0] for box in strip] == [
         "made", "made", "next", "made", *["left"] * (COUNT - 4)]
     assert [box[2] for box in strip[:5]] == ["✓", "✓", "3", "✓", "5"]
     assert (f'aria-label="3 of {COUNT} changes are made; the next one is '
             in html)
     # an export has no style sheet: its lines are lines, with their indents
-    code = re.search(r"<pre class=\"code\"><code>(.*?)</code>", open_one,
-                     re.DOTALL)[1]
+    code = re.search("<code>((?:<span).*?)</code>", open_one, re.DOTALL)[1]
     code = re.sub("<.*?>", "", code).splitlines()
-    assert "    dist.destroy_process_group()" in code
+    assert "      +     dist.destroy_process_group()" in code
+
+
+def test_the_view_takes_the_keyboard_and_is_read_aloud(look):
+    """Its boxes that scroll, its links to the changes, its one status line."""
+    diff = look(look(STD).apply([1, 2, 4]))
+    html = render.to_html(diff)
+    boxes = re.findall(r'<pre class="code"(.*?)>', html)
+    assert len(boxes) == COUNT - 3 and boxes == [
+        f' tabindex="0" role="region" aria-label="The code of change {number}"'
+        for number in numbers(diff)]
+    ids = re.findall(r'<(h3|details) id="(.*?)"', html)
+    assert ids == [("details" if k else "h3", f"ws-ddp-{number}")
+                   for k, number in enumerate(numbers(diff))]
+    assert re.findall(r'<a class="\w+" [^>]*href="#(.*?)"', html) == [
+        name for _, name in ids]
+    made = re.findall(r'class="unseen">(\d+): [^<]* \((\w+)\)</span>', html)
+    assert made == [("1", "made"), ("2", "made"), ("4", "made")]
+    assert html.count(json.dumps(render.headline(diff))) == 1
+    assert html.count('setAttribute("role", "status")') == 1
+    broken = look("def main(:")
+    assert json.dumps(render.syntax(broken)) in render.to_html(broken)
+
+
+def test_the_terminals_colours_are_the_pages(look):
+    """Blue and orange, which can be read on white and on black."""
+    painted = render.to_text(look(STD), colour=True)
+    for sign, code in (("+", render.TERMINAL_BLUE),
+                       ("-", render.TERMINAL_ORANGE)):
+        assert re.search(rf"^ +\d* +\033\[{code}m\{sign}\033\[0m ", painted,
+                         re.M)
+        red, green, blue = (int(level) * 40 + 55 * (level != "0") for level in
+                            np.base_repr(int(code.split(";")[2]) - 16, 6)
+                            .zfill(3))
+        assert (blue > red) == (sign == "+")  # as in render.BLUE and ORANGE
+        bright = sum(share * part for share, part in zip(
+            (0.2126, 0.7152, 0.0722),
+            linear_light(f"#{red:02x}{green:02x}{blue:02x}"), strict=True))
+        assert 1.05 / (bright + 0.05) > 3 < (bright + 0.05) / 0.05
+    assert not re.search(r"\033\[3[12]m", painted)
 
 
 def test_marks_of_markdown_are_not_shown():
@@ -399,7 +443,7 @@ def test_terminal_output_has_colours_only_on_request(look):
     diff = look(STD)
     assert "\033" not in render.to_text(diff)
     plain, alike = (
-        re.sub(r"\033\[\d+m|\d+ seconds? ago", "", render.to_text(diff, on))
+        re.sub(r"\033\[[\d;]+m|\d+ seconds? ago", "", render.to_text(diff, on))
         for on in (True, False))
     assert plain == alike
 

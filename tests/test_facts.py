@@ -18,8 +18,13 @@ from stages import run_command
 from torch.nn.parallel import DistributedDataParallel
 
 from backstage import ROOT
-from backstage.flops import padded_vocab_size
+from backstage.flops import (
+    block_parameters,
+    num_parameters,
+    padded_vocab_size,
+)
 from backstage.launchers import name_ranks
+from workshop import arithmetic
 from workshop.arithmetic import of_step
 from workshop.processes import free_port
 from workshop.results.runs import PUBLISHED
@@ -160,6 +165,77 @@ def test_the_byte_tables_name_their_model(lesson):
         assert found == [times * of_step(
             split, {**TINY, "vocab_size": size}, mesh, A, B, 32)[0][
                 rows[name]][1] for size in sizes], row
+
+
+def numbers_of_lessons():
+    """(a document, its words), where the numbers in the words are computed."""
+    small, large = arithmetic.GPT2, arithmetic.XL
+    P, P_xl = num_parameters(small), num_parameters(large)
+    b = block_parameters(small["n_embd"])
+    r = P - small["n_layer"] * b  # what is in no block
+    V, C, T = padded_vocab_size(small["vocab_size"]), 768, 1024
+    state = {(config["n_embd"], sharded): arithmetic.state(config, 8, sharded)
+             for config in (small, large) for sharded in (
+                 (), ("moments",), ("gradients", "moments"),
+                 arithmetic.ACCUMULATING, tuple(arithmetic.STATE))}
+    logits = 4 * T * V / 2**30  # GiB, of a sample
+    ends = 3 * b + V * C  # of four pipeline stages, the first and the last
+
+    def gb(size, digits=1):
+        return f"{size / 1e9:.{digits}f} GB"
+
+    def wait(p, m):
+        return f"{p - 1}/{m + p - 1} = {(p - 1) / (m + p - 1):.0%}"
+
+    yield from (("workshop/lessons/fsdp.md", words) for words in (
+        f"they take {gb(4 * P_xl)}, while an eighth of 16 bytes each is "
+        f"{gb(16 * P_xl / 8)}",
+        f"every device keeps {gb(16 * P)}, and now its part of all that is "
+        f"{gb(16 * P / 4)}. While it computes, the root group is whole as "
+        f"well ({gb(4 * r, 2)}), and a block or two of {gb(4 * b, 2)}",
+        f"as many parameters as {r / b:.1f} blocks",
+        f"{gb(state[1600, arithmetic.ACCUMULATING])} or "
+        f"{gb(16 * P_xl / 8)}. Where",
+        f"copies, for GPT-2 XL {gb(2 * P_xl)}"))
+    yield from (("workshop/lessons/tp.md", words) for words in (
+        f"take {logits:.2f} GiB", f"needs {64 * logits * 4 / 2:.0f} GiB for "
+        f"its loss, where a single device needs {64 * logits * 3:.0f}. But "
+        f"with groups of 1 it needs {64 * logits * 4:.0f}",
+        f"has {V:,} tokens", f"half: {V // 2:,} numbers"))
+    yield from (("workshop/lessons/3d.md", words) for words in (
+        f"three blocks, {3 * b / 1e6:.1f} million parameters",
+        f"so {(ends + T * C) / 1e6:.1f} million in all",
+        f"lm_head and {(ends + 2 * C) / 1e6:.1f} million",
+        f"wait {wait(2, 4)} of the time", f"{wait(2, 16)} for 2 pipeline "
+        f"stages, {wait(4, 32)} for 4, and always less than 11%",
+        f"2 pipeline stages wait {wait(2, 8)} of the time, 4 wait "
+        f"{wait(4, 8)}"))
+    yield "notebooks/collectives.ipynb", (
+        f"are {4 * P / 1e6:.0f} MB in fp32, so in a step each of four GPUs "
+        f"sends {arithmetic.ring(4, 4 * P) / 1e6:.0f} MB")
+    yield from (("notebooks/diff_fsdp.ipynb", words) for words in (
+        f"(GPT-2) | {gb(16 * P)} | {gb(2 * P, 2)} | "
+        f"{gb(state[768, arithmetic.ACCUMULATING], 2)} |",
+        f"(GPT-2 XL) | {gb(16 * P_xl)} | {gb(2 * P_xl)} | "
+        f"{gb(state[1600, arithmetic.ACCUMULATING])} |",
+        f"| 7B | {16 * 7} GB | {2 * 7} GB | {4 * 7 + 12 * 7 / 8} GB |"))
+    yield from (("notebooks/sharding.ipynb", f"| {gb(size)} |") for
+                (width, _), size in state.items() if width == 1600)
+    yield from (("notebooks/diff_lit.ipynb", words) for words in (
+        f"nothing | {gb(16 * P)} | {gb(16 * P_xl)} |",
+        f"all three | {gb(2 * P, 2)} | {gb(2 * P_xl)} |",
+        f"states | {gb(P * (4 + 12 / 8))} | {gb(P_xl * (4 + 12 / 8))} |",
+        f"gradients, too | {gb(P * (2 + 14 / 8))} | "
+        f"{gb(P_xl * (2 + 14 / 8))} |"))
+
+
+@pytest.mark.parametrize("path, words", [*numbers_of_lessons()])
+def test_the_numbers_of_the_lessons_are_computed(path, words):
+    text = (ROOT / path).read_text()
+    if path.endswith(".ipynb"):
+        text = "\n".join("".join(cell["source"]) for cell in
+                         json.loads(text)["cells"])
+    assert words in " ".join(text.split())
 
 
 def test_the_tests_vocabulary_is_said_where_bytes_are_counted():

@@ -375,11 +375,11 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert everything in lesson.run('diff("ddp")')
     # the next change only; Shift+Enter leaves it in sight
     assert page.locator(".ws pre.code:visible").count() == 1
-    assert page.locator(".ws .strip span").count() == total
+    assert page.locator(".ws .strip > *").count() == total
     for _ in range(2):
         lesson.run('diff("ddp")', key="Shift+Enter")
         page.wait_for_function(IN_SIGHT, arg=".ws .strip")
-        page.wait_for_function(IN_SIGHT, arg=".ws h4")
+        page.wait_for_function(IN_SIGHT, arg=".ws h3")
 
     # a change made by hand counts as soon as it is saved: the last line of
     # the one that names the stage
@@ -436,9 +436,9 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
         script = Diff("ddp", STAGES["std"].solution)
         lesson.paste(script.apply(range(1, number + 1)))
         lesson.save()
-        lesson.expect(view.locator("h4").first).to_contain_text(
+        lesson.expect(view.locator("h3").first).to_contain_text(
             f"{number + 1} of {total}: ")
-        page.wait_for_function(IN_SIGHT, arg=".ws h4")
+        page.wait_for_function(IN_SIGHT, arg=".ws h3")
 
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
@@ -446,7 +446,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.save()
     lesson.expect(page.locator(".ws .add mark")).to_have_text(["model"])
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
-    assert page.locator(".ws h4").count() == 1
+    assert page.locator(".ws h3").count() == 1
     checked = lesson.run('check("ddp")', key="Shift+Enter")
     assert checked.startswith("Not yet.")
     assert "FAIL" in checked and "raw model" in checked
@@ -461,7 +461,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert page.locator(".ws svg desc").count() == 2  # beside it
     lesson.run("cadence()")
     lesson.can_be_read()
-    page.add_style_tag(content=".ws h4 { color: #666 !important }")
+    page.add_style_tag(content=".ws h3 { color: #666 !important }")
     assert page.evaluate(FAINT)  # it would be seen
 
     lesson.paste(ready)
@@ -664,12 +664,12 @@ def test_the_picture_in_the_readme(page, lab, repo, tmp_path):
     lesson.run("import sys")
     lesson.run('diff("ddp")', key="Shift+Enter")
     page.wait_for_function(IN_SIGHT, arg=".ws .strip")
-    place = page.locator(".ws h4 a").first
+    place = page.locator(".ws h3 a").first
     line = place.inner_text().split()[1]
     place.click()
     lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
         f"Ln {line}, Col 1", timeout=30_000)
-    page.wait_for_function(IN_SIGHT, arg=".ws h4")
+    page.wait_for_function(IN_SIGHT, arg=".ws h3")
     file = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path), "lesson.png")
     page.screenshot(path=file)
     drawn = Image.open(file).quantize(64)
@@ -678,7 +678,7 @@ def test_the_picture_in_the_readme(page, lab, repo, tmp_path):
     assert drawn.size == kept.size == (1280, 720)
     total = len(documents.load("ddp"))  # boxes: made, or with a number
     assert page.locator(".ws .strip .made").count() == 4
-    assert page.locator(".ws .strip span").count() == total
+    assert page.locator(".ws .strip > *").count() == total
 
 
 @pytest.mark.parametrize("name", ["ddp", "start_here"])

@@ -90,6 +90,55 @@ def test_committed_without_outputs_for_any_python3(path):
             assert not cell.outputs and cell.execution_count is None
             # fits half a screen, without wrapping
             assert max(map(len, cell.source.splitlines())) <= 62
+        else:
+            for line in cell.source.splitlines():
+                assert len(line) <= 80 or line[0] == "|" or "](" in line, line
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_headings_do_not_jump(path, monkeypatch):
+    """Those of the texts, and those that the cells show below them."""
+    monkeypatch.setattr(cells, "follow_script", lambda view: view())
+    monkeypatch.setattr(cells, "DESK", STAGES["std"].solution)
+    last = 0
+    for cell in nbformat.read(path, as_version=4).cells:
+        prose = re.sub("```.*?```", "", cell.source, flags=re.DOTALL)
+        levels = [len(marks) for marks in re.findall("^(#+) ", prose, re.M)]
+        if cell.cell_type == "code":
+            shows = cell.source == "script_map()" or (
+                cell.source.startswith("diff("))
+            levels = [int(level) for level in re.findall(
+                r"<h(\d)", eval(cell.source, vars(cells)).html)
+                ] if shows else []
+        for level in levels:
+            assert level <= last + 1, cell.source
+            last = level
+
+
+def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
+    """What is shown is replaced as a whole: one line of the page says it."""
+    shown = []
+    monkeypatch.setattr(cells, "live", lambda make: (
+        lambda now=False: shown.append(make().html)))
+    monkeypatch.setattr(cells.interpreter, "run", lambda *_, on_line: [
+        on_line(json.dumps(event)) for event in (
+            {"columns": ["1"]}, {"trial": "1"}, {"say": "1 process ..."},
+            {"answer": ["it is right", "ok"]},
+            {"say": "Right: </script> `python -m workshop reset std`"},
+            {"right": True})])
+    cells.check("ddp")
+    lines = [re.search(r"\}\)\((.*)\)</script>", html)[1] for html in shown]
+    assert list(dict.fromkeys(map(json.loads, lines))) == [
+        "The processes start, which takes some seconds.", "1 process ...",
+        'Right: </script> `reset("std")`']
+    assert not any("<" in line for line in lines)
+
+
+def test_a_tables_headings_name_rows_and_columns():
+    drawn = cells.table([("run", "steps"), ("ddp", 20), ("lit", 30)])
+    assert re.findall('<th scope="(.*?)">(.*?)</th>', drawn) == [
+        ("col", "run"), ("col", "steps"), ("row", "ddp"), ("row", "lit")]
+    assert re.findall("<td>(.*?)</td>", drawn) == ["20", "30"]
 
 
 @pytest.mark.whole
@@ -282,7 +331,7 @@ def test_start_here_shows_the_words_and_runs_the_script(ready, execute):
     for name in re.findall(r"^(?:class|def) (\w+)",
                            STAGES["ddp"].solution.read_text(), re.MULTILINE):
         assert f"<strong>{name}</strong>" in scripts_map
-    assert "<h4>model</h4>" in scripts_map
+    assert "<h3>model</h3>" in scripts_map
     trained = shown['train("--preset", "tiny")']
     assert "| step   19/20 |" in trained and "finished" in trained
     assert len(list((ready / "runs").glob("*/metrics.csv"))) == 1

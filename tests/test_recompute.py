@@ -134,4 +134,5 @@ def test_25_heads_have_no_half(data, tmp_path):
     result = train("tp", tmp_path / "run", "--preset", "gpt2-xl", data=data,
                    mesh=(1, 1, 2))
     assert result.status != 0
-    assert "--tensor-parallel 2 does not divide the 25 heads" in result.err
+    assert ("the 25 heads of preset gpt2-xl are not divisible by "
+            "--tensor-parallel 2") in result.err

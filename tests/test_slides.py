@@ -134,14 +134,19 @@ SAID = {"80": "README.md", "1550": "workshop/results/runs.py",
 CITED = r"[A-Z][\w ]+(?: et al\.| & [A-Z]\w+)?,? \(?((?:19|20)\d\d)\)?"
 
 
+# What follows a digit that measures something, or stands alone in a table.
+MEASURES = re.compile(r"%| \|| ?(?:[GM]B|ms|h|s|x|times|bytes|hours|GPUs|"
+                      r"million|billion)\b")
+
+
 def uncited(source):
-    """Numbers of two digits or more that are neither computed nor cited."""
+    """Numbers that are neither computed nor cited."""
     prose = re.sub(r"```.*?```|`[^`]*`|\{\{.*?\}\}|\{%.*?%\}", "", source,
                    flags=re.S)
-    return [number for part in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", prose)
+    return [match[0] for part in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", prose)
             if not re.search(CITED, " ".join(part.split()))
-            for number in re.findall(r"(?<![\w-])\d[\d,.]*(?<![,.])", part)
-            if len(number) > 1]
+            for match in re.finditer(r"(?<![\w-])\d[\d,.]*(?<![,.])", part)
+            if len(match[0]) > 1 or MEASURES.match(part, match.end())]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
@@ -150,8 +155,9 @@ def test_every_number_is_computed_or_cited(path):
     for number in uncited(source):
         said = (ROOT / SAID[number]).read_text().replace("_", ",")
         assert number in said, number
-    assert uncited(source + "\n\nA step takes 37.5 ms.\n") == [
-        *uncited(source), "37.5"]
+    planted = "A step takes 37.5 ms on 8 GPUs.\n\n| parameters | 4 |\n"
+    assert uncited(f"{source}\n\n{planted}") == [
+        *uncited(source), "37.5", "8", "4"]
 
 
 @pytest.mark.parametrize("deck", DECKS)
@@ -413,6 +419,24 @@ def test_a_figure_says_what_it_shows(name):
     assert len(title) > 5 and len(about) > 40
     with pytest.raises(TypeError):  # it would be seen
         figures.describe(drawing.replace("<desc>", "<g>"))
+
+
+@pytest.mark.parametrize("name, words", [
+    ("gpipe", "F7, a wait, B0"),
+    ("one-forward-one-backward", "a wait, B0, F4")])
+def test_a_schedule_says_what_it_shows(name, words):
+    title, about = figures.describe(figures.draw(name))
+    assert ": a" in title and words in about
+    assert f"waits {text.facts()['waiting']:.0%} of the time" in about
+
+
+def test_headings_of_tables_are_of_columns():
+    page = "<table><thead><tr><th>a</th><th style=''>b</th></tr></thead>"
+    assert build.name_headings(page) == (
+        "<table><thead><tr><th scope=\"col\">a</th><th scope=\"col\" "
+        "style=''>b</th></tr></thead>")
+    for deck in DECKS.values():  # of a list of changes, too
+        assert "\n| | |\n" not in deck
 
 
 def test_every_figure_of_the_list_is_on_a_slide():

@@ -211,7 +211,7 @@ def ask_write_access():
     free = shutil.disk_usage(ROOT).free / 1e9
     require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk: "
             f"make room; a run of preset gpt2 needs {ROOM} GB for two "
-            "checkpoints and the part of a third")
+            "checkpoints and part of a third")
     return f"{ROOT}, {free:,.0f} GB free on this disk"
 
 

@@ -18,8 +18,8 @@ from workshop.stages import DESK
 def main(stage, flags):
     """Become JupyterLab. flags: JupyterLab's own.
 
-    stage: its lesson is opened, and start_here if it is None. Whoever has
-    trained nothing yet finds start_here before the lesson.
+    stage: its lesson is opened, and start_here if it is None. Where nothing
+    has been trained yet, start_here is the tab in front of it.
     """
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")

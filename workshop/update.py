@@ -123,8 +123,8 @@ def run(*arguments):
     done = call(*arguments)
     said = done.stderr.decode(errors="replace").strip().splitlines()
     require(done.returncode == 0, f"git {arguments[0]} failed "
-            f"({said[0] if said else 'no message'}): nothing is lost, try "
-            "again when that is settled")
+            f"({said[0] if said else 'no message'}): nothing is lost; settle "
+            "this, then try again")
     return os.fsdecode(done.stdout).strip()
 
 

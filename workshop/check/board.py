@@ -22,13 +22,21 @@ Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 import html
 import textwrap
 
-from workshop.lesson.render import folded, paragraph, quote
+from workshop.lesson.render import (
+    TERMINAL_BLUE,
+    TERMINAL_ORANGE,
+    folded,
+    paragraph,
+    quote,
+    scrolling,
+)
 
 MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
          "and": ("and", "·")}
 MEANING = {"ok": "right", "warn": "right, with a warning",
            "FAIL": "the first that is wrong", "and": "follows from it"}
+NOT_ASKED = "not asked"
 
 
 class Board:
@@ -76,11 +84,13 @@ class Board:
             marks = [MARKS.get(verdicts.get(name), "")
                      for name in self.columns]
             cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
-            if colour:  # blue and yellow: they differ for every eye
-                cells = [f"\033[{34 if mark == 'ok' else 33}m{cell}\033[0m"
-                         for mark, cell in zip(marks, cells)]
+            if colour:
+                colours = [TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
+                           for mark in marks]
+                cells = [f"\033[{code}m{cell}\033[0m"
+                         for code, cell in zip(colours, cells)]
             lines.append((f"{last:{room}}" + "".join(cells)).rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
 
     def to_html(self, pictures=""):
         """The verdict, its reasons, and the table under them.
@@ -107,10 +117,12 @@ class Board:
             more = f"{len(rest)} more follow{'s' if len(rest) == 1 else ''}"
             out.append(folded(f"{more} from it", "".join(rest)))
         if self.columns:
-            out.append(
-                '<div class="wide"><table class="check"><caption>Which '
-                "question is answered, and how, on how many processes"
-                f"</caption><tr><td></td>{head}</tr>{rows}</table></div>")
+            about = "Which question is answered, and how, in which trial"
+            out += [scrolling(
+                f'<table class="check"><caption>{about}</caption>'
+                f"<tr><td></td>{head}</tr>{rows}</table>", about),
+                paragraph(legend({kind: sign for kind, (_, sign)
+                                  in SIGNS.items()}), "legend")]
         return (f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                 "</div>")
 
@@ -119,10 +131,18 @@ class Board:
 
     def cell(self, verdicts, name):
         kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
-        about = MEANING.get(verdicts.get(name), "not asked")
-        return f'<td class="{kind}" title="{about}">{sign}</td>'
+        about = MEANING.get(verdicts.get(name), NOT_ASKED)
+        return (f'<td class="{kind}" title="{about}"><span aria-hidden="true">'
+                f'{sign}</span><span class="unseen">{about}</span></td>')
 
     def diagnosis(self, verdict, text, hint):
         out = paragraph(f"<strong>{verdict}</strong> {quote(text)}",
                         "bad" if verdict == "FAIL" else "ask")
         return out + (paragraph(f"→ {quote(hint)}", "hint") if hint else "")
+
+
+def legend(signs):
+    """What the signs mean: one line. signs: {verdict: sign}."""
+    known = "; ".join(f"{sign} {MEANING[verdict]}"
+                      for verdict, sign in signs.items())
+    return f"{known}; empty: {NOT_ASKED}."

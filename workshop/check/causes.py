@@ -58,7 +58,7 @@ def wrong_device(rank, local, asked):
     if asked == 0:
         cause = "pass the local rank: use_device(hp.device, local_rank)"
     else:
-        cause = ("a rank counts through all nodes, a node's devices begin "
+        cause = ("ranks count on over the nodes, but a node's devices begin "
                  "at 0: pass local_rank")
     return fail(f"rank {rank} takes device {asked}, but it has local rank "
                 f"{local}: processes would share a device", cause)

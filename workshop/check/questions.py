@@ -172,16 +172,16 @@ def stage(trial, reference):
         if not trial.asked("init_process_group"):
             if not asks_the_launcher(trial):
                 return thinks_it_is_rank_0(trial)
-            return fail("it never joins a process group: it is the "
-                        "single-device script still", f"{shows} to change")
+            return fail("it never joins a process group: it is still the "
+                        "single-device script", f"{shows} to change")
     elif trial.by_mpi and not any(call["lines"] for call in trial.calls(0)):
-        return fail("it sends nothing by MPI: it is the single-device script "
-                    "still", f"{shows} to change")
+        return fail("it sends nothing by MPI: it is still the single-device "
+                    "script", f"{shows} to change")
     script = ast.unparse(trial.tree())
     for flag in trial.flags:
         if flag.strip("-").replace("-", "_") not in script:
-            return fail(f"it has no {flag}: it is another stage's script "
-                        "still", f"{shows} to change")
+            return fail(f"it has no {flag}: it is still another stage's "
+                        "script", f"{shows} to change")
     if trial.shards:
         finding = whole_model(trial, shows)
         if finding:
@@ -292,7 +292,7 @@ def optimizer(trial, reference):
     if good.keys() - updated:
         name = sorted(good.keys() - updated)[0]
         return fail(f"the optimizer does not update {name}",
-                    "it gets all parameters of the model")
+                    "give it all parameters of the model")
     return ok("the optimizer is the single device's")
 
 

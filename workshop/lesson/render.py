@@ -1,6 +1,7 @@
 """What is left to change, for people: in a terminal and in a notebook."""
 
 import html
+import json
 import os
 import re
 import textwrap
@@ -14,16 +15,18 @@ from workshop.stages import DESK, find
 CONTEXT = 2  # unchanged lines shown above and below a change
 
 # JupyterLab's variables follow its theme; other pages keep their own colours.
-# The style sheet draws the numbers and signs, so they cannot be selected, and
-# whoever copies from the view copies only code. Blue and orange differ for
-# every eye, and what is removed also has stripes.
+# The numbers and signs are text, which cannot be selected: anyone who copies
+# from the view copies only code. Blue and orange differ for every eye, and
+# what is removed also has stripes.
 BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
+# The same in a terminal's 256 colours, for a light and for a dark ground
+TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
 STYLE = """<style>
 .ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
   font: 13px/1.45 var(--jp-code-font-family, monospace) }
-.ws p, .ws h4, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
+.ws p, .ws h3, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
   font-family: var(--jp-ui-font-family, sans-serif) }
-.ws h4 { margin-top: 12px; font-size: 14px; font-weight: 600 }
+.ws h3 { margin-top: 12px; font-size: 14px; font-weight: 600 }
 .ws summary { cursor: pointer; font-size: 13px }
 .ws .place { font-weight: 400; opacity: .8 }
 .ws .good { border-left: 4px solid rgb(BLUE); padding-left: 8px }
@@ -31,8 +34,8 @@ STYLE = """<style>
 .ws .ask { border-left: 4px dotted currentColor; padding-left: 8px }
 .ws details details { margin-left: 16px }
 .ws .strip { display: flex; flex-wrap: wrap; gap: 4px; font-size: 12px }
-.ws .strip span { min-width: 22px; padding: 1px 2px; text-align: center;
-  border: 1px solid currentColor; border-radius: 3px }
+.ws .strip > * { min-width: 22px; padding: 1px 2px; text-align: center;
+  border: 1px solid currentColor; border-radius: 3px; color: inherit }
 .ws .strip .made { background: rgb(BLUE); color: #fff }
 .ws .strip .next { outline: 2px solid rgb(ORANGE); font-weight: 700 }
 .ws pre.code { margin: 4px 0; padding: 0; max-height: 26em; overflow: auto;
@@ -44,18 +47,19 @@ STYLE = """<style>
   overflow-wrap: anywhere; word-break: normal;
   padding: 0 4px 0 calc(70px + var(--hang, 4ch));
   text-indent: calc(-70px - var(--hang, 4ch)) }
-.ws pre.code span::before { content: attr(data-gutter); white-space: pre;
-  display: inline-block; width: 64px; margin-right: 6px; text-indent: 0;
-  background-color: var(--jp-layout-color0, Canvas) }
+.ws pre.code b { white-space: pre; font-weight: 400; text-indent: 0;
+  display: inline-block; width: 64px; margin-right: 6px;
+  background-color: var(--jp-layout-color0, Canvas);
+  user-select: none; -webkit-user-select: none }
 .ws pre.said { margin: 0; padding: 0; font: inherit; color: inherit;
   background: none; white-space: pre-wrap; overflow-wrap: break-word;
   word-break: normal }
 .ws pre.code .add { background: rgba(BLUE, .2) }
-.ws pre.code .add::before { box-shadow: inset -5px 0 rgb(BLUE);
+.ws pre.code .add b { box-shadow: inset -5px 0 rgb(BLUE);
   font-weight: 700 }
 .ws pre.code .del { background: rgba(ORANGE, .2);
   user-select: none; -webkit-user-select: none }
-.ws pre.code .del::before { font-weight: 700; background-image:
+.ws pre.code .del b { font-weight: 700; background-image:
   repeating-linear-gradient(135deg, rgb(ORANGE) 0 3px, transparent 3px 6px);
   background-position: right; background-size: 5px 100%;
   background-repeat: no-repeat }
@@ -69,12 +73,14 @@ STYLE = """<style>
 .ws .wide { overflow-x: auto }
 .ws table.check { margin: 4px 0; font-family:
   var(--jp-ui-font-family, sans-serif); font-size: 12px }
-.ws table.check caption { position: absolute; clip-path: inset(50%) }
+.ws .unseen, .ws table.check caption { position: absolute; width: 1px;
+  height: 1px; overflow: hidden; clip-path: inset(50%) }
+.ws .legend { font-size: 12px }
 .ws table.check tr, .ws table.check tr:hover { background: none }
 .ws table.check th, .ws table.check td { padding: 1px 6px;
   text-align: center; color: inherit;
   border: 1px solid rgba(128, 128, 128, .35) }
-.ws table.check th[scope=row] { text-align: left; font-weight: 400 }
+.ws table th[scope=row] { text-align: left; font-weight: 400 }
 .ws table.check td { min-width: 20px; font-weight: 700 }
 .ws table.check .yes { background: rgba(BLUE, .35) }
 .ws table.check .no { background: rgb(ORANGE); color: #000 }
@@ -84,8 +90,8 @@ STYLE = """<style>
 </style>""".replace("BLUE", BLUE).replace("ORANGE", ORANGE)
 
 # Shift+Enter scrolls on to the next cell, before the output is there. This
-# brings the top of the view back, if some of it is still in sight. Whoever
-# runs the cell with Ctrl+Enter stays in it, and nothing moves.
+# brings the top of the view back, if some of it is still in sight. After
+# Ctrl+Enter the cell stays the active one, and nothing moves.
 KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   const view = script.closest(".ws"), cell = script.closest(".jp-Cell");
   const pane = script.closest(".jp-WindowedPanel-outer");
@@ -94,6 +100,21 @@ KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   const edge = pane.getBoundingClientRect().top;
   if (top < edge && bottom > edge) pane.scrollTop += top - edge - 4;
 }, 100))(document.currentScript)</script>"""
+
+
+# A live view is replaced as a whole, and screen readers would read all of it,
+# or nothing. So one line of the page, which stays, tells them what is new.
+ANNOUNCE = """<script>(words => {
+  let line = document.getElementById("ws-status");
+  if (!line) {
+    line = document.createElement("div");
+    line.id = "ws-status";
+    line.setAttribute("role", "status");
+    line.style = "position: fixed; top: 0; clip-path: inset(50%)";
+    document.body.append(line);
+  }
+  if (line.textContent !== words) line.textContent = words;
+})(WORDS)</script>"""
 
 
 def wants_hints(environment=os.environ):
@@ -233,7 +254,7 @@ def to_text(diff, colour=False, hints=False):
 
     out = [paint(headline(diff), 1)]
     if diff.yours.syntax_error:
-        out.append(paint(syntax(diff), 31))
+        out.append(paint(syntax(diff), TERMINAL_ORANGE))
     out.append(f"{saved(diff.yours.path)} {advice(diff)}")
     for item in diff.left + diff.others:
         name, where = title(diff, item)
@@ -250,7 +271,8 @@ def to_text(diff, colour=False, hints=False):
             continue
         for line, sign, parts in rows(
                 diff.yours.lines, diff.goal.lines, item.edits):
-            codes = {"-": [31], "+": [32]}.get(sign, [])
+            codes = {"-": [TERMINAL_ORANGE],
+                     "+": [TERMINAL_BLUE]}.get(sign, [])
             text = "".join(paint(part, *codes, *[7] * differs)
                            for part, differs in parts)
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
@@ -292,28 +314,43 @@ def to_html(diff, hints=False):
         line = re.match(r"line (\d+)", where)
         where = link(diff, line[0], line[1]) + where[line.end():]
         where = f'<span class="place">({where})</span>'
+        id = f' id="{anchor(diff, item.number)}"' if item.number else ""
         if number == 0:
-            out.append(f"<h4>{name} {where}</h4>{change(diff, item, hints)}")
+            out.append(f"<h3{id}>{name} {where}</h3>"
+                       f"{change(diff, item, hints)}")
         else:
-            out.append(folded(f"{name} {where}", change(diff, item, hints)))
-    return box("\n".join([*out, KEEP_IN_SIGHT]))
+            out.append(folded(f"{name} {where}", change(diff, item, hints),
+                              id))
+    return box("\n".join([*out, KEEP_IN_SIGHT]), syntax(diff)
+               or headline(diff))
+
+
+def anchor(diff, number):
+    """The id of a change in the view."""
+    return f"ws-{diff.lesson.stage}-{number}"
 
 
 def strip(diff):
-    """A box for each change: made, the next one, or still to come."""
+    """A box for each change: made, or a link to it."""
     left = [item.number for item in diff.left]
     boxes = []
     for number, change in enumerate(diff.lesson.changes, 1):
         state = ("next" if [number] == left[:1] else
                  "left" if number in left else "made")
+        name = html.escape(
+            f'{number}: {change.title.replace("`", "")} ({state})')
+        about = f'class="{state}" title="{name}"'
+        there = anchor(diff, number)
         boxes.append(
-            f'<span class="{state}" title="{number}: '
-            f'{html.escape(change.title.replace("`", ""))} ({state})">'
-            f'{"✓" if state == "made" else number}</span>')
+            f'<span {about}><span class="unseen">{name}</span>'
+            '<span aria-hidden="true">✓</span></span>' if state == "made" else
+            f'<a {about} aria-label="{name}" href="#{there}" onclick='
+            f'"document.getElementById(\'{there}\').open = true">'
+            f'{number}</a>')
     about = f"{diff.total - len(left)} of {diff.total} changes are made"
     if left:
         about += f"; the next one is change {left[0]}"
-    return (f'<div class="strip" role="img" aria-label="{about}">'
+    return (f'<div class="strip" role="group" aria-label="{about}">'
             f'{"".join(boxes)}</div>')
 
 
@@ -335,17 +372,21 @@ def change(diff, item, hints):
                           f"{quote(item.predict)}{tries}", "ask"),
                 folded("Answer", paragraph(quote(item.answer)))]
     view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
-    code = code_box(view)
+    about = (f"change {item.number}" if item.number else
+             "a difference that is not in the lesson")
+    code = code_box(view, f"The code of {about}")
     if hints:  # a step with each click
-        before = code_box(row for row in view if row[1] != "+")
+        before = code_box((row for row in view if row[1] != "+"),
+                          f"The lines of {about}")
         code = folded("Show the lines", before
                       + folded("Show the code", code))
     return "".join(why) + code
 
 
-def folded(summary, content):
+def folded(summary, content, attributes=""):
     """HTML that a click unfolds."""
-    return f"<details><summary>{summary}</summary>{content}</details>"
+    return (f"<details{attributes}><summary>{summary}</summary>{content}"
+            "</details>")
 
 
 def between(old, new):
@@ -357,24 +398,31 @@ def between(old, new):
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)
-    return box(code_box(view)), text
+    return box(code_box(view, "The changes")), text
 
 
-def code_box(view):
-    """The HTML of rows of code."""
+def code_box(view, about):
+    """The HTML of rows of code; about: its name for those who listen."""
+    kinds = {"-": ' class="del" role="deletion"',
+             "+": ' class="add" role="insertion"', "": ' class="gap"'}
     lines = []
     for line, sign, parts in view:
-        kind = {"-": "del", "+": "add", "": "gap"}.get(sign, "")
         text = "".join(
             f"<mark>{html.escape(part)}</mark>" if differs
             else html.escape(part) for part, differs in parts)
         whole = "".join(part for part, _ in parts)
         hang = len(whole) - len(whole.lstrip()) + 4  # where it goes on
         # a line's end of its own: an export has no style sheet
-        lines.append(f'<span class="{kind}" style="--hang: {hang}ch" '
-                     f'data-gutter="{line or "":>5} {sign or "⋯"}">'
-                     f'{text}\n</span>')
-    return f'<pre class="code"><code>{"".join(lines)}</code></pre>'
+        lines.append(f'<span{kinds.get(sign, "")} style="--hang: {hang}ch">'
+                     f'<b>{line or "":>5} {sign or "⋯"} </b>{text}\n</span>')
+    return scrolling(f'<code>{"".join(lines)}</code>', about,
+                     'pre class="code"')
+
+
+def scrolling(content, about, tag='div class="wide"'):
+    """HTML that scrolls, for those who have only a keyboard, too."""
+    return (f'<{tag} tabindex="0" role="region" aria-label="{about}">'
+            f'{content}</{tag.split()[0]}>')
 
 
 def paragraph(text, kind=""):
@@ -411,6 +459,12 @@ def as_calls(text):
                   r" [^`]+)`", call, text)
 
 
-def box(text):
-    """The style, and the HTML that it applies to."""
+def box(text, status=""):
+    """The style, and the HTML that it applies to.
+
+    status: a line of text that is read aloud where someone listens.
+    """
+    if status:
+        words = json.dumps(as_calls(status)).replace("<", "\\u003c")
+        text += ANNOUNCE.replace("WORDS", words)
     return f'{STYLE}<div class="ws">{text}</div>'

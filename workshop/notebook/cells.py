@@ -48,14 +48,14 @@ class Shown:
 def complaint(error):
     """What went wrong, in one line."""
     line = render.paragraph(render.quote(str(error)), "bad")
-    return Shown(render.box(line), render.as_calls(str(error)))
+    return Shown(render.box(line, str(error)), render.as_calls(str(error)))
 
 
-def said(text):
+def said(text, status=""):
     """Lines of text: JupyterLab would wrap printed ones inside of words."""
     text = text.rstrip()
-    return Shown(render.box(f'<pre class="said">{render.quote(text)}</pre>'),
-                 render.as_calls(text))
+    return Shown(render.box(f'<pre class="said">{render.quote(text)}</pre>',
+                            status), render.as_calls(text))
 
 
 def said_by(function, *args):
@@ -68,7 +68,7 @@ def said_by(function, *args):
 def said_meanwhile(*arguments):
     """Run `python arguments...`, and show what it prints as it comes."""
     lines = []
-    show = live(lambda: said("".join(lines)))
+    show = live(lambda: said("".join(lines), "".join(lines[-1:]).strip()))
 
     def on_line(line):
         lines.append(line)
@@ -180,8 +180,8 @@ def check(stage, change=None):
     board = Board()
     show = live(lambda: Shown(
         render.box(board.to_html(check_pictures(board))
-                   + render.KEEP_IN_SIGHT * (board.right is not None)),
-        board.to_text()))
+                   + render.KEEP_IN_SIGHT * (board.right is not None),
+                   board.last), board.to_text()))
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
 
@@ -336,7 +336,7 @@ def submit(name, flags=""):
     require(name in names, f"there is no batch file {name}: choose from "
             f"{', '.join(names)}")
     os.environ.update(interpreter.sbatch_variables())
-    ask_slurm()  # whoever it refuses is not asked
+    ask_slurm()  # if it refuses, there is nothing to ask
     command = f"sbatch batch-{name}.sh {flags}".strip()
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
@@ -534,8 +534,8 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
     require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
             f"write {name} N or {name} N SECONDS, with N from 1 to 8")
     who = pictures.plural(int(number), "process", "es")
-    state = Shown(render.box(render.paragraph(f"{who} at work …")),
-                  f"{who} at work ...")
+    state = Shown(render.box(render.paragraph(f"{who} at work …"),
+                             f"{who} at work"), f"{who} at work ...")
     show, begin = live(lambda: state), time.monotonic()
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
@@ -553,7 +553,7 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
                 parts.insert(0, pictures.tensors(answer["shown"]))
             if any(answer["events"]):
                 parts.insert(0, pictures.timeline(answer["events"]))
-            state = Shown(render.box("".join(parts)), took)
+            state = Shown(render.box("".join(parts), took), took)
     show(now=True)
 
 
@@ -578,10 +578,14 @@ def decisions():
 def table(rows):
     """An HTML table of rows of cells; the first row is its head."""
     head, *rest = ([html.escape(str(cell)) for cell in row] for row in rows)
+    about = f"Table: {', '.join(head)}"
     head = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    rest = ("".join(f"<td>{cell}</td>" for cell in row) for row in rest)
-    return (f'<div class="wide" tabindex="0"><table><tr>{head}</tr>'
-            f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table></div>")
+    rest = (f'<th scope="row">{name}</th>'
+            + "".join(f"<td>{cell}</td>" for cell in row)
+            for name, *row in rest)
+    return render.scrolling(
+        f"<table><tr>{head}</tr>"
+        f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>", about)
 
 
 # ----------------------------------------------------------------- results

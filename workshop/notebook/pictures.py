@@ -319,7 +319,7 @@ def script_map(source, path):
         rows = [describe(node, path) for node in items
                 if begin < node.lineno < end]
         if rows:
-            out.append(f"<h4>{html.escape(name)}</h4>{''.join(rows)}")
+            out.append(f"<h3>{html.escape(name)}</h3>{''.join(rows)}")
     return "".join(out)
 
 
@@ -549,11 +549,13 @@ def marker(k, x, y, colour):
 # ---------------------------------------------------------------- sharding
 
 
-def timeline(ranks, width=640):
+def timeline(ranks, width=640, title="When each process computed what",
+             unit=" s"):
     """When each rank computed what; where nothing is drawn it waited.
 
     ranks: for each a list of [name, number, begin, end], in seconds. What
     goes backwards, "B", is drawn in another colour than what goes forwards.
+    unit: of the times in the picture; with "" it has none.
     """
     last = max(event[3] for events in ranks for event in events)
     left, out = 54, []
@@ -567,9 +569,19 @@ def timeline(ranks, width=640):
                     COLOURS[name == "B"], f"{name}{number}", 0.35)
                 for name, number, begin, end in events]
     y = 30 * len(ranks) + 18
-    out += [text(left, y, "0 s"), text(width - 44, y, f"{last:.2f} s")]
-    return svg(width, y + 6, out, "When each process computed what", " ".join(
-        f"rank {rank}: " + ", ".join(
-            f"{name}{number} from {begin:.2f} to {end:.2f} s"
-            for name, number, begin, end in events) + "."
-        for rank, events in enumerate(ranks)))
+    if unit:
+        out += [text(left, y, f"0{unit}"),
+                text(width - 44, y, f"{last:.2f}{unit}")]
+    busy = sum(end - begin for events in ranks for *_, begin, end in events)
+    told = [f"{len(ranks)} ranks, each in a row, in time from left to right. "
+            "F: forwards, B: backwards, with the microbatch's number. On "
+            f"average a rank waits {1 - busy / len(ranks) / last:.0%} of the "
+            "time."]
+    for rank, events in enumerate(ranks):
+        done, now = [], 0
+        for name, number, begin, end in events:
+            done += ["a wait"] * (begin - now > last / 100)
+            done.append(f"{name}{number}")
+            now = end
+        told.append(f"Rank {rank}: {', '.join(done)}.")
+    return svg(width, y + 6, out, title, " ".join(told))
