@@ -7,6 +7,7 @@ and `hyperparameters`.
 
 import logging
 import zipfile
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -82,22 +83,29 @@ def first_ranks(model):
 
 
 def join_pipeline(weights, optim_state, firsts):
-    """What `gather_state` returns, from the pipeline stages' states."""
+    """What `gather_state` returns, from the pipeline stages' states.
+
+    A device never holds more of the others' parts than one tensor: the first
+    rank of each pipeline stage sends its state from memory to memory.
+    """
     keep = dist.get_rank() in firsts
+    cpus = join_first_ranks(tuple(firsts))
 
     def gather(part):
-        whole = part.full_tensor()  # from all ranks of this pipeline stage
-        return whole.cpu() if keep else None
+        if isinstance(part, DTensor):
+            part = part.full_tensor()  # from all ranks of the pipeline stage
+        return part.cpu() if keep else None
 
-    mine = tree_map_only(DTensor, gather, (weights, optim_state))
-    states = [None] * dist.get_world_size()
-    dist.gather_object(mine if keep else None,
-                       states if dist.get_rank() == 0 else None)
+    mine = tree_map_only(torch.Tensor, gather, (weights, optim_state))
     if dist.get_rank() > 0:
+        if keep:
+            dist.send_object_list([mine], dst=0, group=cpus)
         return {}, {}
-    weights, optim_state = states[0]
+    weights, optim_state = mine
     for rank in firsts[1:]:
-        more_weights, more = states[rank]
+        received = [None]
+        dist.recv_object_list(received, src=rank, group=cpus)
+        more_weights, more = received[0]
         weights |= more_weights
         more["state"].pop(TIED[1], None)  # the first pipeline stage has it
         optim_state["state"] |= more["state"]
@@ -106,6 +114,15 @@ def join_pipeline(weights, optim_state, firsts):
             group["params"] += [name for name in added["params"]
                                 if name != TIED[1]]
     return weights, optim_state
+
+
+@cache
+def join_first_ranks(ranks):
+    """A group of these ranks that sends between CPUs. All ranks.
+
+    NCCL would copy objects to the GPUs first. The group is made once.
+    """
+    return dist.new_group(ranks, backend="gloo")
 
 
 def spread_state(state, model, optimizer=None):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from backstage.errors import require, warn
+from backstage.world import uses_nccl
 
 # Added to a message where each process sees one device.
 OWN_DEVICE = ("Each process has to see all devices of its node: it takes the "
@@ -95,10 +96,11 @@ def use_device(name="auto", local_rank=0):
     device = find_device(name)
     if device.type == "cpu":
         return device
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    require(world_size == 1 or not is_slice(device), "NCCL does not connect "
-            "the slices of GPUs (MIG), and this process has one, "
-            f"{device_name(device)}: start one process, or ask for whole GPUs")
+    if is_slice(device):
+        require(not uses_nccl(), "NCCL does not connect the slices of GPUs "
+                f"(MIG), and this process has one, {device_name(device)}: "
+                "start one process, ask for whole GPUs, or train with MPI")
+        local_rank = 0  # no process sees more than one slice
     count = torch.accelerator.device_count()
     require(local_rank < count, f"process {local_rank} of this node has no "
             f"{device.type} device: start no more than {count} per node"

@@ -154,6 +154,10 @@ def join_mpi(env=os.environ):
 
 def load_mpi():
     """mpi4py's MPI, which loads the library and calls MPI_Init."""
+    # Nothing on a GPU is ever sent by MPI. A site's modules for GPUs set this
+    # to 1, and Cray's library then ends a process that does not link its part
+    # for GPUs, as Python does not.
+    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
     # mpi4py's own words about a library that does not fit; we have ours
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")
     try:

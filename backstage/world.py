@@ -1,5 +1,7 @@
 """The other processes: how many there are, and how to exchange values."""
 
+import os
+
 import torch.distributed as dist
 
 from backstage.errors import UserError, explain, require
@@ -38,6 +40,11 @@ class TorchGroup:
 def use_group(group):
     """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
     THE_GROUP[:] = [group]
+
+
+def uses_nccl():
+    """Whether processes on GPUs would talk to one another by NCCL."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and not THE_GROUP
 
 
 def is_joined():

@@ -98,7 +98,8 @@ def nanogpt(config, weights, hp, device):
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
         compiled = torch.compile(model)
-        context = torch.autocast("cuda", torch.bfloat16)
+        context = torch.autocast(
+            "cuda", torch.bfloat16, hp.precision == "bf16")
 
     def loss(x, y):
         with context:
@@ -206,6 +207,25 @@ def say_peak():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stdout.write(f"memory {peak}\n")  # at once: other ranks print, too
     sys.stdout.flush()
+
+
+def count_graphs(rank):
+    """What a rank of workshop.processes calls first, and at its end."""
+    def say_graphs():
+        from torch._dynamo.utils import counters
+
+        print(f"graphs {counters['stats']['unique_graphs']}")
+
+    return say_graphs
+
+
+def share_gpu(rank):
+    """The same, for one of several ranks on a GPU.
+
+    NCCL refuses two of them on a host, so each says that it has its own.
+    """
+    os.environ["NCCL_HOSTID"] = str(rank)
+    return count_graphs(rank)
 
 
 def main():

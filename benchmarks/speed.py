@@ -24,7 +24,7 @@ from turns import (
 
 from backstage import flags as stage_flags
 from backstage import vocabulary
-from backstage.device import cpu_has_bf16
+from backstage.device import has_bf16
 from backstage.errors import require
 from backstage.flops import flops_per_token, peak_flops
 from workshop.stages import find
@@ -51,14 +51,14 @@ def sides_of(preset, device, data):
         skip = 1
         sizes += ["--max-steps", 3, "--minibatch-size", 2,
                   "--microbatch-size", 1]
-    fast = "bf16" if not quick and (gpu or cpu_has_bf16()) else "fp32"
+    fast = "bf16" if not quick and has_bf16(device) else "fp32"
     ours = [*sizes, "--precision", fast]
     sides = {f"{name}, {fast}": (find(name).solution, ours, skip)
              for name in ("std", "ddp", "lit")}
     if not gpu and not quick:
         sides[f"std, {fast}, compiled"] = (
             find("std").solution, [*ours, "--compile"], max(2, skip))
-    theirs = "bf16" if device.type == "cuda" else "fp32"
+    theirs = fast if device.type == "cuda" else "fp32"
     sides[f"nanoGPT, {theirs}"] = (
         "nanogpt", [*sizes, "--precision", theirs], skip)
     if importlib.util.find_spec("transformers"):

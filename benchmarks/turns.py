@@ -120,10 +120,10 @@ def column(turns, name):
     return [turn[name] for turn in turns]
 
 
-def random_tokens(folder, number=1_000_000):
+def random_tokens(folder, number=1_000_000, vocabulary=50257):
     """A dataset of tokens of GPT-2's vocabulary, drawn at random."""
     # more of some than of others, so that there is something to learn
-    tokens = 50257 * np.random.default_rng(0).random(number)**8
+    tokens = vocabulary * np.random.default_rng(0).random(number)**8
     for split in ("val_000000", "train_000001"):
         np.save(Path(folder, f"random_{split}.npy"), tokens.astype(np.uint16))
 

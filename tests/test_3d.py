@@ -1,5 +1,6 @@
 """The stage 3d: the layers are cut into pipeline stages."""
 
+import re
 import subprocess
 import sys
 
@@ -38,6 +39,53 @@ def test_an_error_within_a_stage_is_explained(cause, words):
     except RuntimeError as error:
         said = explain(error)
     assert words in said if words else said is None
+
+
+class MessagesOfSave:
+    """Says how a checkpoint is gathered: by which groups, and how many bytes.
+
+    A group that is not made for "gloo" uses NCCL on GPUs, in their memory.
+    """
+
+    def __call__(self, rank):
+        import torch.distributed as dist
+
+        from backstage import run
+        from workshop.collectives import Collectives
+
+        on_cpus, new_group, gather = set(), dist.new_group, run.gather_state
+
+        def new(*args, backend=None, **options):
+            group = new_group(*args, backend=backend, **options)
+            if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+                on_cpus.add(group.group_name)
+            return group
+
+        def note(name, tensors, function, args):
+            group = next(arg if isinstance(arg, str) else
+                         dist.ProcessGroup.unbox(arg).group_name for arg in
+                         args if isinstance(arg, (str, torch.ScriptObject)))
+            print("message", "cpu" if group in on_cpus else "gpu",
+                  sum(tensor.nbytes for tensor in tensors))
+
+        def gather_state(*args):
+            with Collectives(note):
+                return gather(*args)
+
+        dist.new_group, run.gather_state = new, gather_state
+
+
+def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
+    result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
+                   mesh=(2, 1, 2), observe=MessagesOfSave())
+    assert result.status == 0, result.err
+    sizes = {"cpu": [], "gpu": []}
+    for kind, size in re.findall(r"message (\w+) (\d+)", result.out):
+        sizes[kind].append(int(size))
+    weights = result.checkpoint()["model"].values()
+    assert max(sizes["gpu"]) <= max(weight.nbytes for weight in weights)
+    # weights and moments of one of the two stages, sent and received
+    assert sum(sizes["cpu"]) > 2 * sum(weight.nbytes for weight in weights)
 
 
 @pytest.mark.whole

@@ -2,17 +2,21 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from backstage import ROOT
 from backstage.errors import UserError
 
 sys.path.append(str(ROOT / "solutions"))
 sys.path.append(str(ROOT / "benchmarks"))
+import first_gpu
 import speed
 import turns
 
@@ -69,6 +73,19 @@ def test_a_side_that_trains_otherwise_is_seen():
             speed.check(sides(name, losses))
 
 
+@pytest.mark.parametrize(("bf16", "precision"), [
+    (True, "bf16"), (False, "fp32")])
+def test_a_gpu_that_emulates_bf16_trains_without(
+        monkeypatch, bf16, precision):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation=True: bf16 or
+                        including_emulation)
+    sides = speed.sides_of("nano", torch.device("cuda"), "data")
+    for name in ("std", "ddp", "lit", "nanoGPT"):
+        _, flags, _ = sides[f"{name}, {precision}"]
+        assert flags[flags.index("--precision") + 1] == precision
+
+
 def test_ratios_are_those_of_the_turns():
     """A turn in which the machine was slow counts like any other."""
     row = turns.summary([2, 20, 6], [1, 10, 2])
@@ -86,3 +103,124 @@ def test_a_side_that_fails_is_shown():
         turns.train("nanogpt", "--no-such", "flag")
     end = run("nowhere.json", "nonsense")
     assert end.returncode == 1 and end.stderr.startswith("error: ")
+
+
+# ------------------------------------------------- what one GPU can prove
+
+
+@pytest.mark.whole
+def test_without_a_gpu_it_goes_as_far_as_a_cpu(tmp_path):
+    run = tmp_path / "run"
+    end = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "first_gpu.py", "--device",
+         "cpu", "--output", run], capture_output=True, text=True, timeout=590,
+        env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert end.returncode == 0, end.stdout + end.stderr
+    items = json.loads((run / "first_gpu.json").read_text())["items"]
+    assert list(items) == list(first_gpu.ITEMS)
+    left_out = {name for name, item in items.items()
+                if item["status"] == "left out"}
+    assert left_out - {"mpi x 2"} == {"both devices", "std, eager", "speeds"}
+    for name, item in items.items():
+        assert item["status"] == ("left out" if name in left_out else "ok")
+        assert f"\n{item['status']:8}  {name}: " in end.stdout
+    losses = items["3d, resumed by std"]["found"]["std"]["losses"]
+    assert losses == pytest.approx(
+        items["ddp x 2"]["found"]["ddp"]["losses"], rel=1e-4)
+    assert items["gpt2-xl, fsdp"]["found"]["gpt2-xl, fsdp"]["memory"] > 2**26
+    assert len((run / "metrics.csv").read_text().splitlines()) == 13
+    assert (run / "profile" / "trace-rank-0.json.gz").exists()
+    assert "--- SIGKILL" in (run / "logs.txt").read_text()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    flags = first_gpu.Flags(device="cpu", output=tmp_path / "output")
+    return first_gpu.Bench(flags, tmp_path)
+
+
+def test_after_a_failure_the_next_item_follows(bench, capsys):
+    def fail(bench):
+        bench.found["seen"] = 1
+        raise UserError("as expected")
+
+    def leave_out(bench):
+        raise first_gpu.LeftOut("it needs a GPU")
+
+    now = time.monotonic()
+    bench.run("one", 60, fail, now + 60)
+    bench.run("two", 60, leave_out, now + 60)
+    bench.run("three", 60, lambda bench: None, now + 60)
+    bench.run("four", 60, lambda bench: None, now)
+    said = capsys.readouterr().out.splitlines()
+    items = json.loads((bench.output / "first_gpu.json").read_text())["items"]
+    assert items["one"]["found"] == {"seen": 1}
+    assert [(row["status"], row["why"]) for row in items.values()] == [
+        ("FAILED", "as expected"), ("left out", "it needs a GPU"),
+        ("ok", ""), ("left out", "no time is left for it")]
+    assert said[0].startswith("FAILED    one: ")
+
+
+def test_an_item_ends_at_its_limit(bench, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import time\ntime.sleep(1000)\n")
+    bench.run("waits", 1, lambda bench: bench.launch("waits", script),
+              time.monotonic() + 60)
+    assert bench.record["items"]["waits"]["why"] == "waits: not done in time"
+
+
+def test_a_run_with_other_losses_is_seen():
+    first_gpu.require_same([5.0, 4.0], [5.0001, 4.0])
+    for losses in ([5.001, 4.0], [5.0], [5.0, math.nan]):
+        with pytest.raises(UserError):
+            first_gpu.require_same(losses, [5.0, 4.0])
+
+
+def sized_record(**speeds):
+    return {"items": {name: {"found": {name: {
+        "tokens_per_second": speed, "memory": 3 * 2**30, "graphs": 1}}}
+        for name, speed in speeds.items()}}
+
+
+def test_a_speed_below_what_was_expected_is_seen(bench):
+    bench.gpu = True
+    bench.record |= sized_record(std=90, nanoGPT=90, ddp=100, fsdp=96)
+    first_gpu.compare_speeds(bench)
+    assert bench.found == {"fsdp over ddp": 0.96, "std over nanoGPT": 1.0}
+    for slow in ({"fsdp": 94}, {"std": 89}):
+        bench.record |= sized_record(
+            **{"std": 90, "nanoGPT": 90, "ddp": 100, "fsdp": 96} | slow)
+        with pytest.raises(UserError, match=f"{next(iter(slow))} is"):
+            first_gpu.compare_speeds(bench)
+    bench.record |= sized_record(std=90)
+    with pytest.raises(first_gpu.LeftOut):
+        first_gpu.compare_speeds(bench)
+
+
+def test_the_readme_has_the_figures_of_the_first_gpu():
+    assert "| std | 452,000 | 1.13 | 3.0 | 1 |" in first_gpu.table(
+        sized_record(std=452000, nanoGPT=400000))
+    file = ROOT / "example-logs" / "first_gpu.json"
+    says = (ROOT / "benchmarks" / "README.md").read_text()
+    nothing = "No GPU has run it yet."
+    if file.exists():
+        assert first_gpu.table(json.loads(file.read_text())) in says
+    assert (nothing in says) != file.exists()
+
+
+@pytest.mark.whole
+def test_what_is_loaded_before_the_fork_asks_for_no_gpu():
+    """A process that has asked CUDA for it cannot fork ranks that use it."""
+    code = """if True:
+        import importlib, torch
+        def fail(*_):
+            raise SystemExit("it asks for a GPU")
+        for owner in torch.cuda, torch.xpu, torch.accelerator:
+            owner.is_available = owner.device_count = fail
+        from workshop.processes import modules_of
+        for name in modules_of("lit"):
+            importlib.import_module(name)
+        """
+    end = subprocess.run([sys.executable, "-c", code], text=True,
+                         capture_output=True)
+    assert end.returncode == 0, end.stderr

@@ -26,7 +26,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys):
     ElementTree.fromstring(html)
     before, folded = html.split("<details>")
     assert "<strong>FAIL</strong> gradients of step 0 differ" in before
-    assert "call the DDP wrapper" in before and "the final" not in before
+    assert "It is change" in before and "the final" not in before
     assert "more follow from it</summary>" in folded
     assert "the final weights" in folded
     assert html.count('<td class="no"') == 1 and "✗" in html

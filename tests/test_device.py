@@ -12,7 +12,7 @@ import torch
 from conftest import edit, needs
 from stages import FOLDER, DieAfter, agree, train
 
-from backstage import ROOT, cores, device, flags, flops
+from backstage import ROOT, cores, device, flags, flops, world
 from backstage.errors import UserError, explain
 from workshop.processes import free_port, launch
 from workshop.stages import STAGES
@@ -165,6 +165,9 @@ def test_slices_of_a_gpu(gpu, monkeypatch):
     with pytest.raises(UserError, match=r"NCCL.*MIG 1g\.5gb.*whole GPUs"):
         device.use_device()
     assert device.use_device("cpu") == torch.device("cpu")
+    # MPI sends from the CPU's memory; each rank sees its own slice, or all one
+    monkeypatch.setattr(world, "THE_GROUP", ["mpi4py's COMM_WORLD"])
+    assert device.use_device("auto", 1) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("name, bf16, fp32", [

@@ -311,3 +311,18 @@ def test_ranks_follow_the_order_of_slurms_nodes(tmp_path, monkeypatch):
     assert [node.returncode for node in nodes] == [0, 0], said
     assert sorted(line for out, _ in said for line in out.splitlines()) == [
         "node 0 rank 0", "node 0 rank 1", "node 1 rank 2", "node 1 rank 3"]
+
+
+def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
+    """Where a site's modules ask for it, its library would end Python."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(  # loaded, it calls MPI_Init
+        "import os\nprint(os.environ['MPICH_GPU_SUPPORT_ENABLED'])\n")
+    end = subprocess.run(
+        [sys.executable, "-c",
+         "from backstage.launchers import load_mpi; load_mpi()"],
+        env={**os.environ, "MPICH_GPU_SUPPORT_ENABLED": "1",
+             "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True, text=True)
+    assert end.stdout == "0\n", end.stderr

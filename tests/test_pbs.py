@@ -5,6 +5,7 @@ signal before the time limit and the checkpoints are real. `qstat` and `qsub`
 are programs that say a time limit, and write down what was submitted.
 """
 
+import json
 import os
 import re
 import shutil
@@ -39,13 +40,25 @@ echo 124.pbs
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_file_asks_for_what_its_name_says(file):
     text = file.read_text()
+    assert f"#PBS -N {file.stem.removeprefix('batch-')}\n" in text
+    if file.stem == "batch-fineweb":
+        assert "select=1:" in text and "mpiexec" not in text
+        return
     stage, nodes, gpus = re.fullmatch(
-        r"batch-(\w+)-(\d)n(\d)g", file.stem).groups()
-    assert f"#PBS -N {stage}-{nodes}n{gpus}g\n" in text
+        r"batch-(\w+)-(\d)n(\d)g",
+        file.stem.replace("-doctor", "-doctor-2n4g")).groups()
     assert f"select={nodes}:ncpus={8 * int(gpus)}:ngpus={gpus}:" in text
-    assert f'mpiexec -n {int(nodes) * int(gpus)} "${{per_node[@]}}" {gpus} ' \
-        in text
-    assert f'"$(stage {stage})"' in text and STAGES[stage].jobs is not None
+    launcher = "mpirun" if stage == "doctor" else STAGES[stage].launcher
+    assert ("workshop.as_torchrun" in text) == (launcher == "torchrun")
+    start = f'mpiexec -n {int(nodes) * int(gpus)} "${{per_node[@]}}" {gpus} '
+    assert (start in text) == ("mpiexec" in text) == (launcher != "python")
+    assert stage == "doctor" or f'"$(stage {stage})"' in text
+
+
+def test_a_job_of_every_kind_is_there():
+    names = {file.stem.removeprefix("batch-") for file in FILES}
+    assert names >= {"doctor", "fineweb", "std-1n1g", "mpi-1n4g", "mpi-2n4g",
+                     "ddp-2n4g"}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +133,21 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
         assert "job       ddp-1n4g 123.pbs, on " in job.stdout
         assert "world size 4" in job.stdout
     assert Result(folder, []).column("step") == list(range(int(steps) + 5))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "n"), [("std-1n1g", 1), ("mpi-1n4g", 4)])
+def test_without_torchruns_names(clone, tmp_path, name, n):
+    """std needs no launcher, and mpi asks its own. Open MPI binds nothing."""
+    needs("mpiexec")
+    done = run(clone, name, WORKSHOP_RUN=str(tmp_path / "run"),
+               OMPI_MCA_hwloc_base_binding_policy="core:overload-allowed",
+               OMPI_MCA_hwloc_base_report_bindings="1",
+               FLAGS=f"{FLAGS} --max-steps 3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads((tmp_path / "run" / "hyperparameters.json").read_text())
+    assert said["world_size"] == n
+    assert done.stderr.count(" is not bound (") == (n if n > 1 else 0)
 
 
 @pytest.mark.whole

@@ -14,7 +14,7 @@ import pytest
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.flops import num_parameters
-from workshop.notebook import sharding
+from workshop.notebook import cells, sharding
 from workshop.results import runs as results
 
 EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
@@ -108,6 +108,25 @@ def test_the_newest_of_what_trains_the_same_is_shown(runs):
     found, notes = results.find()
     assert [run.folder.name for run in found] == ["single", "mine"]
     assert len(notes) == 1 and notes[0].startswith("Left out: 1 run")
+
+
+@pytest.mark.parametrize(("peaks", "shown"), [
+    ([2**30, 5 * 2**29, 2**31], "2.5"),  # the peak, wherever it was
+    (["", "", ""], "?")])  # of an older run
+def test_the_table_has_the_memory(runs, peaks, shown):
+    file = runs / "mine" / "metrics.csv"
+    with open(file, newline="") as text:
+        rows = [*csv.DictReader(text)][:3]
+    with open(file, "w", newline="") as text:
+        writer = csv.DictWriter(text, rows[0] | {"memory": ""})
+        writer.writeheader()
+        for row, peak in zip(rows, peaks, strict=True):
+            writer.writerow(row | {"memory": peak})
+    header, row = ([cell.text for cell in line] for line in ElementTree
+                   .fromstring(re.search(r"<table.*?</table>",
+                               cells.runs()._repr_html_(), re.S)[0])
+                   .iter("tr"))
+    assert row[header.index("GiB on rank 0")] == shown
 
 
 def test_what_cannot_be_read_is_said(runs, tmp_path):

@@ -13,12 +13,14 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from zipfile import ZipFile
 
 import nbformat
 import pytest
 import tiktoken
 from cluster import FLAGS, wait_for
+from conftest import needs
 from nbclient import NotebookClient
 from stages import train, weight_distance
 from tiktoken_ext import openai_public
@@ -185,6 +187,30 @@ def test_a_mesh_on_the_nodes(slurm, single, name, n, microbatch):
     result = slurm.result(name, job)
     assert world(result) == (int(name[-4]), n)
     agree(result, single(*FEW))
+
+
+def test_srun_tells_mpi(slurm, single):
+    """Where site.sh names what SLURM calls the MPI library; else an error."""
+    needs("mpiexec.mpich")
+    library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
+    library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
+    file = slurm.repo / "site.sh"
+    right = file.read_text()
+    options = ["--cpus-per-task=1",
+               f"--export=ALL,LD_LIBRARY_PATH={library.parent}"]
+    try:
+        file.write_text(f"{right}export SLURM_MPI_TYPE=pmi2\n")
+        job = slurm.submit("mpi-1n2g", *FEW, options=options)
+        end = slurm.wait(job)
+    finally:
+        file.write_text(right)
+    assert end["JobState"] == "COMPLETED", slurm.log(job)
+    result = slurm.result("mpi-1n2g", job)
+    assert world(result) == (1, 2)
+    agree(result, single(*FEW))
+    job = slurm.submit("mpi-1n2g", *FEW, options=options)
+    assert slurm.wait(job)["JobState"] == "FAILED", slurm.log(job)
+    assert "srun --mpi=list" in slurm.log(job)
 
 
 def test_from_inside_another_job(slurm, single):

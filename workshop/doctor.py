@@ -52,16 +52,20 @@ def main(ranks=False):
 
 def ask_course():
     """Which commit this is, and which site file it reads."""
+    site = ROOT / "site.sh"
+    return f"commit {name_commit()}; site file " + (
+        str(site) if site.is_file() else f"none, there is no {site}")
+
+
+def name_commit():
+    """The commit of this clone; "-dirty" if files were changed since."""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty",
                "--exclude=*"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True,
-                                check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True,
+                              check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = "unknown, not a git clone that you may read"
-    site = ROOT / "site.sh"
-    return f"commit {commit}; site file " + (
-        str(site) if site.is_file() else f"none, there is no {site}")
+        return "unknown, not a git clone that you may read"
 
 
 def ask_python():

@@ -38,11 +38,12 @@ PBS_FILE = r"""#!/bin/bash -l
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 export OMP_NUM_THREADS={threads}
-train mpiexec -n {processes} "${{per_node[@]}}" {gpus} \
-    python -m workshop.as_torchrun "$(stage {stage})" \
+train {command} "$(stage {stage})" \
     --run "$run" --resume{flags} "${{flags[@]}}"
 """
-PBS_SIZES = ("1n4g", "2n4g")
+MPIEXEC = 'mpiexec -n {processes} "${{per_node[@]}}" {gpus} \\\n    python'
+PBS_SIZES = {"python": ("1n1g",), "torchrun": ("1n4g", "2n4g"),
+             "mpirun": ("1n4g", "2n4g")}  # by launcher
 CORES = 8  # for each GPU
 
 
@@ -68,9 +69,14 @@ def batch_file(stage, size):
 def pbs_file(stage, size):
     """The same for PBS: mpiexec starts a process for each GPU."""
     nodes, gpus = numbers(size)
+    command = "python"
+    if stage.launcher != "python":
+        command = MPIEXEC.format(processes=nodes * gpus, gpus=gpus)
+    if stage.launcher == "torchrun":
+        command += " -m workshop.as_torchrun"
     return PBS_FILE.format(
         **in_both(stage, size), cores=CORES * gpus, threads=CORES,
-        processes=nodes * gpus)
+        command=command)
 
 
 def numbers(size):
@@ -104,7 +110,7 @@ def files():
         for size in stage.jobs:
             yield (ROOT / "batchfiles" / f"batch-{stage.name}-{size}.sh",
                    batch_file(stage, size))
-            if size in PBS_SIZES and stage.launcher == "torchrun":
+            if size in PBS_SIZES[stage.launcher]:
                 yield (ROOT / "batchfiles" / "pbs"
                        / f"batch-{stage.name}-{size}.sh",
                        pbs_file(stage, size))

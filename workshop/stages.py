@@ -52,7 +52,7 @@ STAGES = {stage.name: stage for stage in (
     Stage("std", "", "The single-device stage", "one device", "#8a8a8a",
           "python", ((1, 1, 1),), jobs=dict.fromkeys(SIZES[:2], "")),
     Stage("mpi", "std", "MPI", "gradients averaged by hand, with MPI",
-          "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={}),
+          "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
     Stage("ddp", "std", "DDP", "a process for each device, with DDP",
           "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
           split="samples"),

@@ -29,11 +29,12 @@ MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
 MASTER_PORT=$((20000 + ${PBS_JOBID//[!0-9]*/} % 10000))
 export MASTER_ADDR MASTER_PORT
 
-# How this mpiexec is told the number of processes on each node.
+# How this mpiexec is told the number of processes on each node. Open MPI would
+# also bind each process to a core, or to a part of the node's cores.
 per_node=(--ppn) # PALS, MPICH and Intel MPI
 if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
     per_node=(-x PATH -x PYTHONPATH -x MASTER_ADDR -x MASTER_PORT
-        -x OMP_NUM_THREADS -N)
+        -x OMP_NUM_THREADS --bind-to none -N)
 fi
 
 # The script of a stage: yours where it passed the check for that stage, else

@@ -1,0 +1,13 @@
+#!/bin/bash -l
+# Do the devices of these nodes reach each other, and how fast? Asks all ranks.
+#PBS -N doctor
+#PBS -l select=2:ncpus=32:ngpus=4:mpiprocs=4
+#PBS -l place=scatter
+#PBS -l walltime=00:10:00
+#PBS -j oe
+#PBS -r n
+
+source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
+
+export OMP_NUM_THREADS=8
+mpiexec -n 8 "${per_node[@]}" 4 python -m workshop doctor --ranks

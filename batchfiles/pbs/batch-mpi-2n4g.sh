@@ -1,0 +1,15 @@
+#!/bin/bash -l
+# MPI on 2 nodes with 4 GPUs each: 8 processes.
+#PBS -N mpi-2n4g
+#PBS -l select=2:ncpus=32:ngpus=4:mpiprocs=4
+#PBS -l place=scatter
+#PBS -l walltime=01:00:00
+#PBS -j oe
+#PBS -r n
+
+source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
+
+export OMP_NUM_THREADS=8
+train mpiexec -n 8 "${per_node[@]}" 4 \
+    python "$(stage mpi)" \
+    --run "$run" --resume "${flags[@]}"
