@@ -449,7 +449,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert page.locator(".ws h3").count() == 1
     checked = lesson.run('check("ddp")', key="Shift+Enter")
     assert checked.startswith("Not yet.")
-    assert "FAIL" in checked and "raw model" in checked
+    assert "FAIL" in checked and "It is change" in checked
     # the verdict and its reason are in sight
     for words in ("Not yet.", "FAIL"):
         place = page.locator(".ws .beside strong", has_text=words).first
