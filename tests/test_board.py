@@ -16,7 +16,8 @@ from workshop.notebook import pictures, tied
 
 def test_a_table_of_a_wrong_script(tmp_path, capsys):
     board = board_of(plant(tmp_path, FORWARD), capsys)
-    assert board.columns == ["1", "2", "4", "resumed", "stopped"]
+    assert board.columns == [
+        "1", "2", "4", "uneven", "resumed", "stopped"]
     gradients = board.answers["gradients are the single device's"]
     assert gradients == {"1": "ok", "2": "FAIL"}
     assert board.answers["losses agree at every step"]["2"] == "and"
@@ -62,8 +63,8 @@ def test_a_picture_of_the_samples(tmp_path, capsys):
 def test_the_same_in_a_terminal(tmp_path, capsys):
     assert main("ddp", plant(tmp_path))
     out = capsys.readouterr().out
-    rows = {line[:-23].strip(): line[-23:].split() for line in
-            out.splitlines() if line.endswith(" ok") or " ok " in line[-23:]}
+    rows = {line[:-30].strip(): line[-30:].split() for line in
+            out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
     assert rows["gradients are the single device's"] == ["ok"] * 4
     assert rows["checkpoint"] == ["ok"]  # the end of a long question
     assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")

@@ -55,12 +55,14 @@ def launcher_change(stage):
 
 
 def wrong_device(rank, local, asked):
-    if asked == 0:
+    if isinstance(asked, str):
+        cause = "it has to be a number: int(os.environ[...])"
+    elif asked == 0:
         cause = "pass the local rank: use_device(hp.device, local_rank)"
     else:
         cause = ("ranks count on over the nodes, but a node's devices begin "
                  "at 0: pass local_rank")
-    return fail(f"rank {rank} takes device {asked}, but it has local rank "
+    return fail(f"rank {rank} takes device {asked!r}, but it has local rank "
                 f"{local}: processes would share a device", cause)
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 import tokenize
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 
 from backstage.errors import UserError, require
@@ -310,45 +311,46 @@ class Check:
             self.say(f"        {first}")
         self.out.report(cause=[text, first])
 
+    def trials(self):
+        """What is tried, in this order: {column of the table: function}."""
+        more = {"uneven": self.try_uneven}
+        if not self.change:
+            more |= {"resumed": self.try_to_resume,
+                     "stopped": self.try_to_stop}
+            if STAGES[self.bench.stage].trainer:
+                more |= {"bf16": self.try_bf16, "fsdp2": self.try_fsdp2}
+        return {label(mesh): partial(self.try_mesh, mesh)
+                for mesh in self.meshes} | more
+
     def repeat(self, last):
         """Try the trial of that name again, and what it needs first."""
         if last == "resumed" and not self.try_mesh(self.meshes[0]):
             return False
-        special = {"resumed": self.try_to_resume, "stopped": self.try_to_stop,
-                   "bf16": self.try_bf16, "fsdp2": self.try_fsdp2}
-        if last in special:
-            return special[last]()
-        return self.try_mesh(next(
-            mesh for mesh in self.meshes if label(mesh) == last))
+        return self.trials()[last]()
 
     def run(self):
         """Whether all of them are right."""
-        bench = self.bench
-        more = [] if self.change else ["resumed", "stopped"] + (
-            ["bf16", "fsdp2"] * STAGES[bench.stage].trainer)
-        self.out.report(columns=[*map(label, self.meshes), *more])
+        bench, trials = self.bench, self.trials()
+        self.out.report(columns=[*trials])
         self.say(f"{bench.script.name} against the single-device stage: "
                  f"preset tiny, fp32, {self.steps} steps")
         bench.reference = self.try_reference()
-        right = all(map(self.try_mesh, self.meshes)) and (
-            self.change or (self.try_to_resume() and self.try_to_stop()
-                           and self.try_bf16() and self.try_fsdp2()))
+        right = all(try_out() for try_out in trials.values())
         if right and self.change:
             self.say("\nRight, as far as 2 processes show it. Without a "
                      "number, the check tries everything.")
+        elif self.change:
+            tried = documents.load(bench.stage)[self.change - 1]
+            self.give_reason(tried, f"Change {self.change} ({tried.title})")
         elif not right:
-            if self.change:
-                tried = documents.load(bench.stage)[self.change - 1]
-                self.give_reason(
-                    tried, f"Change {self.change} ({tried.title})")
-            else:
-                self.localise()
-            self.say("\nNot yet." + ("" if self.verbose else self.out.more))
+            self.localise()
         else:
             self.out.show_table()
             self.say("Right: " + sizes(self.meshes) + " compute what the "
                      "single device computes."
                      + (" Mind the warning." if self.warned else ""))
+        if not right:
+            self.say("\nNot yet." + ("" if self.verbose else self.out.more))
         self.out.report(right=right)
         return right
 
@@ -375,6 +377,14 @@ class Check:
         trial = self.bench.try_out(folder, mesh, plain=mesh.size == 1)
         return self.judge(trial, "whole")
 
+    def try_uneven(self):
+        from workshop.check.trial import UNEVEN, Mesh
+
+        mesh = Mesh(dp=2)
+        self.begin("uneven", f"{name(mesh)}, a minibatch of {UNEVEN} samples")
+        trial = self.bench.try_out("uneven", mesh, "--minibatch-size", UNEVEN)
+        return self.judge(trial, "uneven")
+
     def try_to_resume(self):
         """In another world: a run of the first mesh, on the second."""
         first, *others = self.meshes
@@ -397,23 +407,23 @@ class Check:
         mesh = next((one for one in self.meshes if one.size == 2),
                     self.meshes[-1])
         self.begin("stopped", f"{name(mesh)}, stopped early")
-        trial = self.bench.try_out("stopped", mesh, terminated=0)
+        # and with flags that compute the same
+        trial = self.bench.try_out(
+            "stopped", mesh, "--compile", "--recompute", "--generate-every",
+            1, terminated=0)
         return self.judge(trial, "stopped")
 
     def try_bf16(self):
-        if not STAGES[self.bench.stage].trainer:
-            return True  # the script itself says it
         self.begin("bf16", "1 process, --precision bf16")
         trial = self.bench.try_out("bf16", self.meshes[0], "--precision",
                                    "bf16", plain=True)
         return self.judge(trial, "bf16")
 
     def try_fsdp2(self):
-        if not STAGES[self.bench.stage].trainer:
-            return True
         mesh = next(mesh for mesh in self.meshes if mesh.size == 2)
         self.begin("fsdp2", f"{name(mesh)}, --strategy fsdp2")
-        trial = self.bench.try_out("fsdp2", mesh, "--strategy", "fsdp2")
+        trial = self.bench.try_out(
+            "fsdp2", mesh, "--strategy", "fsdp2", "--compile")
         return self.judge(trial, "fsdp2")
 
     def begin(self, column, words):

@@ -15,6 +15,7 @@ A rank leaves two files in the observer's folder:
                     lists of their first tokens, which are their numbers
         targets     of the same samples, where the loss is computed
         validated   the same of what was evaluated, in one list
+        evaluated   how many samples that were
         continued   the last tokens that a text was continued from
         rates       the optimizer's learning rate at each update
         optimizers  at the first update: the groups of parameters, by name
@@ -23,6 +24,8 @@ A rank leaves two files in the observer's folder:
         synced      at each update, for each microbatch whether DDP or FSDP
                     was to reduce the gradients after it
         precision   "bf16" under autocast, "fp32" without
+        compiled    what was compiled of what trains: "model", "block", None
+        recomputed  whether a module was called in a backward pass
         asked       what was asked for: (what, value), in their order
         written     files that were opened to write them
 """
@@ -57,9 +60,11 @@ class Observer:
         self.kept = []
         self.seen = {"start": None, "weights": None, "gradients": [],
                      "samples": [], "targets": [], "validated": [],
+                     "evaluated": 0,
                      "continued": None, "optimizers": None, "rates": [],
                      "clips": [], "late": [], "synced": [],
-                     "precision": None,
+                     "precision": None, "compiled": None,
+                     "recomputed": False,
                      "asked": [], "written": []}
         self.begin_update()
         self.events = os.open(f"{self.folder}/{rank}.jsonl",
@@ -109,6 +114,7 @@ class Observer:
     # ---------------------------------------------------------- training
 
     def watch_training(self):
+        import torch
         from torch import nn
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.nn.utils import clip_grad
@@ -117,6 +123,8 @@ class Observer:
             register_optimizer_step_pre_hook,
         )
 
+        # what torch.compile returns is called, but nothing is compiled
+        torch.compiler.set_stance("force_eager")
         register_module_forward_pre_hook(self.on_forward)
         register_optimizer_step_pre_hook(self.before_update)
         register_optimizer_step_post_hook(self.after_update)
@@ -144,8 +152,11 @@ class Observer:
         """A sample's last target is the next sample's number."""
         import torch
 
-        if not self.inferring and torch.is_grad_enabled() and (
-                torch._C._current_graph_task_id() == -1):
+        if self.inferring or torch._C._current_graph_task_id() != -1:
+            return
+        if not torch.is_grad_enabled():
+            self.seen["evaluated"] += targets.numel() // T
+        else:
             self.aims += [min(number, SAMPLES) - 1 for number
                           in targets.flatten()[T - 1::T].tolist()]
 
@@ -203,6 +214,10 @@ class Observer:
             self.seen["start"] = self.state("data")
         if self.inferring:
             return
+        if torch._C._current_graph_task_id() != -1:
+            self.seen["recomputed"] = True
+        if trains and not self.seen["compiled"]:
+            self.seen["compiled"] = compiled_part(module)
         if trains and module is self.model and self.sharded(module):
             self.synced.append(self.syncing)
         if hasattr(module, "require_backward_grad_sync") and trains:
@@ -325,7 +340,9 @@ class Observer:
         self.watch_sharding()
 
     def watch_sharding(self):
+        import torch
         from torch.distributed import fsdp
+        from torch.distributed.tensor import DTensor
 
         shard = fsdp.fully_shard
         switch = fsdp.FSDPModule.set_requires_gradient_sync
@@ -341,6 +358,16 @@ class Observer:
             self.syncing = bool(requires_gradient_sync)
             return switch(module, requires_gradient_sync, **kwargs)
 
+        move = torch.nn.Module.to
+
+        def visible_move(module, *args, **kwargs):
+            if is_gpt(module):
+                self.asked("to", not any(
+                    weight.is_meta or isinstance(weight, DTensor)
+                    for weight in module.parameters()))
+            return move(module, *args, **kwargs)
+
+        torch.nn.Module.to = visible_move
         fsdp.fully_shard = visible_shard
         fsdp.FSDPModule.set_requires_gradient_sync = visible_switch
 
@@ -373,7 +400,8 @@ class Observer:
         use = device.use_device
 
         def visible_use(name="auto", local_rank=0):
-            self.asked("use_device", (str(name), int(local_rank)))
+            self.asked("use_device", (str(name), local_rank if isinstance(
+                local_rank, int) else str(local_rank)))
             return use(name, local_rank)
 
         def no_accelerator(check_available=False):
@@ -396,6 +424,7 @@ class Observer:
             self.asked("Trainer", {
                 key: value if isinstance(value, (int, float, str)) else
                 type(value).__name__ for key, value in kwargs.items()})
+            self.asked("plugins", bool(kwargs.get("plugins")))
             # what it writes, if anything, is not for the attendee's folder
             kwargs.setdefault("default_root_dir", str(self.folder))
             return make(self_, *args, **kwargs)
@@ -482,10 +511,22 @@ def makes_state():
     return False
 
 
+def compiled_part(module):
+    """What of the model is compiled if this module is: "model" or "block".
+    """
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "block"  # in its place, by module.compile()
+    around = hasattr(module, "_orig_mod")
+    if around or getattr(module, "_compiler_ctx", None) is not None:
+        return "model"  # the latter is Lightning's
+    return None
+
+
 def is_gpt(module):
     """Whether it is the course's model, whatever its class is called."""
     inside = getattr(module, "transformer", None)
-    return hasattr(inside, "wte") and hasattr(inside, "h")
+    return hasattr(inside, "wte") and hasattr(inside, "h") and not (
+        hasattr(module, "_orig_mod"))  # torch.compile's, around it
 
 
 def plain_name(name):

@@ -42,6 +42,8 @@ from workshop.check.trial import (
     MINIBATCH,
     RESUMED,
     STEPS,
+    UNEVEN,
+    B,
 )
 from workshop.stages import STAGES
 
@@ -57,7 +59,7 @@ class Question:
 
     title: str  # what is right where the answer is "ok"
     answer: object  # function of (trial, reference)
-    kinds: tuple  # of trials: "whole", "resumed", "stopped", "bf16"
+    kinds: tuple  # of trials: "whole", "uneven", "resumed", "stopped", ...
     meshes: object  # function of a mesh: whether it is asked there
 
 
@@ -164,6 +166,11 @@ def stage(trial, reference):
             return fail(f"the Trainer writes, too: {', '.join(writers)}",
                         "LitRun logs and saves: logger=False and "
                         "enable_checkpointing=False")
+        if not any(trial.asked("plugins")):
+            return warn("Lightning guesses who has started the processes",
+                        "right here, but it would take the shell of a SLURM "
+                        "job for a task that waits for others: "
+                        "plugins=[lit.get_launcher()]")
     elif trial.asked("fit"):
         return fail(f"it trains with Lightning: it is not stage "
                     f"{trial.stage}", "`python -m workshop check lit` "
@@ -194,7 +201,7 @@ def stage(trial, reference):
 
 
 def whole_model(trial, shows):
-    """A `Finding` where the ranks keep the whole model."""
+    """A `Finding` where the ranks keep the whole model, or once had it."""
     if trial.asked("DistributedDataParallel"):
         return fail("the model is wrapped in DDP: every rank keeps all of it",
                     f"{shows} to change")
@@ -203,6 +210,11 @@ def whole_model(trial, shows):
         return fail("every pipeline stage keeps the whole model",
                     "each drops what belongs to the others: "
                     'cut(raw_model, mesh["pp"])')
+    empty = [rank for rank, seen in enumerate(trial.seen) if seen["start"]
+             and not any(".h." in name for name in names(seen["start"]))]
+    if trial.mesh.pp > 1 and empty:
+        return fail(f"rank {empty[0]} has none of the blocks", "cut() gives "
+                    "each pipeline stage as many of the blocks as any other")
     if state and not state["sharded"]:
         return fail("every rank keeps the whole model",
                     "fully_shard(module, mesh=mesh) for each block and for "
@@ -217,6 +229,11 @@ def whole_model(trial, shows):
                     "the same",
                     'parallelize(raw_model, mesh["tp"]) splits them, before '
                     "the model is sharded")
+    if any(trial.asked("to")):
+        return warn("every device has the whole model before it is sharded",
+                    "right, as long as it fits: make_shapes(GPT, ...), and "
+                    "draw_weights(raw_model, module) before each module is "
+                    "sharded")
     return None
 
 
@@ -605,6 +622,13 @@ def losses(trial, reference):
 def validation(trial, reference):
     step, largest = first_difference(trial, reference, "val_loss", LOSS)
     if step is None:
+        good, mine = (sum(seen["evaluated"] for seen in one.seen)
+                      // one.mesh.tp for one in (reference, trial))
+        if mine > good:
+            return warn(f"{mine} samples are evaluated in all, where the "
+                        f"single device evaluates {good}",
+                        "right, but slower: every --eval-every steps, and "
+                        "after the last one")
         return ok(f"validation losses agree (to {largest:.0e})")
     value, good = values(trial, reference, "val_loss", step)
     if np.isnan(value):
@@ -688,11 +712,18 @@ def texts(trial, reference):
             return warn(f"each text is printed {mesh.tp} times", "all ranks "
                         "of a TP group have written the same: print "
                         "texts[::tp_size]")
-    if mesh.dp == 1 or len(written) != 4 * mesh.dp:
+    lines = trial.ranks[0].out.count(f"\n{PROMPT}")
+    if written and lines != 4 * mesh.dp:
+        return warn(f"{lines} texts are printed, not {4 * mesh.dp}",
+                    "rank 0 prints four of each rank, each on a line of its "
+                    'own: print(*texts, sep="\\n")')
+    if mesh.dp == 1:
         return None
-    if len({text[:20] for text in written}) > 4:
+    count = len({text[:20] for text in written})
+    if count == len(written):
         return ok("every rank writes texts of its own")
-    return warn("all ranks write the same texts",
+    return warn(f"{'all' if count <= 4 else 'some'} ranks write the same "
+                "texts",
                 "add the rank to the seed of the generation")
 
 
@@ -780,6 +811,10 @@ def stopping(trial, reference):
     same = ("all ranks have to stop at the same step: add up "
             "run.stop_requested over the ranks, and act on the sum")
     ended = endings.explain(trial)
+    if ended and "ended with an error" in ended.text and not (
+            endings.is_effect(ended.text)):
+        return fail(f"with {' '.join(map(str, trial.more))} {ended.text}",
+                    ended.hint)
     if ended:
         return fail(f"a signal to rank 0 does not end them all: {ended.text}",
                     same)
@@ -789,6 +824,53 @@ def stopping(trial, reference):
         return fail("a signal ends it without a checkpoint",
                     "save before the loop ends where a stop is requested")
     return ok("a signal to one rank ends all of them, after a checkpoint")
+
+
+@question("a minibatch that cannot be shared is refused", ("uneven",))
+def uneven(trial, reference):
+    """Whether all ranks end at once where the samples do not go round."""
+    said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
+            f"microbatches of {B} cannot share, ")
+    if any(trial.updates(rank) for rank in range(trial.mesh.size)):
+        return fail(said + "it trains all the same", "what is left over is "
+                    "lost: require(S % round_size == 0, ...), where a round "
+                    "is a microbatch of every rank")
+    if any(rank.status in (None, 0) for rank in trial.ranks):
+        return fail(said + "not every rank ends with an error",
+                    "require(S % round_size == 0, ...) on all ranks")
+    return ok("a minibatch that cannot be shared is refused")
+
+
+@question("it is compiled if that is asked for",
+          ("whole", "stopped", "fsdp2"))
+def compiled(trial, reference):
+    """Whether what torch.compile returns is what is called."""
+    used = {seen and seen["compiled"] for seen in trial.seen}
+    if "--compile" not in trial.more:
+        if used == {None}:
+            return ok("--no-compile compiles nothing")
+        return warn("with --no-compile it is compiled all the same",
+                    "right, but slow to begin: compile_model(...) if "
+                    "hp.compile else raw_model")
+    start = trial.seen[0] and trial.seen[0]["start"]
+    part = "block" if start and start["sharded"] else "model"
+    if used == {part}:
+        return ok("--compile trains a compiled model")
+    if part == "model" or None in used:
+        return warn("with --compile the model that trains is not compiled",
+                    "right, but slower: train what compile_model(raw_model, "
+                    "device) returns")
+    return warn("with --compile the model is compiled as a whole",
+                "right, but slower: between its blocks FSDP gathers weights, "
+                "where the compiler gives up: each_block=True")
+
+
+@question("--recompute keeps few activations", ("stopped",))
+def recomputed(trial, reference):
+    if all(seen and seen["recomputed"] for seen in trial.seen):
+        return ok("--recompute keeps few activations")
+    return warn("--recompute changes nothing", "right, but a large model "
+                "needs its memory: the model takes hp.recompute")
 
 
 @question("every name that it uses is defined")

@@ -25,6 +25,7 @@ from workshop.stages import STAGES
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
 LEARNING_RATE = 3e-3  # its maximum
+UNEVEN = MINIBATCH + B  # samples that two ranks cannot share evenly
 RESUMED = 3  # steps after which it evaluates, and is resumed once
 EVALUATED = 2  # minibatches of a validation loss
 # the device is left to the script: what it asks for is noted
@@ -78,6 +79,7 @@ class Trial:
     mesh: Mesh
     script: Path
     ranks: list  # of workshop.processes.Rank
+    more: tuple = ()  # flags of this trial alone
     gave_up: str = ""  # why it was ended: "asleep", "busy", "endless", "flood"
     seen: list = field(default_factory=list)  # of each rank, None if it died
     events: list = field(default_factory=list)  # of each rank, in their order
@@ -180,7 +182,7 @@ class Bench:
             require(patience.reason != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
                     f"print {mesh.size} lines?")
-        trial = Trial(self.stage, mesh, script or self.script, ranks)
+        trial = Trial(self.stage, mesh, script or self.script, ranks, flags)
         trial.gave_up, trial.cpu = patience.reason, patience.cpu
         trial.seconds = time.monotonic() - begin
         self.collect(trial, run, observed)
