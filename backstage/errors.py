@@ -34,9 +34,18 @@ def run_main(main):
         status = 0
     except SystemExit as end:
         status = end.code
+        note_end(status)
     except BaseException as error:
         status = report(error)
+        note_end(status, error)
     leave(status)
+
+
+def note_end(status, error=None):
+    """Leave it for `why`, where this process is watched."""
+    witness = sys.modules.get("backstage.witness")
+    if witness:
+        witness.note_end(status, error)
 
 
 def report(error):

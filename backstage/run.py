@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -26,7 +27,15 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT, dataset, profile, terminal, track, vocabulary
+from backstage import (
+    ROOT,
+    dataset,
+    profile,
+    terminal,
+    track,
+    vocabulary,
+    witness,
+)
 from backstage.checkpoint import (
     FORMAT,
     Damaged,
@@ -82,6 +91,8 @@ class Run:
         self.metrics = None  # on rank 0: metrics.csv, open for appending
         self.tracker = None  # on rank 0: the same for another tool
         self.folder = Path(call_on_rank_0(self._make_folder))
+        if self.world_size > 1:
+            witness.start(self.folder / "why")
         self.recorder = profile.start(
             getattr(hp, "profile", 0), self.folder, max_steps, device)
         self.tokenizer = self._load_tokenizer()
@@ -92,6 +103,7 @@ class Run:
         """From now on, a signal only asks the run to stop. All ranks."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        witness.watch_signals()
 
     @property
     def stop_requested(self):
@@ -119,6 +131,8 @@ class Run:
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run")
         (folder / "checkpoints").mkdir(exist_ok=True)
+        if not os.environ.get(witness.FOLDER):  # from the run before
+            shutil.rmtree(folder / "why", ignore_errors=True)
         on_node, _ = count_processes(getattr(hp, "devices", 0) or 1)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),

@@ -34,6 +34,12 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
 
+# What `python -m workshop why` reads if the job hangs or dies. A process that
+# has not moved for ten minutes ends the job: as long as NCCL waits by default,
+# a third of gloo's time. PyTorch's record keeps 2,000 collectives.
+export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
+
 # The script of a stage: yours where it passed the check for that stage, else
 # the solution. The log says which, and why.
 stage() {
@@ -46,6 +52,8 @@ stage() {
 train() {
     local before after processes
     before=$(progress)
+    rm -rf "$WORKSHOP_WHY.before" # keep what the start before this one left
+    mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
     describe "$@"
     watch_gpus
     "$@" &
@@ -60,11 +68,12 @@ train() {
         exit 0
     fi
     if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
-        exit 1 # cancelled, or requeued by SLURM itself
+        fail "cancelled, or requeued by SLURM: python -m workshop why $run"
     fi
     after=$(progress)
     if [ "$after" = "$before" ]; then
-        fail "stopped and not requeued: no further step was saved, see above"
+        fail "stopped and not requeued: no further step was saved, see above:" \
+            "python -m workshop why $run"
     fi
     echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
     scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \

@@ -481,6 +481,23 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
 
 
 @pytest.mark.whole
+def test_hangs_are_named(ready, execute):
+    book = ready / "notebooks" / "hangs.ipynb"
+    cells = nbformat.read(book, as_version=4).cells
+    for number, fault in ((1, "different collectives"),
+                          (4, "a rank was killed")):
+        source = f"plant({number})"
+        at = [cell.source for cell in cells].index(source)
+        short = nbformat.v4.new_notebook(
+            cells=[cells[1], *cells[at:at + 2], cells[-1]],
+            metadata=nbformat.read(book, as_version=4).metadata)
+        nbformat.write(short, book)
+        shown = execute("hangs.ipynb")
+        assert "rank 0: step 20 loss" in shown[source]
+        assert fault in shown["why()"] and "Traceback" not in shown["why()"]
+
+
+@pytest.mark.whole
 def test_results_fall_back_on_the_examples(ready, execute):
     shown = execute("results.ipynb")
     assert "No run to show in runs/ yet" in shown["runs()"]
@@ -500,11 +517,12 @@ def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
     (repo / "runs" / "just-begun").mkdir(parents=True)
     script = repo / "code" / "train_gpt2.py"
     script.write_text("def main()\n")
-    for name in ("start_here", "results", "collectives", "sharding"):
+    for name in ("start_here", "results", "collectives", "sharding",
+                 "hangs"):
         shown = execute(f"{name}.ipynb")  # there is no environment
         for source, text in shown.items():
             assert "Traceback" not in text
-            if source.startswith(("doctor", "train", "%%ranks")):
+            if source.startswith(("doctor", "train", "%%ranks", "plant")):
                 assert "source activate.sh" in text, source
             elif source.startswith("script_map"):
                 assert "is not Python yet: line 1" in text

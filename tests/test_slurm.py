@@ -476,6 +476,26 @@ def test_nothing_is_lost(slurm, single, stage, events):
     agree(job.result, expected)
 
 
+def test_a_stuck_job_says_why(slurm):
+    """It ends by itself; its log says whom to ask, who names the rank."""
+    job = slurm("sbatch", "--parsable", "--output=%j.log",
+                slurm.repo / "batchfiles" / "batch-ddp-2n1g.sh", *FLAGS,
+                "--max-steps", 100_000, "--checkpoint-every", 100_000,
+                WORKSHOP_TIMEOUT="8").stdout.strip()
+    wait_for(lambda: "| step   20/" in slurm.log(job), 200,
+             lambda: slurm.log(job))
+    (pid,) = (pid for pid, node in slurm.ranks(job) if node == slurm.nodes[1])
+    send(signal.SIGSTOP, [pid])
+    assert slurm.wait(job)["JobState"] == "FAILED"
+    folder = slurm.repo / "runs" / f"ddp-2n1g-{job}"
+    last = slurm.log(job).splitlines()[-1]
+    assert last.endswith(f"python -m workshop why {folder}")
+    said = slurm(sys.executable, "-m", "workshop", "why", job, check=False,
+                 PYTHONPATH=str(slurm.repo))
+    assert said.returncode == 1
+    assert f"rank 1 on {slurm.nodes[1]}" in said.stdout.splitlines()[0]
+
+
 def send(number, processes):
     """Send a signal to those that have not ended."""
     for pid in processes:

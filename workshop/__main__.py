@@ -43,6 +43,8 @@ def main():
         sys.exit(examine(args.ranks))
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
+    elif args.command == "why":
+        sys.exit(explain(args.job))
     elif args.command == "update":
         update.main()
     elif args.command == "plot":
@@ -106,6 +108,10 @@ def parse():
             "launcher has started: do they reach each other, how fast?")
     add("progress", "Show how far a run has got; the exit status is 0 if it "
         "is finished.").add_argument("run", help="its folder")
+    add("why", "Say why a job of several processes hangs, has ended or is "
+        "slow: which rank, and which line.").add_argument(
+            "job", metavar="RUN|JOBID|PID", help="its folder, SLURM's number "
+            "of it, or a process's: the launcher's or a rank's")
     add("update", "Bring this clone to the newest state of the course; what "
         "you edited is kept.")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
@@ -144,6 +150,13 @@ def examine(ranks):
         return doctor.main(ranks)
     except ModuleNotFoundError as error:
         raise missing(error) from error
+
+
+def explain(job):
+    """Hand over to the judge of jobs."""
+    from workshop.why.command import main as ask_why
+
+    return ask_why(job)
 
 
 def plot(output, folders):

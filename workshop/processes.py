@@ -451,7 +451,7 @@ def run_script(script, flags, variables, output, rank, observe, threads,
             print(end.code, file=sys.stderr)
     except BaseException:
         status = 1
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()  # a forked process would skip them
     return status

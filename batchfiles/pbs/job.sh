@@ -29,12 +29,19 @@ MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
 MASTER_PORT=$((20000 + ${PBS_JOBID//[!0-9]*/} % 10000))
 export MASTER_ADDR MASTER_PORT
 
+# What `python -m workshop why` reads if the job hangs or dies. A process that
+# has not moved for ten minutes ends the job: as long as NCCL waits by default,
+# a third of gloo's time. PyTorch's record keeps 2,000 collectives.
+export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
+
 # How this mpiexec is told the number of processes on each node. Open MPI would
 # also bind each process to a core, or to a part of the node's cores.
 per_node=(--ppn) # PALS, MPICH and Intel MPI
 if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
     per_node=(-x PATH -x PYTHONPATH -x MASTER_ADDR -x MASTER_PORT
-        -x OMP_NUM_THREADS --bind-to none -N)
+        -x OMP_NUM_THREADS -x WORKSHOP_WHY -x WORKSHOP_TIMEOUT
+        -x TORCH_FR_BUFFER_SIZE -x NCCL_DEBUG --bind-to none -N)
 fi
 
 # The script of a stage: yours where it passed the check for that stage, else
@@ -49,6 +56,8 @@ stage() {
 train() {
     local before after processes end ended=
     before=$(progress)
+    rm -rf "$WORKSHOP_WHY.before" # keep what the job before this one left
+    mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
     echo "job       $PBS_JOBNAME $PBS_JOBID, on" \
         "$(sort -u "$PBS_NODEFILE" | paste -sd ' ')"
     echo "command   $*"
@@ -75,7 +84,8 @@ train() {
         fail "ended by qdel, or by PBS at the time limit; $advice"
     fi
     if [ "$after" = "$before" ]; then
-        fail "stopped and not continued: no further step was saved, see above"
+        fail "stopped and not continued: no further step was saved, see" \
+            "above: python -m workshop why $run"
     fi
     if ! cd "$root" || ! "${again[@]}"; then
         fail "$advice"

@@ -5,6 +5,7 @@ interpreter. An error is shown as one line.
 """
 
 import _thread
+import atexit
 import contextlib
 import functools
 import html
@@ -555,6 +556,39 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
                 parts.insert(0, pictures.timeline(answer["events"]))
             state = Shown(render.box("".join(parts), took), took)
     show(now=True)
+
+
+planted = []  # the program that runs a job with a fault, and its folder
+
+
+@in_one_line
+def plant(number):
+    """Run their script with this fault; show what it prints at first."""
+    require(number in range(1, 9), "there are the faults 1 to 8")
+    unplant()
+    folder = tempfile.mkdtemp(prefix="why-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = interpreter.start(
+        "-m", "workshop.notebook.hangs", str(number), folder)
+    planted[:] = program, folder
+    for line in program.stdout:
+        if line == ".\n":
+            break
+        print(line, end="")
+
+
+@in_one_line
+def why():
+    """Ask why that job hangs, has died or is slow."""
+    require(planted, "plant a fault first: plant(1)")
+    said_meanwhile("-m", "workshop", "why", planted[1])
+
+
+def unplant():
+    """End the job that runs with a fault, if there is one."""
+    if planted:
+        planted[0].stdin.close()
+        planted[0].wait()
 
 
 def load_ipython_extension(ipython):

@@ -1,0 +1,356 @@
+"""`why`: faults in scripts that are not ours, each named; no false alarm."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import edit
+
+from backstage import ROOT
+from workshop.notebook import hangs
+from workshop.notebook.hangs import REDUCE
+from workshop.processes import PRELOAD, Launch, free_port
+from workshop.why import judge as judging
+from workshop.why.command import main as ask_why
+from workshop.why.evidence import collect
+from workshop.why.judge import Rank, judge
+
+FOREIGN = ROOT / "tests" / "foreign"
+
+
+def begin(folder, setting, rank):
+    """As the lesson's processes begin; None: this one never starts."""
+    if setting.get(rank, {}) is None:
+        os._exit(0)
+    hangs.prepare(folder, setting, rank)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts a foreign script with a fault; ends it after the test."""
+    started = []
+
+    def start(edits=(), *flags, world_size=3, setting={},  # noqa: B006
+              name=None, preload=PRELOAD):
+        script = tmp_path / "their_train.py"
+        theirs = FOREIGN / f"{name}.py" if name else hangs.SCRIPT
+        script.write_text(edit(theirs.read_text(), *edits))
+        started.append(Launch(
+            script, *flags, world_size=world_size, preload=preload,
+            observe=functools.partial(begin, tmp_path / "why", setting)))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.clear()
+
+
+def records(folder):
+    return {rank.rank: rank for rank in collect(folder, [])}
+
+
+def wait_for(folder, condition, timeout=60):
+    """Until the ranks' records fulfil a condition, as `why` would see them."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        found = records(folder) if folder.exists() else {}
+        if condition(found):
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"not within {timeout} s: {found}")
+
+
+def answer(folder, alive=True):
+    ranks = list(records(folder).values())
+    return judge(ranks, time.time(), alive)
+
+
+NAMED = {  # the fault, the ranks to blame, and words of the reason
+    1: ("different collectives", [2], "all_gather of float [1]"),
+    2: ("different collectives", [1], "all_gather of float [1]"),
+    3: ("different sizes", [1], "all_reduce of float [3]"),
+    4: ("a rank was killed", [1], "SIGKILL"),
+    5: ("blocked port", [2], "cannot be reached from rank 2 on"),
+    6: ("wrong MASTER_ADDR", [0], "192.0.2.77"),
+    7: ("straggler", [3], "the others wait for it"),
+    8: ("dead node", [2, 3], "all ranks of node2"),
+}
+
+
+@pytest.mark.parametrize("number", NAMED)
+def test_the_faults_of_the_lesson(number, tmp_path):
+    """Each is named within a minute of the first sign, and not otherwise."""
+    fault, blamed, words = NAMED[number]
+    folder = tmp_path / "why"
+    job = hangs.start(number, tmp_path / "their_train.py", folder)
+    try:
+        if number in (4, 8):  # those that end
+            job.wait(90)
+        end, found = time.monotonic() + 90, judging.Answer("", "")
+        while not found.fault and time.monotonic() < end:
+            time.sleep(1)
+            found = answer(folder, alive=number not in (4, 8))
+    finally:
+        job.clear()
+    assert (found.fault, words in found.reason) == (fault, True), found.reason
+    assert [rank.rank for rank in found.ranks] == blamed
+    if number in (1, 2, 3, 7):
+        assert "their_train.py" in found.reason
+
+
+def in_meeting(size):
+    return lambda found: len(found) == size and all(
+        rank.inside("init_process_group") for rank in found.values())
+
+
+def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "PATIENCE", 1)
+    launch(setting={2: None})
+    wait_for(tmp_path / "why", in_meeting(2))
+    found = answer(tmp_path / "why")
+    assert found.fault == "rendezvous incomplete"
+    assert "rank 2 of 3 is missing" in found.reason
+    assert "127.0.0.1:" in found.reason
+
+
+def test_ranks_have_other_addresses(launch, tmp_path):
+    launch(setting={2: {"MASTER_ADDR": "192.0.2.77"}})
+    wait_for(tmp_path / "why", in_meeting(3))
+    found = answer(tmp_path / "why")
+    assert found.fault == "rendezvous"
+    assert [rank.rank for rank in found.ranks] == [2]
+    assert "192.0.2.77" in found.reason
+
+
+def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "PATIENCE", 4)
+    launch([(REDUCE, "        if rank == 1 and step == 3:\n"
+             "            time.sleep(1000)\n" + REDUCE)])
+    wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
+        rank.calls and rank.still > 4 for rank in found.values()))
+    found = answer(tmp_path / "why")
+    assert found.fault == "a rank is late"
+    assert [rank.rank for rank in found.ranks] == [1]
+    assert "time.sleep(1000)" in found.reason
+
+
+def test_an_error(launch, tmp_path):
+    job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
+                   "            raise ValueError('a bad sample')\n" + REDUCE)])
+    job.wait(60)
+    found = answer(tmp_path / "why", alive=False)
+    assert found.fault == "a rank ended"
+    assert [rank.rank for rank in found.ranks] == [1]
+    assert "ValueError: a bad sample" in found.reason
+
+
+OTHERS = {
+    "nano": (("    optimizer.step()\n", "    if iter_num == 20:\n"
+              "        FAULT\n    optimizer.step()\n"), PRELOAD),
+    "trainer": (("        x, y = batch\n", "        x, y = batch\n"
+                 "        if batch_idx == 20:\n            FAULT\n"),
+                [*PRELOAD, "lightning"]),
+}
+STATEMENTS = {  # of rank 1, and what all ranks then do is as before
+    "skipped": ("torch.distributed.all_gather([torch.ones(1)] * 2, "
+                "torch.ones(1))", "different collectives"),
+    "killed": ("os.kill(os.getpid(), 9)", "a rank was killed"),
+    "error": ("raise ValueError('a bad sample')", "a rank ended"),
+    "stuck": ("import time; time.sleep(1000)", "a rank is late"),
+    "": ("pass", ""),
+}
+
+
+@pytest.mark.parametrize("fault", STATEMENTS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_scripts_of_other_styles(name, fault, launch, tmp_path, monkeypatch):
+    (old, new), preload = OTHERS[name]
+    statement, expected = STATEMENTS[fault]
+    new = new.replace("FAULT", "if os.environ['RANK'] == '1': " + statement)
+    job = launch([(old, new)], world_size=2, name=name, preload=preload)
+    if fault in ("killed", "error"):
+        job.wait(90)
+    else:
+        monkeypatch.setattr(judging, "PATIENCE", 4 if fault else 30)
+        wait_for(tmp_path / "why", lambda found: len(found) == 2 and all(
+            rank.still > 4 if fault else len(rank.calls) > 40
+            for rank in found.values()))
+    found = answer(tmp_path / "why", alive=fault not in ("killed", "error"))
+    assert found.fault == expected
+    if fault:
+        assert [rank.rank for rank in found.ranks] == [1]
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+def test_a_sound_run_is_no_alarm(pause, launch, tmp_path, capsys):
+    launch((), "--pause", pause)
+    wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
+        len(rank.calls) > (30, 8)[pause > 0] for rank in found.values()))
+    assert answer(tmp_path / "why").fault == ""
+    assert ask_why(str(tmp_path / "why")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("nothing is wrong: ")
+    line = ("loss.backward()", "time.sleep(args.pause)")[pause > 0]
+    assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "
+                     rf"\d+ of their_train.py: {re.escape(line)}", said,
+                     re.DOTALL)
+
+
+def start_plain(script, variables):
+    """Two ranks as plain processes, as some launcher would start them."""
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port()), **variables}
+    return [subprocess.Popen(
+        [sys.executable, script],
+        env={**os.environ, "RANK": str(rank), **names},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for rank in range(2)]
+
+
+@pytest.mark.parametrize("watched", ["hook", "py-spy"])
+def test_a_script_that_knows_nothing_of_us(
+        watched, tmp_path, monkeypatch, capsys):
+    """The folder of the hook in PYTHONPATH is enough, or py-spy."""
+    if watched == "py-spy" and not shutil.which("py-spy"):
+        pytest.skip("not installed: py-spy")
+    monkeypatch.setattr(judging, "PATIENCE", 4)
+    monkeypatch.setattr("workshop.why.evidence.PATIENCE", 4)
+    script, folder = tmp_path / "their_train.py", tmp_path / "why"
+    script.write_text(edit(hangs.SCRIPT.read_text(), (
+        REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
+    ranks = start_plain(script, {
+        "WORKSHOP_WHY": str(folder), "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "backstage" / "hook"), str(ROOT)]),
+    } if watched == "hook" else {})
+    try:
+        if watched == "hook":
+            wait_for(folder, lambda found: len(found) == 2 and all(
+                rank.still > 4 for rank in found.values()))
+        end = time.monotonic() + 60
+        while not (status := ask_why(str(ranks[0].pid))):
+            assert time.monotonic() < end
+        said = capsys.readouterr().out.splitlines()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert status == 1
+    found = next(line for line in said if line.startswith("different"))
+    assert "rank 1" in found and "line 40 of their_train.py" in found
+    assert folder.exists() == (watched == "hook")
+
+
+def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
+    """And what it leaves names the rank, when nothing runs any more."""
+    job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
+                   "            time.sleep(1000)\n" + REDUCE)],
+                 setting={rank: {"WORKSHOP_TIMEOUT": "5"}
+                          for rank in range(3)})
+    ranks = job.wait(90)
+    assert all(rank.status == 1 for rank in ranks)
+    assert any("has not moved for 5 s: see python -m workshop why "
+               f"{tmp_path / 'why'}" in rank.err for rank in ranks)
+    monkeypatch.setattr(judging, "PATIENCE", 4)
+    found = answer(tmp_path / "why", alive=False)
+    assert found.fault == "a rank is late"
+    assert [rank.rank for rank in found.ranks] == [1]
+    assert "time.sleep(1000)" in found.reason
+
+
+# ------------------------------------------------- evidence made by hand
+
+TORCH = "/venv/lib/python3.11/site-packages/torch/"
+IN_REDUCE = [["/home/me/train.py", 41, "train"],
+             [TORCH + "distributed/c10d_logger.py", 83, "wrapper"],
+             [TORCH + "distributed/distributed_c10d.py", 9, "all_reduce"]]
+AT_WORK = [["/home/me/train.py", 30, "train"]]
+IN_LOADER = [*AT_WORK, [TORCH + "utils/data/dataloader.py", 9, "_get_data"]]
+IN_MEETING = [["/home/me/train.py", 12, "main"], [
+    TORCH + "distributed/distributed_c10d.py", 9, "init_process_group"]]
+LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
+           "message": "Connection closed by peer", "stack": IN_REDUCE}
+GONE = {"alive": False}
+
+
+def make_rank(number, alive=True, fresh=True, last="", **changes):
+    """A rank that waits in line 41 for a minute, unless changed."""
+    return Rank({
+        "rank": number, "world_size": 2, "host": "node1", "pid": 100 + number,
+        "master": ["node1", "29500"], "began": 0, "ended": None, "still": 60,
+        "stack": IN_REDUCE, "state": "S", "calls": None, "joined": True,
+        "oom_kills": 0, "connecting": [], "looks": [], **changes,
+    }, alive, fresh, last)
+
+
+@pytest.mark.parametrize(("first", "second", "fault", "words"), [
+    ({}, {"stack": IN_LOADER}, "the data loader waits", "num_workers=0"),
+    ({}, {"stack": AT_WORK, "state": "D"},
+     "the file system does not answer", "line 30 of train.py"),
+    ({}, {"stack": AT_WORK, "state": "T"}, "a stopped process",
+     "kill -CONT 101"),
+    ({}, {"stack": AT_WORK, "fresh": False}, "a rank does not answer",
+     "py-spy dump --native --pid 101"),
+    ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),
+    ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
+    ({"ended": LOST_IT}, {**GONE, "oom_kills": 1}, "a rank was killed",
+     "the kernel of that node ended 1 process(es)"),
+    ({"ended": {"status": "timeout", "time": 9}}, GONE,
+     "a rank did not answer", "rank 0 waited for it in line 41 of train.py"),
+    ({"ended": LOST_IT}, {**GONE, "host": "node2"}, "dead node",
+     "scontrol show node node2"),
+    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+        "error": "OutOfMemoryError", "message": "CUDA out of memory."}},
+     "out of memory", "a smaller microbatch"),
+    ({"ended": LOST_IT | {
+        "error": "Exception", "message": "MPI_ERR_TRUNCATE: message truncated",
+        "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,
+     "different collectives", "in line 30 of train.py"),
+    ({"ended": LOST_IT}, {"last": "Fatal Python error: Segmentation fault\n"
+                          '  File "/home/me/train.py", line 5 in step'},
+     "a rank crashed", "line 5 of train.py: Segmentation fault"),
+    ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
+     "rank 0 ended with status 0"),
+    (GONE, GONE, "ended from outside", "SIGKILL"),
+    ({"joined": False, "stack": IN_MEETING},
+     {"joined": False, "stack": IN_MEETING, "connecting": ["10.1.2.3:99"]},
+     "wrong network interface", "10.1.2.3:99"),
+    ({"joined": False, "stack": IN_MEETING},
+     {"joined": False, "stack": IN_MEETING, "host": "node2",
+      "answer": "no answer"}, "blocked port",
+     "cannot be reached from rank 1 on node2"),
+    ({"joined": False, "stack": IN_MEETING, "answer": "no such host"},
+     {"joined": False, "stack": IN_MEETING}, "wrong MASTER_ADDR",
+     "export MASTER_ADDR=node1"),
+    # ranks of MPI, of whose messages there is no record
+    ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
+     "different lines", "rank 1 waited in line 30 of train.py"),
+    # no faults: all of them wait for a short time, or work
+    ({"still": 9}, {"still": 9, "stack": AT_WORK}, "", "the ranks move on"),
+    ({"stack": AT_WORK, "still": 0}, {"stack": AT_WORK, "still": 0}, "",
+     "the ranks move on"),
+    ({"ended": {"status": 0, "time": 5}}, {"ended": {"status": 0, "time": 5}},
+     "", "all ranks have ended with status 0")])
+def test_what_the_judge_says(first, second, fault, words):
+    ranks = [make_rank(0, **first), make_rank(1, **second)]
+    found = judge(ranks, 90, any(rank.alive for rank in ranks))
+    assert found.fault == fault
+    assert words in f"{found.reason}; {found.advice}"
+
+
+def test_other_lines_are_no_mistake():
+    """As in `if rank == 0: broadcast(a) else: broadcast(b)`."""
+    def calls(number, line):
+        return [{"group": [0, 1], "name": "0", "number": i,
+                 "call": "broadcast", "sizes": [[3]], "types": ["Float"],
+                 "waits": False, "p2p": False, "time": i + number / 1e4,
+                 "stack": [["/home/me/train.py", line, "train"]]}
+                for i in range(40)]
+
+    ranks = [make_rank(number, calls=calls(number, 20 + number), still=1,
+                       stack=AT_WORK) for number in range(2)]
+    assert judge(ranks, 90).fault == ""

@@ -1,0 +1,89 @@
+"""Runs somebody else's script with a fault, for notebooks/hangs.ipynb.
+
+    python -m workshop.notebook.hangs FAULT FOLDER
+
+It starts notebooks/their_train.py as four processes, whose evidence goes to
+FOLDER, and prints for a while what they print. They end with its input.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from backstage import ROOT, witness
+from backstage.errors import run_main
+from workshop.processes import Launch
+
+SCRIPT = ROOT / "notebooks" / "their_train.py"
+SECONDS = 20  # of printing
+REDUCE = "        dist.all_reduce(average)\n"
+GATHER = "        dist.all_gather(samples, torch.full((1,), 20.0))\n"
+KILL = "            os.kill(os.getpid(), 9)\n" + REDUCE
+ALONE = "ALONE"  # a variable: this rank's network reaches nobody
+NEW_NETWORK = 0x50000000  # of unshare(2), with a new user namespace
+# What is changed in the script, and in the variables of each rank.
+FAULTS = {
+    1: ([(REDUCE, "        if rank != 2 or step != 25:\n    " + REDUCE)], {}),
+    2: ([(REDUCE, "        if rank == 1 and step == 25:\n"
+          "            parts = [torch.zeros(1) for _ in range(world_size)]\n"
+          "            dist.all_gather(parts, torch.ones(1))\n" + REDUCE),
+         (GATHER, "        if rank != 1 or step != 25:\n    " + GATHER)], {}),
+    3: ([(REDUCE, "        if rank == 1 and step == 25:\n"
+          "            average = average.expand(3).clone()\n" + REDUCE)], {}),
+    4: ([(REDUCE, "        if rank == 1 and step == 25:\n" + KILL)], {}),
+    5: ([], {2: {ALONE: "yes"}}),
+    # an address for documentation: no machine has it
+    6: ([], {rank: {"MASTER_ADDR": "192.0.2.77"} for rank in range(4)}),
+    7: ([("time.sleep(args.pause)",
+          "time.sleep(args.pause + 0.3 * (rank == 3))")], {}),
+    8: ([(REDUCE, "        if rank >= 2 and step == 25:\n" + KILL)],
+        {rank: {"SLURMD_NODENAME": f"node{rank // 2 + 1}"}
+         for rank in range(4)}),
+}
+
+
+def start(number, script, folder):
+    """The script with this fault, written to `script` and launched."""
+    edits, variables = FAULTS[number]
+    text = SCRIPT.read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script.write_text(text)
+    return Launch(script, world_size=4, observe=functools.partial(
+        prepare, folder, variables))
+
+
+def prepare(folder, variables, rank):
+    """In each process, before the script."""
+    os.environ.update(variables.get(rank, {}))
+    if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
+        print("this kernel makes no network for a process: nothing is wrong "
+              "with this job", flush=True)
+    witness.start(folder)
+
+
+def main():
+    number, folder = int(sys.argv[1]), Path(sys.argv[2])
+    with tempfile.TemporaryDirectory() as place:
+        job = start(number, Path(place) / "their_train.py", folder)
+        try:
+            job.wait_for_end(time.monotonic() + SECONDS)
+            for rank in range(4):
+                for name in ("out", "err"):
+                    for line in job.text(rank, name).splitlines()[-3:]:
+                        print(f"rank {rank}: {line}")
+            print(".", flush=True)
+            sys.stdin.read()
+        finally:
+            job.clear()
+
+
+if __name__ == "__main__":
+    from workshop.notebook import hangs  # by this name its ranks know it
+
+    run_main(hangs.main)

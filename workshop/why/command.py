@@ -1,0 +1,60 @@
+"""python -m workshop why RUN|JOBID|PID: what is wrong, and what to do."""
+
+import time
+from collections import Counter
+
+from workshop.why.evidence import collect, find
+from workshop.why.judge import judge
+
+
+def main(target):
+    """Print the answer; returns the exit status, 1 if something is wrong."""
+    folder, processes = find(target)
+    ranks = collect(folder, processes)
+    alive = any(rank.alive or rank.fresh for rank in ranks)
+    answer = judge(ranks, time.time(), alive)
+    if answer.fault:
+        print(f"{answer.fault}: {answer.reason}")
+        print(f"try: {answer.advice}")
+    else:
+        print(f"nothing is wrong: {answer.reason}")
+    for rank in ranks:
+        print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
+              f"{describe(rank)}")
+    for rank in [rank for rank in ranks if rank.ending == "runs" and (
+            rank is ranks[0] or rank in answer.ranks)]:
+        print_times(rank)
+    return int(bool(answer.fault))
+
+
+def print_times(rank, most=4):
+    """The lines of the script that the rank spends its time in.
+
+    On a GPU these are the lines that wait for it, or keep it waiting.
+    """
+    lines, whole = Counter(), sum(times for times, _ in rank.looks)
+    for times, stack in rank.looks:
+        rank.stack = stack
+        lines[rank.where + " (waits for other ranks)" * rank.waits_now] += (
+            times)
+    if whole:
+        print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
+              "two seconds:")
+    for line, times in lines.most_common(most):
+        print(f"  {100 * times / whole:3.0f}%  {line}")
+
+
+def describe(rank):
+    """How it ended, or where it is."""
+    words = {"done": "ended with status 0", "stopped": "was told to end",
+             "lost": "lost the others", "error": "ended with an error",
+             "crashed": "crashed", "gone": "ended without a word",
+             "runs": "runs" if rank.fresh else "does not answer"}
+    text = words[rank.ending]
+    if rank.ending == "done":
+        return text
+    if rank.calls:
+        text += f", collective {rank.calls[-1]['number']}"
+    if rank.ending == "runs" and rank.still > 5:
+        text += f", for {rank.still:.0f} s"
+    return f"{text}, {rank.where}"

@@ -1,0 +1,257 @@
+"""Collects the evidence: a run's folder, live processes, SLURM's word.
+
+What the ranks have written themselves (backstage/witness.py) counts first. Of
+processes that write nothing, the system and py-spy say what they do: that
+needs Linux, and for py-spy the right to look into them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from backstage.witness import RANKS, connecting, read_state, try_meeting
+from workshop.why.judge import PATIENCE, Rank
+
+ANSWER = 12  # seconds that the ranks have to answer
+
+
+def find(target):
+    """(the folder with the evidence or None, the processes to look at).
+
+    target: a run's folder, a job's id, or that of a process.
+    """
+    if not target.isdigit():
+        folder = Path(target)
+        require(folder.is_dir(), f"{folder}: no such folder: name a run's "
+                "folder, a job's id, or a process's")
+        folder = folder / "why" if (folder / "why").is_dir() else folder
+        require(any(folder.glob("*-*.json")), f"{folder}: no rank has left "
+                "evidence there: the run is older, or was one process; give "
+                "the process's id instead while it runs")
+        return folder, []
+    jobs = sorted((ROOT / "runs").glob(f"*-{target}/why"))
+    if jobs:  # a process may have the same number as a job
+        return jobs[-1], []
+    if Path(f"/proc/{target}").is_dir():
+        processes = descendants(int(target))
+        for pid in processes:
+            folder = find_folder(pid)
+            if folder:
+                return folder, processes
+        return None, processes
+    return find_job(target), []
+
+
+def find_job(job):
+    """The folder of a job's evidence, as its log names it."""
+    text = ask_slurm("scontrol", "show", "job", job)
+    log = re.search(r"StdOut=(.+)", text)
+    if log and Path(log[1]).is_file():
+        said = re.findall(r"python -m workshop why (\S+)",
+                          Path(log[1]).read_text(errors="replace"))
+        if said:
+            return find(said[-1])[0]
+    raise UserError(f"{job} is neither a process of this machine nor a job "
+                    "that left evidence: name the run's folder")
+
+
+def ask_slurm(*command):
+    """What a command of SLURM prints; "" where it is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True,
+                              timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def descendants(root):
+    """A process and all that it has started, itself first."""
+    children = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        children.setdefault(int(stat[1]), []).append(int(folder.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def find_folder(pid):
+    """Where a live process writes its evidence: it has a file open there."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            path = os.readlink(link)
+            if path.endswith(f"-{pid}.stack"):
+                return Path(path).parent
+    return None
+
+
+def collect(folder, processes):
+    """The `Rank`s, sorted."""
+    if folder is None:
+        return watch(processes)
+    asked = 0
+    if any(may_run(record) is not False for record in read(folder)):
+        with contextlib.suppress(OSError):  # else what is there has to do
+            (folder / "ask").touch()
+            asked = time.time()
+    while time.time() < asked + ANSWER:
+        records = read(folder)
+        if all(answered(folder, record, asked) for record in records
+               if may_run(record) is not False):
+            break
+        time.sleep(0.5)
+    ranks = {}
+    for record in read(folder):
+        try:
+            last = stack_file(folder, record).read_text()
+        except OSError:
+            last = ""
+        rank = Rank(record, may_run(record),
+                    answered(folder, record, asked), last)
+        # a process that a rank has started inherits its number
+        known = ranks.get(rank.rank)
+        if known is None or (rank.joined, -rank.began) > (
+                known.joined, -known.began):
+            ranks[rank.rank] = rank
+    return [ranks[number] for number in sorted(
+        number for number in ranks if number is not None)]
+
+
+def read(folder):
+    """The records of all processes, None of them half written."""
+    return [json.loads(file.read_text()) for file in folder.glob("*-*.json")]
+
+
+def stack_file(folder, record):
+    return folder / f"{record['host']}-{record['pid']}.stack"
+
+
+def answered(folder, record, asked):
+    """Whether it has written since it was asked, by the files' own times."""
+    file = stack_file(folder, record).with_suffix(".json")
+    try:
+        return file.stat().st_mtime >= (folder / "ask").stat().st_mtime and (
+            asked > 0)
+    except OSError:
+        return False
+
+
+def may_run(record):
+    """Whether the process lives; None where it is on another machine."""
+    if record["ended"]:
+        return False
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if record["host"] != here:
+        return None
+    try:
+        line = Path(f"/proc/{record['pid']}/stat").read_text()
+    except OSError:
+        return False
+    return line.rpartition(")")[2].split()[0] != "Z"
+
+
+# ----------------------------------------- processes that write nothing
+
+
+def watch(processes):
+    """Look at the ranks until all have moved, at most for `PATIENCE` s."""
+    begin, ranks = time.time(), {}
+    while True:
+        for pid in with_peers(processes):
+            seen, now = look(pid), time.time()
+            if seen is None:
+                continue
+            # a process that a rank has started inherits its number
+            known = ranks.setdefault(seen["rank"], seen | {"since": now})
+            if known["pid"] == pid:
+                moved = seen["stack"] != known["stack"]
+                known.update(seen, since=now if moved else known["since"])
+                known["still"] = now - known["since"]
+                known["moved"] = moved or known.get("moved", False)
+        require(ranks, f"process {processes[0]} has started no process that "
+                "knows its RANK: name the launcher's id, or a rank's")
+        if all(rank["moved"] for rank in ranks.values()) or (
+                now > begin + PATIENCE + 3):
+            break
+        time.sleep(2)
+    return sorted((Rank(rank, True, True) for rank in ranks.values()),
+                  key=lambda rank: rank.rank)
+
+
+def with_peers(processes):
+    """These, and the others on this machine that meet at the same place."""
+    places = {pid: read_environment(pid).get("MASTER_PORT") for pid in map(
+        int, filter(str.isdigit, os.listdir("/proc")))}
+    ports = {places.get(pid) for pid in processes} - {None}
+    return sorted({*processes, *(
+        pid for pid, port in places.items() if port in ports)})
+
+
+def read_environment(pid):
+    """The variables that a process began with; {} if it is not ours."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0")
+                if "=" in entry)
+
+
+def look(pid):
+    """A rank's record, as its witness would write it; None if it is none."""
+    env, name, size = read_environment(pid), None, None
+    for names in RANKS:
+        if name is None and set(names) <= set(env):
+            name, size = names
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        began = Path(f"/proc/{pid}").stat().st_mtime
+    except OSError:  # it has ended
+        return None
+    if name is None or "python" not in Path(command[0]).name or any(
+            word.endswith("torchrun") for word in command[:3]):
+        return None
+    master, stack = [env.get("MASTER_ADDR"), env.get("MASTER_PORT")], spy(pid)
+    joined = not any("init_process_group" in name for _, _, name in stack)
+    return {
+        "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
+        "host": env.get("SLURMD_NODENAME") or socket.gethostname(),
+        "argv": command, "master": master, "began": began, "ended": None,
+        "stack": stack, "state": read_state(pid), "calls": None,
+        "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
+        "still": 0, "looks": [],
+        "answer": "" if joined else try_meeting(*master)}
+
+
+def spy(pid):
+    """The main thread's stack as py-spy sees it, outermost first."""
+    tool = shutil.which("py-spy") or str(
+        Path(sys.executable).with_name("py-spy"))
+    try:
+        said = subprocess.run([tool, "dump", "--json", "--pid", str(pid)],
+                              capture_output=True, text=True, timeout=20,
+                              check=True)
+        threads = json.loads(said.stdout)
+    except FileNotFoundError:
+        raise UserError("these processes leave no evidence: `pip install "
+                        "py-spy` to look into them, or start them with "
+                        "backstage/hook in PYTHONPATH") from None
+    except (subprocess.SubprocessError, ValueError):
+        return []  # it has ended, or looking is not allowed
+    main = next((thread for thread in threads
+                 if thread.get("os_thread_id") == pid), threads[0])
+    return [[frame["filename"], frame["line"], frame["name"]]
+            for frame in main["frames"]][::-1]

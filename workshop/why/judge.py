@@ -1,0 +1,579 @@
+"""From the evidence to an answer: which rank, which line, why.
+
+The rules are asked in an order, causes before effects: ranks that have not met
+cannot call different collectives, and one that has ended makes others wait.
+Each is a function of the `Rank`s that returns an `Answer` or None. Nothing
+here looks at the machine, so that the tests can hand in any evidence.
+"""
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PATIENCE = 30  # seconds without a move that are no longer normal
+SHARE = 0.3  # of the time that the others wait for a straggler
+# What an error says where another rank was the first to end
+LOST = re.compile(
+    r"[Cc]onnection (closed|reset) by|Broken pipe|[Rr]emote (peer|process)"
+    r"|failed to (recv|connect)|[Ww]atchdog|RemoteError|lost the other"
+    r"|Timed out|timed out|imeout")
+# These have to have the same sizes on all ranks
+SAME_SIZES = re.compile(r"all_?reduce|broadcast|all_?gather|reduce_scatter")
+LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
+                     r"|/workshop/(as_torchrun|processes)\.py|\.pyx$")
+
+
+@dataclass
+class Answer:
+    """fault: its name, "" if nothing is wrong."""
+
+    fault: str
+    reason: str
+    advice: str = ""
+    ranks: list = field(default_factory=list)  # the Ranks to blame
+
+
+class Rank:
+    """A process: what its witness wrote, and what the system says now.
+
+    record: as backstage/witness.py writes it. alive: None if it is on another
+    host. fresh: whether it has answered now. last: its .stack file.
+    """
+
+    def __init__(self, record, alive=None, fresh=False, last=""):
+        self.__dict__.update(record)
+        self.alive, self.fresh, self.last = alive, fresh, last
+        self.calls = [call for call in self.calls or ()
+                      if not call["p2p"] and call["group"]]
+        if self.ended and self.ended.get("stack"):
+            self.stack = self.ended["stack"]
+        elif last:
+            self.stack = [[file, int(line), name] for file, line, name in
+                          re.findall(r'File "(.*)", line (\d+) in (.*)',
+                                     main_thread(last))][::-1] or self.stack
+
+    @property
+    def ending(self):
+        """How it ended: runs, done, error, lost, stopped, crashed or gone."""
+        if self.ended:
+            if self.ended["status"] == "timeout":
+                return "stopped"
+            if "error" not in self.ended:
+                return "done" if self.ended["status"] in (0, None) else "error"
+            text = self.ended["error"] + self.ended["message"]
+            return ("lost" if LOST.search(text) and "in use" not in text
+                    else "error")
+        if "Fatal Python error" in self.last:
+            return "crashed"
+        if self.last:
+            return "stopped"
+        runs = self.fresh if self.alive is None else self.alive
+        return "runs" if runs else "gone"
+
+    @property
+    def frame(self):
+        """[file, line, function] of the script's innermost line."""
+        mine = [frame for frame in self.stack if not LIBRARY.search(frame[0])]
+        return (mine or self.stack or [["?", 0, "?"]])[-1]
+
+    @property
+    def where(self):
+        """For example `line 41 of train.py: loss.backward()`."""
+        return describe_line(self.frame)
+
+    @property
+    def call(self):
+        """The name of what that line has called: "" if it is not known."""
+        names = [name for _, _, name in self.stack]
+        inner = self.stack.index(self.frame) + 1 if self.stack else 0
+        return next((name for name in names[inner:] if name != "wrapper"), "")
+
+    @property
+    def waits(self):
+        """Whether it waits for other ranks, as far as its record says."""
+        return self.waits_now or any(
+            call["waits"] for call in self.calls[-1:])
+
+    @property
+    def waits_now(self):
+        """The same, as far as its stack says."""
+        return not self.imports and any(
+            "torch/distributed/" in file and name != "wrapper"
+            for file, _, name in self.stack)
+
+    @property
+    def imports(self):
+        """Whether it loads a module, which can take minutes on a cluster."""
+        return self.inside("importlib")
+
+    def inside(self, pattern):
+        """Whether its stack has a frame of such a file or function."""
+        return any(re.search(pattern, f"{file}:{name}")
+                   for file, _, name in self.stack)
+
+
+def main_thread(text):
+    """Of faulthandler's dump, the thread that was running."""
+    parts = re.split(r"\n(?=Thread |Current thread |Stack )", text)
+    for part in parts:
+        if part.lstrip().startswith(("Current thread", "Stack")):
+            found = part
+            break
+    else:
+        found = text
+    # a signal that a library's thread got says nothing of Python's line
+    return found if 'File "' in found else parts[-1]
+
+
+def describe_line(frame):
+    file, line, _ = frame
+    code = linecache.getline(file, line).strip()
+    return f"line {line} of {Path(file).name}" + (f": {code}" if code else "")
+
+
+def name_ranks(ranks):
+    """For example "rank 2" or "ranks 0, 1, 3"."""
+    numbers = [rank if isinstance(rank, int) else rank.rank for rank in ranks]
+    many = len(numbers) > 1
+    return f"rank{'s' if many else ''} {', '.join(map(str, numbers))}"
+
+
+def is_are(ranks):
+    return "are" if len(ranks) > 1 else "is"
+
+
+def judge(ranks, now, alive=True):
+    """The `Answer`, by the first rule that has one.
+
+    ranks: sorted; now: seconds, as time.time(); alive: whether any of the
+    processes may still run.
+    """
+    ranks = [rank for rank in ranks if rank.rank is not None]
+    waited = now - min((rank.began for rank in ranks), default=now)
+    for rule in RULES:
+        answer = rule(ranks, waited if alive else float("inf"))
+        if answer:
+            return answer
+    if all(rank.ending == "done" for rank in ranks):
+        return Answer("", "all ranks have ended with status 0")
+    return Answer("", "nothing is stuck: the ranks move on")
+
+
+# --------------------------------------------------------- they do not meet
+
+
+def check_meeting(ranks, waited):
+    """They wait for one another in init_process_group()."""
+    out = [rank for rank in ranks if not rank.joined and not rank.ended
+           and rank.inside("init_process_group|rendezvous|create_c10d_store")]
+    if not out:
+        return None
+    first = next((rank for rank in ranks if rank.rank == 0), ranks[0])
+    host, port = first.master
+    place = f"{host}:{port}"
+    for name, values in (
+            ("MASTER_ADDR:MASTER_PORT",
+             {rank.rank: ":".join(map(str, rank.master)) for rank in ranks}),
+            ("the world size", {rank.rank: rank.world_size
+                                for rank in ranks})):
+        usual = values[first.rank]
+        odd = [rank for rank in ranks if values[rank.rank] != usual]
+        if odd:
+            return Answer(
+                "rendezvous", f"{name} is {values[odd[0].rank]} on "
+                f"{name_ranks(odd)}, and {usual} on rank {first.rank}",
+                "export the same values on all nodes", odd)
+    missing = sorted(set(range(first.world_size or 0))
+                     - {rank.rank for rank in ranks})
+    if missing and waited > PATIENCE:
+        return Answer(
+            "rendezvous incomplete", f"{name_ranks(missing)} of "
+            f"{first.world_size} {is_are(missing)} missing: the others wait "
+            f"at {place}", "look in the log for why it has not started: a "
+            "node that is down, an import that fails, a smaller --nnodes",
+            out)
+    # rank 0 itself has to reach the address that it has
+    deaf = [rank for rank in out if getattr(rank, "answer", "")
+            or place in rank.connecting]
+    if first in deaf:
+        problem = getattr(first, "answer", "") or "no answer"
+        return Answer(
+            "wrong MASTER_ADDR", f"rank 0, on {first.host}, is to be found at "
+            f"{place}, but does not reach that itself: {problem}",
+            f"export MASTER_ADDR={first.host}, a name or address of the node "
+            "of rank 0", [first])
+    if deaf:
+        problem = getattr(deaf[0], "answer", "") or "no answer"
+        return Answer(
+            "blocked port", f"rank 0 at {place} cannot be reached from "
+            f"{name_ranks(deaf)} on {deaf[0].host}: {problem}",
+            "try another MASTER_PORT; a firewall between the nodes, or an "
+            "address of another network: `ip address` lists the interfaces",
+            deaf)
+    stuck = [rank for rank in out if rank.connecting]
+    if stuck:
+        return Answer(
+            "wrong network interface", f"{stuck[0].connecting[0]}, which a "
+            f"rank has named as its address, does not answer "
+            f"{name_ranks(stuck)} on {stuck[0].host}",
+            "name the interface that connects the nodes: export "
+            "NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...", stuck)
+    if min(rank.still for rank in out) > PATIENCE:
+        return Answer(
+            "rendezvous", f"all ranks reach {place}, but do not go on",
+            "is another job's rank 0 there? Try another MASTER_PORT", out)
+    return None
+
+
+# -------------------------------------------- they do not call the same thing
+
+
+def check_collectives(ranks, waited):
+    """The first collective that is not the same on all ranks."""
+    found = defaultdict(dict)  # (group, number) -> rank -> call
+    for rank in ranks:
+        for call in rank.calls:
+            group = call["name"], tuple(call["group"])
+            found[group, call["number"]][rank.rank] = call
+    by_number = {rank.rank: rank for rank in ranks}
+    for (_, number), calls in sorted(
+            found.items(), key=lambda item: min(
+                call["time"] for call in item[1].values())):
+        kinds = {rank: call["call"] for rank, call in calls.items()}
+        sizes = {rank: (count_elements(call), call["types"])
+                 for rank, call in calls.items()
+                 if SAME_SIZES.search(call["call"])}
+        for fault, values in (("different collectives", kinds),
+                              ("different sizes", sizes)):
+            if len({str(value) for value in values.values()}) > 1:
+                return differ(fault, number, calls, values, by_number)
+    return check_aborted(ranks) or check_places(ranks, found)
+
+
+def count_elements(call):
+    """How many numbers it takes; of a tensor's shape, the product."""
+    total = 0
+    for shape in call["sizes"]:
+        product = 1
+        for side in shape:
+            product *= side
+        total += product
+    return total
+
+
+def differ(fault, number, calls, values, ranks):
+    usual = Counter(map(str, values.values())).most_common()
+    # of two halves, rank 0's is taken for the right one
+    right = (usual[0][0] if len(usual) == 1 or usual[0][1] > usual[1][1]
+             else str(values[min(values)]))
+    odd = [rank for rank in sorted(values) if str(values[rank]) != right]
+    even = [rank for rank in sorted(values) if str(values[rank]) == right]
+    what = ("call the same collectives in the same order: look for a branch "
+            "that not all ranks take" if fault == "different collectives" else
+            "send tensors of the same shape and type: print shape and dtype "
+            "before it")
+    return Answer(
+        fault, f"collective {number} is {describe_call(calls[odd[0]])} on "
+        f"{name_ranks(odd)}, and {describe_call(calls[even[0]])} on "
+        f"{name_ranks(even)}", f"all ranks have to {what}",
+        [ranks[rank] for rank in odd])
+
+
+def describe_call(call):
+    """For example `all_reduce of float [4] in line 41 of train.py: ...`."""
+    sizes = " and ".join(
+        f"{kind.lower()} {size}" for kind, size in zip(
+            call["types"][:2], call["sizes"]))
+    mine = [frame for frame in call["stack"] if not LIBRARY.search(frame[0])]
+    return (call["call"] + (f" of {sizes}" if sizes else "")
+            + (f" in {describe_line(mine[-1])}" if mine else ""))
+
+
+def check_aborted(ranks):
+    """gloo ends the process that receives more than it expects."""
+    for rank in ranks:
+        if rank.ending != "crashed" or "Aborted" not in rank.last or (
+                not rank.waits):
+            continue
+        others = [other for other in ranks
+                  if other is not rank and other.waits]
+        for other in others:
+            if other.frame[:2] != rank.frame[:2]:
+                return Answer(
+                    "different collectives", f"rank {rank.rank} is in "
+                    f"{rank.where}, and {name_ranks([other])} in "
+                    f"{other.where}; gloo has ended rank {rank.rank}, which "
+                    "received what it did not expect", "all ranks have to "
+                    "call the same collectives in the same order: look for a "
+                    "branch that not all ranks take", [rank])
+        if others:
+            return Answer(
+                "different sizes", f"gloo has ended rank {rank.rank} in "
+                f"{rank.where}, as it received more than it expects there; "
+                f"{name_ranks(others)} sent "
+                f"{describe_call(others[0].calls[-1])}"
+                if others[0].calls else f"gloo has ended rank {rank.rank}",
+                "all ranks have to send tensors of the same shape and type: "
+                "print shape and dtype before it", [rank])
+    return None
+
+
+def check_places(ranks, found):
+    """The same collective from other lines, where a rank has one too few.
+
+    Alone that is no mistake: `if rank == 0: broadcast(a) else: broadcast(b)`.
+    """
+    if not any(rank.waits for rank in ranks) or len(ranks) < 2:
+        return None
+    over = [rank for rank in ranks if rank.ending == "done" or (
+        not rank.waits and rank.still > PATIENCE)]
+    apart = [rank for rank in ranks
+             if rank.waits and rank.still > PATIENCE] or over
+    if not apart or len({tuple(rank.frame[:2]) for rank in ranks}) == 1:
+        return None
+    for (_, number), calls in sorted(found.items(), key=lambda item: min(
+            call["time"] for call in item[1].values())):
+        lines = {rank: str([frame for frame in call["stack"]
+                            if not LIBRARY.search(frame[0])][-1:])
+                 for rank, call in calls.items() if call["stack"]}
+        if len(set(lines.values())) > 1:
+            return differ("different collectives", number, calls, lines,
+                          {rank.rank: rank for rank in ranks})
+    return None
+
+
+# ------------------------------------------------------------ one has ended
+
+
+def check_ends(ranks, waited):
+    """The rank that was the first to end."""
+    by = defaultdict(list)
+    for rank in ranks:
+        by[rank.ending].append(rank)
+    if by["error"]:
+        return explain_error(min(by["error"],
+                                 key=lambda rank: rank.ended["time"]))
+    if by["crashed"]:
+        rank = by["crashed"][0]
+        what = re.search(r"Fatal Python error: (.*)", rank.last)[1]
+        return Answer("a rank crashed", f"rank {rank.rank} ended in "
+                      f"{rank.where}: {what}", "its last words are in the "
+                      "log, above those of the launcher", [rank])
+    if by["gone"] and len(by["gone"]) < len(ranks):
+        return explain_gone(by["gone"], ranks)
+    if by["done"] and len(by["done"]) < len(ranks) and any(
+            rank.waits for rank in ranks if rank.ending != "done"):
+        left = [rank for rank in ranks if rank.waits]
+        return Answer(
+            "a rank ended early", f"{name_ranks(by['done'])} ended with "
+            f"status 0, and left {name_ranks(left)} waiting in "
+            f"{left[0].where}", "all ranks have to make the same number of "
+            "steps: does each have as many batches?", by["done"])
+    if ranks and len(by["gone"]) == len(ranks):
+        return Answer(
+            "ended from outside", "all ranks ended without a word, as "
+            "SIGKILL ends them" + say_oom(ranks), "SLURM's word: sacct -j "
+            "JOBID -o JobID,State,ExitCode,MaxRSS", ranks)
+    return None
+
+
+def explain_error(rank):
+    error, message = (rank.ended.get(name) or "" for name in
+                      ("error", "message"))
+    first = message.strip().partition("\n")[0][:200]
+    if "OutOfMemory" in error or "out of memory" in message:
+        return Answer(
+            "out of memory", f"rank {rank.rank} ended in {rank.where}, as the "
+            f"device's memory is full: {first}", "a smaller microbatch, or "
+            "recompute activations; does another process use that device?",
+            [rank])
+    if "MPI_ERR_TRUNCATE" in message:
+        return Answer(
+            "different collectives", f"rank {rank.rank} got a message of "
+            f"another size than it expects, in {rank.where}", "all ranks have "
+            "to call the same collectives in the same order, with arrays of "
+            "the same size", [rank])
+    what = f"{error}: {first}" if error else (
+        f"status {rank.ended['status']}")
+    return Answer("a rank ended", f"rank {rank.rank} was the first to end, in "
+                  f"{rank.where}, with {what}", "mend that: the errors of "
+                  "the other ranks follow from it", [rank])
+
+
+def explain_gone(gone, ranks):
+    hosts = {rank.host for rank in gone}
+    late = [rank for rank in ranks
+            if rank.ended and rank.ended["status"] == "timeout"]
+    if late:  # the launcher then killed what did not end
+        return Answer(
+            "a rank did not answer", f"{name_ranks(gone)} on {gone[0].host} "
+            f"last wrote from {gone[0].where}; {name_ranks(late)} waited for "
+            f"it in {late[0].where}, until the time-out", "was it stopped, or "
+            "did its file system or device not answer? See the node's log",
+            gone)
+    if len({rank.host for rank in ranks}) > 1 and not any(
+            rank.host in hosts for rank in ranks if rank not in gone):
+        return Answer(
+            "dead node", f"all ranks of {', '.join(sorted(hosts))} "
+            f"({name_ranks(gone)}) ended without a word, the other nodes "
+            "went on" + say_oom(gone), "SLURM's word: scontrol show node "
+            f"{sorted(hosts)[0]}; resume on other nodes: sbatch "
+            f"--exclude={sorted(hosts)[0]}", gone)
+    return Answer(
+        "a rank was killed", f"{name_ranks(gone)} on {gone[0].host} ended "
+        "without a word, as SIGKILL ends a process; it was in "
+        f"{gone[0].where}" + say_oom([
+            rank for rank in ranks if rank.host in hosts]),
+        "the kernel does that where the node's memory is full: sacct -o "
+        "State,MaxRSS and `dmesg` say so; ask for more memory, or use fewer "
+        "workers", gone)
+
+
+def say_oom(ranks):
+    kills = max(rank.oom_kills for rank in ranks)
+    return (f"; meanwhile the kernel of that node ended {kills} process(es) "
+            "because its memory was full" if kills else "")
+
+
+# ----------------------------------------------------- one makes others wait
+
+
+def check_late(ranks, waited):
+    """Some wait for a rank that does not come, or for each other."""
+    ranks = [rank for rank in ranks if rank.ending != "done"]
+    waiting = [rank for rank in ranks if rank.waits]
+    late = [rank for rank in ranks if not rank.waits
+            and rank.ending in ("runs", "stopped")]
+    if not ranks or max(rank.still for rank in waiting or ranks) < max(
+            PATIENCE, 3 * max(map(longest_gap, ranks))):
+        return None
+    mute = [rank for rank in ranks if rank.alive and not rank.fresh]
+    for rank in mute or late:
+        others = [other for other in waiting if other is not rank]
+        for_others = (f", and keeps {name_ranks(others)} waiting" if others
+                      else "")
+        reason, advice = why_late(rank)
+        if reason and (others or rank.still > PATIENCE):
+            return Answer(reason, f"rank {rank.rank} on {rank.host} has been "
+                          f"in {rank.where} for {rank.still:.0f} s"
+                          + for_others, advice, [rank])
+    if waiting and late:
+        return Answer(
+            "a rank is late", f"{name_ranks(late)} {is_are(late)} in "
+            f"{late[0].where}, and kept {name_ranks(waiting)} waiting for "
+            f"{max(rank.still for rank in waiting):.0f} s in "
+            f"{waiting[0].where}",
+            "does that line take so long, or wait for something?", late)
+    if len(waiting) == len(ranks) > 1:
+        return check_lines(ranks) or Answer(
+            "the network", "all ranks are in the same collective, in "
+            f"{ranks[0].where}, for {ranks[0].still:.0f} s"
+            + "".join(f"; rank {rank.rank} gets no answer from "
+                      f"{rank.connecting[0]}" for rank in ranks
+                      if rank.connecting),
+            "python -m workshop doctor --ranks measures it; name the "
+            "interface: export NCCL_SOCKET_IFNAME=...", ranks)
+    return check_lines(ranks)
+
+
+def check_lines(ranks):
+    """All stand still, in different lines: MPI has no record."""
+    still = [rank for rank in ranks
+             if rank.still > PATIENCE and not rank.imports]
+    lines = Counter(tuple(rank.frame[:2]) for rank in still)
+    if len(still) < 2 or len(lines) < 2:
+        return None
+    usual = (still[0].frame[:2] if lines.most_common(2)[1][1] ==
+             lines.most_common(1)[0][1] else lines.most_common(1)[0][0])
+    odd = [rank for rank in still
+           if list(rank.frame[:2]) != list(usual)]
+    even = [rank for rank in still if rank not in odd]
+    return Answer(
+        "different collectives" if all(rank.waits for rank in still) else
+        "different lines", f"{name_ranks(odd)} waited in {odd[0].where} "
+        f"for {odd[0].still:.0f} s, and {name_ranks(even)} in "
+        f"{even[0].where}", "all ranks have to call the same collectives in "
+        "the same order: look for a branch that not all ranks take", odd)
+
+
+def longest_gap(rank):
+    """Seconds between two of its collectives, at most."""
+    times = [call["time"] for call in rank.calls]
+    return max((b - a for a, b in zip(times, times[1:])), default=0)
+
+
+def why_late(rank):
+    """(the fault, what to do), ("", "") where there is nothing special."""
+    if rank.state == "T":
+        return "a stopped process", f"kill -CONT {rank.pid} lets it go on"
+    if rank.state == "D":
+        return ("the file system does not answer", "the process waits for a "
+                "disk: try `ls` on that node; tell the site's support")
+    if rank.inside(r"torch/utils/data/"):
+        return ("the data loader waits", "its workers bring no batch: try "
+                "num_workers=0, which shows their error; look at their memory "
+                "and the file system")
+    if rank.alive and not rank.fresh:
+        return ("a rank does not answer", "it holds Python's lock, in code "
+                "that is not Python's: py-spy dump --native --pid "
+                f"{rank.pid}")
+    return "", ""
+
+
+def check_straggler(ranks, waited):
+    """One rank comes late all the time, and all others wait for it.
+
+    Where the cores or the network are shared, now this one is late and now
+    that one: it has to be the same in each quarter of the record.
+    """
+    times = defaultdict(dict)
+    for rank in ranks:
+        for call in rank.calls:
+            times[call["name"], tuple(call["group"]), call["number"]][
+                rank.rank] = call["time"]
+    whole = sorted((found for found in times.values()
+                    if len(found) == len(ranks) > 1),
+                   key=lambda found: min(found.values()))
+    quarter = len(whole) // 4
+    parts = [whole[i * quarter:(i + 1) * quarter + 1] for i in range(4)]
+    if quarter < 4:
+        return None
+    found = [find_last(part) for part in parts]
+    if min(share for _, share, _ in found) < SHARE or len(
+            {number for number, _, _ in found}) > 1:
+        return None
+    number, share, mean = find_last(whole)
+    rank = next(rank for rank in ranks if rank.rank == number)
+    return Answer(
+        "straggler", f"rank {number} on {rank.host} comes late, by "
+        f"{1000 * mean:.0f} ms on average: the others wait for it "
+        f"{100 * share:.0f}% of the time; it is in {rank.where}",
+        "does it read more data than the others, or share its cores or its "
+        "GPU with another process? `top` and `nvidia-smi` on that node say so",
+        [rank])
+
+
+def find_last(times):
+    """(the rank that others wait for, their share of time, seconds each).
+
+    times: of each collective, the time at which each rank came to it.
+    """
+    late = defaultdict(list)
+    for found in times:
+        *_, before, last = sorted(found.values())
+        if last - before > 0.005:  # clocks of nodes differ by as much
+            late[max(found, key=found.get)].append(last - before)
+    ends = [max(found.values()) for found in times]
+    number = max(late, key=lambda rank: sum(late[rank]), default=None)
+    seconds = late[number]
+    others = sum(map(sum, late.values())) - sum(seconds)
+    if sum(seconds) < 3 * others:
+        return number, 0, 0
+    return (number, sum(seconds) / (max(ends) - min(ends)),
+            sum(seconds) / max(len(seconds), 1))
+
+
+RULES = (check_meeting, check_collectives, check_ends, check_late,
+         check_straggler)
