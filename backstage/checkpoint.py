@@ -8,6 +8,7 @@ and `hyperparameters`.
 import logging
 import zipfile
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from backstage import ROOT, huggingface
 from backstage.errors import UserError, require
 from backstage.files import write_atomically
 from backstage.record import CONFIG
@@ -176,8 +178,26 @@ def write_checkpoint(state, folder, step):
         old.unlink()
 
 
+def find_checkpoint(run):
+    """The newest checkpoint in a run's folder, or of the newest run for "".
+
+    A file, and a folder in Hugging Face's format, is its own.
+    """
+    if Path(run).is_file() or (run and huggingface.is_folder(run)):
+        return Path(run)
+    folder = Path(run) if run else ROOT / "runs"
+    require(folder.is_dir(), f"{folder}: no such folder: check --run")
+    files = folder.glob("**/checkpoints/step_*.pt")
+    newest = max(files, default=None,
+                 key=lambda file: (file.stat().st_mtime_ns, file.name))
+    require(newest, f"{folder}: no checkpoint is there: train first")
+    return newest
+
+
 def load_checkpoint(file, verify=True):
     """A checkpoint's dictionary, on the CPU, as in `SCHEMA`.
+
+    file: it may be a folder in Hugging Face's format, which has only weights.
 
     The tensors are read from the file where they are used: a rank that holds
     a part of the model does not read the others' parts. They may be changed;
@@ -187,6 +207,12 @@ def load_checkpoint(file, verify=True):
     `Damaged` if it is not a checkpoint, `UserError` if it is an older one.
     """
     try:
+        if huggingface.is_folder(file):
+            config, weights = huggingface.read_folder(file)
+            return {"format": FORMAT, "stage": "Hugging Face", "step": 0,
+                    "model": weights, "config": config,
+                    "optimizer": {"state": {}, "param_groups": []},
+                    "hyperparameters": {"data": str(file)}}
         require_file(file)
         with zipfile.ZipFile(file) as archive:
             broken = verify and archive.testzip()

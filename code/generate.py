@@ -4,24 +4,29 @@
     torchrun --standalone --nproc-per-node 4 -- code/generate.py
     mpirun -n 4 python -m workshop.as_torchrun code/generate.py
 
-It reads the checkpoints of every stage. Several processes share the
-continuations. With the key-value cache (the default) each step computes the
-keys and values of the newest token only, and keeps those of the tokens before
-it. Without the cache it computes all of them again.
+It reads the checkpoints of every stage, and a folder with GPT-2 in Hugging
+Face's format. Several processes share the continuations. With the key-value
+cache (the default) each step computes the keys and values of the newest token
+only, and keeps those of the tokens before it. Without the cache it computes
+all of them again.
 """
 
 import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from backstage import ROOT, vocabulary
-from backstage.checkpoint import check_fit, get_shapes, load_checkpoint
+from backstage.checkpoint import (
+    check_fit,
+    find_checkpoint,
+    get_shapes,
+    load_checkpoint,
+)
 from backstage.command_line import parse_flags
 from backstage.cores import use_cores
 from backstage.device import use_device
@@ -42,7 +47,8 @@ from train_gpt2_std import GPT, GPTConfig
 class Flags:
     """Write continuations of a prompt."""
 
-    run: str = ""  # folder of a run, or a checkpoint (default: newest run)
+    # folder of a run, of Hugging Face, or a checkpoint (default: newest run)
+    run: str = ""
     prompt: str = "Hello, I'm a language model,"  # the text to continue
     num_sequences: int = 4  # how many continuations
     max_new_tokens: int = 64  # tokens in each
@@ -51,19 +57,6 @@ class Flags:
     seed: int = 1337  # of the first text; each of the others has the next
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
     cache: bool = True  # keep keys and values from step to step
-
-
-def find_checkpoint(run):
-    """The newest checkpoint in a run's folder, or of the newest run for ""."""
-    if Path(run).is_file():
-        return Path(run)
-    folder = Path(run) if run else ROOT / "runs"
-    require(folder.is_dir(), f"{folder}: no such folder: check --run")
-    files = folder.glob("**/checkpoints/step_*.pt")
-    newest = max(files, default=None,
-                 key=lambda file: (file.stat().st_mtime_ns, file.name))
-    require(newest, f"{folder}: no checkpoint is there: train first")
-    return newest
 
 
 def forward(model, idx, cache):

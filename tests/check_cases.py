@@ -885,7 +885,12 @@ LIT_RIGHT = (
             "    def generate(self, *args):\n"
             "        return GPT.generate(self, *args)\n\n"
             "    def training_step(self, batch):"),
-           ("raw_model = GPT(", "raw_model = Lit(")),
+           ("raw_model = GPT(", "raw_model = Lit("),
+            ("model = compile_model(\n        raw_model, device, each_block="
+             "hp.strategy == \"fsdp2\"\n    ) if hp.compile else raw_model",
+             "if hp.compile:\n        raw_model.model = compile_model("
+             "raw_model.model, device, hp.strategy == \"fsdp2\")\n"
+             "    model = raw_model")),
           "the checkpoint's names begin with model.", suite=True),
     right("one worker", "lit",
           (("batch_size=None", "batch_size=None, num_workers=1"),)),

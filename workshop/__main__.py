@@ -41,6 +41,10 @@ def main():
         print(path)
     elif args.command == "doctor":
         sys.exit(examine(args.ranks))
+    elif args.command == "export":
+        export(args.run, args.folder)
+    elif args.command == "take-home":
+        take_home(args.stage, args.file)
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
     elif args.command == "why":
@@ -112,6 +116,14 @@ def parse():
         "slow: which rank, and which line.").add_argument(
             "job", metavar="RUN|JOBID|PID", help="its folder, SLURM's number "
             "of it, or a process's: the launcher's or a rank's")
+    export = add("export", "Write a run's model in Hugging Face's format, "
+                 "which transformers loads.")
+    export.add_argument("run", help="folder of the run, or a checkpoint")
+    export.add_argument("folder", help="the folder to write")
+    home = add("take-home", "Write a stage's script as one file, which "
+               "imports nothing of the course.")
+    home.add_argument("stage", choices=STAGES, help="the stage")
+    home.add_argument("file", help="the file to write, such as my_train.py")
     add("update", "Bring this clone to the newest state of the course; what "
         "you edited is kept.")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
@@ -157,6 +169,22 @@ def explain(job):
     from workshop.why.command import main as ask_why
 
     return ask_why(job)
+
+
+def export(run, folder):
+    """Hand over to what reads the checkpoints, which needs torch."""
+    try:
+        from workshop.export import main as write
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+    write(run, folder)
+
+
+def take_home(stage, file):
+    """Hand over to what reads the scripts, from Python 3.10 on."""
+    from workshop.take_home import main as write
+
+    write(stage, file)
 
 
 def plot(output, folders):

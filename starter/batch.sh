@@ -1,0 +1,32 @@
+#!/bin/bash -l
+# Submit it in the folder of train.py: sbatch batch.sh --max-steps 1000
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --ntasks-per-node=4     # a process for each GPU
+#SBATCH --cpus-per-task=8
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120     # two minutes before: save, requeue
+#SBATCH --requeue --open-mode=append
+
+# Load your site's modules and activate your environment here.
+
+# The processes meet on the first node, at a port of this job's own.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
+
+run=runs/$SLURM_JOB_ID # the same after a requeue: it goes on
+srun --kill-on-bad-exit=1 python train.py --run "$run" --resume "$@" &
+processes=$!
+trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them
+trap : TERM                       # they get it as well
+while kill -0 $processes 2>/dev/null; do
+    wait $processes # returns at each signal
+    status=$?
+done
+if [ "$status" = 0 ] && [ ! -e "$run/finished" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,239 @@
+"""The starter: one file to begin one's own training with.
+
+test_contract.py resumes it, stops it by a signal and kills one of its ranks.
+"""
+
+import ast
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from conftest import edit
+from stages import (
+    STARTER,
+    DieAfter,
+    agree,
+    run_command,
+    same_state,
+    start_stage,
+    train,
+    wait_for_rows,
+)
+
+from backstage import ROOT
+
+STEPS = "--max-steps", 120, "--eval-every", 50  # more than an epoch
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train("starter", tmp_path_factory.mktemp("alone") / "run", *STEPS)
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory):
+    """The starter with FSDP, as its README says."""
+    text = STARTER.read_text()
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if "# FSDP: " in line:
+            if "norm" not in line:
+                lines.pop()
+            line = line.replace("# FSDP: ", "")
+        lines.append(line)
+    changed = edit("".join(lines), (
+        "from torch import nn\n", "from torch import nn\n"
+        "from torch.distributed.fsdp import fully_shard\n"))
+    assert changed.count("fully_shard") == 2 and "no_sync" in changed
+    script = tmp_path_factory.mktemp("fsdp") / "train.py"
+    script.write_text(changed)
+    return script
+
+
+def test_it_is_one_short_file_of_pytorch():
+    text = STARTER.read_text()
+    assert text.count("\n") <= 250
+    names = {name.split(".")[0] for node in ast.walk(ast.parse(text))
+             for name in (
+                 [alias.name for alias in node.names]
+                 if isinstance(node, ast.Import) else
+                 [node.module] if isinstance(node, ast.ImportFrom) else [])}
+    assert names <= {"torch", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_the_same_training(size, alone, tmp_path):
+    result = train("starter", tmp_path / "run", *STEPS, mesh=(1, size, 1))
+    agree(result, alone)
+    assert result.column("loss")[-1] < 0.7 * result.column("loss")[0]
+    assert len(re.findall(r"^\| step", result.out, re.M)) == 120
+    assert (tmp_path / "run" / "finished").exists()
+
+
+def test_with_fsdp(fsdp, alone, tmp_path):
+    """Also from a checkpoint of DDP, on another number of processes."""
+    run = tmp_path / "run"
+    start_stage("starter", run, *STEPS, "--checkpoint-every", 30,
+                mesh=(1, 3, 1), observe=DieAfter(60)).wait()
+    result = train("starter", run, *STEPS, "--resume", mesh=(1, 2, 1),
+                   script=fsdp)
+    agree(result, alone)
+    assert "| step   60/" in result.out and "| step   59/" not in result.out
+
+
+def test_dropout_and_workers_are_resumed_exactly(tmp_path):
+    """What is random in a step depends on nothing but the step and rank."""
+    script = tmp_path / "train.py"
+    script.write_text(edit(STARTER.read_text(), (
+        "nn.Dropout(0.0)", "nn.Dropout(0.3)")))
+    flags = "--max-steps", 12, "--workers", 2
+    whole = train("starter", tmp_path / "whole", *flags, script=script)
+    run = tmp_path / "run"
+    start_stage("starter", run, *flags, "--checkpoint-every", 5,
+                script=script, observe=DieAfter(5)).wait()
+    again = train("starter", run, *flags, "--resume", script=script)
+    assert again.column("loss") == whole.column("loss"), again.err
+    for part in ("model", "optimizer"):
+        assert same_state(again.checkpoint()[part], whole.checkpoint()[part])
+
+
+def test_a_signal_to_its_workers_too_saves(tmp_path):
+    """SLURM sends it to all processes of a job."""
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, STARTER, "--run", run, "--fp32", "--workers", "2",
+         "--max-steps", "100000"], start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_rows(run, 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopped by a signal" in out and any(run.glob("checkpoints/*.pt"))
+
+
+@pytest.mark.parametrize("seed", (0, 7))
+def test_the_ranks_divide_each_minibatch(seed):
+    """Also after a resume; each sample comes once in an epoch."""
+    shard = runpy.run_path(str(STARTER))["shard"]
+    n, S, B = 100, 24, 2
+    alone = [*shard(n, range(10), S, B, 0, 1, seed)]
+    steps = [[*chain(*alone[i:i + 12])] for i in range(0, len(alone), 12)]
+    for first in range(0, 8, 4):
+        epoch = [*chain(*steps[first:first + 4])]
+        assert len({*epoch}) == len(epoch) == 96
+    assert steps[:4] != steps[4:8]
+    for size in (2, 3, 4):
+        ranks = [[*shard(n, range(3, 10), S, B, rank, size, seed)]
+                 for rank in range(size)]
+        each = S // B // size
+        for k, step in enumerate(steps[3:]):
+            read = [i for rank in ranks
+                    for batch in rank[k * each:(k + 1) * each] for i in batch]
+            assert sorted(read) == sorted(step)
+
+
+def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
+    run = tmp_path / "run"
+    flags = *STEPS, "--checkpoint-every", 20
+    start_stage("starter", run, *flags, observe=DieAfter(60)).wait()
+    newest = max((run / "checkpoints").glob("*.pt"))
+    newest.write_bytes(newest.read_bytes()[:1000])
+    result = train("starter", run, *flags, "--resume", mesh=(1, 2, 1))
+    agree(result, alone)
+    assert result.out.count(f"{newest.name} is damaged") == 1
+    assert "| step   40/" in result.out
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--microbatch-size", 7], "not divisible"),
+    (["--minibatch-size", 2000, "--microbatch-size", 2], "less than"),
+    (["--learning-rate", 1e30], "--learning-rate"),
+    (["--seed", 1, "--resume"], "was started with"),
+    ([], "--resume"),
+])
+def test_errors_are_one_line(flags, words, tmp_path):
+    run = tmp_path / "run"
+    if "--learning-rate" not in flags:
+        assert train("starter", run, "--max-steps", 2).status == 0
+    before = {file: file.read_bytes() for file in run.rglob("*.*")
+              if file.is_file()}
+    result = train("starter", run, "--warmup-steps", 0, *flags,
+                   mesh=(1, 2, 1))
+    assert result.status == 1
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert all(file.read_bytes() == text for file, text in before.items())
+
+
+def test_srun_names_the_ranks(alone, tmp_path):
+    """Without torchrun; and a shell of SLURM's is one process."""
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith("SLURM_")}
+    shell = env | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+                   "SLURM_NTASKS": "2"}
+    result = train("starter", tmp_path / "shell", "--max-steps", 2, env=shell)
+    assert result.status == 0, result.err
+    step = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29411",
+                  "SLURM_STEP_NUM_TASKS": "2"}
+    launches = [start_stage(
+        "starter", tmp_path / "run", *STEPS, env=step | {
+            "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+    results = [launch.result(tmp_path / "run") for launch in launches]
+    agree(results[0], alone)
+    assert results[1].status == 0 and not results[1].out
+
+
+PROGRAMS = {
+    "srun": 'shift; env -u SLURM_NTASKS "$PYTHON" "${@:2}" & rank=$!\n'
+            'trap "kill -USR1 $rank" USR1\n'
+            'while kill -0 $rank 2>/dev/null; do wait $rank; done\n',
+    "scontrol": 'echo "$@" >> scontrol.txt; echo localhost\n',
+}
+
+
+def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
+    """The batch file, with programs in the place of SLURM's."""
+    for name, text in PROGRAMS.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{text}")
+        program.chmod(0o755)
+    (tmp_path / "train.py").write_text(STARTER.read_text())
+    env = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON":
+        sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
+        "SLURM_CPUS_PER_TASK": "1"}
+
+    def job(*flags):
+        return subprocess.Popen(
+            ["bash", STARTER.with_name("batch.sh"), "--fp32", *flags],
+            cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    run = tmp_path / "runs" / "7"
+    first = job("--max-steps", "100000")
+    wait_for_rows(run, 3)
+    first.send_signal(signal.SIGUSR1)
+    out, _ = first.communicate(timeout=120)
+    assert first.returncode == 0 and "stopped by a signal" in out
+    calls = tmp_path / "scontrol.txt"
+    assert calls.read_text().splitlines()[-1] == "requeue 7"
+    done = (run / "metrics.csv").read_text().count("\n") - 1
+    second = job("--max-steps", str(done + 5))
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 0 and f"| step {done:4d}/" in out
+    assert calls.read_text().count("requeue") == 1
+
+
+def test_under_torchrun(alone, tmp_path):
+    run = tmp_path / "run"
+    result = run_command(
+        Path(sys.executable).with_name("torchrun"), "--standalone",
+        "--nproc-per-node", 2, "--", STARTER, "--run", run, "--fp32", *STEPS)
+    assert result.returncode == 0, result.stderr
+    assert (run / "finished").exists() and ROOT not in run.parents
