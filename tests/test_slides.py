@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import linear_light, needs
-from test_lab import CHROMIUM, FAINT, FLAGS
+from test_lab import CHROMIUM, FAINT, SWITCHES
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -657,7 +657,7 @@ def browser():
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=shutil.which(CHROMIUM), args=FLAGS)
+            executable_path=shutil.which(CHROMIUM), args=SWITCHES)
         yield browser
         browser.close()
 
