@@ -130,17 +130,19 @@ def join_first_ranks(ranks):
 def spread_state(state, model, optimizer=None):
     """Load a checkpoint's state: each rank loads its part. All ranks."""
     options = StateDictOptions(full_state_dict=True)
+    weights, optim_state = state["model"], state["optimizer"]
     if len(first_ranks(model)) > 1:
-        state = cut_state(state, model.state_dict())
-    set_model_state_dict(model, state["model"], options=options)
+        weights = {name: weights[name] for name in model.state_dict()}
+        if optimizer is not None:
+            optim_state = cut_state(optim_state, weights)
+    set_model_state_dict(model, weights, options=options)
     if optimizer is not None:
         set_optimizer_state_dict(
-            model, optimizer, state["optimizer"], options=options)
+            model, optimizer, optim_state, options=options)
 
 
-def cut_state(state, names):
-    """The part of a checkpoint's state that a pipeline stage has."""
-    optim_state = state["optimizer"]
+def cut_state(optim_state, names):
+    """The part of an optimizer's state that a pipeline stage has."""
     if TIED[0] not in names:  # the last pipeline stage has its other name
         optim_state["state"][TIED[1]] = optim_state["state"].pop(TIED[0])
         for group in optim_state["param_groups"]:
@@ -150,8 +152,7 @@ def cut_state(state, names):
                         in optim_state["state"].items() if name in names}
     for group in optim_state["param_groups"]:
         group["params"] = [name for name in group["params"] if name in names]
-    model = {name: state["model"][name] for name in names}
-    return state | {"model": model, "optimizer": optim_state}
+    return optim_state
 
 
 def is_sharded(model):
@@ -186,7 +187,7 @@ def find_checkpoint(run):
     if Path(run).is_file() or (run and huggingface.is_folder(run)):
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
-    require(folder.is_dir(), f"{folder}: no such folder: check --run")
+    require(folder.is_dir(), f"{folder}: there is no such run")
     files = folder.glob("**/checkpoints/step_*.pt")
     newest = max(files, default=None,
                  key=lambda file: (file.stat().st_mtime_ns, file.name))

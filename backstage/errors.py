@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from backstage import terminal
+from backstage import terminal, witness
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -34,18 +34,11 @@ def run_main(main):
         status = 0
     except SystemExit as end:
         status = end.code
-        note_end(status)
     except BaseException as error:
+        witness.note_end(1, error)
         status = report(error)
-        note_end(status, error)
+    witness.note_end(status)
     leave(status)
-
-
-def note_end(status, error=None):
-    """Leave it for `why`, where this process is watched."""
-    witness = sys.modules.get("backstage.witness")
-    if witness:
-        witness.note_end(status, error)
 
 
 def report(error):

@@ -7,6 +7,7 @@ each. And our vocabulary is padded to a multiple of 128 rows.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -132,6 +133,10 @@ def write_folder(folder, config, weights):
     except OSError as error:
         raise UserError(f"{folder} could not be made: {error.strerror}"
                         ) from error
-    write_atomically(folder / WEIGHTS, library.save(
-        theirs, metadata={"format": "pt"}))
-    write_atomically(folder / CONFIG, json.dumps(text, indent=1).encode())
+    try:
+        write_atomically(folder / WEIGHTS, library.save(
+            theirs, metadata={"format": "pt"}))
+        write_atomically(folder / CONFIG, json.dumps(text, indent=1).encode())
+    except UserError:  # the next attempt may make it anew
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

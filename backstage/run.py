@@ -131,8 +131,6 @@ class Run:
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run")
         (folder / "checkpoints").mkdir(exist_ok=True)
-        if not os.environ.get(witness.FOLDER):  # from the run before
-            shutil.rmtree(folder / "why", ignore_errors=True)
         on_node, _ = count_processes(getattr(hp, "devices", 0) or 1)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
@@ -153,6 +151,8 @@ class Run:
                 raise UserError(
                     f"{folder} holds a run already: continue it with "
                     "--resume, or name another folder") from None
+        if not witness.the_witness:  # what the start before this one left
+            shutil.rmtree(folder / "why", ignore_errors=True)
         print(f"run {show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
 

@@ -19,6 +19,8 @@ import faulthandler
 import json
 import os
 import pickle
+import re
+import shlex
 import signal
 import socket
 import sys
@@ -41,23 +43,42 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
 the_witness = None
 
 
-def start(folder=None, env=os.environ):
+def start(folder=None):
     """Begin to write, in `folder` or the one that the environment names.
 
-    Called again, or without any folder, it does nothing.
+    Called again, without any folder, or in a process that is no rank, such as
+    a launcher, it does nothing. What a rank starts is not watched.
     """
     global the_witness
-    folder = env.get(FOLDER) or folder
-    if folder and the_witness is None:
-        the_witness = Witness(Path(folder))
-        the_witness.start()
+    folder = os.environ.get(FOLDER) or folder
+    if folder and the_witness is None and find_rank()[0] is not None:
+        limit = os.environ.pop(TIMEOUT, "")
+        os.environ.pop(FOLDER, None)
+        try:
+            the_witness = Witness(Path(folder).absolute(), float(limit or 0))
+            the_witness.start()
+        except (OSError, ValueError) as error:  # never the script's problem
+            warn(error)
+
+
+def warn(error):
+    print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
 
 
 def watch_signals():
-    """Write the stack on SIGTERM as well; its handler is in place now."""
+    """Write the stack on SIGTERM, before its new handler is called."""
     if the_witness:
+        ignore_signal()
         faulthandler.register(signal.SIGTERM, the_witness.stack_file,
                               all_threads=False, chain=True)
+
+
+def ignore_signal():
+    """Write no stack on SIGTERM; Python's handler stays."""
+    handler = signal.getsignal(signal.SIGTERM)
+    faulthandler.unregister(signal.SIGTERM)  # brings the one before it back
+    if handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def note_end(status, error=None):
@@ -69,7 +90,8 @@ def note_end(status, error=None):
 class Witness(threading.Thread):
     """The thread that writes, as a daemon: it never keeps a process alive."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, limit):
+        """limit: seconds without a move that end the process, 0 for none."""
         super().__init__(daemon=True, name="witness")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.owner = folder, os.getpid()
@@ -77,8 +99,11 @@ class Witness(threading.Thread):
         self.host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
-        self.began, self.moved, self.place = time.time(), time.monotonic(), ()
-        self.ended = None
+        self.ask.open("a").close()  # its time stays, if it is there
+        self.limit = limit or float("inf")
+        self.began, self.still, self.place = time.time(), 0, ()
+        self.ended, self.status = None, 0
+        self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_kills = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
         faulthandler.enable(self.stack_file)
@@ -86,52 +111,72 @@ class Witness(threading.Thread):
                               all_threads=False, chain=True)
         os.register_at_fork(after_in_child=self.leave_child)
         self.show_error, sys.excepthook = sys.excepthook, self.on_error
-        atexit.register(self.end, 0)
+        self.exit, sys.exit = sys.exit, self.on_exit
+        self.leave, os._exit = os._exit, self.on_leave
+        atexit.register(lambda: self.end(self.status))
         self.write()
 
     def leave_child(self):
         """A worker of a data loader is not to write in its parent's name."""
         faulthandler.disable()
-        faulthandler.unregister(signal.SIGTERM)
+        ignore_signal()
         self.ended = {}
 
     def on_error(self, kind, error, trace):
         self.show_error(kind, error, trace)
         self.end(1, error)
 
+    def on_exit(self, status=None, /):
+        self.status = status
+        self.exit(status)
+
+    def on_leave(self, status):
+        """Nothing else is called on the way out."""
+        self.end(status)
+        self.leave(status)
+
     def end(self, status, error=None):
         if self.ended is not None:
             return
-        self.ended = {"status": status, "time": time.time()}
+        ended = {"status": status, "time": time.time()}
         if error is not None:
-            self.ended |= {
+            ended |= {
                 "error": type(error).__name__, "message": str(error)[:2000],
                 "stack": [[frame.filename, frame.lineno, frame.name] for frame
                           in traceback.extract_tb(error.__traceback__)]}
+        self.ended = ended
         self.write()
 
     def run(self):
-        answered, asked_at = self.last_ask(), time.monotonic()
-        limit = float(os.environ.get(TIMEOUT) or 0) or float("inf")
+        try:
+            self.watch_moves()
+        except Exception as error:  # never the script's problem
+            warn(error)
+
+    def watch_moves(self):
+        answered = self.last_ask()
+        before = asked_at = time.monotonic()
         while self.ended is None:
             time.sleep(POLL)
-            place = self.look(), self.progress()
-            now = time.monotonic()
+            place, now = (self.look(), self.progress()), time.monotonic()
+            # not the time in which the process itself was stopped
+            self.still += min(now - before, 2 * POLL)
+            before = now
             if place != self.place:
-                self.place, self.moved, wait = place, now, STILL
-            still = now - self.moved
-            if still > wait and now - asked_at > STILL / 2:
+                self.place, self.still, wait = place, 0, STILL
+            if self.still > wait and now - asked_at > STILL / 2:
                 self.touch()
-                wait *= 2
-            if self.last_ask() != answered or still > limit:
+            if self.last_ask() != answered or self.still > self.limit:
                 answered, asked_at = self.last_ask(), now
+                wait = 2 * max(wait, self.still)
                 self.write(lines=True)
-            if still > limit and self.ended is None:
-                self.give_up(limit)
+            if self.still > self.limit:
+                self.give_up()
 
     def last_ask(self):
-        try:
-            return self.ask.stat().st_mtime_ns
+        try:  # opened, because a network file system keeps what stat() says
+            with self.ask.open() as file:
+                return os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return 0
 
@@ -139,15 +184,18 @@ class Witness(threading.Thread):
         with contextlib.suppress(OSError):  # for example a full disk
             self.ask.touch()
 
-    def give_up(self, limit):
+    def give_up(self):
         """End this process; the launcher then ends the others."""
         self.touch()
         time.sleep(3 * POLL)  # the others are to write before that
+        if self.ended is not None or self.place != (
+                self.look(), self.progress()):
+            return  # it goes on
         self.end("timeout")
-        print(f"error: rank {find_rank()[0]} has not moved for {limit:.0f} s: "
-              f"see python -m workshop why {self.folder}", file=sys.stderr,
-              flush=True)
-        os._exit(1)
+        print(f"error: rank {find_rank()[0]} has not moved for "
+              f"{self.limit:.0f} s: see python -m workshop why "
+              f"{shlex.quote(str(self.folder))}", file=sys.stderr, flush=True)
+        self.leave(1)
 
     def look(self):
         """The main thread's stack, outermost first: [file, line, function].
@@ -178,11 +226,11 @@ class Witness(threading.Thread):
         rank, size = find_rank()
         record = {
             "rank": rank, "world_size": size, "host": self.host,
-            "pid": self.owner, "parent": os.getppid(), "argv": sys.argv,
+            "pid": self.owner,
             "master": [os.environ.get("MASTER_ADDR"),
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
-            "still": time.monotonic() - self.moved, "ended": self.ended,
+            "still": self.still,
             "stack": self.look(), "state": read_state(self.owner),
             "calls": None, "joined": False,
             "oom_kills": count_oom_kills() - self.oom_kills,
@@ -190,26 +238,42 @@ class Witness(threading.Thread):
             "looks": self.watch() if lines else []}
         try:
             record |= read_record(lines)
+        except Exception as error:  # the rest has to be known all the same
+            warn(error)
+        try:
             if not record["joined"] and self.ended is None and lines:
                 record["answer"] = try_meeting(*record["master"])
             part = self.file.with_suffix(".part")
-            part.write_text(json.dumps(record))
-            os.replace(part, self.file)
+            with self.lock:
+                record["ended"] = self.ended
+                part.write_text(json.dumps(record))
+                os.replace(part, self.file)
         except Exception as error:  # never the script's problem
-            print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
+            warn(error)
 
 
-def find_rank(env=os.environ):
+def find_rank():
     """(rank, world size), None where the process does not know them yet."""
-    torch = sys.modules.get("torch.distributed")
-    if torch and torch.is_available() and torch.is_initialized():
+    env, torch = os.environ, find_torch()
+    if torch:
         return torch.get_rank(), torch.get_world_size()
-    launcher = " ".join(sys.orig_argv[:4])
+    # the agent of torchrun is no rank, whatever srun has told it
+    launcher = re.search(r"torchrun|torch\.distributed\.(run|launch)",
+                         " ".join(sys.orig_argv[:4]))
     for rank, size in RANKS:
         if rank in env and size in env and not (
-                rank != "RANK" and "torchrun" in launcher):
+                launcher and rank != "RANK"):
             return int(env[rank]), int(env[size])
     return None, None
+
+
+def find_torch():
+    """torch.distributed, once this process has joined a group; else None.
+
+    While it is imported, and in a build without it, names are missing.
+    """
+    torch = sys.modules.get("torch.distributed")
+    return torch if getattr(torch, "is_initialized", bool)() else None
 
 
 def find_dumps(suffix=""):
@@ -218,8 +282,7 @@ def find_dumps(suffix=""):
     NCCL's collectives are in a record of their own; a build for the CPU has
     none.
     """
-    torch = sys.modules.get("torch.distributed")
-    if not (torch and torch.is_available() and torch.is_initialized()):
+    if not find_torch():
         return []
     names = (f"_dump_{kind}_trace{suffix}" for kind in ("fr", "nccl"))
     c10d = sys.modules["torch._C._distributed_c10d"]
@@ -234,7 +297,8 @@ def read_record(lines):
     groups = {
         group.group_name: sorted(ranks) for group, ranks in
         sys.modules["torch.distributed.distributed_c10d"]._world
-        .pg_group_ranks.items()}
+        .pg_group_ranks.items()
+        if hasattr(group, "group_name")}  # a number: one without this rank
     entries = [entry for dump in dumps for entry in pickle.loads(
         dump(True, lines, False)).get("entries", [])]
     entries.sort(key=lambda entry: entry["time_created_ns"])

@@ -68,12 +68,12 @@ train() {
         exit 0
     fi
     if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
-        fail "cancelled, or requeued by SLURM: python -m workshop why $run"
+        fail "cancelled, or requeued by SLURM: python -m workshop why ${run@Q}"
     fi
     after=$(progress)
     if [ "$after" = "$before" ]; then
         fail "stopped and not requeued: no further step was saved, see above:" \
-            "python -m workshop why $run"
+            "python -m workshop why ${run@Q}"
     fi
     echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
     scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \

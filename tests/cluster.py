@@ -139,7 +139,9 @@ def start():
         subprocess.run([*git, *command], check=True)
     make_dataset(folder / "data")
     cluster = Slurm(folder / "lab", repo)
-    cluster.lab("up")
-    yield cluster
-    cluster.lab("down")
-    shutil.rmtree(folder)
+    try:
+        cluster.lab("up")
+        yield cluster
+    finally:
+        cluster.lab("down")
+        shutil.rmtree(folder)

@@ -1,7 +1,6 @@
 """The check names the change that makes a script wrong."""
 
 import pytest
-from check_cases import CASES
 from conftest import edit
 
 from workshop.check import localise
@@ -82,12 +81,12 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", [
-    "saved after every step", "no microbatch is the last"])
-def test_what_a_single_mistake_is_called(name, tmp_path, capsys):
-    case, = (case for case in CASES
-             if (case.stage, case.name) == ("ddp", name))
-    out = said_of(case.script(), tmp_path, capsys)
+@pytest.mark.parametrize("change", [
+    ("if rank == 0 and save:", "if rank == 0:"),
+    ("microbatch == accumulation_steps - 1", "microbatch == -1")])
+def test_what_a_single_mistake_is_called(change, tmp_path, capsys):
+    script = edit(STAGES["ddp"].solution.read_text(), change)
+    out = said_of(script, tmp_path, capsys)
     assert out.count("        It is ") == 1
 
 

@@ -1,6 +1,7 @@
 """`why`: faults in scripts that are not ours, each named; no false alarm."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -257,9 +258,63 @@ def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
                f"{tmp_path / 'why'}" in rank.err for rank in ranks)
     monkeypatch.setattr(judging, "PATIENCE", 4)
     found = answer(tmp_path / "why", alive=False)
-    assert found.fault == "a rank is late"
+    # whether it still comes to write that, or is killed before it does
+    assert found.fault in ("a rank is late", "a rank did not answer")
     assert [rank.rank for rank in found.ranks] == [1]
     assert "time.sleep(1000)" in found.reason
+
+
+def run_watched(folder, text, *words, **variables):
+    """Run this as a rank, with the hook; its status, and what it leaves."""
+    script = folder / "script.py"
+    script.write_text(text)
+    hook = os.pathsep.join([str(ROOT / "backstage" / "hook"), str(ROOT)])
+    end = subprocess.run(
+        [sys.executable, *words, script], cwd=folder, env=os.environ | {
+            "PYTHONPATH": hook, "WORKSHOP_WHY": "why", **variables})
+    return end.returncode, [json.loads(file.read_text()) for file in
+                            (folder / "why").glob("*.json")]
+
+
+@pytest.mark.parametrize(("last", "status", "error"), [
+    ("sys.exit(3)", 3, None), ("os._exit(4)", 4, None), ("", 0, None),
+    ("1 / 0", 1, "ZeroDivisionError")])
+def test_how_a_script_of_others_ends(last, status, error, tmp_path):
+    end, (record,) = run_watched(
+        tmp_path, f"import os, sys\nos.chdir('/')\n{last}\n", RANK="0",
+        WORLD_SIZE="2")
+    assert end == status == record["ended"]["status"]
+    assert record["ended"].get("error") == error
+
+
+def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
+    again = ("import subprocess, sys\nif len(sys.argv) < 2:\n"
+             "    subprocess.run([sys.executable, __file__, 'again'])\n")
+    _, found = run_watched(tmp_path, again, RANK="0", WORLD_SIZE="2")
+    assert len(found) == 1
+    (tmp_path / "launcher").mkdir()
+    _, found = run_watched(tmp_path / "launcher", again)
+    assert not found
+
+
+def test_sigterm_leaves_a_stack_and_reaches_the_script(tmp_path):
+    end, (record,) = run_watched(tmp_path, """\
+import os, signal, sys
+from backstage import witness
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+witness.watch_signals()
+os.kill(os.getpid(), signal.SIGTERM)
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(len(asked))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+sys.exit(len(asked))
+""", RANK="0", WORLD_SIZE="2")
+    assert end == 1 == record["ended"]["status"]
+    stack, = (tmp_path / "why").glob("*.stack")
+    assert stack.read_text().count("line 6 in <module>") == 1
 
 
 # ------------------------------------------------- evidence made by hand
@@ -275,6 +330,8 @@ IN_MEETING = [["/home/me/train.py", 12, "main"], [
 LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
            "message": "Connection closed by peer", "stack": IN_REDUCE}
 GONE = {"alive": False}
+STACK = ("Stack (most recent call first):\n"
+         '  File "/home/me/train.py", line 41 in train\n')
 
 
 def make_rank(number, alive=True, fresh=True, last="", **changes):
@@ -316,6 +373,13 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
      "rank 0 ended with status 0"),
     (GONE, GONE, "ended from outside", "SIGKILL"),
+    ({"last": STACK}, {"last": STACK}, "ended from outside", "SIGTERM"),
+    ({"ended": LOST_IT, "still": 0},
+     {"ended": LOST_IT | {"time": 3}, "still": 0}, "a rank ended",
+     "rank 1 was the first to end"),
+    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+        "error": "TimeoutError", "message": "the download takes too long"}},
+     "a rank ended", "TimeoutError: the download takes too long"),
     ({"joined": False, "stack": IN_MEETING},
      {"joined": False, "stack": IN_MEETING, "connecting": ["10.1.2.3:99"]},
      "wrong network interface", "10.1.2.3:99"),
@@ -331,6 +395,9 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "different lines", "rank 1 waited in line 30 of train.py"),
     # no faults: all of them wait for a short time, or work
     ({"still": 9}, {"still": 9, "stack": AT_WORK}, "", "the ranks move on"),
+    ({"still": 9}, {"still": 9, "alive": None, "fresh": False,
+                    "host": "node2"}, "",
+     "rank 1 on node2 has not answered yet"),
     ({"stack": AT_WORK, "still": 0}, {"stack": AT_WORK, "still": 0}, "",
      "the ranks move on"),
     ({"ended": {"status": 0, "time": 5}}, {"ended": {"status": 0, "time": 5}},

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError, require
-from backstage.files import show_path
+from backstage.errors import require
+from backstage.files import show_path, write_atomically
 from workshop.stages import find
 
 PACKAGE = "backstage"
@@ -290,14 +290,7 @@ def main(stage, file):
     """Write a stage's script as one file, which must not be there yet."""
     file = Path(file)
     text = make_whole(find(stage).solution)
-    try:
-        with open(file, "x") as new:
-            new.write(text)
-    except FileExistsError:
-        raise UserError(f"{file} is there already: name another file"
-                        ) from None
-    except OSError as error:
-        raise UserError(f"{file} could not be written: {error.strerror}"
-                        ) from error
+    require(not file.exists(), f"{file} is there already: name another file")
+    write_atomically(file, text.encode())
     print(f"{file}: {text.count(chr(10))} lines, which import nothing of the "
           "course; name its dataset with --data")

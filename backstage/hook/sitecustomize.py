@@ -3,6 +3,8 @@
 Python imports it by its name where this folder is in PYTHONPATH:
 
     export WORKSHOP_WHY=why PYTHONPATH=/.../backstage/hook:$PYTHONPATH
+
+Of the processes that a launcher starts with it, the ranks are watched.
 """
 
 import importlib.util
@@ -11,6 +13,11 @@ import sys
 from importlib.machinery import PathFinder
 
 here = os.path.dirname(os.path.abspath(__file__))
+# one of the site's own, which this one hides
+spec = PathFinder.find_spec("sitecustomize", [
+    path for path in sys.path if os.path.abspath(path or ".") != here])
+if spec:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 if os.environ.get("WORKSHOP_WHY"):
     path = os.path.join(os.path.dirname(here), "witness.py")
     spec = importlib.util.spec_from_file_location("backstage.witness", path)
@@ -18,8 +25,3 @@ if os.environ.get("WORKSHOP_WHY"):
     sys.modules["backstage.witness"] = witness  # the backstage's own, too
     spec.loader.exec_module(witness)
     witness.start()
-# one of the site's own, which this one hides
-spec = PathFinder.find_spec("sitecustomize", [
-    path for path in sys.path if os.path.abspath(path or ".") != here])
-if spec:
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -85,7 +85,7 @@ train() {
     fi
     if [ "$after" = "$before" ]; then
         fail "stopped and not continued: no further step was saved, see" \
-            "above: python -m workshop why $run"
+            "above: python -m workshop why ${run@Q}"
     fi
     if ! cd "$root" || ! "${again[@]}"; then
         fail "$advice"

@@ -55,10 +55,6 @@ def percent(error):
     return f"{error:.0%}" if error >= 0.1 else f"{error:.1%}"
 
 
-def norm_of(whole):
-    return sum(g.square().sum().item() for g in whole.tensors.values()) ** 0.5
-
-
 def shorten(numbers):
     """Some numbers of samples, in words."""
     begin, end = numbers[0], numbers[-1]

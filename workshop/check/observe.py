@@ -19,10 +19,6 @@ A rank leaves two files in the observer's folder:
         continued   the last tokens that a text was continued from
         rates       the optimizer's learning rate at each update
         optimizers  at the first update: the groups of parameters, by name
-        clips       at each update, what was clipped since the one before
-        late        at each update, how many elements were reduced after that
-        synced      at each update, for each microbatch whether DDP or FSDP
-                    was to reduce the gradients after it
         precision   "bf16" under autocast, "fp32" without
         compiled    what was compiled of what trains: "model", "block", None
         recomputed  whether a module was called in a backward pass
@@ -56,13 +52,11 @@ class Observer:
         self.rank, self.model, self.names = rank, None, {}
         self.script, self.owner = sys.argv[0], os.getpid()
         self.updates = self.depth = 0
-        self.syncing = True  # what FSDP was told last
         self.kept = []
         self.seen = {"start": None, "weights": None, "gradients": [],
                      "samples": [], "targets": [], "validated": [],
                      "evaluated": 0,
                      "continued": None, "optimizers": None, "rates": [],
-                     "clips": [], "late": [], "synced": [],
                      "precision": None, "compiled": None,
                      "recomputed": False,
                      "asked": [], "written": []}
@@ -115,9 +109,7 @@ class Observer:
 
     def watch_training(self):
         import torch
-        from torch import nn
         from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.nn.utils import clip_grad
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
@@ -128,11 +120,6 @@ class Observer:
         register_module_forward_pre_hook(self.on_forward)
         register_optimizer_step_pre_hook(self.before_update)
         register_optimizer_step_post_hook(self.after_update)
-        for name in ("clip_grad_norm_", "clip_grad_value_",
-                     "clip_grads_with_norm_"):
-            clip = self.watch_clip(getattr(nn.utils, name))
-            setattr(clip_grad, name, clip)
-            setattr(nn.utils, name, clip)
         self.watch_targets()
         self.watch_pipelines()
 
@@ -187,18 +174,8 @@ class Observer:
         PipelineStage._forward_metadata_inference = visible_infer
         _PipelineSchedule.__init__ = visible_make
 
-    def watch_clip(self, clip):
-        @functools.wraps(clip)
-        def visible_clip(parameters, limit, *args, **kwargs):
-            self.clips.append((len(self.synced) or len(self.forwards),
-                               float(limit), self.reduced))
-            return clip(parameters, limit, *args, **kwargs)
-
-        return visible_clip
-
     def begin_update(self):
-        self.pending, self.again, self.aims, self.clips = [], [], [], []
-        self.synced, self.forwards, self.reduced = [], [], 0
+        self.pending, self.again, self.aims = [], [], []
         self.inferring = False
 
     def on_forward(self, module, inputs):
@@ -218,10 +195,6 @@ class Observer:
             self.seen["recomputed"] = True
         if trains and not self.seen["compiled"]:
             self.seen["compiled"] = compiled_part(module)
-        if trains and module is self.model and self.sharded(module):
-            self.synced.append(self.syncing)
-        if hasattr(module, "require_backward_grad_sync") and trains:
-            self.synced.append(bool(module.require_backward_grad_sync))
         tokens = inputs[0] if inputs else None
         if not (isinstance(module, torch.nn.Embedding)
                 and isinstance(tokens, torch.Tensor) and tokens.dim() == 2):
@@ -229,7 +202,6 @@ class Observer:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second
             self.again += tokens[:, 0].tolist()
         elif trains:
-            self.forwards.append(len(tokens))
             self.pending += tokens[:, 0].tolist()
             self.seen["precision"] = (
                 "bf16" if torch.is_autocast_enabled("cpu") else
@@ -266,10 +238,6 @@ class Observer:
             seen["samples"].append(self.pending or self.again)
             seen["targets"].append(self.aims)
             seen["rates"].append(optimizer.param_groups[0].get("lr"))
-            seen["clips"].append(self.clips)
-            seen["late"].append(
-                self.reduced - self.clips[-1][2] if self.clips else 0)
-            seen["synced"].append(self.synced)
         if seen["optimizers"] is None:
             seen["optimizers"] = [
                 {"names": [self.names.get(id(weight), "?")
@@ -341,22 +309,7 @@ class Observer:
 
     def watch_sharding(self):
         import torch
-        from torch.distributed import fsdp
         from torch.distributed.tensor import DTensor
-
-        shard = fsdp.fully_shard
-        switch = fsdp.FSDPModule.set_requires_gradient_sync
-        self.sharded = lambda module: isinstance(module, fsdp.FSDPModule)
-
-        @functools.wraps(shard)
-        def visible_shard(module, *args, **kwargs):
-            self.asked("fully_shard", type(module).__name__)
-            return shard(module, *args, **kwargs)
-
-        @functools.wraps(switch)
-        def visible_switch(module, requires_gradient_sync, **kwargs):
-            self.syncing = bool(requires_gradient_sync)
-            return switch(module, requires_gradient_sync, **kwargs)
 
         move = torch.nn.Module.to
 
@@ -368,8 +321,6 @@ class Observer:
             return move(module, *args, **kwargs)
 
         torch.nn.Module.to = visible_move
-        fsdp.fully_shard = visible_shard
-        fsdp.FSDPModule.set_requires_gradient_sync = visible_switch
 
     def on_collective(self, name, tensors, function, args):
         count = sum(tensor.numel() for tensor in tensors)
@@ -384,8 +335,6 @@ class Observer:
 
     def on_message(self, name, elements, group):
         lines = self.place()
-        if "reduce" in name:
-            self.reduced += elements
         self.say(call=name, elements=elements, group=group, lines=lines[:6],
                  update=self.updates)
 
@@ -421,9 +370,6 @@ class Observer:
 
         @functools.wraps(make)
         def visible_make(self_, *args, **kwargs):
-            self.asked("Trainer", {
-                key: value if isinstance(value, (int, float, str)) else
-                type(value).__name__ for key, value in kwargs.items()})
             self.asked("plugins", bool(kwargs.get("plugins")))
             # what it writes, if anything, is not for the attendee's folder
             kwargs.setdefault("default_root_dir", str(self.folder))
@@ -431,9 +377,7 @@ class Observer:
 
         @functools.wraps(fit)
         def visible_fit(self_, *args, **kwargs):
-            loaders = [*args[1:3], kwargs.get("val_dataloaders"),
-                       kwargs.get("datamodule")]
-            self.asked("fit", sum(one is not None for one in loaders))
+            self.asked("fit", True)
             self.asked("writers", [
                 type(one).__name__ for one in (
                     *self_.loggers, *self_.checkpoint_callbacks)])

@@ -118,13 +118,6 @@ def names(state):
     return {name for name, _ in state["plain"]} | state["sharded"].keys()
 
 
-def local_square(state):
-    """The sum of the squares of all that a rank has."""
-    return state["flat"].square().sum().item() + sum(
-        entry["part"].square().sum().item()
-        for entry in state["sharded"].values())
-
-
 def elements(entry, rank):
     """The flat indices of the whole tensor's elements that a rank has."""
     shape, mesh = entry["shape"], entry["mesh"]

@@ -116,10 +116,6 @@ class Trial:
         """Whether the script leaves its steps to a pipeline's schedule."""
         return bool(self.seen[0] and self.asked("schedule"))
 
-    @property
-    def accumulation(self):
-        return MINIBATCH // (B * self.mesh.dp)
-
     def asked(self, what, rank=0):
         """The values with which a rank asked for it."""
         seen = self.seen[rank]

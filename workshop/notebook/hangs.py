@@ -64,6 +64,7 @@ def prepare(folder, variables, rank):
     if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
         print("this kernel makes no network for a process: nothing is wrong "
               "with this job", flush=True)
+    os.environ.pop(witness.FOLDER, None)  # the shell's own
     witness.start(folder)
 
 

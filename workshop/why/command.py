@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 
+from backstage.errors import require
 from workshop.why.evidence import collect, find
 from workshop.why.judge import judge
 
@@ -11,6 +12,7 @@ def main(target):
     """Print the answer; returns the exit status, 1 if something is wrong."""
     folder, processes = find(target)
     ranks = collect(folder, processes)
+    require(ranks, f"{target}: no process there has said which rank it is")
     alive = any(rank.alive or rank.fresh for rank in ranks)
     answer = judge(ranks, time.time(), alive)
     if answer.fault:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -56,10 +57,10 @@ def find_job(job):
     text = ask_slurm("scontrol", "show", "job", job)
     log = re.search(r"StdOut=(.+)", text)
     if log and Path(log[1]).is_file():
-        said = re.findall(r"python -m workshop why (\S+)",
+        said = re.findall(r"python -m workshop why (.+)",
                           Path(log[1]).read_text(errors="replace"))
         if said:
-            return find(said[-1])[0]
+            return find(shlex.split(said[-1])[0])
     raise UserError(f"{job} is neither a process of this machine nor a job "
                     "that left evidence: name the run's folder")
 
@@ -121,10 +122,8 @@ def collect(folder, processes):
             last = ""
         rank = Rank(record, may_run(record),
                     answered(folder, record, asked), last)
-        # a process that a rank has started inherits its number
         known = ranks.get(rank.rank)
-        if known is None or (rank.joined, -rank.began) > (
-                known.joined, -known.began):
+        if known is None or rank.began > known.began:  # not an earlier start
             ranks[rank.rank] = rank
     return [ranks[number] for number in sorted(
         number for number in ranks if number is not None)]
@@ -156,11 +155,7 @@ def may_run(record):
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if record["host"] != here:
         return None
-    try:
-        line = Path(f"/proc/{record['pid']}/stat").read_text()
-    except OSError:
-        return False
-    return line.rpartition(")")[2].split()[0] != "Z"
+    return read_state(record["pid"]) not in ("?", "Z")
 
 
 # ----------------------------------------- processes that write nothing
@@ -229,7 +224,7 @@ def look(pid):
     return {
         "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
         "host": env.get("SLURMD_NODENAME") or socket.gethostname(),
-        "argv": command, "master": master, "began": began, "ended": None,
+        "master": master, "began": began, "ended": None,
         "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
         "still": 0, "looks": [],
@@ -249,9 +244,14 @@ def spy(pid):
         raise UserError("these processes leave no evidence: `pip install "
                         "py-spy` to look into them, or start them with "
                         "backstage/hook in PYTHONPATH") from None
-    except (subprocess.SubprocessError, ValueError):
-        return []  # it has ended, or looking is not allowed
+    except (subprocess.SubprocessError, ValueError) as error:
+        if read_state(pid) in ("?", "Z"):
+            return []  # it has ended
+        words = (getattr(error, "stderr", "") or str(error)).strip()
+        raise UserError(f"py-spy cannot look into process {pid} "
+                        f"({words.splitlines()[-1]}): start the processes "
+                        "with backstage/hook in PYTHONPATH") from None
     main = next((thread for thread in threads
-                 if thread.get("os_thread_id") == pid), threads[0])
+                 if thread.get("os_thread_id") == pid), {"frames": []})
     return [[frame["filename"], frame["line"], frame["name"]]
             for frame in main["frames"]][::-1]

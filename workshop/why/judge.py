@@ -18,7 +18,10 @@ SHARE = 0.3  # of the time that the others wait for a straggler
 LOST = re.compile(
     r"[Cc]onnection (closed|reset) by|Broken pipe|[Rr]emote (peer|process)"
     r"|failed to (recv|connect)|[Ww]atchdog|RemoteError|lost the other"
-    r"|Timed out|timed out|imeout")
+    r"|Timed out|timed out")
+SACCT = "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
+SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
+              "look for a branch that not all ranks take")
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(r"all_?reduce|broadcast|all_?gather|reduce_scatter")
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
@@ -84,13 +87,6 @@ class Rank:
         return describe_line(self.frame)
 
     @property
-    def call(self):
-        """The name of what that line has called: "" if it is not known."""
-        names = [name for _, _, name in self.stack]
-        inner = self.stack.index(self.frame) + 1 if self.stack else 0
-        return next((name for name in names[inner:] if name != "wrapper"), "")
-
-    @property
     def waits(self):
         """Whether it waits for other ranks, as far as its record says."""
         return self.waits_now or any(
@@ -144,6 +140,10 @@ def is_are(ranks):
     return "are" if len(ranks) > 1 else "is"
 
 
+def has_have(ranks):
+    return "have" if len(ranks) > 1 else "has"
+
+
 def judge(ranks, now, alive=True):
     """The `Answer`, by the first rule that has one.
 
@@ -158,6 +158,15 @@ def judge(ranks, now, alive=True):
             return answer
     if all(rank.ending == "done" for rank in ranks):
         return Answer("", "all ranks have ended with status 0")
+    mute = [rank for rank in ranks if rank.ending == "gone"]
+    if mute:
+        return Answer("", f"the ranks here move on, but {name_ranks(mute)} on "
+                      f"{mute[0].host} {has_have(mute)} not answered yet: ask "
+                      "again")
+    still = min(rank.still for rank in ranks)
+    if still > PATIENCE:
+        return Answer("", f"no rank has moved for {still:.0f} s, but some "
+                      "have taken as long before: ask again")
     return Answer("", "nothing is stuck: the ranks move on")
 
 
@@ -270,15 +279,13 @@ def differ(fault, number, calls, values, ranks):
              else str(values[min(values)]))
     odd = [rank for rank in sorted(values) if str(values[rank]) != right]
     even = [rank for rank in sorted(values) if str(values[rank]) == right]
-    what = ("call the same collectives in the same order: look for a branch "
-            "that not all ranks take" if fault == "different collectives" else
-            "send tensors of the same shape and type: print shape and dtype "
-            "before it")
+    advice = SAME_CALLS if fault == "different collectives" else (
+        "all ranks have to send tensors of the same shape and type: print "
+        "shape and dtype before it")
     return Answer(
         fault, f"collective {number} is {describe_call(calls[odd[0]])} on "
         f"{name_ranks(odd)}, and {describe_call(calls[even[0]])} on "
-        f"{name_ranks(even)}", f"all ranks have to {what}",
-        [ranks[rank] for rank in odd])
+        f"{name_ranks(even)}", advice, [ranks[rank] for rank in odd])
 
 
 def describe_call(call):
@@ -305,9 +312,7 @@ def check_aborted(ranks):
                     "different collectives", f"rank {rank.rank} is in "
                     f"{rank.where}, and {name_ranks([other])} in "
                     f"{other.where}; gloo has ended rank {rank.rank}, which "
-                    "received what it did not expect", "all ranks have to "
-                    "call the same collectives in the same order: look for a "
-                    "branch that not all ranks take", [rank])
+                    "received what it did not expect", SAME_CALLS, [rank])
         if others:
             return Answer(
                 "different sizes", f"gloo has ended rank {rank.rank} in "
@@ -361,6 +366,8 @@ def check_ends(ranks, waited):
         return Answer("a rank crashed", f"rank {rank.rank} ended in "
                       f"{rank.where}: {what}", "its last words are in the "
                       "log, above those of the launcher", [rank])
+    if is_slow_to_answer(by["gone"], by["runs"], ranks):
+        return None
     if by["gone"] and len(by["gone"]) < len(ranks):
         return explain_gone(by["gone"], ranks)
     if by["done"] and len(by["done"]) < len(ranks) and any(
@@ -374,9 +381,15 @@ def check_ends(ranks, waited):
     if ranks and len(by["gone"]) == len(ranks):
         return Answer(
             "ended from outside", "all ranks ended without a word, as "
-            "SIGKILL ends them" + say_oom(ranks), "SLURM's word: sacct -j "
-            "JOBID -o JobID,State,ExitCode,MaxRSS", ranks)
+            "SIGKILL ends them" + say_oom(ranks), SACCT, ranks)
     return None
+
+
+def is_slow_to_answer(gone, run, ranks):
+    """Whether these may only be slow to answer, from another machine."""
+    return (gone and run and len(gone) + len(run) == len(ranks)
+            and all(rank.alive is None for rank in gone)
+            and max(rank.still for rank in run) < PATIENCE)
 
 
 def explain_error(rank):
@@ -433,8 +446,8 @@ def explain_gone(gone, ranks):
 
 def say_oom(ranks):
     kills = max(rank.oom_kills for rank in ranks)
-    return (f"; meanwhile the kernel of that node ended {kills} process(es) "
-            "because its memory was full" if kills else "")
+    return (f"; meanwhile the kernel of that node ended {kills} process(es), "
+            "of any job, for lack of memory" if kills else "")
 
 
 # ----------------------------------------------------- one makes others wait
@@ -494,8 +507,7 @@ def check_lines(ranks):
         "different collectives" if all(rank.waits for rank in still) else
         "different lines", f"{name_ranks(odd)} waited in {odd[0].where} "
         f"for {odd[0].still:.0f} s, and {name_ranks(even)} in "
-        f"{even[0].where}", "all ranks have to call the same collectives in "
-        "the same order: look for a branch that not all ranks take", odd)
+        f"{even[0].where}", SAME_CALLS, odd)
 
 
 def longest_gap(rank):
@@ -575,5 +587,20 @@ def find_last(times):
             sum(seconds) / max(len(seconds), 1))
 
 
+def check_rest(ranks, waited):
+    """All have ended, and nothing says which of them began it."""
+    lost, stopped = ([rank for rank in ranks if rank.ending == ending]
+                     for ending in ("lost", "stopped"))
+    if any(rank.ending == "runs" for rank in ranks):
+        return None
+    if lost:
+        return explain_error(min(lost, key=lambda rank: rank.ended["time"]))
+    if stopped:
+        return Answer(
+            "ended from outside", f"{name_ranks(stopped)} got SIGTERM, in "
+            f"{stopped[0].where}", SACCT, stopped)
+    return None
+
+
 RULES = (check_meeting, check_collectives, check_ends, check_late,
-         check_straggler)
+         check_straggler, check_rest)
