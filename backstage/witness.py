@@ -99,7 +99,8 @@ class Witness(threading.Thread):
         self.host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
-        self.ask.open("a").close()  # its time stays, if it is there
+        if find_rank()[0] == 0:
+            self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
         self.ended, self.status = None, 0
