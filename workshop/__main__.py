@@ -49,6 +49,8 @@ def main():
         sys.exit(progress.show(args.run))
     elif args.command == "why":
         sys.exit(explain(args.job))
+    elif args.command == "verify":
+        sys.exit(verify(args.program, args.n, args.steps))
     elif args.command == "update":
         update.main()
     elif args.command == "plot":
@@ -116,6 +118,16 @@ def parse():
         "slow: which rank, and which line.").add_argument(
             "job", metavar="RUN|JOBID|PID", help="its folder, SLURM's number "
             "of it, or a process's: the launcher's or a rank's")
+    verify = add("verify", "Run any training script as one process and as "
+                 "several for a few updates, on the CPU: does it train "
+                 "alike?")
+    verify.add_argument("-n", type=int, default=2,
+                        help="the number of processes (2)")
+    verify.add_argument("--steps", type=int, default=4,
+                        help="how many updates are watched (4)")
+    verify.add_argument("program", nargs=argparse.REMAINDER,
+                        metavar="-- SCRIPT FLAGS", help="the script, which "
+                        "is not changed, and its own flags")
     export = add("export", "Write a run's model in Hugging Face's format, "
                  "which transformers loads.")
     export.add_argument("run", help="folder of the run, or a checkpoint")
@@ -169,6 +181,15 @@ def explain(job):
     from workshop.why.command import main as ask_why
 
     return ask_why(job)
+
+
+def verify(program, size, steps):
+    """Hand over to what watches any script, which needs torch."""
+    try:
+        from workshop.verify.command import main as run_verify
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+    return 0 if run_verify(program, size, steps) else 1
 
 
 def export(run, folder):

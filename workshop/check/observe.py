@@ -52,14 +52,7 @@ class Observer:
         self.rank, self.model, self.names = rank, None, {}
         self.script, self.owner = sys.argv[0], os.getpid()
         self.updates = self.depth = 0
-        self.kept = []
-        self.seen = {"start": None, "weights": None, "gradients": [],
-                     "samples": [], "targets": [], "validated": [],
-                     "evaluated": 0,
-                     "continued": None, "optimizers": None, "rates": [],
-                     "precision": None, "compiled": None,
-                     "recomputed": False,
-                     "asked": [], "written": []}
+        self.kept, self.seen = [], self.nothing_seen()
         self.begin_update()
         self.events = os.open(f"{self.folder}/{rank}.jsonl",
                               os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -70,6 +63,14 @@ class Observer:
         self.watch_files()
         self.watch_errors()
         return self.finish
+
+    def nothing_seen(self):
+        return {"start": None, "weights": None, "gradients": [],
+                "samples": [], "targets": [], "validated": [], "evaluated": 0,
+                "continued": None, "optimizers": None, "rates": [],
+                "precision": None,
+                "compiled": None, "recomputed": False,
+                "asked": [], "written": []}
 
     def finish(self):
         from torch import distributed as dist
@@ -253,6 +254,9 @@ class Observer:
             return
         self.updates += 1
         self.say(update=self.updates)
+        self.on_updated(optimizer)
+
+    def on_updated(self, optimizer):
         self.seen["weights"] = self.state("data")
         if self.rank == self.terminated and self.updates == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -405,8 +409,11 @@ class Observer:
     def on_event(self, event, args):
         if event == "open" and isinstance(args[0], str):
             path, flags = args[0], args[2] or 0
-            if flags & (os.O_WRONLY | os.O_RDWR) and self.run in path:
+            if flags & (os.O_WRONLY | os.O_RDWR) and self.is_output(path):
                 self.wrote(path)
+
+    def is_output(self, path):
+        return self.run in path
 
     def wrote(self, path):
         if os.getpid() == self.owner:

@@ -86,16 +86,14 @@ def assemble(ranks):
                                   difference.abs().max().item())
 
     for rank, state in enumerate(ranks):
-        parts = torch.split(state["flat"], [
-            torch.Size(shape).numel() for _, shape in state["plain"]])
-        for (name, shape), part in zip(state["plain"], parts, strict=True):
+        for name, part in whole_here(state).items():
             name = TIED if name == LAST else name
             if name not in tensors:
-                tensors[name] = part.view(shape)
-            elif tensors[name].shape != shape:
+                tensors[name] = part
+            elif tensors[name].shape != part.shape:
                 differing[rank] = float("inf")
             else:
-                compare(name, rank, tensors[name] - part.view(shape))
+                compare(name, rank, tensors[name] - part)
     filled = {}
     for rank, state in enumerate(ranks):
         for name, entry in state["sharded"].items():
@@ -111,6 +109,14 @@ def assemble(ranks):
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]
     return Whole(tensors, holes, differing, apart)
+
+
+def whole_here(state):
+    """The tensors that are whole on this rank, by name."""
+    parts = torch.split(state["flat"], [
+        torch.Size(shape).numel() for _, shape in state["plain"]])
+    return {name: part.view(shape) for (name, shape), part
+            in zip(state["plain"], parts, strict=True)}
 
 
 def names(state):

@@ -224,6 +224,8 @@ class Patience:
     steps, without a step of theirs. Says what it waits for.
     """
 
+    steps, endless, sleep = STEPS, 3 * STEPS, ASLEEP
+
     def __init__(self, launch, observed, reference, say):
         self.launch, self.observed, self.say = launch, observed, say
         self.allowed = 6 * max(1.0, reference.cpu if reference else 20.0)
@@ -246,8 +248,8 @@ class Patience:
         if now - self.said > 5 and not self.reason:
             self.said = now
             self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} of {STEPS * len(self.launch.jobs)} steps "
-                     "taken, over all ranks")
+                     f"{updates} of {self.steps * len(self.launch.jobs)} "
+                     "steps taken, over all ranks")
         return bool(self.reason)
 
     def look(self, now, updates):
@@ -255,7 +257,7 @@ class Patience:
         size = len(self.launch.jobs)
         if self.launch.printed() > FLOOD:
             return "flood"
-        if updates > 3 * STEPS * size:
+        if updates > self.endless * size:
             return "endless"
         activity = self.launch.activity()
         if activity is None:  # no such figures on this system
@@ -269,7 +271,7 @@ class Patience:
         self.asleep.append((now, used, eager))
         if not self.begun and any(self.observed.glob("*.jsonl")):
             self.begun, self.asleep = True, [(now, used, eager)]
-        seconds, reason = ((ASLEEP, "asleep") if self.begun else
+        seconds, reason = ((self.sleep, "asleep") if self.begun else
                            (UNSTARTED, "unstarted"))
         while now - self.asleep[0][0] > seconds:
             self.asleep.pop(0)

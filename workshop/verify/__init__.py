@@ -1,0 +1,10 @@
+"""Does any training script train on N processes as on one?
+
+`python -m workshop verify -n 2 -- train.py --its-flags` runs the script,
+unchanged, as one process and as two, for a few updates, and watches it:
+
+    watch       what is recorded in each process: the check's observer, for
+                scripts that know nothing of the course
+    questions   what is asked, causes before effects
+    command     runs the script, and prints the answers
+"""

@@ -1,0 +1,85 @@
+"""python -m workshop verify -n 2 -- train.py --its-flags."""
+
+from pathlib import Path
+
+from backstage.errors import require
+from workshop import processes
+from workshop.check.command import Ending, Terminal, read_script, remove
+
+SECONDS = 900  # after which a run is ended, also of a CPU without an update
+SLEEP = 10.0  # seconds in which no rank does anything: it hangs
+
+
+def main(program, size, steps):
+    """Print the answers; returns whether nothing was found to be wrong.
+
+    program: the script and its flags, in which {n} is the number of
+    processes. steps: how many updates are watched.
+    """
+    program = program[program[:1] == ["--"]:]
+    require(program, "name the script: python -m workshop verify -n 2 -- "
+            "train.py --its-flags")
+    require(size > 1 and steps > 0, "-n is 2 or more, --steps 1 or more")
+    script = Path(program[0]).absolute()
+    require(script.is_file(), f"{program[0]} is not there")
+    data, out = read_script(script), Terminal()
+    preload = [*processes.PRELOAD,
+               *["lightning.pytorch"] * (b"lightning" in data)]
+    with Ending() as ending:
+        processes.get_server(preload)  # imports torch while this one does
+        from workshop.check import trial
+        from workshop.verify import questions
+
+        ending.folder = trial.name_folder()
+        ending.folder.mkdir(mode=0o700)
+        (ending.folder / "tmp").mkdir()
+        try:
+            def try_out(size, steps, still=False):
+                return run(ending.folder, script, program[1:], size, steps,
+                           still, preload, out.say)
+
+            out.say(f"{script.name} as 1 and as {size} processes, {steps} "
+                    "updates on the CPU")
+            findings, not_seen = questions.verify(try_out, size, steps)
+        finally:
+            remove(ending.folder)
+    for finding in findings:
+        out.say(f"  {finding.verdict:4}  {finding.text}")
+        if finding.hint:
+            out.say(f"        -> {finding.hint}")
+    out.say("not seen:")
+    for text in not_seen:
+        out.say(f"        {text}")
+    wrong = sum(finding.verdict == "FAIL" for finding in findings)
+    warned = sum(finding.verdict == "warn" for finding in findings)
+    out.say(f"\n{wrong} wrong, {warned} to look at. "
+            + ("The first FAIL is often the cause of the others."
+               if wrong > 1 else ""))
+    return not wrong
+
+
+def run(folder, script, flags, size, steps, still, preload, say):
+    """Start the script once, under observation: a `Trial`."""
+    import torch
+
+    from workshop.check import trial
+    from workshop.verify.watch import Watcher
+
+    seen = folder / f"{size}{'-still' * still}"
+    seen.mkdir()
+    launch = processes.Launch(
+        script, *(flag.replace("{n}", str(size)) for flag in flags),
+        world_size=size, observe=Watcher(seen, size, steps, still),
+        env=trial.quiet_environment(folder / "tmp"), preload=preload,
+        within=folder)
+    patience = trial.Patience(launch, seen, None, say)
+    patience.steps, patience.endless = steps, float("inf")
+    patience.sleep, patience.allowed = SLEEP, SECONDS
+    ranks = launch.wait(SECONDS, patience)
+    one = trial.Trial("ddp", trial.Mesh(dp=size), script, ranks)
+    one.gave_up = patience.reason
+    for rank in range(size):
+        file = seen / f"{rank}.pt"
+        one.seen.append(torch.load(file) if file.exists() else None)
+        one.events.append(trial.read_events(seen / f"{rank}.jsonl"))
+    return one

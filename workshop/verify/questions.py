@@ -1,0 +1,580 @@
+"""What is asked about a script, causes before effects.
+
+A question is a function of a `Case`; it gives findings. It knows nothing of
+the script but what `watch` has recorded.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from workshop.check import endings
+from workshop.check.findings import fail, ok, percent, warn
+from workshop.check.parts import assemble, whole_here
+
+LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
+LOW = 30  # times that in bf16 or fp16
+SUMMED = ("divide them by the number of processes after all_reduce, or call "
+          "the DDP wrapper, which does")
+RUNS_ON_CPU = (
+    "verify runs on the CPU: the script needs a way to run there, as in "
+    'device = "cuda" if torch.cuda.is_available() else "cpu"')
+HINTS = (
+    ("finished reduction in the prior iteration", "some parameters get no "
+     "gradient, for which DDP waits: remove them, or "
+     "find_unused_parameters=True"),
+    ("SyncBatchNorm", "it needs a GPU: verify runs on the CPU, where plain "
+     "BatchNorm can stand in for it"),
+    ("NVIDIA", RUNS_ON_CPU),
+    ("CUDA", RUNS_ON_CPU),
+    ("accelerator device", RUNS_ON_CPU),
+    ("exists", "verify runs it several times: {n} in a flag is the number of "
+     "processes, as in --run /tmp/run-{n}"),
+)
+
+
+@dataclass
+class Case:
+    """The script's runs. alone: as one process; together: as `size`.
+
+    still: as one process that updates nothing, if that is what `together`
+    has to be compared with. apart: why it is compared with neither, or "".
+    """
+
+    alone: object
+    together: object
+    size: int
+    still: object = None
+    apart: str = ""
+
+    @property
+    def updates(self):
+        """Of each update that all ranks have made, what each recorded."""
+        return list(zip(*(seen["updates"] for seen in self.together.seen),
+                        strict=False))
+
+    @property
+    def loosely(self):
+        """How much larger an error may be in low precision."""
+        return LOW if any(seen["low"] for seen in self.together.seen) else 1
+
+    def name(self, key):
+        return self.together.seen[0]["names"].get(key, key)
+
+    def asked(self, what):
+        return [value for rank in range(self.size)
+                for value in self.together.asked(what, rank)]
+
+
+def verify(try_out, size, steps):
+    """Findings, and what was not seen: a list of texts.
+
+    try_out(size, steps, still) runs the script: a `Trial`.
+    """
+    alone = try_out(1, steps)
+    ended = how_it_ends(alone, "as one process ")
+    if ended:
+        return [ended], ["all else: it has to train as one process first"]
+    case = Case(alone, try_out(size, steps), size)
+    ended = how_it_ends(case.together, f"as {size} processes ")
+    findings = counts(case)
+    if findings or (ended and not all(
+            seen and seen["updates"] for seen in case.together.seen)):
+        return findings or [ended], ["all else: the ranks have not made the "
+                                     "same number of updates"]
+    findings = [ended] if ended else []
+    kept = minibatch(case)
+    if kept == size:
+        case.still = try_out(1, size, True)
+        if how_it_ends(case.still, ""):
+            case.still, kept = None, "the third run failed"
+    case.apart = kept if isinstance(kept, str) else ""
+    for one in QUESTIONS:
+        try:
+            findings += one(case)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError,
+                TypeError, ValueError) as error:
+            findings.append(warn(
+                f"verify cannot answer ({one.__doc__ or one.__name__}): "
+                f"{type(error).__name__}: {error}", "what the script leaves "
+                "there is not what verify knows"))
+    return findings, not_seen(case, steps)
+
+
+def how_it_ends(trial, words):
+    """A finding where it has failed or made no update, else None."""
+    finding = endings.explain(trial)
+    if finding:
+        finding.text = words + finding.text
+        said = "".join(rank.err for rank in trial.ranks)
+        finding.hint = next((hint for word, hint in HINTS if word in said),
+                            finding.hint)
+        return finding
+    if not all(seen and seen["updates"] for seen in trial.seen):
+        return fail(f"{words}it makes no update by an optimizer of PyTorch",
+                    "does it train with these flags?")
+    return None
+
+
+def counts(case):
+    made = [case.together.updates(rank) for rank in range(case.size)]
+    for rank, count in enumerate(made):
+        if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
+            return [fail(f"rank {rank} makes {count} updates, and rank 0 "
+                         f"{made[0]}", "every rank calls optimizer.step() "
+                         "after every minibatch")]
+    return []
+
+
+# -------------------------------------------------------------------- samples
+
+
+def read(updates):
+    """The distinct samples that each rank has read for an update."""
+    return [set(update["samples"]) for update in updates]
+
+
+def minibatch(case):
+    """How many times as many samples an update has as with one process.
+
+    1 and the number of processes only where these are the samples that one
+    process reads, in one or that many updates; else a text, why not.
+    """
+    alone = [set(update["samples"]) for update
+             in case.alone.seen[0]["updates"] if update["optimizer"] == 0]
+    together = [set.union(*read(updates)) for updates in case.updates
+                if updates[0]["optimizer"] == 0]
+    if not any(alone) or not any(together):
+        return "no samples were seen"
+    if all(mine == good for mine, good in zip(together, alone, strict=False)):
+        return 1
+    first = set.union(*alone[:case.size])
+    if together[0] == first and len(alone) >= case.size:
+        return case.size
+    return ("one process reads other samples" if together[0] != alone[0]
+            else "after the first update one process reads other samples")
+
+
+def samples(case):
+    """Do the ranks read different samples, and how many?"""
+    sets = [read(updates) for updates in case.updates]
+    sets = [one for one in sets if any(one)]
+    if not sets:
+        return []
+    total = sum(len(part) for one in sets for part in one)
+    twice = total - sum(len(set.union(*one)) for one in sets)
+    share = ("each has to read its own: a DistributedSampler, or where they "
+             "are drawn at random, another seed on each rank")
+    if all(part == one[0] for one in sets for part in one):
+        if splits_matrices(case):
+            return [warn("all ranks read the same samples", "right if they "
+                         "are one group of tensor parallelism")]
+        return [fail(f"all {case.size} ranks read the same samples", share)]
+    if twice > (0.05 * total if drawn_again(case) else 0):
+        return [fail(f"{twice} of {total} samples are read by several ranks "
+                     "in the same update", share)]
+    texts = [ok(f"in each update the ranks read different samples "
+                f"({len(sets[0][0])} each)")]
+    again = repeated([set.union(*one) for one in sets])
+    before = repeated([set(update["samples"]) for update
+                       in case.alone.seen[0]["updates"]])
+    words = (f"{percent(again)} of the samples were read in an earlier update "
+             f"as well, with one process {percent(before)}")
+    if again > before + 0.05:
+        texts.append(fail(words, "a step goes on where all ranks together "
+                          "have come to"))
+    elif again > 0.05:
+        texts.append(warn(words, "right if the dataset is that small; or "
+                          "does each worker of the DataLoader read all?"))
+    return texts + size_of_minibatch(case, sets[0])
+
+
+def drawn_again(case):
+    """Whether one process, too, reads some samples more than once."""
+    read = [row for update in case.alone.seen[0]["updates"]
+            for row in update["samples"]]
+    return len(set(read)) < len(read)
+
+
+def repeated(steps):
+    """Which part of the samples had been in an earlier update."""
+    steps = [step for step in steps if step]
+    later = sum(map(len, steps[1:]))
+    seen, count = set(steps[0]) if steps else set(), 0
+    for step in steps[1:]:
+        count += len(step & seen)
+        seen |= step
+    return count / max(later, 1)
+
+
+def size_of_minibatch(case, first):
+    alone = next((len(set(update["samples"])) for update
+                  in case.alone.seen[0]["updates"] if update["samples"]), 0)
+    now = len(set.union(*first))
+    rates = [one.seen[0]["updates"][0]["rates"][:1]
+             for one in (case.alone, case.together)]
+    rate = "the learning rate is " + (
+        "the same" if rates[0] == rates[1] else
+        f"{rates[1][0]:.3g}, with one process {rates[0][0]:.3g}")
+    if not alone or abs(now / alone - 1) < 0.02:
+        finding = (ok if rates[0] == rates[1] else warn)(
+            f"an update has {now} samples, as with one process; {rate}",
+            *([] if rates[0] == rates[1] else
+              ["with the same minibatch it need not change"]))
+        return [finding]
+    return [warn(f"an update has {now} samples, with one process {alone}; "
+                 f"{rate}", "keep the minibatch: divide the batch size, or "
+                 "the accumulation steps, by the number of processes; or "
+                 "choose another learning rate")]
+
+
+def samplers(case):
+    first = [case.together.asked("sampler", rank)[:1]
+             for rank in range(case.size)]
+    if any(one != first[0] for one in first):
+        return [fail("the ranks' DistributedSamplers have different seeds: "
+                     "together they do not read each sample once",
+                     "the same seed on all ranks: each takes its part")]
+    if False in case.asked("epoch"):
+        return [warn("a DistributedSampler shuffles, and set_epoch was not "
+                     "called before its first epoch", "sampler.set_epoch("
+                     "epoch) in each epoch: without it all epochs have the "
+                     "same order")]
+    return []
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def splits_matrices(case):
+    """Whether parameters are sharded, and not by fully_shard alone."""
+    sharded = case.updates[0][0]["gradients"]["sharded"].values()
+    return any(entry["mesh"].dim() > 1 or not case.asked("fully_shard")
+               for entry in sharded)
+
+
+def start(case):
+    """Are the weights equal before the first update?"""
+    firsts = [[update["before"] for update in updates]
+              for updates in case.updates if updates[0]["before"]]
+    for states in firsts:
+        whole = assemble(states)
+        if whole.apart:
+            rank = min(whole.differing)
+            return [fail(f"rank {rank} begins with other weights than rank "
+                         f"0: {named(case, whole.apart)}", "the same seed on "
+                         "all ranks before the model is made, or wrap it in "
+                         "DDP, which sends rank 0's")]
+    count = sum(len(state["plain"]) + len(state["sharded"])
+                for state, *_ in firsts)
+    return [ok(f"all ranks begin with the same weights ({count} parameters)")]
+
+
+def named(case, keys):
+    """Parameters in words, in the optimizer's order."""
+    keys = sorted(keys, key=lambda key: [int(n) for n in key.split(".")])
+    return ", ".join(case.name(key) for key in keys[:3]) + (
+        f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def reductions(case):
+    """Are gradients reduced, how often, and before they are clipped?"""
+    mine = [updates[0] for updates in case.updates]
+    reduced, elements, sent, calls = (
+        sum(update[key] for update in mine) / len(mine)
+        for key in ("reduced", "elements", "bytes", "calls"))
+    times = reduced / max(elements, 1)
+    if times < 0.5:
+        made = case.asked("DistributedDataParallel")
+        hint = ("the model is wrapped in DDP, but not called by it: call "
+                "model(...), not model.module(...) or the one inside"
+                if made and not any(update["wrapped"] for update in mine) else
+                "wrap the model in DistributedDataParallel and call that; or "
+                "all_reduce every gradient before optimizer.step()")
+        if not case.asked("init_process_group"):
+            hint = ("it never joins a process group: "
+                    "torch.distributed.init_process_group()")
+        return [fail(f"gradients are not reduced: {reduced:.0f} "
+                     f"elements in an update of {elements:.0f}", hint)]
+    often = "once" if times < 1.5 else f"{times:.2g} times"
+    words = (f"gradients are reduced {often} an update, "
+             f"{sent / 1e6:.3g} MB in {calls:.3g} calls")
+    findings = [ok(words)] if times < 1.5 else [warn(
+        words, "once is enough: all microbatches but the last under "
+        "model.no_sync(); is there a loss of several passes?")]
+    if any(update["late"] > 0.5 * update["elements"]
+           for update, *_ in case.updates):
+        findings.append(fail("gradients are clipped before they are reduced",
+                             "reduce first: the norm is that of the mean"))
+    return findings
+
+
+def unused(case):
+    keys = {key for updates in case.updates for update in updates
+            for key in update["without"]}
+    if not keys:
+        return []
+    return [warn(f"{len(keys)} parameters got no gradient in some update: "
+                 f"{named(case, keys)}", "unused? DDP then needs "
+                 "find_unused_parameters=True")]
+
+
+def equal(case):
+    """Are gradients and weights the same on all ranks?"""
+    findings = []
+    for what, hint in (
+            ("gradients", "all ranks have to reduce all of them, after the "
+             "last backward()"),
+            ("weights", "the same update on all ranks, from the same weights "
+             "and gradients")):
+        for step, updates in enumerate(case.updates):
+            whole = assemble([update[what] for update in updates
+                              if what in update])
+            if whole.apart:
+                findings.append(fail(
+                    f"after update {step} the weights of rank "
+                    f"{min(whole.differing)} are not rank 0's: "
+                    f"{named(case, whole.apart)}" if what == "weights" else
+                    f"in update {step} the gradients of rank "
+                    f"{min(whole.differing)} are not rank 0's: "
+                    f"{named(case, whole.apart)}", hint))
+                break
+        else:
+            findings.append(ok(f"{what} are equal on all ranks in all "
+                               f"{len(case.updates)} updates"))
+    return findings
+
+
+def mean(case):
+    """Are the gradients the mean of what each rank has computed?"""
+    worst = 0.0
+    for step, updates in enumerate(case.updates):
+        local = [whole_here(update["local"]) for update in updates]
+        used = assemble([update["gradients"] for update in updates])
+        keys = [key for key in used.tensors
+                if all(key in one for one in local) and all(
+                    one[key].shape == used.tensors[key].shape
+                    for one in local)]
+        if not keys or used.apart:
+            return []
+        mine = torch.cat([used.tensors[key] for key in keys])
+        each = [torch.cat([one[key] for key in keys]) for one in local]
+        good = sum(each) / case.size
+        bound = GRADIENT * case.loosely
+        if off(mine, good) < bound:
+            worst = max(worst, off(mine, good))
+        elif off(mine, case.size * good) < bound:
+            return [summed(case, step)]
+        else:
+            owner = [r for r, one in enumerate(each) if off(mine, one) < bound]
+            if owner:
+                return [fail(f"in update {step} all ranks have the gradients "
+                             f"of rank {owner[0]} alone", "all_reduce adds "
+                             "up those of all ranks; broadcast does not")]
+            factor = (mine @ good / (good @ good)).item()
+            if off(mine, factor * good) > bound:
+                return [warn(f"in update {step} the gradients are not the "
+                             "mean of the ranks' own, off by "
+                             f"{percent(off(mine, good))}", "does the script "
+                             "change them otherwise, too?")]
+    return [ok("gradients are the mean of the ranks' own, before they are "
+               f"clipped (to {worst:.0e})")]
+
+
+def off(value, good):
+    return ((value - good).norm() / good.norm().clamp(min=1e-30)).item()
+
+
+def summed(case, step):
+    """The sum is wrong unless each rank divides its loss by their number."""
+    mine, good = (sum(map(sum, [update["losses"] for update in updates]))
+                  / len(updates) for updates in (
+                      case.updates[0], [case.alone.seen[0]["updates"][0]]))
+    text = f"in update {step} the gradients are the sum over all ranks"
+    if good and abs(mine / good - 1) < 0.2:
+        return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)
+    return warn(text, "right if each rank's loss is a sum divided by the "
+                "whole minibatch; else " + SUMMED)
+
+
+# --------------------------------------------------- as with a single process
+
+
+def same(case):
+    """Where the samples are the same: losses, gradients, weights."""
+    if case.apart:
+        return []
+    good, mine = case.alone.seen[0]["updates"], case.updates
+    if case.still:
+        mine, good = mine[:1], [
+            update for update in case.still.seen[0]["updates"]
+            if update["optimizer"] == 0]
+    why = reason(case)
+    findings = []
+    for what in (loss_error, gradient_error, weight_error):
+        finding = compare(case, what, mine, good, why)
+        if finding:
+            findings.append(finding)
+    return findings
+
+
+def compare(case, error, mine, good, why):
+    largest = None
+    for step, updates in enumerate(mine):
+        if not case.still and step >= len(good):
+            break
+        alone = good if case.still else good[step:step + 1]
+        value = error(case, updates, alone, step)
+        if value is None:
+            continue
+        amount, bound, text = value
+        if not amount <= bound:
+            text = f"in update {step} {text}"
+            return warn(f"{text}: {why[0]}", why[1]) if why else fail(
+                text, "the ranks read the samples of the single process: "
+                "what else differs, a scale, a seed, an order?")
+        largest = max(largest or 0.0, amount)
+    if largest is None:
+        return None
+    words = {loss_error: "losses", gradient_error: "gradients",
+             weight_error: "weights, by the length of their way,"}[error]
+    return ok(f"{words} agree with a single process (to {largest:.0e})")
+
+
+def loss_error(case, updates, alone, step):
+    losses = [sum(update["losses"]) for update in updates]
+    good = sum(sum(update["losses"]) for update in alone) / len(alone)
+    if not all(update["losses"] for update in (*updates, *alone)):
+        return None
+    mine = sum(losses) / len(losses)
+    first = sum(case.alone.seen[0]["updates"][0]["losses"])
+    return (abs(mine - good) / max(abs(good), abs(first), 1e-30),
+            LOSS * case.loosely,
+            f"the mean loss is {mine:.6g}, with one process {good:.6g}")
+
+
+def gradient_error(case, updates, alone, step):
+    mine = assemble([update["gradients"] for update in updates])
+    each = [assemble([update["gradients"]]).tensors for update in alone]
+    keys = [key for key in mine.tensors if all(key in one for one in each)
+            and mine.tensors[key].shape == each[0][key].shape]
+    if mine.apart or not keys:
+        return None
+    good = {key: sum(one[key] for one in each) / len(each) for key in keys}
+    first = assemble([first_update(case, updates)["gradients"]]).tensors
+    size = max(flat(good, keys).norm(), flat(first, keys).norm(), 1e-30)
+    whole = ((flat(mine.tensors, keys) - flat(good, keys)).norm()
+             / size).item()  # what has converged is but noise
+    bound = GRADIENT * case.loosely * (10 if step else 1)
+    first = [key for key in keys if off(mine.tensors[key], good[key]) > bound]
+    ratio = flat(mine.tensors, keys) @ flat(good, keys) / (
+        flat(good, keys).square().sum().clamp(min=1e-30))
+    scaled = off(flat(mine.tensors, keys), ratio * flat(good, keys)) < bound
+    return whole, bound, (
+        f"the gradients are {ratio:.3g} times those of one process" if scaled
+        else f"the gradients differ by {percent(whole)} from those of one "
+        f"process, first {named(case, first or keys)}")
+
+
+def weight_error(case, updates, alone, step):
+    """By how much of the way from the first weights they are off."""
+    if case.still or "weights" not in updates[0]:
+        return None
+    begin = assemble([first_update(case, updates)["before"]]).tensors
+    mine = assemble([update["weights"] for update in updates])
+    good = assemble([alone[0]["weights"]]).tensors
+    keys = [key for key in good if key in mine.tensors and key in begin
+            and mine.tensors[key].shape == good[key].shape]
+    if mine.apart or not keys:
+        return None
+    way = (flat(good, keys) - flat(begin, keys)).norm().clamp(min=1e-30)
+    error = ((flat(mine.tensors, keys) - flat(good, keys)).norm() / way).item()
+    return error, UPDATE * case.loosely, (
+        f"the weights are off by {percent(error)} of the way that one process "
+        "has gone")
+
+
+def first_update(case, updates):
+    """Of the same optimizer, as one process."""
+    return next(update for update in case.alone.seen[0]["updates"]
+                if update["optimizer"] == updates[0]["optimizer"])
+
+
+def flat(tensors, keys):
+    return torch.cat([tensors[key].flatten() for key in keys])
+
+
+def reason(case):
+    """A known reason why they differ though nothing is wrong, or None."""
+    if any(seen["batchnorm"] for seen in case.together.seen):
+        return ("BatchNorm takes the mean over the samples of one process",
+                "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
+                "all, on GPUs")
+    return None
+
+
+# --------------------------------------------------------------- what is left
+
+
+def buffers(case):
+    last = [updates for updates in case.updates if "buffers" in updates[0]]
+    whole = assemble([update["buffers"] for update in last[-1]]) if last else (
+        None)
+    if not whole or not whole.tensors:
+        return []
+    if not whole.apart:
+        return [ok("buffers are equal on all ranks")]
+    names = sorted({key.partition(".")[2] for key in whole.apart})
+    words = ("BatchNorm's running statistics" if any(
+        "running_" in name for name in names) else "buffers")
+    return [warn(f"{words} differ between the ranks: {', '.join(names[:3])}",
+                 "each rank has those of its own samples, and rank 0's are "
+                 "saved: SyncBatchNorm, or average them before you evaluate")]
+
+
+def files(case):
+    """What ranks other than 0 write and print."""
+    findings, seen = [], case.together.seen
+    written = Counter(chain.from_iterable(one["written"] for one in seen))
+    both = sorted(Path(path).name for path, times in written.items()
+                  if times > 1)
+    if both:
+        findings.append(fail(f"several ranks write {', '.join(both[:3])}",
+                             "only one should: if rank == 0:"))
+    lines = [set(rank.out.splitlines()) - {""} for rank
+             in case.together.ranks]
+    if any(lines[0] & other for other in lines[1:]):
+        findings.append(warn("several ranks print the same lines",
+                             "rank 0 is enough: if rank == 0:"))
+    return findings
+
+
+QUESTIONS = (start, samples, samplers, reductions, unused, equal, mean, same,
+             buffers, files)
+
+
+def not_seen(case, steps):
+    seen = case.together.seen
+    texts = [f"anything after update {steps - 1}: the end of an epoch, "
+             "validation, checkpoints, resuming",
+             "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
+             "and without torch.compile",
+             "whether the targets belong to the samples: a sample is a row of "
+             "what the model is given"]
+    if any(one["dropout"] for one in seen):
+        texts.append("dropout: it was switched off, to compare")
+    if case.apart:
+        texts.append("whether losses, gradients and weights are those of one "
+                     f"process: {case.apart}")
+    elif case.still:
+        texts.append("whether the weights are those of one process: the "
+                     "minibatch is not; gradients and losses were compared "
+                     f"with the mean of {case.size} minibatches")
+    if case.updates[0][0]["local"]["flat"].numel() == 0:
+        texts.append("what each rank alone has computed of the gradients")
+    if not any(update["losses"] for update in case.updates[0]):
+        texts.append("losses: there was no loss.backward()")
+    return texts

@@ -1,0 +1,369 @@
+"""What is recorded in each process of any training script, from outside.
+
+It is the check's observer with another scope. A rank leaves RANK.jsonl as in
+the check, and RANK.pt, a dictionary:
+
+    updates   of each call of an optimizer's step: see `record`
+    names     of the parameters: "optimizer.index" -> name
+    dropout   whether it was switched off
+    batchnorm whether statistics of a microbatch enter the loss
+    low       whether it computes in bf16 or fp16
+    asked, written  as in the check
+"""
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from workshop.check import parts
+from workshop.check.observe import Observer
+
+MOST = 8192  # elements of a tensor that are kept
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+            "feature_alpha_dropout")
+NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__")
+
+
+class Watcher(Observer):
+    """A function of the rank for `workshop.processes.Launch`.
+
+    size: the number of processes. steps: after so many updates of the first
+    optimizer the process ends. still: whether nothing is updated, so that
+    all gradients are those of the first weights.
+    """
+
+    def __init__(self, folder, size, steps, still=False):
+        super().__init__(folder, folder)
+        self.size, self.steps, self.still = size, steps, still
+
+    def __call__(self, rank):
+        self.optimizers, self.made = [], Counter()
+        self.modules, self.parameters, self.local = {}, {}, {}
+        self.inside = self.finished = self.recorded = False
+        return super().__call__(rank)
+
+    def nothing_seen(self):
+        return {"updates": [], "names": {}, "dropout": False,
+                "batchnorm": False, "low": False, "asked": [], "written": []}
+
+    def finish(self):
+        if not self.finished:
+            self.finished = True
+            super().finish()
+
+    def leave(self):
+        """End here: nothing of the script runs after that.
+
+        Wait for the others: gloo fails where one has gone. Those that never
+        come let `Patience` end them all.
+        """
+        self.finish()
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all(
+                Path(f"{self.folder}/{rank}.pt").exists()
+                for rank in range(self.size)):
+            time.sleep(0.05)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        sys.stdout.flush()
+        os._exit(0)
+
+    # ---------------------------------------------------------- training
+
+    def watch_training(self):
+        import torch
+        from torch import nn
+        from torch.nn.utils import clip_grad
+        from torch.utils.data.distributed import DistributedSampler
+
+        super().watch_training()
+        for name in ("clip_grad_norm_", "clip_grad_value_",
+                     "clip_grads_with_norm_"):
+            clip = self.watch_clip(getattr(nn.utils, name))
+            setattr(clip_grad, name, clip)
+            setattr(nn.utils, name, clip)
+        self.watch_modules()
+        self.watch_dropout()
+        backward, begin, set_epoch = (
+            torch.Tensor.backward, DistributedSampler.__iter__,
+            DistributedSampler.set_epoch)
+
+        @functools.wraps(backward)
+        def visible_backward(loss, *args, **kwargs):
+            if loss.numel() == 1:
+                self.losses.append(loss.item())
+            self.samples += self.pending
+            self.pending = []
+            return backward(loss, *args, **kwargs)
+
+        @functools.wraps(begin)
+        def visible_begin(sampler):
+            self.asked("sampler", (sampler.num_replicas, sampler.seed))
+            if sampler.shuffle:
+                self.asked("epoch", hasattr(sampler, "_was_told"))
+            return begin(sampler)
+
+        @functools.wraps(set_epoch)
+        def visible_set_epoch(sampler, epoch):
+            sampler._was_told = True
+            return set_epoch(sampler, epoch)
+
+        torch.Tensor.backward = visible_backward
+        DistributedSampler.__iter__ = visible_begin
+        DistributedSampler.set_epoch = visible_set_epoch
+
+    def watch_sharding(self):
+        from torch.distributed import fsdp
+
+        super().watch_sharding()
+        shard = fsdp.fully_shard
+
+        @functools.wraps(shard)
+        def visible_shard(module, *args, **kwargs):
+            self.asked("fully_shard", None)
+            return shard(module, *args, **kwargs)
+
+        fsdp.fully_shard = visible_shard
+
+    def watch_targets(self):
+        pass
+
+    on_forward = watch_pipelines = lambda self, *_: None
+
+    def watch_modules(self):
+        """Keyword arguments do not come by PyTorch's global hooks."""
+        import torch
+
+        call = torch.nn.Module.__call__
+
+        @functools.wraps(call)
+        def visible_call(module, *args, **kwargs):
+            if self.inside or not self.trains(module):
+                return call(module, *args, **kwargs)
+            self.meet(module)
+            if is_wrapper(module):
+                if hasattr(module, "require_backward_grad_sync"):
+                    self.synced.append(bool(
+                        module.require_backward_grad_sync))
+                return call(module, *args, **kwargs)
+            self.on_root(module, (args, kwargs))
+            self.inside = True
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self.inside = False
+
+        torch.nn.Module.__call__ = visible_call
+
+    def trains(self, module):
+        import torch
+
+        return (os.getpid() == self.owner and torch.is_grad_enabled()
+                and module.training
+                and torch._C._current_graph_task_id() == -1
+                and any(weight.requires_grad
+                        for weight in module.parameters()))
+
+    def meet(self, module):
+        """Name its parameters, and watch their gradients."""
+        from torch.distributed.tensor import DTensor
+
+        if id(module) in self.modules:
+            return
+        before = "" if not self.modules else f"{type(module).__name__}."
+        self.model = self.modules[id(module)] = module  # kept: so is its id
+        for name, weight in module.named_parameters():
+            if id(weight) in self.parameters:
+                continue
+            self.parameters[id(weight)] = weight
+            self.names[id(weight)] = before + parts.plain_name(name)
+            if weight.requires_grad and not isinstance(weight, DTensor):
+                weight.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def on_gradient(self, weight):
+        """What this rank has computed, before it is reduced."""
+        self.local[id(weight)] = thin(weight.grad)
+
+    def on_root(self, module, arguments):
+        """The outermost module of a forward pass, with all it is given.
+
+        The samples of an update are what the first of these is given: rows
+        of all tensors as long as the first, as far as they are data.
+        """
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        self.seen["batchnorm"] |= any(
+            isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            and part.training for part in module.modules())
+        self.seen["low"] |= torch.is_autocast_enabled("cpu") or any(
+            weight.dtype in (torch.bfloat16, torch.float16)
+            for weight in module.parameters())
+        self.stream = self.stream or id(module)
+        tensors = [one.detach().cpu() for one in tree_leaves(arguments)
+                   if isinstance(one, torch.Tensor) and one.dim()
+                   and not one.requires_grad]
+        if not tensors or self.stream != id(module):
+            return
+        rows = [hashlib.blake2b(digest_size=8) for _ in range(len(tensors[0]))]
+        for tensor in tensors:
+            if len(tensor) == len(rows):
+                flat = tensor.contiguous().reshape(len(rows), -1)
+                for row, data in zip(rows, flat.view(torch.uint8),
+                                     strict=True):
+                    row.update(data.numpy().tobytes())
+        self.pending += [row.hexdigest() for row in rows]
+
+    def watch_dropout(self):
+        """Switch it off: it draws other numbers on each rank."""
+        import torch
+        from torch.nn import functional as F
+
+        def quiet(name, place, key):
+            function = getattr(F, name)
+
+            @functools.wraps(function)
+            def visible(*args, **kwargs):
+                args = list(args)
+                p = kwargs.get(key, args[place] if args[place:] else
+                               0.5 if key == "p" else 0.0)
+                if p > 0 and torch.is_grad_enabled():
+                    self.seen["dropout"] = True
+                if args[place:]:
+                    args[place] = 0.0
+                else:
+                    kwargs[key] = 0.0
+                return function(*args, **kwargs)
+
+            setattr(F, name, visible)
+
+        for name in DROPOUTS:
+            quiet(name, 1, "p")
+        quiet("scaled_dot_product_attention", 4, "dropout_p")
+
+    # ----------------------------------------------------------- updates
+
+    def begin_update(self):
+        super().begin_update()
+        self.samples, self.losses, self.stream = [], [], None
+        self.unclipped, self.bytes, self.calls = {}, 0, 0
+        self.synced, self.reduced, self.late = [], 0, 0
+
+    def watch_clip(self, clip):
+        @functools.wraps(clip)
+        def visible_clip(*args, **kwargs):
+            if not self.unclipped:
+                self.unclipped = {key: thin(weight.grad) for key, weight
+                                  in self.parameters.items()}
+            return clip(*args, **kwargs)
+
+        return visible_clip
+
+    def on_collective(self, name, tensors, function, args):
+        super().on_collective(name, tensors, function, args)
+        if "reduce" in name:
+            count = sum(tensor.numel() for tensor in tensors)
+            self.calls += 1
+            self.reduced += count
+            self.late += count * bool(self.unclipped)  # after it was clipped
+            self.bytes += sum(tensor.numel() * tensor.element_size()
+                              for tensor in tensors)
+
+    def record(self, optimizer):
+        """What led to an update: losses and samples since the last one.
+
+        weights: before it; gradients: of the parameters, before they are
+        clipped; local: what this rank alone has computed of them.
+        """
+        if self.recorded:  # a closure may be called several times
+            return
+        self.recorded = True
+        number = next((i for i, one in enumerate(self.optimizers)
+                       if one is optimizer), len(self.optimizers))
+        if number == len(self.optimizers):
+            self.optimizers.append(optimizer)
+        if self.made[number] == self.steps:
+            self.leave()
+        weights = {f"{number}.{i}": weight for i, weight in enumerate(
+            weight for group in optimizer.param_groups
+            for weight in group["params"])}
+        self.seen["names"] |= {
+            key: self.names.get(id(weight), f"parameter {key}")
+            for key, weight in weights.items()}
+
+        def state(tensor_of):
+            return parts.describe((key, tensor_of(weight))
+                                  for key, weight in weights.items())
+
+        self.seen["updates"].append({
+            "optimizer": number, "samples": self.samples,
+            "losses": self.losses, "wrapped": len(self.synced),
+            "rates": [float(group["lr"]) for group in optimizer.param_groups
+                      if "lr" in group],
+            "elements": sum(weight.numel() for weight in weights.values()
+                            if weight.requires_grad),
+            "without": [key for key, weight in weights.items()
+                        if weight.requires_grad and weight.grad is None],
+            "reduced": self.reduced, "bytes": self.bytes,
+            "calls": self.calls,
+            "late": self.late,
+            "before": state(thin) if not self.made[number] else None,
+            "gradients": state(lambda weight: self.unclipped.get(
+                id(weight), thin(weight.grad))),
+            "local": state(lambda weight: self.local.get(id(weight)))})
+        self.made[number] += 1
+        if self.still:
+            for weight in weights.values():
+                weight.grad = None  # an optimizer leaves such a weight alone
+        self.weights = state
+        self.begin_update()
+
+    def on_updated(self, optimizer):
+        self.recorded = False
+        buffers = {f"{i}.{name}": thin(buffer)
+                   for i, module in enumerate(self.modules.values())
+                   for name, buffer in module.named_buffers()
+                   if buffer.is_floating_point()}
+        self.seen["updates"][-1] |= {
+            "weights": self.weights(thin), "buffers": parts.describe(
+                buffers.items())}
+
+    # ------------------------------------------------------------- files
+
+    def is_output(self, path):
+        path = os.path.abspath(path)
+        return not (path.startswith(os.path.dirname(self.folder))
+                    or any(part in path for part in NO_OUTPUT))
+
+
+def is_wrapper(module):
+    """Whether it only hands its arguments on, or is a Trainer's."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return (isinstance(module, DistributedDataParallel)
+            or hasattr(module, "_orig_mod")
+            or any(base.__name__ == "LightningModule"
+                   for base in type(module).__mro__))
+
+
+def thin(tensor):
+    """A copy of a tensor: of a large one some elements, and its sum.
+
+    Both are linear: they can be averaged over ranks.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if tensor is None or isinstance(tensor, DTensor):
+        return tensor if tensor is None else tensor.detach().clone()
+    tensor = tensor.detach()
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).flatten()
+    if len(tensor) <= MOST:
+        return tensor.clone()
+    some = tensor[::-(-len(tensor) // MOST)].float()
+    return torch.cat([some, tensor.float().sum()[None]])
