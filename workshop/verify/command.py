@@ -5,6 +5,7 @@ from pathlib import Path
 from backstage.errors import require
 from workshop import processes
 from workshop.check.command import Ending, Terminal, read_script, remove
+from workshop.stages import STAGES
 
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
@@ -76,7 +77,9 @@ def run(folder, script, flags, size, steps, still, preload, say):
     patience.steps, patience.endless = steps, float("inf")
     patience.sleep, patience.allowed = SLEEP, SECONDS
     ranks = launch.wait(SECONDS, patience)
-    one = trial.Trial("ddp", trial.Mesh(dp=size), script, ranks)
+    stage = next(name for name in STAGES  # it is started as these are
+                 if STAGES[name].launcher == "torchrun")
+    one = trial.Trial(stage, trial.Mesh(dp=size), script, ranks)
     one.gave_up = patience.reason
     for rank in range(size):
         file = seen / f"{rank}.pt"
