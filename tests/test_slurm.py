@@ -489,11 +489,12 @@ def test_a_stuck_job_says_why(slurm):
     assert slurm.wait(job)["JobState"] == "FAILED"
     folder = slurm.repo / "runs" / f"ddp-2n1g-{job}"
     last = slurm.log(job).splitlines()[-1]
-    assert last.endswith(f"python -m workshop why {folder}")
+    assert last.endswith(f"python -m workshop why '{folder}'")
     said = slurm(sys.executable, "-m", "workshop", "why", job, check=False,
                  PYTHONPATH=str(slurm.repo))
     assert said.returncode == 1
-    assert f"rank 1 on {slurm.nodes[1]}" in said.stdout.splitlines()[0]
+    assert f"rank 1 on {slurm.nodes[1]}" in said.stdout.splitlines()[0], (
+        said.stdout)
 
 
 def send(number, processes):

@@ -417,15 +417,9 @@ def explain_error(rank):
 
 def explain_gone(gone, ranks):
     hosts = {rank.host for rank in gone}
-    late = [rank for rank in ranks
-            if rank.ended and rank.ended["status"] == "timeout"]
-    if late:  # the launcher then killed what did not end
-        return Answer(
-            "a rank did not answer", f"{name_ranks(gone)} on {gone[0].host} "
-            f"last wrote from {gone[0].where}; {name_ranks(late)} waited for "
-            f"it in {late[0].where}, until the time-out", "was it stopped, or "
-            "did its file system or device not answer? See the node's log",
-            gone)
+    answer = explain_timeout(gone, ranks)
+    if answer:  # the launcher then killed what did not end
+        return answer
     if len({rank.host for rank in ranks}) > 1 and not any(
             rank.host in hosts for rank in ranks if rank not in gone):
         return Answer(
@@ -442,6 +436,19 @@ def explain_gone(gone, ranks):
         "the kernel does that where the node's memory is full: sacct -o "
         "State,MaxRSS and `dmesg` say so; ask for more memory, or use fewer "
         "workers", gone)
+
+
+def explain_timeout(mute, ranks):
+    """Where other ranks have waited for these until their time was over."""
+    late = [rank for rank in ranks
+            if rank.ended and rank.ended["status"] == "timeout"]
+    if not late or not mute:
+        return None
+    return Answer(
+        "a rank did not answer", f"{name_ranks(mute)} on {mute[0].host} "
+        f"last wrote from {mute[0].where}; {name_ranks(late)} waited for it "
+        f"in {late[0].where}, until the time-out", "was it stopped, or did "
+        "its file system or device not answer? See the node's log", mute)
 
 
 def say_oom(ranks):
@@ -593,6 +600,10 @@ def check_rest(ranks, waited):
                      for ending in ("lost", "stopped"))
     if any(rank.ending == "runs" for rank in ranks):
         return None
+    answer = explain_timeout(
+        lost + [rank for rank in stopped if not rank.ended], ranks)
+    if answer:
+        return answer
     if lost:
         return explain_error(min(lost, key=lambda rank: rank.ended["time"]))
     if stopped:
