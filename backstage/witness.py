@@ -95,8 +95,7 @@ class Witness(threading.Thread):
         super().__init__(daemon=True, name="witness")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.owner = folder, os.getpid()
-        # SLURM's name of a node is the one in its lists
-        self.host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.host = name_host(os.environ)
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
         if find_rank()[0] == 0:
@@ -251,6 +250,11 @@ class Witness(threading.Thread):
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def name_host(env):
+    """What SLURM calls this node in its lists, or its own name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def find_rank():

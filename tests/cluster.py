@@ -111,6 +111,21 @@ def wait_for(condition, timeout=200, explain=lambda: ""):
         time.sleep(0.1)
 
 
+def copy_course(clone):
+    """Make a clone that submits jobs; it takes its dataset to be there."""
+    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
+                                  ".checked.json")
+    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
+                 "notebooks", "solutions", "workshop"):
+        shutil.copytree(ROOT / name, clone / name, ignore=made)
+    (clone / "tests").mkdir()
+    for name in ("activate.sh", "requirements.txt", "constraints.txt",
+                 "tests/requirements.txt"):
+        shutil.copy(ROOT / name, clone / name)
+    (clone / "fineweb" / "demo").mkdir()
+    (clone / "fineweb" / "demo" / "manifest.json").touch()
+
+
 @contextmanager
 def start():
     """Start such a cluster; it ends with the block."""
@@ -118,17 +133,7 @@ def start():
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
-    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
-                                  ".checked.json")
-    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
-                 "notebooks", "solutions", "workshop"):
-        shutil.copytree(ROOT / name, repo / name, ignore=made)
-    (repo / "tests").mkdir()
-    for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt"):
-        shutil.copy(ROOT / name, repo / name)
-    (repo / "fineweb" / "demo").mkdir()
-    (repo / "fineweb" / "demo" / "manifest.json").touch()
+    copy_course(repo)
     (repo / "bin").mkdir()
     (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (repo / "bin" / "nvidia-smi").chmod(0o755)

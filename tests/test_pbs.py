@@ -8,7 +8,6 @@ are programs that say a time limit, and write down what was submitted.
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import copy_course
 from conftest import needs
 from stages import FOLDER, Result
 
@@ -65,17 +65,7 @@ def test_a_job_of_every_kind_is_there():
 def clone(tmp_path_factory):
     """A copy of the repository that submits, and the nodes' programs."""
     clone = tmp_path_factory.mktemp("pbs") / "my clone"
-    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
-                 "solutions", "workshop"):
-        shutil.copytree(ROOT / name, clone / name,
-                        ignore=shutil.ignore_patterns(
-                            "__pycache__", "demo", "edu_*", ".cache"))
-    (clone / "tests").mkdir()
-    for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt"):
-        shutil.copy(ROOT / name, clone / name)
-    (clone / "fineweb" / "demo").mkdir()
-    (clone / "fineweb" / "demo" / "manifest.json").touch()
+    copy_course(clone)
     (clone / "site.sh").write_text(f'WORKSHOP_VENV="{sys.prefix}"\n')
     return clone
 

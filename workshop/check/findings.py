@@ -39,6 +39,12 @@ def times(value, good):
     return ""
 
 
+def differs(name, value, good, hint, digits=6):
+    """A `Finding` about a number that is not the single device's."""
+    return fail(f"{name} is {value:.{digits}f}, not {good:.{digits}f}"
+                f"{times(value, good)}", hint)
+
+
 def number(row, column):
     try:
         return float(row[column])

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,13 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.witness import RANKS, connecting, read_state, try_meeting
+from backstage.witness import (
+    RANKS,
+    connecting,
+    name_host,
+    read_state,
+    try_meeting,
+)
 from workshop.why.judge import PATIENCE, Rank
 
 ANSWER = 12  # seconds that the ranks have to answer
@@ -152,8 +157,7 @@ def may_run(record):
     """Whether the process lives; None where it is on another machine."""
     if record["ended"]:
         return False
-    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    if record["host"] != here:
+    if record["host"] != name_host(os.environ):
         return None
     return read_state(record["pid"]) not in ("?", "Z")
 
@@ -223,7 +227,7 @@ def look(pid):
     joined = not any("init_process_group" in name for _, _, name in stack)
     return {
         "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
-        "host": env.get("SLURMD_NODENAME") or socket.gethostname(),
+        "host": name_host(env),
         "master": master, "began": began, "ended": None,
         "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,

@@ -4,11 +4,11 @@ import torch
 
 from workshop.check.causes import LOADS_STATE, wrong_setting
 from workshop.check.findings import (
+    differs,
     fail,
     ok,
     percent,
     relative,
-    times,
     values,
     warn,
 )
@@ -212,10 +212,10 @@ def norms(trial, reference):
     if step is None:
         return ok(f"gradient norms agree (to {largest:.0e})")
     value, good = values(trial, reference, "norm", step)
-    return fail(f"the gradient norm of step {step} is {value:.4f}, not "
-                f"{good:.4f}{times(value, good)}", "it is the norm of the "
-                "reduced gradient, over all parameters of all ranks, each "
-                "once, before clipping")
+    return differs(f"the gradient norm of step {step}", value, good,
+                   "it is the norm of the reduced gradient, over all "
+                   "parameters of all ranks, each once, before clipping",
+                   digits=4)
 
 
 @question("gradients are reduced once a step", meshes=shares_data)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from workshop.check.causes import misread
-from workshop.check.findings import fail, ok, times, values, warn
+from workshop.check.findings import differs, fail, ok, values, warn
 from workshop.check.questions.question import (
     first_difference,
     question,
@@ -23,9 +23,9 @@ def losses(trial, reference):
     if step is None:
         return ok(f"losses agree at every step (to {largest:.0e})")
     value, good = values(trial, reference, "loss", step)
-    return fail(f"the logged loss of step {step} is {value:.6f}, not "
-                f"{good:.6f}{times(value, good)}", "it is the mean over the "
-                "whole minibatch and all ranks, before the update")
+    return differs(f"the logged loss of step {step}", value, good,
+                   "it is the mean over the whole minibatch and all ranks, "
+                   "before the update")
 
 
 @question("validation losses agree")
@@ -54,10 +54,9 @@ def validation(trial, reference):
         trial, [seen["validated"][:count] for seen in trial.seen], 0)
     if said:
         return fail(f"validation after step {step}: {said[0]}", said[1])
-    return fail(f"the validation loss of step {step} is {value:.6f}, not "
-                f"{good:.6f}{times(value, good)}", "it is the mean over all "
-                "ranks, and over the first --eval-minibatches minibatches of "
-                "the validation split")
+    return differs(f"the validation loss of step {step}", value, good,
+                   "it is the mean over all ranks, and over the first "
+                   "--eval-minibatches minibatches of the validation split")
 
 
 @question("rank 0 alone logs and saves", meshes=several)
