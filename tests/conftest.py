@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,13 @@ def left_behind():
             yield int(folder.name), command.decode(errors="replace")
 
 
-def needs(*programs):
-    """Skip a test if a program that it needs is not installed.
+def needs(*names):
+    """Skip a test if a program or package that it needs is not installed.
 
     In CI, which installs all of them, a missing one is a failure instead.
     """
-    missing = [name for name in programs if shutil.which(name) is None]
+    missing = [name for name in names
+               if not shutil.which(name) and not find_spec(name)]
     if missing:
         end = pytest.fail if os.environ.get("CI") else pytest.skip
         end(f"not installed: {', '.join(missing)}")

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 import torch
+from conftest import needs
+from safetensors.torch import load_file
 from stages import FOLDER, same_state, train
 
 from backstage import ROOT, huggingface
@@ -170,12 +172,11 @@ def workshop(*arguments):
 
 @torch.no_grad()
 def test_an_export_is_theirs_and_comes_back(single, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     folder = tmp_path / "out"
     result = workshop("export", single.folder, folder)
     assert result.returncode == 0, result.stderr
     config = json.loads((folder / "config.json").read_text())
-    theirs = safetensors.load_file(folder / "model.safetensors")
+    theirs = load_file(folder / "model.safetensors")
     state = single.checkpoint()
     idx = tokens(config)
     model, plain = our_model(state), {
@@ -204,7 +205,9 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
 
 @torch.no_grad()
 def test_transformers_loads_an_export_and_we_load_its_own(single, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    needs("transformers")
+    import transformers
+
     folder = tmp_path / "out"
     assert workshop("export", single.folder, folder).returncode == 0
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()

@@ -4,13 +4,12 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import edit
+from conftest import edit, needs
 
 from backstage import ROOT
 from workshop.notebook import hangs
@@ -217,8 +216,8 @@ def start_plain(script, variables):
 def test_a_script_that_knows_nothing_of_us(
         watched, tmp_path, monkeypatch, capsys):
     """The folder of the hook in PYTHONPATH is enough, or py-spy."""
-    if watched == "py-spy" and not shutil.which("py-spy"):
-        pytest.skip("not installed: py-spy")
+    if watched == "py-spy":
+        needs("py-spy")
     monkeypatch.setattr(judging, "PATIENCE", 4)
     monkeypatch.setattr("workshop.why.evidence.PATIENCE", 4)
     script, folder = tmp_path / "their_train.py", tmp_path / "why"
