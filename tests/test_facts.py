@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backstage import ROOT
 from backstage.flops import (
+    PEAKS,
     block_parameters,
+    flops_per_token,
     num_parameters,
     padded_vocab_size,
 )
@@ -213,6 +216,10 @@ def numbers_of_lessons():
     yield "notebooks/collectives.ipynb", (
         f"are {4 * P / 1e6:.0f} MB in fp32, so in a step each of four GPUs "
         f"sends {arithmetic.ring(4, 4 * P) / 1e6:.0f} MB")
+    tokens_per_second = 10e9 / (90 * 60) / 8
+    mfu = (tokens_per_second * flops_per_token(
+        SimpleNamespace(**small), T) / PEAKS["A100"][0] / 1e12)
+    yield "notebooks/results.ipynb", f"which is an MFU of {mfu:.0%}"
     yield from (("notebooks/diff_fsdp.ipynb", words) for words in (
         f"(GPT-2) | {gb(16 * P)} | {gb(2 * P, 2)} | "
         f"{gb(state[768, arithmetic.ACCUMULATING], 2)} |",
