@@ -574,13 +574,8 @@ DDP_RIGHT = (
     right("the docstring as it was", "ddp",
           (("Train GPT-2 on many devices with DDP: each has a copy of the "
             "model.", "Train GPT-2 on one device."),)),
-    right("the run named after the first stage", "ddp",
-          (('Run("ddp",', 'Run("std",'),), "calls itself std"),
     right("no no_sync", "ddp", ((SYNC, "with nullcontext():"),),
           "gradients are reduced 4.0 times a step"),
-    right("the same texts everywhere", "ddp",
-          (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
-          "all ranks write the same texts"),
     right("the group never left", "ddp",
           ((LEAVE, "    run.finish()\n"),), "the process group is never"),
     right("the group left at exit", "ddp",
@@ -609,18 +604,9 @@ DDP_RIGHT = (
     right("gradients reduced by hand", "ddp",
           ((WRAP, ""), (SYNC, "with nullcontext():"),
            (CLIP, BY_HAND + CLIP))),
-    right("no compile, other print-outs", "ddp",
-          (("compile_model(raw_model, device) if hp.compile else raw_model",
-            "raw_model"), ("    for step in range(first", "    print('rank', "
-                        "rank, 'is ready')\n    for step in range(first")),
-          "with --compile the model that trains is not compiled"),
-    right("compiled in any case", "ddp",
-          (("compile_model(raw_model, device) if hp.compile else raw_model",
-            "compile_model(raw_model, device)"),),
-          "with --no-compile it is compiled all the same"),
-    right("the texts in one line", "ddp",
-          (('print(*texts, sep="\\n")', "print(*texts)"),),
-          "7 texts are printed, not 8"),
+    right("other print-outs", "ddp",
+          (("    for step in range(first", "    print('rank', "
+            "rank, 'is ready')\n    for step in range(first"),)),
     right("a communication hook of its own", "ddp",
           ((WRAP, WRAP + "    from torch.distributed.algorithms."
             "ddp_comm_hooks import default_hooks\n    model."
@@ -847,10 +833,6 @@ LIT_RIGHT = (
     right("activation checkpointing of blocks", "lit",
           (("            x = block(x)\n", "            x = checkpoint("
             "block, x, use_reentrant=False)\n"),)),
-    right("the same texts everywhere", "lit",
-          (("generator = torch.Generator(device).manual_seed(seed)",
-            "generator = torch.Generator(device).manual_seed(1)"),),
-          "all ranks write the same texts"),
     right("no validation of its own name", "lit",
           (("def validation_step(self, batch):",
             "def validation_step(self, batch, batch_idx=0):"),)),
@@ -1041,9 +1023,6 @@ FSDP_RIGHT = (
             "MixedPrecisionPolicy())"),
            ("import fully_shard\n",
             "import MixedPrecisionPolicy, fully_shard\n"))),
-    right("the same texts everywhere", "fsdp",
-          (("seed = hp.seed + 1000 * step + rank", "seed = hp.seed"),),
-          "all ranks write the same texts"),
     right("an unfused optimizer", "fsdp", ((", fused=True)", ")"),)),
 )
 
@@ -1236,7 +1215,6 @@ BY_THREES = """\
         q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2)
                    for part in self.c_attn(x).chunk(3, dim=-1))
 """
-TP_TEXTS = "print(*texts[::tp_size], sep=\"\\n\")  # one of each TP group"
 # the norm by hand: the squares of what a rank has, times a factor
 BY_SQUARES = """\
         weights = list(raw_model.parameters())
@@ -1371,11 +1349,6 @@ TP_RIGHT = (
           ((TP_LOSS, "return loss"),
            ("logits.full_tensor()[:, :", "logits[:, :"),
            ("use_local_output=False", "output_layouts=Replicate()"))),
-    right("each text printed by all of a TP group", "tp",
-          ((TP_TEXTS, 'print(*texts, sep="\\n")'),),
-          "each text is printed 2 times"),
-    right("the run named after FSDP", "tp", (('Run("tp",', 'Run("fsdp",'),),
-          "calls itself fsdp"),
 )
 
 # ------------------------------------------------------ of three dimensions

@@ -69,7 +69,7 @@ def test_a_script_of_the_table(case):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("names", [
-    ("the run named after the first stage", "the same texts everywhere",
+    ("the group never left", "other print-outs",
      "gradients reduced by hand"),
     ("no no_sync", "os._exit at the end", "a communication hook of its own",
      "device_ids of the local rank")], ids=lambda names: names[-1])

@@ -85,7 +85,7 @@ def stage(trial, reference):
             return finding
     name = (trial.state or {}).get("stage")
     if name not in (None, trial.stage):
-        return warn(f"the run calls itself {name}, not {trial.stage}",
+        return fail(f"the run calls itself {name}, not {trial.stage}",
                     f'give its stage to the run: "{trial.stage}"')
     return ok("it is the stage's script")
 
@@ -209,25 +209,23 @@ def compiled(trial, reference):
     if "--compile" not in trial.more:
         if used == {None}:
             return ok("--no-compile compiles nothing")
-        return warn("with --no-compile it is compiled all the same",
-                    "right, but slow to begin: compile_model(...) if "
-                    "hp.compile else raw_model")
+        return fail("with --no-compile it is compiled all the same",
+                    "compile_model(...) if hp.compile else raw_model")
     start = trial.seen[0] and trial.seen[0]["start"]
     part = "block" if start and start["sharded"] else "model"
     if used == {part}:
         return ok("--compile trains a compiled model")
     if part == "model" or None in used:
-        return warn("with --compile the model that trains is not compiled",
-                    "right, but slower: train what compile_model(raw_model, "
-                    "device) returns")
-    return warn("with --compile the model is compiled as a whole",
-                "right, but slower: between its blocks FSDP gathers weights, "
-                "where the compiler gives up: each_block=True")
+        return fail("with --compile the model that trains is not compiled",
+                    "train what compile_model(raw_model, device) returns")
+    return fail("with --compile the model is compiled as a whole",
+                "between its blocks FSDP gathers weights, where the compiler "
+                "gives up: each_block=True")
 
 
 @question("--recompute keeps few activations", ("stopped",))
 def recomputed(trial, reference):
     if all(seen and seen["recomputed"] for seen in trial.seen):
         return ok("--recompute keeps few activations")
-    return warn("--recompute changes nothing", "right, but a large model "
-                "needs its memory: the model takes hp.recompute")
+    return fail("--recompute changes nothing", "a large model needs its "
+                "memory: the model takes hp.recompute")

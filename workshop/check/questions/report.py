@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from workshop.check.causes import misread
-from workshop.check.findings import differs, fail, ok, values, warn
+from workshop.check.findings import differs, fail, ok, values
 from workshop.check.questions.question import (
     first_difference,
     question,
@@ -35,10 +35,9 @@ def validation(trial, reference):
         good, mine = (sum(seen["evaluated"] for seen in one.seen)
                       // one.mesh.tp for one in (reference, trial))
         if mine > good:
-            return warn(f"{mine} samples are evaluated in all, where the "
+            return fail(f"{mine} samples are evaluated in all, where the "
                         f"single device evaluates {good}",
-                        "right, but slower: every --eval-every steps, and "
-                        "after the last one")
+                        "every --eval-every steps, and after the last one")
         return ok(f"validation losses agree (to {largest:.0e})")
     value, good = values(trial, reference, "val_loss", step)
     if np.isnan(value):
@@ -97,12 +96,12 @@ def texts(trial, reference):
                             "together: its ranks need the same seed, with "
                             "dp_rank in it and not rank")
         if len(written) == 4 * mesh.size:
-            return warn(f"each text is printed {mesh.tp} times", "all ranks "
+            return fail(f"each text is printed {mesh.tp} times", "all ranks "
                         "of a TP group have written the same: print "
                         "texts[::tp_size]")
     lines = trial.ranks[0].out.count(f"\n{PROMPT}")
     if written and lines != 4 * mesh.dp:
-        return warn(f"{lines} texts are printed, not {4 * mesh.dp}",
+        return fail(f"{lines} texts are printed, not {4 * mesh.dp}",
                     "rank 0 prints four of each rank, each on a line of its "
                     'own: print(*texts, sep="\\n")')
     if mesh.dp == 1:
@@ -110,6 +109,6 @@ def texts(trial, reference):
     count = len({text[:20] for text in written})
     if count == len(written):
         return ok("every rank writes texts of its own")
-    return warn(f"{'all' if count <= 4 else 'some'} ranks write the same "
+    return fail(f"{'all' if count <= 4 else 'some'} ranks write the same "
                 "texts",
                 "add the rank to the seed of the generation")
