@@ -73,6 +73,8 @@ EQUIVALENT = (
     ("", "device_id=None.* ->", "device_id only saves a warning of NCCL's"),
     ("", '"RANK" not in os.environ.* -> .*"(WORLD_SIZE|LOCAL_RANK)" not in',
      "a launcher sets all three of them"),
+    ("ddp fsdp", r"all_reduce\(loss\) .*-> dist.reduce\(loss, 0\)",
+     "rank 0 alone logs the validation loss"),
     ("", "seed = hp.seed (?!.*//)", "other texts, and each rank its own"),
     ("", "^ -> (import|from) ", "an import that nothing uses"),
     ("tp 3d", "strict=True.* -> ", "both have a place for each dimension"),

@@ -288,8 +288,8 @@ class Observer:
         def visible_initialise(backend=None, *args, **kwargs):
             self.asked("init_process_group", backend and str(backend))
             kwargs.pop("device_id", None)  # gloo has none
-            if backend and "gloo" not in str(backend):
-                backend = "gloo"
+            if isinstance(backend, str) and "gloo" not in backend:
+                backend = "gloo"  # what is no name PyTorch refuses
             return initialise(backend, *args, **kwargs)
 
         def visible_destroy(group=None):

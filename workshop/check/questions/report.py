@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from workshop.check.causes import misread
-from workshop.check.findings import differs, fail, ok, values
+from workshop.check.findings import differs, fail, number, ok, values
 from workshop.check.questions.question import (
     first_difference,
     question,
@@ -26,6 +26,17 @@ def losses(trial, reference):
     return differs(f"the logged loss of step {step}", value, good,
                    "it is the mean over the whole minibatch and all ranks, "
                    "before the update")
+
+
+@question("the logged seconds are those of the steps", ("whole",))
+def logged_seconds(trial, reference):
+    """They are in no doubt on a busy machine, either: the run took longer."""
+    logged = sum(number(row, "seconds") for row in trial.rows)
+    if 0 < logged <= trial.seconds:
+        return ok("the logged seconds are those of the steps")
+    return fail(f"the log says {logged:.1f} seconds for all steps, and the "
+                f"whole run took {trial.seconds:.1f}",
+                "a step lasts time.perf_counter() - start_time seconds")
 
 
 @question("validation losses agree")
