@@ -204,11 +204,11 @@ def has_bf16(device):
 def compile_model(model, device, each_block=False):
     """`torch.compile(model)`, or the model itself and a line of warning.
 
-    each_block: compile the blocks alone, each in its place, and return the
-    model. A model with FSDP or DTensors cannot be compiled as a whole: FSDP
-    gathers weights between the blocks, where the compiler gives up, and says
-    nothing. Texts are written without it: they grow, and the blocks would be
-    compiled again for each length.
+    each_block: compile each block and the head with the loss by themselves,
+    in their places, and return the model. A model with FSDP cannot be
+    compiled as a whole: FSDP gathers weights between the blocks, where the
+    compiler gives up, and says nothing. Texts are written without it: they
+    grow, and all would be compiled again for each length.
     """
     if not can_compile(device):
         return model
@@ -216,6 +216,7 @@ def compile_model(model, device, each_block=False):
         return torch.compile(model)
     for block in model.transformer.h.children():
         block.compile()
+    model.head = torch.compile(model.head)
     eager = torch.compiler.set_stance("force_eager")
     model.generate = eager(model.generate)
     return model

@@ -98,10 +98,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, idx, targets=None):
-        """The mean loss where there are targets, else the logits.
-
-        idx, targets: int64 (B, T); logits: (B, T, padded_vocab_size).
-        """
+        """The mean loss of idx, int64 (B, T); without targets, the logits."""
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
@@ -109,6 +106,9 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
+        return self.head(x, targets)
+
+    def head(self, x, targets):  # logits: (B, T, padded_vocab_size)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits

@@ -105,10 +105,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, idx, targets=None):
-        """The mean loss where there are targets, else the logits.
-
-        idx, targets: int64 (B, T); logits: (B, T, padded_vocab_size).
-        """
+        """The mean loss of idx, int64 (B, T); without targets, the logits."""
         x = idx  # or (B, T, n_embd), from the pipeline stage before
         if self.transformer.wte:
             positions = torch.arange(idx.shape[1], device=idx.device)
@@ -120,6 +117,9 @@ class GPT(nn.Module):
                 x = block(x)
         if not self.lm_head:  # the next pipeline stage goes on
             return x
+        return self.head(x, targets)
+
+    def head(self, x, targets):  # logits: (B, T, padded_vocab_size)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits

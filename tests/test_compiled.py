@@ -1,14 +1,15 @@
-"""What torch.compile compiles: every block, in each stage that compiles.
+"""What torch.compile compiles: every product, in each stage that compiles.
 
 A comparison of losses cannot see what is left out. Here a backend that counts
-stands in the place of the compiler, so no test needs one.
+stands in the place of the compiler, so no test needs one. Like the compiler it
+differentiates the graphs, and takes DTensors apart.
 """
 
 import json
 from pathlib import Path
 
 import pytest
-from stages import train, with_layers
+from stages import agree, train, with_layers
 
 LAYERS = 12  # more than the 8 times that torch compiles a function again
 PRODUCTS = 4  # of each block: c_attn, c_proj, c_fc, c_proj
@@ -22,6 +23,7 @@ class GraphsSeen:
 
     def __call__(self, rank):
         import torch
+        from torch._dynamo import lookup_backend
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook as after_update,
         )
@@ -38,10 +40,11 @@ class GraphsSeen:
                 if isinstance(part, torch.fx.GraphModule)
                 for node in part.graph.nodes)
             seen["graphs"] += 1
+            differentiated = lookup_backend("aot_eager")(graph, inputs)
 
             def run(*inputs):
                 seen["steps"][-1] += products
-                return graph.forward(*inputs)
+                return differentiated(*inputs)
 
             return run
 
@@ -58,15 +61,20 @@ class GraphsSeen:
         return finish
 
 
-def count_graphs(stage, data, folder, *flags):
-    """What `GraphsSeen` saw in a run of 12 layers on one process."""
+def train_deep(stage, data, folder, *flags, **options):
+    """A run of 12 layers on one process."""
     result = train(
-        stage, folder / "run", "--compile", "--minibatch-size", 4,
-        "--microbatch-size", 2, "--max-steps", 2, "--eval-every", 2,
-        "--eval-minibatches", 1, *flags, data=data,
-        script=with_layers(LAYERS, stage, folder), observe=GraphsSeen(folder))
+        stage, folder / "run", "--minibatch-size", 4, "--microbatch-size", 2,
+        "--max-steps", 2, "--eval-every", 2, "--eval-minibatches", 1, *flags,
+        data=data, script=with_layers(LAYERS, stage, folder), **options)
     assert result.status == 0, result.err
-    return json.loads((folder / "seen.json").read_text())
+    return result
+
+
+@pytest.fixture(scope="module")
+def eager(data, tmp_path_factory):
+    """What the stages are to compute: std, which compiles nothing."""
+    return train_deep("std", data, tmp_path_factory.mktemp("eager"))
 
 
 BLOCKS, FSDP2 = {"fsdp", "tp", "3d"}, ("--strategy", "fsdp2")
@@ -81,18 +89,23 @@ slow = pytest.mark.whole
         ("std", ()), ("ddp", ("--recompute",)), ("tp", ()),
         ("3d", ("--recompute",)), ("lit", ()), ("lit", ("--recompute",)),
         ("lit", FSDP2)))], ids=str)
-def test_every_block_is_compiled_and_no_text(data, tmp_path, stage, flags):
+def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
+                                               flags):
     """Each step takes two microbatches; after the last come two more, the
     validation, and the texts, which get longer with each token."""
-    seen = count_graphs(stage, data, tmp_path, *flags)
-    of_blocks = LAYERS * PRODUCTS
+    result = train_deep(stage, data, tmp_path, "--compile", *flags,
+                        observe=GraphsSeen(tmp_path))
+    agree(result, eager)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    of_blocks, of_head = LAYERS * PRODUCTS, 1
     if stage in BLOCKS or "fsdp2" in flags:
-        # one graph for all blocks, and one without gradients; what is
-        # recomputed runs compiled, too
-        assert seen["graphs"] == 2
-        expected = of_blocks * (1 + ("--recompute" in flags))
-    else:  # the whole model, with its head
+        # one graph for all blocks, one for the head, and both again without
+        # gradients; what is recomputed runs compiled, too
+        assert seen["graphs"] == 4
+        if "--recompute" in flags:
+            of_blocks *= 2
+    else:  # the whole model
         assert seen["graphs"] == (4 if stage == "lit" else 1)
-        expected = of_blocks + 1
-    assert seen["steps"][1] == 2 * expected
-    assert seen["steps"][2] <= 3 * of_blocks  # a pipeline tries its shapes
+    assert seen["steps"][1] == 2 * (of_blocks + of_head)
+    # in validation nothing is recomputed; a pipeline tries its shapes
+    assert seen["steps"][2] <= 3 * (LAYERS * PRODUCTS + of_head)
