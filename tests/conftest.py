@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take long, in the order in which they begin where several run at
 # a time: those that mostly wait along with those that keep the cores busy.
-LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_nano.py",
-        "test_contract.py"]
+LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_why.py",
+        "test_contract.py", "test_notebooks.py", "test_activate.py"]
 
 
 def is_worker(config):

@@ -14,10 +14,12 @@ mutants_<stage>.txt.
 
 import argparse
 import ast
+import ctypes
 import io
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -294,7 +296,12 @@ def neighbours(token, text):
 
 
 def work_in(parent):
-    """What a worker does first: a folder for temporary files of its own."""
+    """What a worker does first: a folder for temporary files of its own.
+
+    It ends, as a check does, when the program that it works for is killed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(dir=parent)
 
 

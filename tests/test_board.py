@@ -4,17 +4,19 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from check_cases import RANKS
+from cases.case import RANKS
 from conftest import linear_light
 from test_check import FORWARD, board_of, plant
 
+from workshop.check import localise
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.check.command import main
 from workshop.lesson import render
 from workshop.notebook import pictures, tied
 
 
-def test_a_table_of_a_wrong_script(tmp_path, capsys):
+def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(localise, "PATIENCE", 1000.0)
     board = board_of(plant(tmp_path, FORWARD), capsys)
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]
@@ -68,6 +70,7 @@ def test_the_same_in_a_terminal(tmp_path, capsys):
     assert rows["gradients are the single device's"] == ["ok"] * 4
     assert rows["checkpoint"] == ["ok"]  # the end of a long question
     assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
+    assert "  warn  " not in out
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 120])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -11,9 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import mutants
 import pytest
-from check_cases import CASES, SHARING, outcome, problem
+from check_cases import CASES, outcome, problem
 from conftest import needs
 
 from backstage import ROOT
@@ -23,43 +21,23 @@ from workshop.check import trial
 from workshop.check.board import Board
 from workshop.check.command import main
 from workshop.lesson import checked, documents
-from workshop.stages import LESSONS, STAGES
+from workshop.stages import STAGES
 
 SUITE = [case for case in CASES if case.suite]
-FIRST = [case for stage in ("ddp", "lit") for right in (False, True)
-         for case in [case for case in SUITE if case.stage == stage
-                      and case.right == right][:1 if right else 3]]
+AT_ONCE = ("the data not sharded at all", "no Python")
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
            "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0",
            "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 
 
-def test_every_way_not_to_share_the_data_is_tried():
-    for stage in ("ddp", "mpi"):  # in which ways the data is not shared
-        assert {name for name, *_ in SHARING} <= {
-            case.name for case in SUITE if case.stage == stage}
-    assert len({(case.stage, case.name) for case in CASES}) == len(CASES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.stage}-{c.name}")
-def test_the_places_of_the_changes_are_there(case):
-    assert case.script()
-
-
-@pytest.mark.whole
-def test_every_reason_is_one_of_some_mutant():
-    texts = {stage: [one.difference()[1] for one in mutants.mutants(stage)]
-             for stage in LESSONS}
-    assert min(map(len, texts.values())) >= 100
-    for stages, pattern, why in mutants.EQUIVALENT:
-        assert any(re.search(pattern, text) for stage in
-                   stages.split() or LESSONS for text in texts[stage]), why
+def test_the_places_of_the_changes_are_there():
+    assert all(case.script() for case in CASES)
 
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=f"{case.stage}-{case.name}",
-                 marks=() if case in FIRST else pytest.mark.whole)
+                 marks=() if case.name in AT_ONCE else pytest.mark.whole)
     for case in SUITE])
 def test_a_script_of_the_table(case):
     passed, says, out = outcome(case)
@@ -237,28 +215,24 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
 
 
 @pytest.mark.whole
-def test_saved_during_the_check_without_a_home(tmp_path):
-    """It is read once, with what lies beside it, and nothing is left."""
+def test_saved_during_the_check_in_an_odd_place(tmp_path):
+    """It is read once, with what lies beside it, and nothing is left.
+
+    Without a home, in a shell of srun, in a folder with a long name.
+    """
     (tmp_path / "mine.py").write_text("from math import inf\n")
     script = plant(tmp_path, ("import math\n", "import math\nimport mine\n"))
-    run = start(script, tmp_path / "tmp", HOME="/dev/null/home",
-                XDG_CACHE_HOME="", XDG_CONFIG_HOME="")
+    temporary = tmp_path / ("long" * 25)
+    run = start(script, temporary, HOME="/dev/null/home", XDG_CACHE_HOME="",
+                XDG_CONFIG_HOME="", **IN_SRUN)
     assert "against the single-device" in run.stdout.readline()
     script.write_text("raise SystemExit(3)\n")
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
     assert "Right" in out.splitlines()[-1]
     assert "/dev/null" not in out and "matplotlib" not in out.lower()
-    assert not left_in(tmp_path / "tmp")
-    assert not os.path.exists("/proc") or not left_by(tmp_path / "tmp")
-
-
-@pytest.mark.whole
-def test_a_folder_with_a_long_name_and_a_shell_of_srun(tmp_path):
-    run = start(plant(tmp_path), tmp_path / ("long" * 25),
-                **IN_SRUN)
-    out, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, out
+    assert not left_in(temporary)
+    assert not os.path.exists("/proc") or not left_by(temporary)
 
 
 @pytest.mark.whole
@@ -295,15 +269,15 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
 
 
 @pytest.mark.whole
-def test_four_at_once(tmp_path):
+def test_three_at_once(tmp_path):
     """On a busy machine verdicts stay right, also that of a hang."""
     runs = []
-    for number, changes in enumerate([(), (FORWARD,), (HANG,), ()]):
+    for number, changes in enumerate([(), (FORWARD,), (HANG,)]):
         folder = tmp_path / str(number)
         folder.mkdir()
         runs.append(start(plant(folder, *changes), folder / "tmp"))
     outs = [run.communicate(timeout=280)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 1, 1, 0], outs
+    assert [run.returncode for run in runs] == [0, 1, 1], outs
     assert "gradients of step 0 differ" in outs[1]
     assert "it hangs: rank 0 waits in line" in outs[2]
 

@@ -78,17 +78,13 @@ def eager(data, tmp_path_factory):
 
 
 BLOCKS, FSDP2 = {"fsdp", "tp", "3d"}, ("--strategy", "fsdp2")
-slow = pytest.mark.whole
 
 
 @pytest.mark.parametrize(("stage", "flags"), [
-    ("std", ("--recompute",)), ("ddp", ()),
-    ("fsdp", ()), ("fsdp", ("--recompute",)),
-    ("tp", ("--recompute",)), ("3d", ()), ("lit", (*FSDP2, "--recompute")),
-    *(pytest.param(*case, marks=slow) for case in (
-        ("std", ()), ("ddp", ("--recompute",)), ("tp", ()),
-        ("3d", ("--recompute",)), ("lit", ()), ("lit", ("--recompute",)),
-        ("lit", FSDP2)))], ids=str)
+    ("std", ("--recompute",)), ("ddp", ()), ("fsdp", ("--recompute",)),
+    *(pytest.param(*case, marks=pytest.mark.whole) for case in (
+        ("fsdp", ()), ("tp", ("--recompute",)), ("3d", ()), ("lit", ()),
+        ("lit", (*FSDP2, "--recompute"))))], ids=str)
 def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
                                                flags):
     """Each step takes two microbatches; after the last come two more, the

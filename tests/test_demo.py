@@ -141,6 +141,7 @@ def test_two_at_once(texts, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.whole
 def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
     whole = tmp_path / "whole"
     begun = time.monotonic()

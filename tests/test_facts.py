@@ -265,15 +265,6 @@ def test_whether_the_larger_batch_scales_further():
     assert speedup["Max 1550, batch 256"] < speedup["Max 1550, batch 16"]
 
 
-def test_fsdp_is_not_kept_inside_a_node():
-    """start_here names what there is, and what it sends."""
-    text = (ROOT / "notebooks" / "start_here.ipynb").read_text()
-    for words in ("of one node or of many", "hybrid sharding",
-                  "context parallelism", "expert parallelism",
-                  "ZeRO-1 sends as many bytes as DDP"):
-        assert words in text, words
-
-
 def test_the_lesson_says_what_the_counts_are():
     text = (ROOT / "notebooks" / "collectives.ipynb").read_text()
     said = re.sub(r'[\s",]+|\\n', " ", text)

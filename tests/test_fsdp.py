@@ -51,8 +51,8 @@ class ShardsSeen:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_each_rank_keeps_a_part_of_everything(data, sizes, tmp_path, n):
+def test_each_rank_keeps_a_part_of_everything(data, sizes, tmp_path):
+    n = 4
     result = train("fsdp", tmp_path / "run", "--max-steps", 3, data=data,
                    world_size=n, observe=ShardsSeen())
     assert result.status == 0, result.err
@@ -76,18 +76,18 @@ L = 4  # blocks of preset tiny
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("n", "A"), [(2, 2)], ids=str)
 @pytest.mark.parametrize(("changes", "gathers", "scatters"), [
     (((SYNC, ""),), lambda A: A * (2 * L + 1), lambda A: A * (L + 1)),
     ((KEEP,), lambda A: A * (L + 1), lambda A: L + 1),
     ((KEEP, KEEP_LONGER), lambda A: L + 1, lambda A: L + 1),
 ], ids=["no-sync", "zero-2", "zero-2-kept"])
 def test_what_other_scripts_send(
-        data, sizes, tmp_path, n, A, changes, gathers, scatters):
+        data, sizes, tmp_path, changes, gathers, scatters):
     """Bytes that go in, on each rank, by the formulas of the lesson.
 
     The norm is an all-reduce of one number for each parameter.
     """
+    n = A = 2
     script = tmp_path / "train_gpt2.py"
     script.write_text(edit(FSDP.read_text(), *changes))
     ranks = Launch(
@@ -112,10 +112,9 @@ def test_what_other_scripts_send(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("n", [1, 4])
-def test_in_bf16_it_is_the_single_device(data, tmp_path, n):
+def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
-    agree_in_bf16("fsdp", tmp_path, data, 1e-4, 1e-2, world_size=n)
+    agree_in_bf16("fsdp", tmp_path, data, 1e-4, 1e-2, world_size=4)
 
 
 @pytest.mark.whole

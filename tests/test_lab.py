@@ -431,15 +431,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
         f"Ln {number}, Col 1", timeout=30_000)
 
-    # change by change: with each save the next one is in sight
-    for number in range(1, total):
-        script = Diff("ddp", STAGES["std"].solution)
-        lesson.paste(script.apply(range(1, number + 1)))
-        lesson.save()
-        lesson.expect(view.locator("h3").first).to_contain_text(
-            f"{number + 1} of {total}: ")
-        page.wait_for_function(IN_SIGHT, arg=".ws h3")
-
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))
@@ -467,8 +458,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.paste(ready)
     lesson.save()
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
-    checked = lesson.run('check("ddp")')
-    assert "4 processes" in checked and "FAIL" not in checked
 
     # again, from the start
     subprocess.run([sys.executable, "-m", "workshop", "reset", "std"],
@@ -573,7 +562,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
                  f"Done: all {total} changes are made")
         page.wait_for_function(READABLE, arg=words)
     go('check("ddp", 1)')
-    go('check("ddp")', "Right:")
+    go('check("ddp")', "Right: 1, 2 and 4 processes")
     go("slurm()")
     flags = " ".join(map(str, FLAGS)).replace("--data ", "--data ../../")
     cell = page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
@@ -612,7 +601,8 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo):
             ROOT / "notebooks" / f"{name}.ipynb", 4).cells
             if cell.cell_type == "code"]
         for index, source in enumerate(cells):
-            if not source.startswith(("#", "check(", "submit(", "train(")):
+            if not source.startswith((  # these show plain text, or a job
+                    "#", "check(", "submit(", "train(", "%%mpi")):
                 lesson.run_cell(page.locator(
                     ".jp-NotebookPanel:visible .jp-CodeCell").nth(index))
         lesson.can_be_read()

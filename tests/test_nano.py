@@ -17,7 +17,7 @@ DEMO = ROOT / "fineweb" / "demo"
 
 @pytest.mark.timeout(3600)  # a machine may have much else to do
 @pytest.mark.whole
-def test_a_quarter_of_the_default_run(tmp_path):
+def test_an_eighth_of_the_default_run(tmp_path):
     """It learns, and most of the words that it writes are real words.
 
     All 2,000 steps reach 1.89 bits per byte: the README's figure.
@@ -29,7 +29,8 @@ def test_a_quarter_of_the_default_run(tmp_path):
     env["OMP_NUM_THREADS"] = "1"
     end = subprocess.run(
         [sys.executable, ROOT / "code" / "train_gpt2.py", "--run",
-         tmp_path / "run", "--device", "cpu", "--max-steps", "500"],
+         tmp_path / "run", "--device", "cpu", "--max-steps", "250",
+         "--warmup-steps", "100", "--eval-every", "125"],
         env=env, capture_output=True, text=True)
     result = Result(tmp_path / "run",
                     [Rank(end.returncode, end.stdout, end.stderr)])
@@ -40,7 +41,7 @@ def test_a_quarter_of_the_default_run(tmp_path):
     assert val_losses == sorted(val_losses, reverse=True)
     bits = [float(word) for word in
             re.findall(r"bits/byte: ([\d.]+)", result.out)]
-    assert bits[-1] <= 2.45  # measured: 2.36
+    assert bits[-1] <= 2.65  # measured: 2.53
 
     encoding = vocabulary.load(DEMO)
     corpus = set()

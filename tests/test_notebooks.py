@@ -141,18 +141,6 @@ def test_a_tables_headings_name_rows_and_columns():
     assert re.findall("<td>(.*?)</td>", drawn) == ["20", "30"]
 
 
-@pytest.mark.whole
-def test_lesson_ddp_runs_with_the_environment_that_the_site_names(
-        repo, execute):
-    (repo / "site.sh").write_text(
-        f"WORKSHOP_VENV={sys.prefix}\n")
-    shown = execute("diff_ddp.ipynb")
-    assert shown["cadence()"].count("<rect") == 3 + 18 + 3 * 2 * 12
-    assert done("ddp") in shown['diff("ddp")']
-    checked = shown['check("ddp")']
-    assert "4 processes" in checked and "FAIL" not in checked, checked
-
-
 def test_lesson_ddp_says_what_is_wrong_in_a_line(
         repo, execute, monkeypatch):
     programs = repo / "bin"

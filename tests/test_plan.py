@@ -108,13 +108,6 @@ def test_the_files_that_the_guide_names_exist():
         assert (ROOT / name).exists(), name
 
 
-def test_what_fineweb_needs_is_installed_before_its_job():
-    steps = commands(GUIDE)
-    install, = (k for k, line in enumerate(steps)
-                if line.startswith("pip install -r fineweb/requirements.txt"))
-    assert steps[install + 1] == "sbatch batchfiles/batch-fineweb.sh"
-
-
 def test_all_sizes_are_for_the_instructor_alone():
     """Forty people with six jobs each, and what these leave."""
     file = ROOT / "batchfiles" / "all-sizes.sh"

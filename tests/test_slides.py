@@ -58,13 +58,6 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
         "course-60.md", "course-120.md", "training-at-scale.md"]
 
 
-def test_the_map_has_a_line_for_each_file():
-    found = (ROOT / "docs" / "map.md").read_text()
-    for path in (ROOT / "slides").glob("*.py"):
-        if path.name != "__init__.py":
-            assert re.search(rf"^  {re.escape(path.name)} ", found, re.M)
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -170,28 +163,6 @@ def test_the_lists_of_changes_are_in_three_groups(deck):
                      re.findall(r"(?:^|<br>)(\d+)\. ", row)]
             total = int(re.search(r"^## .*: (\d+) changes$", page, re.M)[1])
             assert found == list(range(1, total + 1))
-
-
-def test_the_checklist_is_on_two_slides():
-    for deck in ("course-60", "course-120"):
-        parts = [page for page in text.pages(DECKS[deck])
-                 if "## Take it home" in page]
-        assert len(parts) == 2
-        numbers = re.findall(r"^(\d+)\. ", "\n".join(parts), re.M)
-        points = re.findall(r"^(\d+)\. \[ \]", (
-            ROOT / "README.md").read_text(), re.M)
-        assert numbers == points
-
-
-def test_the_credits_are_on_a_slide():
-    readme = (ROOT / "README.md").read_text().partition("## Credits")[2]
-    names = re.findall(r"\[([^]]+)\]\(", readme)
-    assert len(names) > 5
-    for deck in ("course-60", "course-120"):
-        page, = (page for page in text.pages(DECKS[deck])
-                 if "## From whom we learned" in page)
-        for name in [*names, "Karpathy", "Raschka"]:
-            assert name in page, name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import edit, needs
+from conftest import needs
 from stages import train, with_layers
 
 from workshop.processes import launch
@@ -136,42 +136,6 @@ def test_a_step_waits_for_the_device_once_its_report_is_reduced(
             assert inside == [] and end == expected
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("mistake, seen", [
-    (("mean_loss += loss.detach()", "mean_loss += loss.item()"), "item"),
-    (("mean_loss += loss.detach()", "mean_loss += loss.detach().cpu()"),
-     "cpu"),
-    (("loss = loss / accumulation_steps",
-      "loss = loss / accumulation_steps if loss > 0 else loss"), "item"),
-])
-def test_a_wait_among_the_microbatches_is_seen(
-        data, tmp_path, mistake, seen):
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(edit(STAGES["std"].solution.read_text(), mistake))
-    rank, = launch(script, "--preset", "tiny", "--device", "cpu", "--data",
-                   data, "--run", tmp_path / "run", *FLAGS,
-                   observe=Waits(tmp_path))
-    assert rank.status == 0, rank.err
-    _, inside, _ = next(waits(tmp_path))
-    assert len(inside) >= 7 and set(inside) == {f"wait {seen}"}
-
-
-@pytest.mark.whole
-def test_a_wait_before_the_reduction_is_seen(data, tmp_path):
-    """torch.tensor() asks the device for the value of each tensor."""
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(edit(
-        STAGES["ddp"].solution.read_text(),
-        ("torch.stack((mean_loss, stop))",
-         "torch.tensor([mean_loss, stop], device=device)")))
-    for rank in launch(script, "--preset", "tiny", "--device", "cpu",
-                       "--data", data, "--run", tmp_path / "run", *FLAGS,
-                       world_size=2, observe=Waits(tmp_path)):
-        assert rank.status == 0, rank.err
-    _, _, end = next(waits(tmp_path))
-    assert end == ["update", "wait tensor", *REPORT]
-
-
 # ------------------------------------------------------- the reducer of eight
 
 
@@ -257,16 +221,6 @@ def test_every_gradient_is_sent_once_a_step(data, tmp_path):
         assert len(buckets) > 2 and sum(buckets) == seen["parameters"]
 
 
-def test_a_reduction_in_every_microbatch_is_seen(data, tmp_path):
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(edit(
-        STAGES["ddp"].solution.read_text(),
-        ("nullcontext() if is_last_microbatch else model.no_sync()",
-         "nullcontext()")))
-    seen = train_as_rank_of_eight(data, tmp_path, script=script)
-    assert seen["steps"] == [[seen["parameters"]] * 4] * 3
-
-
 @pytest.mark.whole
 def test_one_graph_and_no_recompilation(data, tmp_path):
     """DDP around the compiled model, with and without no_sync."""
@@ -278,25 +232,3 @@ def test_one_graph_and_no_recompilation(data, tmp_path):
     assert (seen["graphs"], seen["breaks"]) == (2, [])
 
 
-@pytest.mark.whole
-def test_a_graph_that_breaks_is_seen(data, tmp_path):
-    needs("g++")
-    script = with_layers(1, "ddp", tmp_path)
-    script.write_text(edit(
-        script.read_text(),
-        ("x = block(x)", "x = block(x); torch._dynamo.graph_break()")))
-    seen = train_as_rank_of_eight(data, tmp_path, "--compile", script=script)
-    assert seen["breaks"]
-
-
-@pytest.mark.whole
-def test_a_recompilation_is_seen(data, tmp_path):
-    needs("g++")
-    script = with_layers(1, "ddp", tmp_path)
-    script.write_text(edit(
-        script.read_text(),
-        ("batch.is_pinned())\n", "batch.is_pinned())\n"
-         "    if batch.sum() % 2:\n"
-         "        x, y = x[:, 1:], y[:, 1:]\n")))
-    with pytest.raises(AssertionError, match="ecompil"):
-        train_as_rank_of_eight(data, tmp_path, "--compile", script=script)

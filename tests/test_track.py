@@ -2,12 +2,12 @@
 
 import importlib.util
 import math
-import os
 import re
 import sys
 import time
 
 import pytest
+from conftest import needs
 from stages import FOLDER, train
 
 from backstage import track
@@ -95,15 +95,8 @@ def test_a_tool_that_is_not_installed_is_a_line(name, monkeypatch):
         track.check(name)
 
 
-def needs_package(name):
-    """Skip a test without it; in CI, where it is installed, fail."""
-    if importlib.util.find_spec(name) is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(
-            f"not installed: {name}")
-
-
 def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
-    needs_package("tensorboard")
+    needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )

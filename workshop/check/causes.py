@@ -1,18 +1,14 @@
 """Why an answer is not what it should be: the hints of the questions."""
 
 import ast
-import math
 import re
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
-from workshop.check.findings import (
-    fail,
-    shorten,
-)
-from workshop.check.observe import SAMPLES, T
+from workshop.check.findings import fail, shorten
+from workshop.check.observe import SAMPLES
 from workshop.check.trial import MINIBATCH, B
 from workshop.lesson import documents
 from workshop.stages import STAGES, find
@@ -134,22 +130,16 @@ def misread(trial, lists, start):
     for rank, offset in offsets.items():
         own = rank // mesh.tp % mesh.dp * size
         if offset != own:
-            known = spell(trial, offsets) if start == 0 else ""
             return (f"rank {rank} begins at sample "
                     f"{(start + offset) % SAMPLES}, not at sample "
-                    f"{(start + own) % SAMPLES}" + (
-                        f": its offset is {known}, not {name} * B"
-                        if known else ""), hint)
+                    f"{(start + own) % SAMPLES}", hint)
     for rank, stride in strides.items():
         if stride != right:
             begin = start + offsets[rank]
             here, there, wanted = ((begin + moved) % SAMPLES
                                    for moved in (0, stride, right))
-            known = spell(trial, strides)
             return (f"rank {rank} moves on from sample {here} to {there}, "
-                    f"not to {wanted}" + (
-                        f": its stride is {known}, not {world} * B"
-                        if known else ""), hint)
+                    f"not to {wanted}", hint)
     return None
 
 
@@ -158,38 +148,12 @@ def miscounted(trial, count):
     if count == MINIBATCH // trial.mesh.dp or trial.pipelined:
         return None
     world = "dp_size" if trial.flags else "world_size"
-    known = spell(trial, {0: MINIBATCH * B // count}, math.inf)
-    if known:
-        known = (": accumulation_steps is S // "
-                 f"{f'({known})' if ' ' in known else known}, not "
-                 f"S // ({world} * B)")
     return (f"a rank reads {count} of them, not "
-            f"{MINIBATCH // trial.mesh.dp}{known}",
+            f"{MINIBATCH // trial.mesh.dp}",
             "give the Trainer accumulate_grad_batches=accumulation_steps, "
             "which is S // (B * world_size)" if trial.by_trainer else
             f"the ranks share a minibatch: accumulation_steps is S // (B * "
             f"{world})")
-
-
-def spell(trial, values, period=SAMPLES):
-    """What has these values, as the script says it, "" if nothing has.
-
-    values: rank -> a number of samples, modulo the period.
-    """
-    mesh = trial.mesh
-    if not any(values.values()):
-        return "0"
-    names = ["B", "T", "rank", "world_size"]
-    names += ["dp_rank", "dp_size"] if trial.flags else []
-    for count in (1, 2, 3):
-        for chosen in combinations(names, count):
-            if all(value == math.prod({
-                    "B": B, "T": T, "rank": rank, "world_size": mesh.size,
-                    "dp_rank": rank // mesh.tp % mesh.dp, "dp_size": mesh.dp,
-                    }[name] for name in chosen) % period
-                   for rank, value in values.items()):
-                return " * ".join(sorted(chosen, key=str.isupper))
-    return ""
 
 
 def wrong_setting(name, key, value, good):

@@ -1,6 +1,5 @@
 """How a trial ended, where it did not end well: what happened, and why."""
 
-import ast
 import re
 import signal
 
@@ -189,13 +188,10 @@ def part_ways(trial):
         if other is None:
             continue
         said = [describe(rank, row[rank]) for rank in (0, other)]
-        hint = ""
-        for rank in (0, other):
-            hint = hint or guard_hint(trial, row[rank])
         return fail(
             f"the ranks part ways: {said[0]}, but {said[1]}",
-            hint or "all ranks have to call the same collectives in the same "
-            "order")
+            "all ranks have to call the same collectives in the same order: "
+            "none inside `if rank == 0:`")
     return None
 
 
@@ -212,32 +208,6 @@ def describe(rank, call):
     if called == "_wrapped_call_impl":  # of torch.nn.Module
         called = "a module"
     return f"rank {rank} calls {called or call['call']} in line {line}"
-
-
-def guard_hint(trial, call):
-    """A hint where the call stands under a condition on the rank."""
-    if call is None:
-        return ""
-    for line, _, called in call["lines"]:
-        test = rank_test(trial, line)
-        if test:
-            name = called or call["call"]
-            return (f"{name}() in line {line} is a collective, which all "
-                    f"ranks have to call: move it out of `{test}`")
-    return ""
-
-
-def rank_test(trial, line):
-    """The innermost condition on a rank that a line stands under, or ""."""
-    found = ""
-    for node in ast.walk(trial.tree()):
-        if isinstance(node, (ast.If, ast.IfExp)):
-            test = ast.unparse(node.test)
-            body = node.body if isinstance(node.body, list) else [node.body]
-            if "rank" in test and body[0].lineno <= line <= (
-                    body[-1].end_lineno):
-                found = f"if {test}:"
-    return found
 
 
 # ----------------------------------------------------------- ending too soon

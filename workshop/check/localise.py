@@ -35,18 +35,20 @@ def smallest(items, fails, beside=()):
 
 
 def find(items, symptom):
-    """The parts of the items that are wrong, each for itself: [[item, ...]].
+    """Yield the parts of the items that are wrong, each for itself.
 
     symptom(items): what shows that a script with these differences is wrong,
     or None. A part of the items may be wrong for another reason, such as a
     name that the other part defines: only what shows the same counts. It ends
     after `MOST` parts or `PATIENCE` seconds.
     """
-    parts, end = [], time.monotonic() + PATIENCE
-    while items and len(parts) < MOST and time.monotonic() < end:
+    end = time.monotonic() + PATIENCE
+    for _ in range(MOST):
+        if not items or time.monotonic() > end:
+            return
         seen = symptom(items)
         if seen in (None, symptom([])):
-            break  # it is not these: the lesson's script fails here as well
+            return  # it is not these: the lesson's script fails here as well
 
         def fails(some, seen=seen):
             return time.monotonic() < end and symptom(some) == seen
@@ -54,10 +56,9 @@ def find(items, symptom):
         alone = next((item for item in items if fails([item])), None)
         part = smallest(items, fails) if alone is None else [alone]
         if time.monotonic() > end:
-            break  # it may be larger than it has to be
-        parts.append(part)
+            return  # it may be larger than it has to be
+        yield part
         items = [item for item in items if item not in part]
-    return parts
 
 
 def rename(yours, goal):

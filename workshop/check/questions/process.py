@@ -47,6 +47,19 @@ def how_it_ends(trial, reference):
 def stage(trial, reference):
     """Whether it does at all what the stage is about."""
     shows = f"`python -m workshop diff {trial.stage}` shows what is left"
+    finding = (other_loop(trial, shows) or other_flags(trial, shows)
+               or (trial.shards and whole_model(trial, shows)))
+    if finding:
+        return finding
+    name = (trial.state or {}).get("stage")
+    if name not in (None, trial.stage):
+        return fail(f"the run calls itself {name}, not {trial.stage}",
+                    f'give its stage to the run: "{trial.stage}"')
+    return ok("it is the stage's script")
+
+
+def other_loop(trial, shows):
+    """A `Finding` where the steps are not made as the stage makes them."""
     if trial.by_trainer:
         if not trial.asked("fit"):
             return fail("it does not train with Lightning: trainer.fit() is "
@@ -74,20 +87,16 @@ def stage(trial, reference):
     elif trial.by_mpi and not any(call["lines"] for call in trial.calls(0)):
         return fail("it sends nothing by MPI: it is still the single-device "
                     "script", f"{shows} to change")
+    return None
+
+
+def other_flags(trial, shows):
     script = ast.unparse(trial.tree())
     for flag in trial.flags:
         if flag.strip("-").replace("-", "_") not in script:
             return fail(f"it has no {flag}: it is still another stage's "
                         "script", f"{shows} to change")
-    if trial.shards:
-        finding = whole_model(trial, shows)
-        if finding:
-            return finding
-    name = (trial.state or {}).get("stage")
-    if name not in (None, trial.stage):
-        return fail(f"the run calls itself {name}, not {trial.stage}",
-                    f'give its stage to the run: "{trial.stage}"')
-    return ok("it is the stage's script")
+    return None
 
 
 def whole_model(trial, shows):

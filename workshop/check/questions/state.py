@@ -15,23 +15,37 @@ def checkpoint(trial, reference):
         return fail("there is no checkpoint", "rank 0 saves every "
                     "--checkpoint-every steps and after the last one: "
                     "run.save(step + 1, raw_model, optimizer)")
-    mine, good = trial.state, reference.state
-    prefix = {name.removesuffix(plain) for name in mine["model"]
-              for plain in good["model"] if name.endswith("." + plain)}
-    inside = len(prefix) == 1 and len(mine["model"]) == len(good["model"])
-    strip = (lambda name: name.removeprefix(min(prefix))) if inside else (
-        lambda name: name)
-    model = {strip(name): weight for name, weight in mine["model"].items()}
-    if model.keys() != good["model"].keys():
-        odd = sorted(model.keys() ^ good["model"].keys())[0]
-        return fail(f"the checkpoint has other names ({odd})",
+    mine, good = trial.state["model"], reference.state["model"]
+    prefix = prefix_of(mine, good)
+    model, moments = ({name.removeprefix(prefix): value for name, value
+                       in part.items()} for part in (
+                           mine, state_of(trial.state)))
+    odd = sorted(model.keys() ^ good.keys())
+    if odd or "module." in prefix or "_orig_mod." in prefix:
+        return fail("the checkpoint has other names "
+                    f"({odd[0] if odd else min(mine)})",
                     "save the raw model, not its wrapper")
-    if inside and any(wrapper in min(prefix)
-                      for wrapper in ("module.", "_orig_mod.")):
-        return fail(f"the checkpoint has other names ({min(mine['model'])})",
-                    "save the raw model, not its wrapper")
-    if mine["step"] != STEPS:
-        return fail(f"the last checkpoint is of step {mine['step']}",
+    wrong = (off_in_time(trial, reference) or off_in_weights(model, good)
+             or off_in_moments(moments, state_of(reference.state)))
+    if wrong:
+        return wrong
+    if prefix:
+        return warn(f"the checkpoint's names begin with {prefix}",
+                    "other stages do not go on from it: save the model "
+                    "inside")
+    return ok("its checkpoints are the single device's")
+
+
+def prefix_of(mine, good):
+    """What all names have before the single device's, "" if not one thing."""
+    found = {name.removesuffix(plain) for name in mine for plain in good
+             if name.endswith("." + plain)}
+    return min(found) if len(found) == 1 and len(mine) == len(good) else ""
+
+
+def off_in_time(trial, reference):
+    if trial.state["step"] != STEPS:
+        return fail(f"the last checkpoint is of step {trial.state['step']}",
                     "save after the last step as well")
     if trial.saved != reference.saved:
         return fail(f"the checkpoints are of steps "
@@ -39,33 +53,34 @@ def checkpoint(trial, reference):
                     f"{' and '.join(reference.saved)}", "save every "
                     "--checkpoint-every steps, where a stop is requested, and "
                     "after the last step")
-    off = max((model[name].float() - weight.float()).abs().max().item()
-              for name, weight in good["model"].items())
-    if not off <= 0.02 * LEARNING_RATE:
-        return fail(f"the checkpoint's weights are off by up to {off:.1e}",
-                    "save the model that is trained, after its update")
-    moments = state_of(mine)
-    if not moments:
+    return None
+
+
+def off_in_weights(mine, good):
+    off = max((mine[name].float() - weight.float()).abs().max().item()
+              for name, weight in good.items())
+    if off <= 0.02 * LEARNING_RATE:
+        return None
+    return fail(f"the checkpoint's weights are off by up to {off:.1e}",
+                "save the model that is trained, after its update")
+
+
+def off_in_moments(mine, good):
+    if not mine:
         return fail("the checkpoint has no state of the optimizer",
                     "a resumed run needs it: run.save(step + 1, raw_model, "
                     "optimizer), with the optimizer that makes the updates")
-    for name in state_of(good):
-        name = next((key for key in moments if strip(key) == name), name)
-        if name not in moments:
+    for name in good:
+        if name not in mine:
             return fail(f"the checkpoint has no state of the optimizer for "
                         f"{name}", "save the optimizer that makes the "
                         "updates, with all its parameters")
-    off = moments_off(state_of(good), {
-        strip(name): entry for name, entry in moments.items()})
-    if off > 0.01:
-        return fail(f"the checkpoint's state of the optimizer is off by "
-                    f"{percent(off)}", "save the optimizer that makes the "
-                    "updates: run.save(step + 1, raw_model, optimizer)")
-    if inside:
-        return warn(f"the checkpoint's names begin with {min(prefix)}",
-                    "other stages do not go on from it: save the model "
-                    "inside")
-    return ok("its checkpoints are the single device's")
+    off = moments_off(good, mine)
+    if off <= 0.01:
+        return None
+    return fail(f"the checkpoint's state of the optimizer is off by "
+                f"{percent(off)}", "save the optimizer that makes the "
+                "updates: run.save(step + 1, raw_model, optimizer)")
 
 
 def moments_off(good, mine):

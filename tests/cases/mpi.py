@@ -1,0 +1,123 @@
+"""Scripts for the check of the lesson mpi."""
+
+from cases.case import CLIP, OWN_NAMES, right, wrong
+
+MPI_AVERAGE = "        average_gradients(raw_model, comm)  # once a step\n"
+MPI_REDUCE = ("        comm.Allreduce(MPI.IN_PLACE, gradient)  "
+              "# the sum over all ranks\n")
+MPI_SUM = "        comm.Allreduce(MPI.IN_PLACE, report)  # the sum"
+MPI_LOOP = """\
+    for weight in model.parameters():
+        gradient = weight.grad.cpu().numpy()
+        comm.Allreduce(MPI.IN_PLACE, gradient)  # the sum over all ranks
+        weight.grad.copy_(torch.from_numpy(gradient) / comm.size)
+"""
+MPI_FLAT = """\
+    gradients = [weight.grad for weight in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).numpy()
+    comm.Allreduce(MPI.IN_PLACE, flat)
+    parts = torch.from_numpy(flat / comm.size).split(
+        [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts):
+        gradient.copy_(part.view_as(gradient))
+"""
+MPI_BEGUN = """\
+    gradients = [weight.grad.numpy() for weight in model.parameters()]
+    MPI.Request.Waitall([comm.Iallreduce(MPI.IN_PLACE, gradient)
+                         for gradient in gradients])
+    for weight in model.parameters():
+        weight.grad /= comm.size
+"""
+MPI_RING = """\
+    for weight in model.parameters():
+        gradient = weight.grad.numpy()
+        parts = [gradient]
+        for _ in range(comm.size - 1):
+            part = np.empty_like(gradient)
+            EXCHANGE
+            parts.append(part)
+        in_order = [parts[(comm.rank - rank) % comm.size]
+                    for rank in range(comm.size)]  # the same sum everywhere
+        weight.grad.copy_(torch.from_numpy(sum(in_order)) / comm.size)
+"""
+NEXT = "(comm.rank + 1) % comm.size"
+BEFORE = "(comm.rank - 1) % comm.size"
+
+CASES = (
+    wrong("the single-device script", "mpi", "std",
+          "it sends nothing by MPI"),
+    # the gradients
+    wrong("Reduce for Allreduce", "mpi",
+          ((MPI_REDUCE, """\
+        comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
+"""),), "gradients of step 0 differ", suite=True),
+    wrong("averaged after clipping", "mpi",
+          ((MPI_AVERAGE, ""), (CLIP, CLIP + MPI_AVERAGE)),
+          "gradients of step 0 are off"),
+    wrong("rank 0 alone averages", "mpi",
+          ((MPI_AVERAGE, "        if rank == 0:\n            "
+            "average_gradients(raw_model, comm)\n"),),
+          "it hangs"),
+    wrong("sent to rank 0, not back", "mpi",
+          ((MPI_LOOP, """\
+    for weight in model.parameters():
+        parts = comm.gather(weight.grad)
+        if comm.rank == 0:
+            weight.grad.copy_(sum(parts) / comm.size)
+"""),), "gradients of step 0 differ"),
+    wrong("a blocking ring", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
+              f"comm.Recv(part, {BEFORE})")),),
+          "it hangs"),
+    # the others
+    wrong("Bcast inside if rank == 0", "mpi",
+          (("    first_step = run.restore", """\
+    if rank == 0:
+        for weight in raw_model.parameters():
+            comm.Bcast(weight.detach().numpy())
+    first_step = run.restore"""),),
+          "it hangs"),
+    wrong("the rank for the local rank", "mpi",
+          (("comm.Split_type(MPI.COMM_TYPE_SHARED).rank", "comm.rank"),),
+          "takes device 2, but it has local rank 0"),
+    right("the solution", "mpi", (), suite=True),
+    right("one flat buffer", "mpi", ((MPI_LOOP, MPI_FLAT),)),
+    right("allreduce in lower case", "mpi",
+          ((MPI_LOOP, """\
+    for weight in model.parameters():
+        total = comm.allreduce(weight.grad.cpu().numpy())
+        weight.grad.copy_(torch.from_numpy(total) / comm.size)
+"""),)),
+    right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),)),
+    right("averaged at every microbatch", "mpi",
+          ((MPI_AVERAGE, ""), ("            mean_loss += loss.detach()\n",
+           "            mean_loss += loss.detach()\n"
+           "            average_gradients(raw_model, comm)\n")),
+          "gradients are reduced 4.0 times a step"),
+    right("a ring of Isend and Recv", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"sent = comm.Isend(parts[-1], {NEXT})\n"
+              f"            comm.Recv(part, {BEFORE})\n"
+              "            sent.Wait()")),)),
+    right("a ring of Sendrecv", "mpi",
+          ((MPI_LOOP, MPI_RING.replace(
+              "EXCHANGE", f"comm.Sendrecv(parts[-1], {NEXT}, recvbuf=part, "
+              f"source={BEFORE})")),)),
+    right("the weights sent by rank 0", "mpi",
+          (("    first_step = run.restore", """\
+    for weight in raw_model.parameters():
+        comm.Bcast(weight.detach().numpy())
+    first_step = run.restore"""),)),
+    right("mpi4py by its own name, too", "mpi",
+          (("import torch\nfrom torch import nn\n", "import torch\n"
+            "from mpi4py import MPI as theirs\nfrom torch import nn\n"),)),
+    right("names of one's own", "mpi", (), names=OWN_NAMES),
+    right("two sums in place of one", "mpi",
+          (("        report = np.array([mean_loss.item(), "
+            "run.stop_requested])\n", ""), (MPI_SUM + " over all ranks\n", ""),
+           ("mean_loss, stop = (report / world_size).tolist()",
+            "stop = comm.allreduce(run.stop_requested, op=MPI.MAX)\n"
+            "        mean_loss = comm.allreduce(mean_loss.item()) / "
+            "world_size"))),
+)

@@ -1,0 +1,138 @@
+"""Scripts for the check of the lesson tp."""
+
+from cases.case import (
+    CLIP,
+    FSDP_SYNC,
+    MESH_NAMES,
+    OPTIMIZER,
+    OWN_MEAN,
+    TP_ATTENTION,
+    TP_LOSS,
+    right,
+    wrong,
+)
+
+TP_PLAN = """\
+    tp.parallelize_module(model, mesh, {
+        "transformer.wte": tp.RowwiseParallel(input_layouts=Replicate()),
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
+        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(),
+        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(),
+        "lm_head": tp.ColwiseParallel(use_local_output=False),
+    })
+"""
+TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
+       "  # tied again\n")
+TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
+MESH_SHARD = """\
+    # a part of each block goes to each device, and of what is in no block
+    for module in (*raw_model.transformer.h.children(), raw_model):
+        draw_weights(raw_model, module)
+        fully_shard(module, mesh=mesh["dp"])
+"""
+TP_CLIP = "        norm = clip_grad_norm(raw_model, 1.0, world_size)\n"
+HEADS = """\
+        qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
+"""
+BY_THREES = """\
+        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2)
+                   for part in self.c_attn(x).chunk(3, dim=-1))
+"""
+# the norm by hand: the squares of what a rank has, times a factor
+BY_SQUARES = """\
+        weights = list(raw_model.parameters())
+        square = sum(w.grad.to_local().square().sum() for w in weights)
+{reduce}        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(weights, 1.0, norm, foreach=False)
+"""
+NOT_SUMMED = """\
+    def keep(module, inputs):
+        inputs[0].requires_grad and inputs[0].register_hook(
+            lambda grad: DTensor.from_local(
+                grad.to_local(), grad.device_mesh, [Replicate()]))
+
+    for block in model.transformer.h:
+        block.attn.c_attn.register_forward_pre_hook(keep)
+        block.mlp.c_fc.register_forward_pre_hook(keep)
+"""
+
+CASES = (
+    # the changes of the lesson, each left out alone
+    wrong("no plan", "tp", ((TP_PLAN + TIE, "    pass\n"),),
+          ""),
+    wrong("not tied again", "tp", ((TIE, ""),),
+          "", suite=True),
+    wrong("not parallelized", "tp", ((TP_CALL, ""),), ""),
+    wrong("sharded over all ranks", "tp",
+          (('fully_shard(module, mesh=mesh["dp"])',
+            "fully_shard(module, mesh=dist.init_device_mesh("
+            "device.type, (world_size,)))"),), ""),
+    wrong("sharded before it is split", "tp",
+          ((TP_CALL, ""), (MESH_SHARD, MESH_SHARD + TP_CALL)), ""),
+    wrong("FSDP's norm", "tp",
+          ((TP_CLIP, CLIP),
+           ("norm = norm.item()", "norm = norm.full_tensor().item()")),
+          ""),
+    # another stage's script
+    wrong("the FSDP script", "tp", "fsdp", "it has no --tensor-parallel"),
+    # what runs to the end, and is wrong
+    wrong("c_attn in three parts", "tp", ((HEADS, BY_THREES),),
+          "gradients of step 0 are off"),
+    wrong("the gradient of an input not summed", "tp",
+          ((TIE, NOT_SUMMED + TIE),
+           ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"
+            )), "gradients of step 0 differ"),
+    wrong("the norm of the part", "tp",
+          ((TP_CLIP, BY_SQUARES.format(reduce="")),),
+          "gradients of step 0"),
+    wrong("reduced on all but the last microbatch", "tp",
+          ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
+          "gradients of step 0"),
+    wrong("the optimizer made before", "tp",
+          ((OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
+          "optimizer updates another model"),
+    right("the solution", "tp", (), suite=True),
+    right("the logits and the embedding whole", "tp",
+          (('        "transformer.wte": tp.RowwiseParallel('
+            "input_layouts=Replicate()),\n", ""),
+           ('        "lm_head": tp.ColwiseParallel(use_local_output=False),\n',
+            ""), (TIE, ""), (TP_LOSS, "return loss"),
+           ("logits.full_tensor()[:, :", "logits[:, :"))),
+    right("the MLPs alone", "tp",
+          ((TP_ATTENTION, ""),)),
+    right("SequenceParallel", "tp",
+          ((TP_PLAN, """\
+    parts = Shard(1)
+    tp.parallelize_module(model, mesh, {
+        "transformer.wte": tp.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=parts),
+        "transformer.wpe": tp.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0)),
+        "transformer.h.*.ln_1": tp.SequenceParallel(),
+        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(
+            input_layouts=parts),
+        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(
+            output_layouts=parts),
+        "transformer.h.*.ln_2": tp.SequenceParallel(),
+        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(input_layouts=parts),
+        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(
+            output_layouts=parts),
+        "transformer.ln_f": tp.SequenceParallel(),
+        "lm_head": tp.ColwiseParallel(
+            input_layouts=parts, use_local_output=False),
+    })
+"""), ("import Replicate\n", "import Replicate, Shard\n"),
+           ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
+            "known = idx[:, -self.config.block_size:]\n"
+            "            n = known.shape[1]\n"
+            "            logits = self(F.pad(known, (0, -n % 4)))[:, n - 1]\n"
+            ))),
+    right("the loss of gathered logits", "tp",
+          ((TP_LOSS, "return loss"),
+           ("logits.full_tensor()[:, :", "logits[:, :"),
+           ("use_local_output=False", "output_layouts=Replicate()"))),
+    right("names of one's own", "tp", (), names=MESH_NAMES),
+    right("a function for the mean over ranks", "tp", OWN_MEAN),
+)
