@@ -50,7 +50,7 @@ def main():
     elif args.command == "why":
         sys.exit(explain(args.job))
     elif args.command == "verify":
-        sys.exit(verify(args.program, args.n, args.steps))
+        sys.exit(verify(args.program, args.n, args.steps, args.resume_with))
     elif args.command == "update":
         update.main()
     elif args.command == "plot":
@@ -125,6 +125,9 @@ def parse():
                         help="the number of processes (2)")
     verify.add_argument("--steps", type=int, default=4,
                         help="how many updates are watched (4)")
+    verify.add_argument("--resume-with", metavar="FLAGS", help="check what a "
+                        "resume brings back, with these flags of the "
+                        'script: --resume-with="--resume"')
     verify.add_argument("program", nargs=argparse.REMAINDER,
                         metavar="-- SCRIPT FLAGS", help="the script, which "
                         "is not changed, and its own flags")
@@ -183,13 +186,13 @@ def explain(job):
     return ask_why(job)
 
 
-def verify(program, size, steps):
+def verify(program, size, steps, resume_with=None):
     """Hand over to what watches any script, which needs torch."""
     try:
         from workshop.verify.command import main as run_verify
     except ModuleNotFoundError as error:
         raise missing(error) from error
-    return 0 if run_verify(program, size, steps) else 1
+    return 0 if run_verify(program, size, steps, resume_with) else 1
 
 
 def export(run, folder):

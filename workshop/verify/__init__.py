@@ -6,5 +6,6 @@ unchanged, as one process and as two, for a few updates, and watches it:
     watch       what is recorded in each process: the check's observer, for
                 scripts that know nothing of the course
     questions   what is asked, causes before effects
+    resume      what a resume brings back
     command     runs the script, and prints the answers
 """

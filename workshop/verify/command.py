@@ -1,5 +1,6 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import shlex
 from pathlib import Path
 
 from backstage.errors import require
@@ -8,14 +9,16 @@ from workshop.check.command import Ending, Terminal, read_script, remove
 from workshop.stages import STAGES
 
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
+PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
-def main(program, size, steps):
+def main(program, size, steps, resume_with=None):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
-    processes. steps: how many updates are watched.
+    processes, and {run} the name of a run. steps: how many updates are
+    watched. resume_with: flags, in one string, that resume a run.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -24,24 +27,31 @@ def main(program, size, steps):
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
     data, out = read_script(script), Terminal()
-    preload = [*processes.PRELOAD,
-               *["lightning.pytorch"] * (b"lightning" in data)]
+    preload = [*processes.PRELOAD, *(module for module in PRELOAD
+                                     if module.split(".")[0].encode() in data)]
     with Ending() as ending:
         processes.get_server(preload)  # imports torch while this one does
         from workshop.check import trial
-        from workshop.verify import questions
+        from workshop.verify import questions, resume
 
         ending.folder = trial.name_folder()
         ending.folder.mkdir(mode=0o700)
         (ending.folder / "tmp").mkdir()
         try:
-            def try_out(size, steps, still=False):
-                return run(ending.folder, script, program[1:], size, steps,
-                           still, preload, out.say)
+            def try_out(size, steps, kind="", more=()):
+                return run(ending.folder, script, [*program[1:], *more], size,
+                           steps, kind, preload, out.say)
+
+            def resumes(case):
+                """what does a resume bring back?"""
+                return resume.verify(shlex.split(resume_with), try_out, case,
+                                     steps)
 
             out.say(f"{script.name} as 1 and as {size} processes, {steps} "
                     "updates on the CPU")
-            findings, not_seen = questions.verify(try_out, size, steps)
+            findings, not_seen = questions.verify(
+                try_out, size, steps,
+                [] if resume_with is None else [resumes])
         finally:
             remove(ending.folder)
     for finding in findings:
@@ -59,20 +69,23 @@ def main(program, size, steps):
     return not wrong
 
 
-def run(folder, script, flags, size, steps, still, preload, say):
+def run(folder, script, flags, size, steps, kind, preload, say):
     """Start the script once, under observation: a `Trial`."""
     import torch
 
     from workshop.check import trial
     from workshop.verify.watch import Watcher
 
-    seen = folder / f"{size}{'-still' * still}"
+    seen = folder / f"{size}-{kind}"
     seen.mkdir()
+    name = f"{size}-{'saved' if kind == 'resumed' else kind}".strip("-")
     launch = processes.Launch(
-        script, *(flag.replace("{n}", str(size)) for flag in flags),
-        world_size=size, observe=Watcher(seen, size, steps, still),
-        env=trial.quiet_environment(folder / "tmp"), preload=preload,
-        within=folder)
+        script, *(flag.replace("{n}", str(size)).replace("{run}", name)
+                  for flag in flags),
+        world_size=size, observe=Watcher(seen, size, steps, kind),
+        env=trial.quiet_environment(folder / "tmp") | {
+            "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
+        preload=preload, within=folder)
     patience = trial.Patience(launch, seen, None, say)
     patience.steps, patience.endless = steps, float("inf")
     patience.sleep, patience.allowed = SLEEP, SECONDS

@@ -26,13 +26,11 @@ HINTS = (
     ("finished reduction in the prior iteration", "some parameters get no "
      "gradient, for which DDP waits: remove them, or "
      "find_unused_parameters=True"),
-    ("SyncBatchNorm", "it needs a GPU: verify runs on the CPU, where plain "
-     "BatchNorm can stand in for it"),
     ("NVIDIA", RUNS_ON_CPU),
     ("CUDA", RUNS_ON_CPU),
     ("accelerator device", RUNS_ON_CPU),
-    ("exists", "verify runs it several times: {n} in a flag is the number of "
-     "processes, as in --run /tmp/run-{n}"),
+    ("exists", "verify runs it several times: {run} in a flag is another "
+     "name each time, as in --run /tmp/run-{run}"),
 )
 
 
@@ -69,10 +67,11 @@ class Case:
                 for value in self.together.asked(what, rank)]
 
 
-def verify(try_out, size, steps):
+def verify(try_out, size, steps, more=()):
     """Findings, and what was not seen: a list of texts.
 
-    try_out(size, steps, still) runs the script: a `Trial`.
+    try_out(size, steps, kind, more flags) runs the script: a `Trial`.
+    more: questions about a resume.
     """
     alone = try_out(1, steps)
     ended = how_it_ends(alone, "as one process ")
@@ -88,11 +87,11 @@ def verify(try_out, size, steps):
     findings = [ended] if ended else []
     kept = minibatch(case)
     if kept == size:
-        case.still = try_out(1, size, True)
+        case.still = try_out(1, size * steps, "still")
         if how_it_ends(case.still, ""):
             case.still, kept = None, "the third run failed"
     case.apart = kept if isinstance(kept, str) else ""
-    for one in QUESTIONS:
+    for one in (*QUESTIONS, *more):
         try:
             findings += one(case)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError,
@@ -101,7 +100,7 @@ def verify(try_out, size, steps):
                 f"verify cannot answer ({one.__doc__ or one.__name__}): "
                 f"{type(error).__name__}: {error}", "what the script leaves "
                 "there is not what verify knows"))
-    return findings, not_seen(case, steps)
+    return findings, not_seen(case, steps, more)
 
 
 def how_it_ends(trial, words):
@@ -179,8 +178,12 @@ def samples(case):
     texts = [ok(f"in each update the ranks read different samples "
                 f"({len(sets[0][0])} each)")]
     again = repeated([set.union(*one) for one in sets])
-    before = repeated([set(update["samples"]) for update
-                       in case.alone.seen[0]["updates"]])
+    group = case.size if case.still else 1
+    alone = [set(update["samples"]) for update in (
+        case.still or case.alone).seen[0]["updates"]
+        if update["optimizer"] == 0]
+    before = repeated([set.union(*alone[i:i + group])
+                       for i in range(0, len(alone), group)])
     words = (f"{percent(again)} of the samples were read in an earlier update "
              f"as well, with one process {percent(before)}")
     if again > before + 0.05:
@@ -268,6 +271,14 @@ def start(case):
                          f"0: {named(case, whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
                          "DDP, which sends rank 0's")]
+    mine, alone = assemble(firsts[0]), assemble([
+        case.alone.seen[0]["updates"][0]["before"]])
+    alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
+                in alone.tensors.items() if name in mine.tensors)
+    if alike and mine.error(alone) > 1e-6:
+        return [(fail if firsts[0][0]["sharded"] else warn)(
+            "they are not the first weights of one process", "the same seed "
+            "on all ranks right before the model is made")]
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state, *_ in firsts)
     return [ok(f"all ranks begin with the same weights ({count} parameters)")]
@@ -411,7 +422,7 @@ def same(case):
     if case.still:
         mine, good = mine[:1], [
             update for update in case.still.seen[0]["updates"]
-            if update["optimizer"] == 0]
+            if update["optimizer"] == 0][:case.size]
     why = reason(case)
     findings = []
     for what in (loss_error, gradient_error, weight_error):
@@ -492,7 +503,7 @@ def weight_error(case, updates, alone, step):
         return None
     way = (flat(good, keys) - flat(begin, keys)).norm().clamp(min=1e-30)
     error = ((flat(mine.tensors, keys) - flat(good, keys)).norm() / way).item()
-    return error, UPDATE * case.loosely, (
+    return error, min(0.5, UPDATE * case.loosely), (
         f"the weights are off by {percent(error)} of the way that one process "
         "has gone")
 
@@ -556,10 +567,10 @@ QUESTIONS = (start, samples, samplers, reductions, unused, equal, mean, same,
              buffers, files)
 
 
-def not_seen(case, steps):
+def not_seen(case, steps, resumes):
     seen = case.together.seen
     texts = [f"anything after update {steps - 1}: the end of an epoch, "
-             "validation, checkpoints, resuming",
+             "validation" + ", checkpoints, resuming" * (not resumes),
              "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
              "and without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "

@@ -8,6 +8,7 @@ the check, and RANK.pt, a dictionary:
     dropout   whether it was switched off
     batchnorm whether statistics of a microbatch enter the loss
     low       whether it computes in bf16 or fp16
+    saved     how many updates were recorded when it had saved something
     asked, written  as in the check
 """
 
@@ -15,6 +16,7 @@ import functools
 import hashlib
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -33,23 +35,27 @@ class Watcher(Observer):
     """A function of the rank for `workshop.processes.Launch`.
 
     size: the number of processes. steps: after so many updates of the first
-    optimizer the process ends. still: whether nothing is updated, so that
-    all gradients are those of the first weights.
+    optimizer the process ends. kind: "still" if nothing is to be updated, so
+    that all gradients are those of the first weights; "saved" if it ends as
+    soon as each optimizer has its gradients for the first update after
+    torch.save(); "resumed" if it goes on from there.
     """
 
-    def __init__(self, folder, size, steps, still=False):
+    def __init__(self, folder, size, steps, kind=""):
         super().__init__(folder, folder)
-        self.size, self.steps, self.still = size, steps, still
+        self.size, self.steps, self.kind = size, steps, kind
 
     def __call__(self, rank):
         self.optimizers, self.made = [], Counter()
         self.modules, self.parameters, self.local = {}, {}, {}
         self.inside = self.finished = self.recorded = False
+        self.since = set()  # optimizers with gradients since it has saved
         return super().__call__(rank)
 
     def nothing_seen(self):
         return {"updates": [], "names": {}, "dropout": False,
-                "batchnorm": False, "low": False, "asked": [], "written": []}
+                "batchnorm": False, "low": False, "saved": None,
+                "asked": [], "written": []}
 
     def finish(self):
         if not self.finished:
@@ -89,6 +95,7 @@ class Watcher(Observer):
             setattr(nn.utils, name, clip)
         self.watch_modules()
         self.watch_dropout()
+        self.watch_batchnorm()
         backward, begin, set_epoch = (
             torch.Tensor.backward, DistributedSampler.__iter__,
             DistributedSampler.set_epoch)
@@ -200,6 +207,7 @@ class Watcher(Observer):
 
         self.seen["batchnorm"] |= any(
             isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            and not isinstance(part, torch.nn.SyncBatchNorm)
             and part.training for part in module.modules())
         self.seen["low"] |= torch.is_autocast_enabled("cpu") or any(
             weight.dtype in (torch.bfloat16, torch.float16)
@@ -220,7 +228,10 @@ class Watcher(Observer):
         self.pending += [row.hexdigest() for row in rows]
 
     def watch_dropout(self):
-        """Switch it off: it draws other numbers on each rank."""
+        """Switch it off: it draws other numbers on each rank.
+
+        It still draws one, which moves the generator on.
+        """
         import torch
         from torch.nn import functional as F
 
@@ -234,6 +245,7 @@ class Watcher(Observer):
                                0.5 if key == "p" else 0.0)
                 if p > 0 and torch.is_grad_enabled():
                     self.seen["dropout"] = True
+                    torch.rand(1)
                 if args[place:]:
                     args[place] = 0.0
                 else:
@@ -245,6 +257,30 @@ class Watcher(Observer):
         for name in DROPOUTS:
             quiet(name, 1, "p")
         quiet("scaled_dot_product_attention", 4, "dropout_p")
+
+    def watch_batchnorm(self):
+        """PyTorch's SyncBatchNorm needs a GPU: here it gathers the samples.
+        """
+        import torch
+        from torch import distributed as dist
+        from torch.distributed.nn.functional import all_gather
+        from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+        from torch.nn.parallel import DistributedDataParallel
+
+        forward = SyncBatchNorm.forward
+
+        @functools.wraps(forward)
+        def visible_forward(norm, x):
+            if not (norm.training and dist.is_initialized()):
+                return forward(norm, x)
+            group = norm.process_group or dist.group.WORLD
+            parts = all_gather(x, group)
+            whole = _BatchNorm.forward(norm, torch.cat(parts))
+            return whole.split(list(map(len, parts)))[dist.get_rank(group)]
+
+        SyncBatchNorm.forward = visible_forward
+        DistributedDataParallel._passing_sync_batchnorm_handle = (
+            lambda ddp, module: None)  # it refuses a CPU
 
     # ----------------------------------------------------------- updates
 
@@ -289,6 +325,10 @@ class Watcher(Observer):
             self.optimizers.append(optimizer)
         if self.made[number] == self.steps:
             self.leave()
+        if self.kind == "saved" and os.path.exists(f"{self.folder}/saved"):
+            self.since.add(number)
+            if self.seen["saved"] is None:
+                self.seen["saved"] = len(self.seen["updates"])
         weights = {f"{number}.{i}": weight for i, weight in enumerate(
             weight for group in optimizer.param_groups
             for weight in group["params"])}
@@ -312,12 +352,19 @@ class Watcher(Observer):
             "reduced": self.reduced, "bytes": self.bytes,
             "calls": self.calls,
             "late": self.late,
-            "before": state(thin) if not self.made[number] else None,
+            "before": state(thin) if not self.made[number] or self.since
+            else None,
             "gradients": state(lambda weight: self.unclipped.get(
                 id(weight), thin(weight.grad))),
             "local": state(lambda weight: self.local.get(id(weight)))})
+        if self.kind in ("saved", "resumed"):
+            self.seen["updates"][-1] |= {
+                "kept": parts.describe(kept(optimizer, weights)),
+                "random": random_states()}
         self.made[number] += 1
-        if self.still:
+        if len(self.since) == len(self.optimizers):
+            self.leave()
+        if self.kind == "still":
             for weight in weights.values():
                 weight.grad = None  # an optimizer leaves such a weight alone
         self.weights = state
@@ -335,6 +382,20 @@ class Watcher(Observer):
 
     # ------------------------------------------------------------- files
 
+    def watch_files(self):
+        import torch
+
+        super().watch_files()
+        save = torch.save
+
+        @functools.wraps(save)
+        def visible_save(*args, **kwargs):
+            save(*args, **kwargs)
+            if self.made:
+                Path(f"{self.folder}/saved").touch()
+
+        torch.save = visible_save
+
     def is_output(self, path):
         path = os.path.abspath(path)
         return not (path.startswith(os.path.dirname(self.folder))
@@ -349,6 +410,30 @@ def is_wrapper(module):
             or hasattr(module, "_orig_mod")
             or any(base.__name__ == "LightningModule"
                    for base in type(module).__mro__))
+
+
+def kept(optimizer, weights):
+    """What an optimizer keeps for its parameters: (name, tensor) pairs."""
+    import torch
+
+    for key, weight in weights.items():
+        for name, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(float(value))
+            if isinstance(value, torch.Tensor):
+                yield f"{key} {name}", thin(value)
+
+
+def random_states():
+    """Of each generator of random numbers, a digest of its state."""
+    import torch
+
+    states = {"PyTorch's": torch.get_rng_state().tolist(),
+              "Python's": random.getstate(),
+              "NumPy's": sys.modules["numpy"].random.get_state()
+              if "numpy" in sys.modules else None}
+    return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
+            for name, state in states.items()}
 
 
 def thin(tensor):

@@ -1,0 +1,461 @@
+"""Scripts in twelve styles for `verify`, each right, and each with mistakes.
+
+    python tests/verify_cases.py             all of them, in some minutes
+    python tests/verify_cases.py gan resume  those so called
+
+A right script must not be refused, and of a mistake the answer has to hold the
+given words, which it must not hold of the right one. What came of the last run
+of all stands in verify_cases.txt. To extend the table, add an entry.
+"""
+
+import contextlib
+import io
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import edit
+
+HERE = Path(__file__).resolve().parent
+
+
+def read(name):
+    return (HERE / "foreign" / f"{name}.py").read_text()
+
+
+DDP = read("ddp")
+BY_HAND = edit(
+    DDP, ("model = DDP(nn.Sequential(", "model = (nn.Sequential("),
+    ("        loss.backward()\n", """        loss.backward()
+        for weight in model.parameters():
+            dist.all_reduce(weight.grad)
+            weight.grad /= size
+"""))
+IMAGES = edit(
+    DDP, ("torch.randn(640, 10, gen", "torch.randn(640, 3, 8, 8, gen"),
+    ("nn.Linear(10, 900), nn.ReLU(), nn.Dropout(0.2),",
+     "nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.ReLU(),"),
+    ("nn.Linear(900, 1)", "nn.Linear(144, 1)"))
+IN_SYNC = edit(
+    IMAGES, ("model = DDP(nn.Sequential(", "model = DDP(nn.SyncBatchNorm."
+             "convert_sync_batchnorm(nn.Sequential("), ("144, 1)", "144, 1))"))
+TWO = edit(
+    DDP, ("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+          """class Both:
+    def __init__(self, *optimizers): self.optimizers = optimizers
+    def zero_grad(self): [one.zero_grad() for one in self.optimizers]
+    def step(self): [one.step() for one in self.optimizers]
+first, *others = model.parameters()
+optimizer = Both(torch.optim.AdamW([first], lr=1e-3),
+                 torch.optim.SGD(others, lr=0.1))"""))
+STYLES = {"DDP": DDP, "by hand": BY_HAND, "images": IMAGES,
+          "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
+          "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
+    style: read(name) for style, name in (
+        ("nanoGPT", "nano"), ("minGPT", "mingpt"),
+        ("Accelerate", "accelerated"), ("HF Trainer", "hf"),
+        ("Lightning", "lightning_trainer"), ("FSDP2", "fsdp2"),
+        ("GAN", "gan"), ("workers", "stream"), ("GradScaler", "amp"))}
+FLAGS = {"minGPT": ["snapshot-{run}.pt"], "HF Trainer": ["run-{run}"],
+         "starter": ["--run", "run-{run}", "--checkpoint-every", "2"]}
+RESUMES = {"starter": "--resume", "HF Trainer": "resume", "minGPT": ""}
+
+
+@dataclass(frozen=True)
+class Case:
+    style: str
+    mistake: str  # "" where it is right
+    says: tuple  # words of the answer
+    changes: tuple = ()  # pairs (old, new)
+    suite: bool = False  # differs in kind: pytest runs it, too
+    resumes: bool = False
+
+    @property
+    def name(self):
+        return (f"{self.style}{' resume' * self.resumes}: "
+                f"{self.mistake or 'right'}")
+
+
+def right(style, *says, suite=False, resumes=False):
+    return Case(style, "", says, (), suite, resumes)
+
+
+def wrong(style, mistake, says, *changes, suite=False, resumes=False):
+    return Case(style, mistake, (says,), changes, suite, resumes)
+
+
+def outcome(case, folder):
+    """(exit status, what it prints), run in an empty folder."""
+    from workshop.__main__ import verify
+
+    script = Path(folder, "their_train.py")
+    text = edit(STYLES[case.style], *case.changes)
+    script.write_text(text)
+    out = io.StringIO()
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out):
+            status = verify([str(script), *FLAGS.get(case.style, [])], 2, 4,
+                            RESUMES[case.style] if case.resumes else None)
+    finally:
+        os.chdir(before)
+    assert script.read_text() == text
+    return status, out.getvalue()
+
+
+def problem(case, status, out):
+    """What is not as the case says, "" where all is."""
+    if not case.mistake and (status or "FAIL" in out):
+        return "refused"
+    if status != ("FAIL" in out):
+        return f"status {status}"
+    missing = [words for words in case.says if words not in out]
+    if missing:
+        return f"not named: {missing[0]}"
+    for other in CASES:
+        if not case.mistake and other.mistake and (
+                case.style, case.resumes) == (other.style, other.resumes):
+            if other.says[0] in out:
+                return f"named though it is right: {other.says[0]}"
+    return ""
+
+
+def run(words):
+    """Try those so called; whether all came out as expected."""
+    chosen = [case for case in CASES
+              if all(word in case.name for word in words)]
+    begin, bad, report = time.time(), [], []
+    for case in chosen:
+        start = time.time()
+        with tempfile.TemporaryDirectory(prefix="case-") as folder:
+            status, out = outcome(case, folder)
+        odd = problem(case, status, out)
+        if odd:
+            bad.append(case)
+            print(out)
+        lines = [line.strip() for line in out.splitlines()]
+        says = (next((line for line in lines if case.says[0] in line), "")
+                if case.mistake else lines[-1])
+        report += [f"{'NO ' if odd else 'yes'} {case.name} "
+                   f"({time.time() - start:.0f} s)", f"      {says}"]
+        report += [f"      -- {odd}"] * bool(odd)
+        print(*report[-2 - bool(odd):], sep="\n", flush=True)
+    count = sum(bool(case.mistake) for case in chosen)
+    named = count - sum(bool(case.mistake) for case in bad)
+    refused = len(bad) - count + named
+    summary = (f"{time.strftime('%Y-%m-%d')}: {named} of {count} mistakes "
+               f"named, {refused} of {len(chosen) - count} right scripts "
+               f"refused, {(time.time() - begin) / 60:.0f} minutes, Python "
+               f"{platform.python_version()}")
+    print(summary)
+    if not words:
+        (HERE / "verify_cases.txt").write_text(
+            "\n".join([summary, *report]) + "\n")
+    return not bad
+
+
+STEP = "        optimizer.step()\n"
+LOADER = ", sampler=sampler)"
+SAME_SAMPLES = "FAIL  all 2 ranks read the same samples"
+NOT_REDUCED = "FAIL  gradients are not reduced"
+AROUND = "call model(...), not model.module(...)"
+AS_ONE = "gradients agree with a single process"
+MULTIPLIED = "an update has 16 samples, with one process 8"
+
+CASES = [
+    right("DDP", "an update has 32 samples, as with one process",
+          "gradients are the mean of the ranks' own", AS_ONE,
+          "weights, by the length of their way, agree",
+          "dropout: it was switched off", suite=True),
+    wrong("DDP", "all read the same", SAME_SAMPLES,
+          ("loader = DataLoader(dataset, batch_size=32 // size, "
+           "sampler=sampler)",
+           "loader = DataLoader(dataset, batch_size=32 // size)"), suite=True),
+    wrong("DDP", "minibatch multiplied", "warn  an update has 64 samples, "
+          "with one process 32; the learning rate is the same",
+          ("32 // size", "32"), suite=True),
+    wrong("DDP", "around the wrapper", AROUND, ("model(x)",
+                                                "model.module(x)")),
+    wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
+          "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", ""),
+          suite=True),
+    wrong("DDP", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
+          (STEP, "        if rank == 0: optimizer.step()\n")),
+    wrong("DDP", "unused parameters", "find_unused_parameters=True",
+          ("model = DDP(nn", "model = (nn"),
+          ("optimizer = torch", "model.odd = nn.Parameter(torch.zeros(3))\n"
+           "model = DDP(model)\noptimizer = torch"), suite=True),
+    wrong("DDP", "all write", "FAIL  several ranks write log.txt",
+          (STEP, STEP + "        open('log.txt', 'a').write('x')\n"),
+          suite=True),
+    wrong("DDP", "all print", "warn  several ranks print the same lines",
+          (STEP, STEP + "        print('step', epoch)\n"), suite=True),
+    wrong("DDP", "another learning rate", "FAIL  in update 0 the weights are "
+          "off", ("lr=0.1", "lr=0.1 * size"), suite=True),
+    wrong("DDP", "samplers of their own", "FAIL  the ranks' "
+          "DistributedSamplers have different seeds",
+          ("DistributedSampler(dataset)",
+           "DistributedSampler(dataset, seed=rank)"), suite=True),
+    wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
+          ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
+           "        if rank == 0 and size > 1: dist.barrier()\n"),
+          suite=True),
+
+    right("by hand", AS_ONE, "gradients are reduced once an update"),
+    wrong("by hand", "seeds that differ", "FAIL  rank 1 begins with other "
+          "weights than rank 0: 0.weight",
+          ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel"), suite=True),
+    wrong("by hand", "not reduced", NOT_REDUCED,
+          ("            dist.all_reduce(weight.grad)\n", "")),
+    wrong("by hand", "summed", "FAIL  in update 0 the gradients are the sum "
+          "over all ranks, not the mean",
+          ("            weight.grad /= size\n", ""), suite=True),
+    wrong("by hand", "broadcast", "FAIL  in update 0 all ranks have the "
+          "gradients of rank 0 alone",
+          ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
+           "dist.broadcast(weight.grad, 0)"), suite=True),
+    wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
+          "they are reduced", ("        nn.utils.clip_grad_norm_("
+                               "model.parameters(), 0.5)\n", ""),
+          ("        loss.backward()\n", "        loss.backward()\n        "
+           "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"),
+          suite=True),
+    wrong("by hand", "divided twice", "the gradients are 0.5 times those of "
+          "one process", ("mse_loss(model(x), y)",
+                          "mse_loss(model(x), y) / size"), suite=True),
+
+    right("nanoGPT", "the ranks read different samples",
+          "gradients are the mean of the ranks' own"),
+    wrong("nanoGPT", "the same seed", "samples are read by several ranks in "
+          "the same update",  # rank 0 alone evaluates, and then draws others
+          ("manual_seed(1337 + seed_offset)", "manual_seed(1337)"),
+          suite=True),
+    wrong("nanoGPT", "never reduced", NOT_REDUCED,
+          ("                micro_step == gradient_accumulation_steps - 1)",
+           "                False)")),
+    wrong("nanoGPT", "always reduced", "warn  gradients are reduced 3 times",
+          ("                micro_step == gradient_accumulation_steps - 1)",
+           "                True)"), suite=True),
+    wrong("nanoGPT", "around the wrapper", AROUND,
+          ("logits = model(X)", "logits = raw_model(X)"), suite=True),
+
+    right("minGPT", "an update has 32 samples, with one process 16", AS_ONE),
+    wrong("minGPT", "no set_epoch", "set_epoch was not called",
+          ("        self.train_loader.sampler.set_epoch(epoch)\n", "")),
+    wrong("minGPT", "all read the same", SAME_SAMPLES,
+          ("DistributedSampler(dataset))",
+           "DistributedSampler(dataset, 1, 0))")),
+    wrong("minGPT", "all save", "FAIL  several ranks write snapshot-2.pt",
+          ("if self.global_rank == 0 and epoch", "if epoch")),
+    wrong("minGPT", "an optimizer of another model", "parameters got no "
+          "gradient", ("Trainer(config, model, opt",
+                       "Trainer(config, GPT(), opt")),
+    wrong("minGPT", "around the wrapper", AROUND,
+          ("loss = self.model(source", "loss = self.model.module(source")),
+
+    right("Accelerate", "an update has 32 samples, with one process 16",
+          AS_ONE),
+    wrong("Accelerate", "the loader not prepared", SAME_SAMPLES,
+          ("        model, optimizer, loader, scheduler)",
+           "        model, optimizer, scheduler)"),
+          ("    model, optimizer, loader, scheduler = accelerator.prep",
+           "    model, optimizer, scheduler = accelerator.prep")),
+    wrong("Accelerate", "the model not prepared", NOT_REDUCED,
+          ("        model, optimizer, loader, scheduler)",
+           "        optimizer, loader, scheduler)"),
+          ("    model, optimizer, loader, scheduler = accelerator.prep",
+           "    optimizer, loader, scheduler = accelerator.prep")),
+    wrong("Accelerate", "around the wrapper", AROUND,
+          ("outputs = model(inputs)",
+           "outputs = accelerator.unwrap_model(model)(inputs)")),
+    wrong("Accelerate", "all save", "FAIL  several ranks write model.pt",
+          ("                optimizer.zero_grad()\n",
+           "                optimizer.zero_grad()\n                torch.save("
+           "accelerator.get_state_dict(model), 'model.pt')\n")),
+
+    right("HF Trainer", MULTIPLIED, AS_ONE, suite=True),
+    wrong("HF Trainer", "around the wrapper", AROUND,
+          ("outputs = model(**inputs)", "outputs = self.model(**inputs)")),
+    wrong("HF Trainer", "its own loader", SAME_SAMPLES,
+          ("    def compute_loss(", "    def get_train_dataloader(self):\n"
+           "        return torch.utils.data.DataLoader(\n"
+           "            self.train_dataset, batch_size=8)\n\n"
+           "    def compute_loss(")),
+    wrong("HF Trainer", "all print", "warn  several ranks print the same "
+          "lines", ("if state.is_world_process_zero:", "if True:")),
+    wrong("HF Trainer", "a callback changes rank 1", "FAIL  after update 1 "
+          "the weights of rank 1 are not rank 0's",
+          ("        if state.is_world_process_zero:\n",
+           "        if not state.is_world_process_zero:\n"
+           "            kwargs['model'].lm_head.weight.data *= 1.01\n"
+           "        if state.is_world_process_zero:\n")),
+
+    right("Lightning", MULTIPLIED, AS_ONE, suite=True),
+    wrong("Lightning", "no sampler", SAME_SAMPLES,
+          ('strategy="ddp",', 'strategy="ddp", use_distributed_sampler=False,'
+           )),
+    wrong("Lightning", "each alone", NOT_REDUCED,
+          ('devices=int(os.environ["WORLD_SIZE"]),\n        strategy="ddp",',
+           'devices=1,'), (", plugins=[TorchElasticEnvironment()]", "")),
+    wrong("Lightning", "seeds that differ", "FAIL  rank 1 begins with other "
+          "weights than rank 0",
+          ("    def configure_optimizers", "    def on_train_start(self):\n"
+           "        torch.manual_seed(self.global_rank)\n"
+           "        self.layer.reset_parameters()\n\n"
+           "    def configure_optimizers")),
+    wrong("Lightning", "all write", "FAIL  several ranks write loss.txt",
+          ("        return loss\n", "        open('loss.txt', 'a').write('x')"
+           "\n        return loss\n")),
+
+    right("FSDP2", "weights, by the length of their way, agree",
+          "what each rank alone has computed of the gradients", suite=True),
+    wrong("FSDP2", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("FSDP2", "another learning rate", "FAIL  in update 0 the weights "
+          "are off", ("lr=1e-3", "lr=1e-3 * size"), suite=True),
+    wrong("FSDP2", "seeds that differ", "FAIL  they are not the first weights "
+          "of one process", ("torch.manual_seed(0)",
+                             "torch.manual_seed(dist.get_rank())"),
+          suite=True),
+    wrong("FSDP2", "clipped by the norm of its part", "FAIL  in update 0 the "
+          "weights are off", ("        nn.utils.clip_grad_norm_("
+                              "model.parameters(), 0.5)\n", """\
+        mine = [weight.grad.to_local() for weight in model.parameters()]
+        norm = torch.stack([grad.norm() for grad in mine]).norm()
+        for grad in mine:
+            grad *= (0.1 / norm).clamp(max=1)
+"""), ("torch.optim.AdamW(model.parameters(), lr=1e-3)",
+       "torch.optim.SGD(model.parameters(), lr=1e-1)")),
+
+    right("images", "BatchNorm's running statistics differ between the ranks",
+          "BatchNorm takes the mean over the samples of one process",
+          suite=True),
+    wrong("images", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("images", "no wrapper", NOT_REDUCED, ("model = DDP(nn",
+                                                "model = (nn")),
+    wrong("images", "clipped first", "gradients are clipped "
+          "before they are reduced", ("model = DDP(nn", "model = (nn"),
+          ("0.5)\n", "0.5)\n        for weight in model.parameters():\n"
+           "            dist.all_reduce(weight.grad)\n"
+           "            weight.grad /= size\n")),
+    wrong("images", "minibatch multiplied", "warn  an update has 64 samples",
+          ("32 // size", "32")),
+    right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks",
+          suite=True),
+
+    right("two optimizers", AS_ONE,
+          "weights, by the length of their way, agree", suite=True),
+    wrong("two optimizers", "around the wrapper", NOT_REDUCED,
+          ("model(x)", "model.module(x)")),
+    wrong("two optimizers", "one of them on rank 0",
+          "FAIL  rank 1 makes 4 updates",
+          ("[one.step() for one in self.optimizers]",
+           "[one.step() for one in self.optimizers[:2 - rank]]"), suite=True),
+    wrong("two optimizers", "a rate of its own", "FAIL  after update 0 the "
+          "weights of rank 1 are not rank 0's",
+          ("AdamW([first], lr=1e-3)", "AdamW([first], lr=1e-3 * (1 + rank))")),
+    wrong("two optimizers", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+
+    right("GAN", "weights are equal on all ranks in all 8 updates",
+          suite=True),
+    wrong("GAN", "a step without the wrapper", "FAIL  in update 1 the "
+          "gradients of rank 1 are not rank 0's",
+          ("fake = netG(", "fake = netG.module("), suite=True),
+    wrong("GAN", "the same noise", "samples are read by several ranks in the "
+          "same update", ("manual_seed(100 + rank)", "manual_seed(100)")),
+    wrong("GAN", "the same images", "samples are read by several ranks in the "
+          "same update", (LOADER, ")")),
+    wrong("GAN", "one network not wrapped", "FAIL  in update 0 the gradients "
+          "of rank 1 are not rank 0's", ("netD = DDP(nn", "netD = (nn")),
+
+    right("workers", MULTIPLIED, "gradients are the mean of the ranks' own",
+          suite=True),
+    wrong("workers", "all read the same", SAME_SAMPLES,
+          ("if i % (size * 2) == rank * 2 + worker.id",
+           "if i % 2 == worker.id")),
+    wrong("workers", "workers read the same", "were read in an earlier update",
+          ("if i % (size * 2) == rank * 2 + worker.id",
+           "if i % size == (rank + worker.id) % size"), suite=True),
+    wrong("workers", "around the wrapper", AROUND,
+          ("model(**batch)", "model.module(**batch)")),
+    wrong("workers", "seeds that differ, no wrapper", "FAIL  rank 1 begins "
+          "with other weights", ("torch.manual_seed(0)",
+                                 "torch.manual_seed(rank)"),
+          ("DDP(LanguageModel())", "LanguageModel()")),
+
+    right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
+    wrong("GradScaler", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("GradScaler", "around the wrapper", AROUND,
+          ("net(input)", "net.module(input)")),
+    wrong("GradScaler", "another learning rate", "FAIL  in update 0 the "
+          "weights are off", ("lr=1e-3", "lr=1e-3 * size")),
+    wrong("GradScaler", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
+          ("        scaler.step(opt)\n        scaler.update()\n",
+           "        if rank == 0:\n            scaler.step(opt)\n        "
+           "scaler.update()\n")),
+
+    # what a resume brings back
+    right("starter", "the weights come back", "the optimizer's state comes "
+          "back (exp_avg, exp_avg_sq, step)", "the learning rate goes on",
+          "it goes on in the data where it was", "updates after it are those "
+          "of the run that was not stopped", suite=True, resumes=True),
+    wrong("starter", "no optimizer", "FAIL  a resume after 2 updates: the "
+          "optimizer's state does not come back: no step of layers.0.weight",
+          ("        state_dict.set_state_dict(\n            model, optimizer, "
+           "model_state_dict=saved[\"model\"],\n            optim_state_dict="
+           "saved[\"optimizer\"], options=whole)",
+           "        state_dict.set_model_state_dict(\n            model, "
+           "saved[\"model\"], options=whole)"), suite=True, resumes=True),
+    wrong("starter", "no weights", "FAIL  a resume after 2 updates: the "
+          "weights begin anew",
+          ("        state_dict.set_state_dict(\n            model, optimizer, "
+           "model_state_dict=saved[\"model\"],\n            optim_state_dict="
+           "saved[\"optimizer\"], options=whole)",
+           "        state_dict.set_optimizer_state_dict(\n            model, "
+           "optimizer, saved[\"optimizer\"], options=whole)"), resumes=True),
+    wrong("starter", "the data from its start", "FAIL  a resume after 2 "
+          "updates: in the next update it reads the samples of update 0 "
+          "again", ("load(train_data, steps)",
+                    "load(train_data, range(args.max_steps))"),
+          suite=True, resumes=True),
+    wrong("starter", "the schedule from its start", "FAIL  a resume after 2 "
+          "updates: the learning rate is 0.00015, not 0.00045, in the next "
+          "update, as at the start", ("lr = get_lr(step, args)",
+                                      "lr = get_lr(step - first_step, args)"),
+          suite=True, resumes=True),
+    wrong("starter", "random numbers", "warn  a resume after 2 updates: "
+          "PyTorch's random numbers do not go on",
+          ("        torch.manual_seed(hash((args.seed, step, rank)))  # for "
+           "dropout\n", ""), ("nn.Dropout(0.0)", "nn.Dropout(0.1)"),
+          suite=True, resumes=True),
+    right("HF Trainer", "it goes on in the data where it was",
+          "the learning rate goes on", "updates after it are those",
+          resumes=True),
+    wrong("HF Trainer", "the data not skipped", "it reads the samples of "
+          "update 0 again", ("save_steps=2,",
+                             "save_steps=2, ignore_data_skip=True,"),
+          resumes=True),
+    wrong("HF Trainer", "the model alone", "the optimizer's state does not "
+          "come back", ("save_steps=2,",
+                        "save_steps=2, save_only_model=True,"),
+          resumes=True),
+    right("minGPT", "the weights come back", "PyTorch's random numbers go on",
+          resumes=True),
+    wrong("minGPT", "no optimizer", "the optimizer's state does not come back",
+          ("        self.optimizer.load_state_dict("
+           "snapshot[\"optimizer_state\"])\n", ""), resumes=True),
+    wrong("minGPT", "an epoch again", "it reads the samples of update 0 again",
+          ("snapshot[\"finished_epoch\"] + 1", "snapshot[\"finished_epoch\"]"),
+          resumes=True),
+    wrong("minGPT", "random numbers", "PyTorch's random numbers do not go on",
+          ("        torch.set_rng_state(snapshot[\"rng_state\"])\n", ""),
+          resumes=True),
+]
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    sys.exit(0 if run(sys.argv[1:]) else 1)
