@@ -45,6 +45,7 @@ class RunFlags:
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
+    noise_scale: bool = False  # measure the gradient noise scale
 
 
 @dataclass

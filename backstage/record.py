@@ -25,7 +25,8 @@ SCHEMA = {
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
-           "tokens_per_second_per_device", "memory", "memory_reserved")
+           "tokens_per_second_per_device", "microbatch_norm", "noise_scale",
+           "memory", "memory_reserved")
 ROW = {"step": range(2**31), **dict.fromkeys(
     ("loss", "lr", "norm", "seconds", "tokens_per_second"), float)}
 

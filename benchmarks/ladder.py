@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -253,8 +254,12 @@ def table(record):
               f"differ by {record['distance']:.0e} at most (relative), "
               + {True: "their texts not at all.", False: "and so do the "
                  "texts.", None: "no texts were written."}[record["same"]]]
+    stages = dict.fromkeys(rung["stage"] for rung in record["rungs"])
+    lines += ["", "What differs:", ""]
+    lines += [textwrap.fill(f"- {stage}: {results.RUNGS[stage]}.", 79,
+                            subsequent_indent="  ") for stage in stages]
     if record["lacks"]:
-        lines.append(f"Not here: {', '.join(record['lacks'])}.")
+        lines.append(f"\nNot here: {', '.join(record['lacks'])}.")
     return "\n".join(lines)
 
 

@@ -521,6 +521,90 @@ def panel(name):
         return plot.themed(draw, (7.2, 3.3))
 
 
+@figure
+def architecture(layers=6):
+    """GPT-2, from tokens to logits; what is drawn once is repeated."""
+    rows = (("tokens", GREY), ("embedding of tokens, and of positions", BLUE),
+            ("LayerNorm, causal self-attention", ORANGE),
+            ("LayerNorm, MLP: 4 times as wide, GELU", ORANGE),
+            ("LayerNorm", GREY),
+            ("logits: the embedding of tokens again", BLUE))
+    out = []
+    for k, (words, colour) in enumerate(rows):
+        y = 250 - 48 * k
+        out.append(box(150, y, 360, 34, colour, words))
+        if k:
+            out.append(line(330, y + 34, 330, y + 48, 1.5))
+    out += ['<rect x="138" y="98" width="384" height="98" fill="none" '
+            'stroke="#000" stroke-dasharray="5 4"/>',
+            text(534, 150, f"{layers} blocks", "bold"),
+            text(0, 150, "each adds to", "bold"),
+            text(0, 168, "the stream")]
+    return svg(640, 290, out, "The architecture: GPT-2",
+               "From the bottom to the top: tokens; their embedding and that "
+               f"of their positions; {layers} blocks, each with a LayerNorm "
+               "and causal self-attention, then a LayerNorm and an MLP, both "
+               "added to the stream; a last LayerNorm; the logits, by the "
+               "embedding's matrix.")
+
+
+@figure
+def version_serial():
+    return version("Serial: one process does all", 1, "")
+
+
+@figure
+def version_mpi():
+    return version("MPI: a message for each gradient, after the backward pass",
+                   4, "Allreduce, one message for each parameter")
+
+
+@figure
+def version_nccl():
+    return version("DDP and NCCL: buckets, during the backward pass", 4,
+                   "all-reduce in buckets, from GPU to GPU", during=True)
+
+
+def version(title, ranks, message, during=False):
+    """What each process does in a step, and what is sent.
+
+    during: while the backward pass goes on, not after it.
+    """
+    wide, out, left = 132, [], 96
+    names = ("samples", "forward", "backward", "update")
+    shift = 16 if during else 44 if message else 0
+    for k, name in enumerate(names):
+        y = 4 + 48 * k + (shift if k == 3 else 0)
+        out.append(text(0, y + 22, name, "bold"))
+        for rank in range(ranks):
+            x = left + rank * (wide + 10)
+            words = {"samples": f"those of rank {rank}",
+                     "update": "the same"} if message else {"samples": "all"}
+            out.append(box(x, y, wide, 34, COLOURS[rank],
+                           words.get(name, "")))
+    whole = ranks * (wide + 10) - 10
+    if message:
+        out.append(box(left, 102 + shift, whole, 34, GREY, message, 0.12))
+    total = max(left + whole, 560) + 2
+    when = "meanwhile" if during else "then"
+    return svg(total, 190 + shift, out, title,
+               f"{pictures.plural(ranks, 'process', 'es')} in a step: "
+               "read samples, forward, backward, "
+               + (f"{when} {message}, " if message else "") + "then the update"
+               + (", the same on all ranks." if ranks > 1 else "."))
+
+
+@figure
+def rungs():
+    """The panel of the notebook: the project's figures, and the examples."""
+    record = runs.read_ladder(example=True)
+
+    with matplotlib.rc_context({
+            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
+            "legend.fontsize": 10.5}):
+        return plot.themed(lambda ax: plot.ladder(ax, [], record), (7.2, 4))
+
+
 for NAME in ("loss", "published"):
     FIGURES[NAME] = lambda name=NAME: panel(name)
 

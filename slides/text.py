@@ -51,6 +51,7 @@ DECKS = {deck.name: deck for deck in (
     Deck("course-120", "course", "The course in 120 minutes", 120),
     Deck("training-at-scale", "training-at-scale", "Training at scale"),
     Deck("practical-mpi", "practical-mpi", "Practical MPI"),
+    Deck("the-ladder", "the-ladder", "The ladder: one model, four versions"),
 )}
 
 
@@ -164,6 +165,9 @@ def facts():
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
         "efficiency": runs.efficiency(rows.values()),
         "published": runs.PUBLISHED, "waiting": waiting,
+        "university": runs.UNIVERSITY, "rungs": runs.RUNGS,
+        "ladder": runs.read_ladder(example=True),
+        "critical": arithmetic.critical_tokens, "bills": arithmetic.bills,
         "messages": len(list(nano.parameters())),
         "unread": lambda ranks: (1 - 1 / ranks) ** ranks,
         "speedup": lambda name: (runs.PUBLISHED[name][1] / min(
@@ -188,6 +192,8 @@ REFERENCES = {
                 "language models. arXiv:2203.15556.",
     "huang": "Huang et al. (2019). GPipe: efficient training of giant neural "
              "networks using pipeline parallelism. NeurIPS.",
+    "kaplan": "Kaplan et al. (2020). Scaling laws for neural language models. "
+              "arXiv:2001.08361.",
     "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
           "data parallel training. VLDB 13(12).",
     "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "

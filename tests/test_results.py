@@ -297,7 +297,7 @@ def test_a_single_run_is_drawn_as_one(tmp_path):
     end, _ = panel("nonsense", two)
     assert end.returncode == 1 and end.stderr == (
         "error: there is no picture nonsense: choose from loss, speed, "
-        "scaling, model, parts, published, gpus, ladder\n")
+        "scaling, model, parts, published, gpus, noise, ladder\n")
 
 
 @pytest.mark.parametrize("arguments, message", [

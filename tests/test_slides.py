@@ -285,6 +285,9 @@ RUN = {
     "python code/train_gpt2.py --preset tiny --devices 2 --strategy fsdp2":
         ("test_lit.py", "test_python_starts_several_devices",
          ['[(), FSDP2]', '"--devices", "2", *flags']),
+    "python benchmarks/ladder.py --seconds 10":
+        ("test_ladder.py", "test_all_rungs_compute_the_same",
+         ['"--seconds", "0.5"']),
     "squeue --me": ("test_slurm.py", "test_a_lesson_submits", ["queue"]),
     "sbatch batchfiles/batch-ddp-2n4g.sh --max-steps 100":
         ("test_slurm.py", "test_from_inside_another_job",

@@ -6,8 +6,12 @@ of real runs; its table is workshop/lessons/traffic.md. Only the standard
 library, from Python 3.9 on.
 """
 
+from types import SimpleNamespace
+
 from backstage.flops import (
+    PEAKS,
     block_parameters,
+    flops_per_token,
     num_parameters,
     padded_vocab_size,
 )
@@ -208,3 +212,37 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"{(whole + 12 * parameters / n) / 1e9:.1f} GB each while they "
          f"accumulate, and up to {whole / 1e9:.1f} GB are gathered"),
     ]
+
+
+# ---------------------------------------------------------- larger minibatches
+
+
+def critical_tokens(loss):
+    """The critical minibatch of a language model at a loss, in tokens.
+
+    Kaplan et al. (2020), arXiv:2001.08361, equation 1.4: fitted to models
+    with a vocabulary of 50,257 tokens, samples of 1,024, on WebText2.
+    """
+    return 2e8 / loss ** (1 / 0.21)
+
+
+def bills(loss, tokens=18_692 * 512 * 1024, minibatch=512 * 1024,
+          share=0.4, B=16, gpus=(8, 32, 128, 512, 2048)):
+    """What the same loss costs with more A100s, as rows of a table.
+
+    tokens: what training takes with that minibatch. share: of the peak that
+    a GPU reaches. Each GPU has one microbatch of B samples in a step, and the
+    time for sending is left out. McCandlish et al. (2018), equation 2.11.
+    """
+    T, critical = GPT2["block_size"], critical_tokens(loss)
+    fewest = tokens / (minibatch + critical)  # steps
+    speed = share * PEAKS["A100"][0] * 1e12 / flops_per_token(
+        SimpleNamespace(**GPT2), T)
+    rows = []
+    for n in gpus:
+        size = n * B * T
+        steps = fewest * (1 + critical / size)
+        cost = steps * size / speed / 3600
+        rows.append((n, f"{size:,}", f"{steps:,.0f}", f"{60 * cost / n:,.0f}",
+                     f"{cost:,.0f}"))
+    return rows

@@ -622,6 +622,26 @@ def table(rows):
         f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>", about)
 
 
+# ------------------------------------------------------- larger minibatches
+
+
+@in_one_line
+def experiment(name):
+    """Train with several minibatches: "eightfold" or "critical"; draw it."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "picture.svg")
+        interpreter.run("-m", "workshop.notebook.batch", name, str(output))
+        return picture(output.read_text("utf-8")) if output.exists() else None
+
+
+def bills(loss):
+    """A table: the same loss with more GPUs, in steps, time, GPU-hours."""
+    rows = [("A100s", "tokens in a minibatch", "steps", "minutes",
+             "GPU-hours"), *arithmetic.bills(loss)]
+    return Shown(render.box(table(rows)), "\n".join(
+        "  ".join(map(str, row)) for row in rows))
+
+
 # ----------------------------------------------------------------- results
 
 

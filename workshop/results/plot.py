@@ -200,9 +200,32 @@ def gpus(ax, runs):
              "(gpus-*.txt)")
 
 
-def ladder(ax, runs):
+def noise(ax, runs):
+    """The gradient noise scale, as --noise-scale measured it."""
+    ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
+           yscale="log")
+    found = [(run, [row for row in run.rows if row["noise_scale"]])
+             for run in runs]
+    for run, rows in found:
+        if rows:
+            steps, scales = zip(*(
+                (row["step"], row["noise_scale"]) for row in rows),
+                strict=True)
+            size = run.hyperparameters["minibatch_size"]
+            ax.plot(steps, scales, color=colour(run), label=run.name)
+            ax.axhline(size, color=INK, linestyle=":", linewidth=0.8,
+                       label=f"{run.name}: its minibatch")
+    if not any(rows for _, rows in found):
+        ax.set_axis_off()
+        return note(ax, "not measured in these runs:\ntrain with "
+                        "--noise-scale, and microbatches\nsmaller than the "
+                        "minibatch")
+    ax.legend()
+
+
+def ladder(ax, runs, record=None):
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
-    record = results.read_ladder()
+    record = record or results.read_ladder()
     ax.set(title="50 epochs of a small GPT-2, and four texts",
            xlabel=f"seconds\n({record['hardware']}, load average "
            f"{record['load']:.1f})", xscale="log")
@@ -229,7 +252,8 @@ def ladder(ax, runs):
 
 PANELS = {panel.__name__: panel
           for panel in (loss, speed, scaling, model, parts, published, gpus)}
-IN_NOTEBOOK = {**PANELS, "ladder": ladder}  # not about the runs
+IN_NOTEBOOK = {  # for some runs, or not about the runs
+    **PANELS, "noise": noise, "ladder": ladder}
 
 
 # ----------------------------------------------------------------- helpers

@@ -37,6 +37,18 @@ UNIVERSITY = {
     "CUDA": (429, 8.0), "CUDA and MPI": (226, 7.8),
 }
 
+# What each stage of benchmarks/ladder.py does otherwise than std.
+RUNGS = {
+    "std": "one process makes the weights, reads all samples and makes the "
+           "update",
+    "mpi": "rank 0 makes the run's folder and broadcasts its name; every "
+           "rank makes the same weights from the same seed, reads its own "
+           "samples and sends each gradient in a message of its own, after "
+           "the backward pass",
+    "ddp": "the same, but DDP broadcasts rank 0's weights at the start, and "
+           "sends the gradients in buckets, during the backward pass",
+}
+
 
 @dataclass
 class Result:
@@ -327,10 +339,12 @@ LADDER = {"hardware": str, "load": float, "rungs": [
     {"name": str, "stage": str, "training": float}]}
 
 
-def read_ladder():
+def read_ladder(example=False):
     """What benchmarks/ladder.py has measured: here, or else the example."""
     mine = RUNS / "ladder.json"
-    file = mine if mine.exists() else EXAMPLES / "ladder.json"
+    file = EXAMPLES / "ladder.json"
+    if mine.exists() and not example:
+        file = mine
     return read_json(file, LADDER, "run benchmarks/ladder.py again")
 
 

@@ -1,0 +1,208 @@
+"""What the lesson about larger minibatches trains, and draws.
+
+    python -m workshop.notebook.batch eightfold FILE    the picture, as SVG
+    python -m workshop.notebook.batch critical FILE
+
+The model has the size of preset tiny, but two layers, and reads the letters of
+the demo's text: on a CPU a step takes milliseconds, and learning shows soon.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from backstage import vocabulary
+from backstage.errors import require, run_main
+from backstage.flags import DEMO
+from backstage.noise import NoiseScale
+from workshop.notebook.pictures import COLOURS
+from workshop.notebook.sharding import std
+from workshop.results import plot
+
+S, RATE, SAMPLES = 4, 3e-3, 12_800  # where "eightfold" begins
+WARM_UP = 0.1  # of the samples
+TARGET = 2.8  # nats for each letter
+SIZES = (2, 8, 32, 128)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Curve:
+    """A training: S samples a step, and what came of it."""
+
+    S: int
+    rate: float  # the maximum of the learning rate
+    losses: list = field(default_factory=list)  # of each step
+    scale: float | None = None  # the noise scale at the end, in samples
+
+    @property
+    def smooth(self):
+        """The running mean of the losses, over some 400 samples."""
+        keep, last, found = max(0, 1 - self.S / 400), self.losses[0], []
+        for loss in self.losses:
+            last = keep * last + (1 - keep) * loss
+            found.append(last)
+        return found
+
+
+def letters(folder):
+    """Write the letters of the demo's text as a dataset."""
+    require(DEMO.is_dir(), f"{DEMO} is not there: run `source activate.sh`")
+    encoding = vocabulary.load(DEMO)
+    shards = std.get_shards(DEMO, "train")
+    text = b"".join(encoding.decode_bytes(std.load_tokens(shard).tolist())
+                    for shard in shards)
+    ids = np.frombuffer(text, np.uint8)
+    np.save(Path(folder, "letters_train_000001.npy"),
+            ids[ids < 128].astype(np.uint16))
+
+
+def train(data, S, rate, samples, warm_up=WARM_UP, target=None):
+    """Train on so many samples, or until the loss is the target: a `Curve`.
+
+    On the way to a target, the learning rate stays where the warm-up ends.
+    """
+    hp = replace(std.PRESETS["tiny"], learning_rate=rate,
+                 warmup_steps=round(warm_up * SAMPLES / S))
+    config = replace(std.MODELS["tiny"], vocab_size=128, n_layer=2)
+    batches = std.DataIterator(
+        std.get_shards(data, "train"), S // 2, hp.sequence_length)
+    torch.manual_seed(hp.seed)
+    model = std.GPT(config)
+    optimizer = model.configure_optimizers(hp)
+    noise, curve = NoiseScale(S // 2, S), Curve(S, rate)
+    noise.watch(model)
+    for step in range(samples // S):
+        lr = (std.get_lr(step, samples // S, hp) if target is None
+              else rate * min(1, (step + 1) / max(1, hp.warmup_steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        mean_loss = 0.0
+        for _ in range(2):  # microbatches
+            loss = std.training_step(model, next(batches), CPU, "fp32") / 2
+            loss.backward()
+            mean_loss += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(mean_loss)
+        curve.scale = noise.add(norm.item(), noise.read())
+        if target and step % 10 == 9 and curve.smooth[-1] < target:
+            break
+    return curve
+
+
+def eightfold(data, samples=SAMPLES):
+    """{name: curve}: S samples a step, and eight times as many."""
+    found = {}
+    for name, k, factor, warm_up in (
+            ("one GPU", 1, 1, WARM_UP), ("the same rate", 8, 1, WARM_UP),
+            ("times the root of 8", 8, 8**0.5, WARM_UP),
+            ("times 8", 8, 8, WARM_UP), ("times 8, no warm-up", 8, 8, 0)):
+        curve = train(data, k * S, factor * RATE, samples, warm_up)
+        found[name] = curve
+        print(f"{name}: {len(curve.losses)} steps of {curve.S} samples, "
+              f"learning rate {curve.rate:.4f}: the loss ends at "
+              f"{curve.smooth[-1]:.3f}", flush=True)
+    return found
+
+
+def critical(data, sizes=SIZES, target=TARGET, samples=8 * SAMPLES):
+    """For each size the learning rate, of three, that is at the target first.
+
+    Returns curves. A `UserError` if there is a size with which none arrives.
+    """
+    found = []
+    for size in sizes:
+        best, most = None, samples
+        for rate in RATE, 3 * RATE, RATE / 3:
+            curve = train(data, size, rate, most, target=target)
+            if curve.smooth[-1] < target:
+                best, most = curve, size * len(curve.losses)
+        require(best, f"with {size} samples a step, none is at {target}")
+        found.append(best)
+        scale = "?" if best.scale is None else f"{best.scale:.0f}"
+        print(f"{size} samples a step: {len(best.losses)} steps, {most:,} "
+              f"samples, learning rate {best.rate:.3f}, noise scale {scale}",
+              flush=True)
+    return found
+
+
+def fit(points):
+    """(fewest steps, critical minibatch) of {minibatch: steps}.
+
+    steps = fewest * (1 + critical / minibatch), with the least squares of the
+    relative errors: McCandlish et al. (2018), equation 2.11.
+    """
+    steps = np.array([*points.values()], float)
+    matrix = np.array([[1, 1 / size] for size in points]) / steps[:, None]
+    (fewest, product), *_ = np.linalg.lstsq(matrix, np.ones(len(steps)))
+    return fewest, product / fewest
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_eightfold(curves):
+    def panel(ax):
+        ax.set(title="eight times the minibatch, the same samples",
+               xlabel="samples", ylabel="loss (nats per letter)")
+        lines = ("-", "-", "--", ":", "-.")
+        for (name, curve), dash, colour in zip(
+                curves.items(), lines, (plot.INK, *COLOURS), strict=True):
+            smooth = curve.smooth
+            ax.plot([curve.S * (step + 1) for step in range(len(smooth))],
+                    smooth, dash, color=colour,
+                    label=f"{curve.S} a step: {name}")
+        ax.legend()
+
+    return plot.themed(panel)
+
+
+def draw_critical(curves):
+    points = {curve.S: len(curve.losses) for curve in curves}
+    fewest, size = fit(points)
+    print(f"the fit: never fewer than {fewest:.0f} steps or "
+          f"{fewest * size:,.0f} samples; critical minibatch {size:.0f} "
+          "samples")
+
+    def panel(ax):
+        ax.set(title=f"the way to a loss of {TARGET}: time or samples",
+               xlabel="samples (what it costs)", xscale="log",
+               ylabel="steps (how long it takes)", yscale="log")
+        xs = np.geomspace(min(points), max(points), 50)
+        ax.plot(fewest * (xs + size), fewest * (1 + size / xs), "--",
+                color=COLOURS[1],
+                label="fewest steps x (1 + critical / minibatch)")
+        ax.plot([S * steps for S, steps in points.items()], points.values(),
+                "o", color=COLOURS[0], label="measured")
+        for S, steps in points.items():
+            ax.annotate(f"{S}", (S * steps, steps), (6, 4),
+                        textcoords="offset points")
+        ax.plot(2 * fewest * size, 2 * fewest, "D", color=plot.INK,
+                label=f"the critical minibatch: {size:.0f} samples")
+        ax.legend()
+
+    return plot.themed(panel)
+
+
+DRAW = {"eightfold": (eightfold, draw_eightfold),
+        "critical": (critical, draw_critical)}
+
+
+def main():
+    name, output = sys.argv[1:]
+    measure, draw = DRAW[name]
+    torch.set_num_threads(1)  # such small matrices gain nothing by a second
+    with tempfile.TemporaryDirectory() as data:
+        letters(data)
+        Path(output).write_text(draw(measure(data)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_main(main)
