@@ -8,18 +8,23 @@ import shutil
 import subprocess
 import sys
 import time
+from html import unescape
+from itertools import chain
 from xml.etree import ElementTree
 
 import nbformat
 import pytest
+import torch
 from conftest import needs
 from nbclient import NotebookClient
 
 from backstage import ROOT
+from backstage.errors import UserError
 from workshop import lab
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, pictures
+from workshop.notebook import cells, pictures, your_model
+from workshop.processes import launch
 from workshop.stages import LESSONS, STAGES
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -485,6 +490,66 @@ def test_hangs_are_named(ready, execute):
         assert fault in shown["why()"] and "Traceback" not in shown["why()"]
 
 
+def test_each_edit_of_your_model_can_be_made():
+    edits, mistakes = your_model.read_lesson()
+    assert len(edits) == 5 and len(mistakes) == 4
+    for number, mistake in (*((n, 0) for n in range(6)),
+                            *((5, n) for n in range(1, 5))):
+        text = your_model.edited(number, mistake)
+        compile(text, "your_model.py", "exec")
+        assert max(map(len, text.splitlines())) <= 79
+    with pytest.raises(UserError, match="5 edits and 4 mistakes"):
+        your_model.edited(6)
+    text = (ROOT / "notebooks" / "your_model.ipynb").read_text()
+    checklist, = re.findall(r"## The checklist.*", text, re.DOTALL)
+    assert checklist.count("[ ]") == (ROOT / "README.md").read_text().count(
+        ". [ ]") == 11
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_your_model_says_what_its_answers_quote(ready, execute):
+    needs("transformers")
+    shown = {source: " ".join(unescape(re.sub("<.*?>", "", text)).split())
+             for source, text in execute("your_model.ipynb").items()}
+    book = nbformat.read(ready / "notebooks" / "your_model.ipynb", 4).cells
+    asked = [k for k, cell in enumerate(book)
+             if cell.source.startswith("verify(")]
+    assert len(asked) == 11
+    for k in asked:
+        said, (answer, *_) = shown[book[k].source], book[k + 1].source.split(
+            "</details>")
+        quotes = re.findall(r"verify says: `([^`]+)`(?:\s+and\s+`([^`]+)`)?",
+                            answer)
+        assert quotes, answer
+        for quote in filter(None, chain(*quotes)):
+            assert " ".join(quote.split()) in said, (quote, said)
+    for source in ("verify(4)", "verify(5)"):
+        assert "0 wrong, 0 to look at" in shown[source]
+    alike, = (said for source, said in shown.items() if "torchrun(" in source)
+    assert "its logits differ by 0e+00 at most" in alike, alike
+    apart, = (said for source, said in shown.items() if "%%ranks" in source)
+    for name in ("run", "again"):
+        assert float(re.search(rf"{name}: (\S+) apart", apart)[1]) < 1e-5
+
+
+@pytest.mark.whole
+def test_the_finished_script_of_your_model_trains(tmp_path):
+    """To its end, which verify does not see."""
+    script, saved = tmp_path / "train.py", tmp_path / "model.pt"
+    script.write_text(your_model.edited(5))
+    names = {}
+    for size in (1, 2):
+        ranks = launch(script, "--save", saved, world_size=size)
+        assert not any(rank.status for rank in ranks), ranks[-1].err
+        epochs = re.findall("^epoch (\\d): .* accuracy (.*)$", ranks[0].out,
+                            re.MULTILINE)
+        assert len(epochs) == 5 and float(epochs[-1][1]) > 0.95
+        assert not any(rank.out for rank in ranks[1:])
+        names[size] = [*torch.load(saved)]
+    assert names[1] == names[2] and names[1][0] == "features.0.weight"
+
+
 @pytest.mark.whole
 def test_results_fall_back_on_the_examples(ready, execute):
     shown = execute("results.ipynb")
@@ -506,12 +571,13 @@ def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
     script = repo / "code" / "train_gpt2.py"
     script.write_text("def main()\n")
     for name in ("start_here", "results", "collectives", "sharding",
-                 "hangs", "batch"):
+                 "hangs", "batch", "your_model"):
         shown = execute(f"{name}.ipynb")  # there is no environment
         for source, text in shown.items():
             assert "Traceback" not in text
             if source.startswith(("doctor", "train", "%%ranks", "plant",
-                                  "experiment")):
+                                  "experiment", "verify", "export",
+                                  "torchrun")):
                 assert "source activate.sh" in text, source
             elif source.startswith("script_map"):
                 assert "is not Python yet: line 1" in text

@@ -599,6 +599,35 @@ def load_ipython_extension(ipython):
         warm.start()
 
 
+# -------------------------------------------------------------- your_model
+
+
+@in_one_line
+def verify(script, mistake=0, *flags):
+    """Does the script train as two processes as it does as one?
+
+    script: your own with its flags, or the number of the lesson's edits to
+    make in its script, with one of the mistakes of "Break it".
+    """
+    if isinstance(script, str):
+        said_meanwhile("-m", "workshop", "verify", "--", *shlex.split(script))
+    else:
+        said_meanwhile("-m", "workshop.notebook.your_model", str(script),
+                       str(mistake), *flags)
+
+
+@in_one_line
+def torchrun(*arguments):
+    """Run `torchrun --standalone arguments...`."""
+    said_meanwhile("-m", "torch.distributed.run", "--standalone", *arguments)
+
+
+@in_one_line
+def export(run, folder):
+    """Write a run's newest checkpoint in Hugging Face's format."""
+    said_meanwhile("-m", "workshop", "export", run, folder)
+
+
 # ---------------------------------------------------------------- sharding
 
 
