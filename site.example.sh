@@ -68,6 +68,13 @@
 #
 #   export WORKSHOP_HINTS=yes
 
+# --- The class board: only those who take part have this line ---------------
+# Then `diff` and `check` add lines to a file there that all can read: which
+# changes are left, and what a check found. `python -m workshop class FOLDER`
+# shows them without names; the files belong to the users who write them.
+#
+#   export WORKSHOP_CLASS=/shared/workshop/class
+
 # --- SLURM: what your site asks for, for sbatch and srun --------------------
 # sbatch reads these from the shell that has sourced activate.sh.
 #

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from check_cases import CASES, outcome, problem
+from cluster import wait_for
 from conftest import needs
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import processes
+from workshop import classroom, processes
 from workshop.check import trial
 from workshop.check.board import Board
 from workshop.check.command import main
@@ -89,9 +90,15 @@ def board_of(script, capsys):
 FORWARD = ("loss = training_step(model, ", "loss = training_step(raw_model, ")
 
 
-def test_what_follows_is_folded(tmp_path, capsys):
+def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
+    """And the class is told what is wrong, if somebody takes part."""
+    monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path))
     script = plant(tmp_path, FORWARD)
     assert not main("ddp", script)
+    wait_for(lambda: classroom.read(tmp_path))
+    person, = classroom.read(tmp_path)
+    assert person.right is False
+    assert person.mistake == "gradients are the single device's"
     folded = capsys.readouterr().out
     assert folded.count("FAIL") == 1 and "more follow from it)" in folded
     assert not main("ddp", script, verbose=True)

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from backstage import ROOT
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
+from workshop.why import evidence, slow
 from workshop.why import judge as judging
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
@@ -152,9 +154,10 @@ def test_an_error(launch, tmp_path):
 OTHERS = {
     "nano": (("    optimizer.step()\n", "    if iter_num == 20:\n"
               "        FAULT\n    optimizer.step()\n"), PRELOAD),
-    "trainer": (("        x, y = batch\n", "        x, y = batch\n"
-                 "        if batch_idx == 20:\n            FAULT\n"),
-                [*PRELOAD, "lightning"]),
+    "lightning_trainer": (
+        ("        x, y = batch\n", "        x, y = batch\n"
+         "        if batch_idx == 20:\n            FAULT\n"),
+        [*PRELOAD, "lightning"]),
 }
 STATEMENTS = {  # of rank 1, and what all ranks then do is as before
     "skipped": ("torch.distributed.all_gather([torch.ones(1)] * 2, "
@@ -316,6 +319,74 @@ sys.exit(len(asked))
     assert stack.read_text().count("line 6 in <module>") == 1
 
 
+# ----------------------------------------------------- what makes it slow
+
+
+def write_slow_run(folder, nodes, tokens, **parts):
+    """A run of DDP with two processes on each node, and its profile."""
+    shutil.copytree(ROOT / "example-logs" / "ddp-2", folder)
+    file = folder / "hyperparameters.json"
+    record = json.loads(file.read_text()) | {
+        "nodes": nodes, "world_size": 2 * nodes}
+    file.write_text(json.dumps(record))
+    (folder / "metrics.csv").write_text(
+        "step,loss,lr,norm,seconds,tokens_per_second\n"
+        + "".join(f"{step},1,1,1,0.4,{tokens}\n" for step in range(9)))
+    (folder / "profile").mkdir()
+    (folder / "profile" / "parts.json").write_text(json.dumps(
+        {"ranks": [[{"backward": 0.1, "waiting": 0, **parts}]] * 2}))
+
+
+def test_two_nodes_are_slower_than_one(tmp_path, monkeypatch):
+    network = tmp_path / "network.json"
+    monkeypatch.setattr(slow, "NETWORK", network)
+    one, two = tmp_path / "one", tmp_path / "two"
+    ready = {"data": 0, "loop": 0}
+    write_slow_run(one, 1, 1000, **ready, **{"all-reduce": 0.02})
+    write_slow_run(two, 2, 800, **ready, **{"all-reduce": 0.3})
+    step, parts, advice, nodes, lost, doctor = slow.explain(two)
+    assert step == "a step takes 400 ms, 800 tokens/s"
+    assert parts.startswith("of that: 75% all-reduce, 25% backward")
+    assert "communication is exposed" in advice
+    assert f"2 times the processes of {one}" in nodes
+    assert "0.80 times its tokens/s: more nodes are slower" in nodes
+    assert "lost to all-reduce: 300.0 ms of a step, 20.0 ms before" in lost
+    assert "doctor --ranks` on these nodes says" in doctor
+    network.write_text('{"in the nodes": 10, "between nodes": 0.1}')
+    sent = float(re.search(r"sends ([\d.]+) MB", doctor)[1])
+    said = re.search(r"or ([\d.]+) ms between nodes \(0.10 GB/s\)",
+                     slow.explain(two)[-1])
+    assert float(said[1]) == pytest.approx(10 * sent, rel=0.05)
+
+
+@pytest.mark.parametrize(("part", "words"), [
+    ("data", "the input is slow"), ("waiting", "rank 0 is the slowest"),
+    ("backward", "the work of training"), (None, "--profile 10")])
+def test_what_to_try_first(part, words, tmp_path):
+    run = tmp_path / "run"
+    write_slow_run(run, 1, 1000, **dict.fromkeys(
+        ("data", "loop", "all-reduce"), 0.001) | {part or "data": 0.3})
+    if part is None:
+        shutil.rmtree(run / "profile")
+    said = slow.explain(run)
+    assert words in said[-1]
+    assert slow.explain(tmp_path) == []
+
+
+@pytest.mark.parametrize(("sacct", "lines"), [
+    ("4711|OUT_OF_MEMORY|0:125||n1\n4711.0|FAILED|1:0|9000K|n1\n",
+     ["4711 OUT_OF_MEMORY 0:125  n1", "4711.0 FAILED 1:0 9000K n1"]),
+    ("", ["JobState=NODE_FAIL Reason=NodeDown ExitCode=0:1"])])
+def test_slurms_word(sacct, lines, monkeypatch):
+    """By sacct, else by scontrol; nothing of what is no job's number."""
+    monkeypatch.setattr(evidence, "ask_slurm", lambda command, *_: {
+        "sacct": sacct, "scontrol": "JobId=4711 JobState=NODE_FAIL "
+        "Reason=NodeDown Dependency=(null) ExitCode=0:1 BatchHost=n1\n",
+    }[command])
+    assert evidence.ask_about("471100000") == lines
+    assert evidence.ask_about("runs/mine") == []
+
+
 # ------------------------------------------------- evidence made by hand
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/"
@@ -365,10 +436,16 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"ended": LOST_IT | {
         "error": "Exception", "message": "MPI_ERR_TRUNCATE: message truncated",
         "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,
-     "different collectives", "in line 30 of train.py"),
+     "different collectives",
+     "in line 30 of train.py; rank 1 was in line 41"),
     ({"ended": LOST_IT}, {"last": "Fatal Python error: Segmentation fault\n"
                           '  File "/home/me/train.py", line 5 in step'},
      "a rank crashed", "line 5 of train.py: Segmentation fault"),
+    ({"last": "Fatal Python error: Aborted\n" + "".join(
+        f'  File "{file}", line {line} in {name}\n'
+        for file, line, name in reversed(IN_REDUCE))},
+     {"ended": LOST_IT | {"stack": AT_WORK}}, "different collectives",
+     "rank 0 is in line 41 of train.py, and rank 1 in line 30"),
     ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
      "rank 0 ended with status 0"),
     (GONE, GONE, "ended from outside", "SIGKILL"),
@@ -412,6 +489,17 @@ def test_what_the_judge_says(first, second, fault, words):
     found = judge(ranks, 90, any(rank.alive for rank in ranks))
     assert found.fault == fault
     assert words in f"{found.reason}; {found.advice}"
+
+
+def test_who_is_deaf_is_said_when_rank_0_has_tried():
+    """Else a wrong address looks like a port that is blocked."""
+    out = {"joined": False, "stack": IN_MEETING, "still": 5}
+    ranks = [make_rank(0, **out), make_rank(1, **out, answer="no answer")]
+    assert judge(ranks, 20).fault == ""
+    ranks[0].answer = ""
+    assert judge(ranks, 20).fault == "blocked port"
+    ranks[0].answer = "no answer"
+    assert judge(ranks, 20).fault == "wrong MASTER_ADDR"
 
 
 def test_other_lines_are_no_mistake():

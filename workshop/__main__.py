@@ -5,7 +5,15 @@ import os
 import sys
 
 from backstage.errors import UserError, run_main
-from workshop import doctor, lab, progress, update
+from workshop import (
+    classroom,
+    doctor,
+    lab,
+    launch,
+    progress,
+    rehearse,
+    update,
+)
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.stages import LESSONS, STAGES
@@ -24,7 +32,9 @@ def main():
         lab.main(args.stage, args.flags)
     elif args.command == "diff":
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(render.to_text(Diff(args.stage), colour, args.hints))
+        left = Diff(args.stage)
+        classroom.note_diff(left)
+        print(render.to_text(left, colour, args.hints))
     elif args.command == "check":
         check(args.stage, args.verbose, args.events, args.number)
     elif args.command == "apply":
@@ -51,6 +61,12 @@ def main():
         sys.exit(explain(args.job))
     elif args.command == "verify":
         sys.exit(verify(args.program, args.n, args.steps, args.resume_with))
+    elif args.command == "rehearse":
+        sys.exit(rehearse.main(args.flags))
+    elif args.command == "launch":
+        launch.main(args.stage, args.flags, args.dry_run)
+    elif args.command == "class":
+        classroom.main(args.folder, args.output)
     elif args.command == "update":
         update.main()
     elif args.command == "plot":
@@ -108,6 +124,13 @@ def parse():
     add("script", "Name the script that a batch file trains with: yours if it "
         "has passed the check.").add_argument(
             "stage", choices=STAGES, help="the stage of the batch file")
+    start = add("launch", "Start a stage on all GPUs of this job of SLURM or "
+                "PBS, or of this machine; the command is printed first. What "
+                "follows -- are the script's own flags.")
+    start.add_argument("stage", choices=STAGES, help="the stage; your script "
+                       "if it has passed the check, else the solution")
+    start.add_argument("--dry-run", action="store_true",
+                       help="only print the command")
     add("doctor", "Check that everything the workshop needs is "
         "there.").add_argument(
             "--ranks", action="store_true", help="ask all processes that a "
@@ -139,6 +162,15 @@ def parse():
                "imports nothing of the course.")
     home.add_argument("stage", choices=STAGES, help="the stage")
     home.add_argument("file", help="the file to write, such as my_train.py")
+    add("rehearse", "For the instructor: do what an attendee does in an hour, "
+        "in a fresh clone, and say how long each step takes. What follows -- "
+        "are the flags of the job's script, in place of --max-steps 100.")
+    room = add("class", "For the instructor: show how far those are who take "
+               "part, on a page that updates itself.")
+    room.add_argument("folder", help="the shared one that WORKSHOP_CLASS "
+                      "names")
+    room.add_argument("-o", "--output", default="class.html",
+                      help="the page (class.html)")
     add("update", "Bring this clone to the newest state of the course; what "
         "you edited is kept.")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
@@ -147,12 +179,17 @@ def parse():
     plot.add_argument("-o", "--output", default="results.png",
                       help="the file, .png, .svg or .pdf (results.png)")
 
-    args, args.flags = parser.parse_known_args()
+    words, flags = sys.argv[1:], []
+    if words[:1] in (["launch"], ["rehearse"]) and "--" in words:
+        at = words.index("--")
+        words, flags = words[:at], words[at + 1:]
+    args, args.flags = parser.parse_known_args(words)
     if args.command is None:
         parser.print_help()
         sys.exit(2)
     if args.flags and args.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(args.flags)}")
+    args.flags += flags
     if args.command == "apply" and args.all == bool(args.number):
         apply.error("give the numbers of changes, or --all")
     if args.command == "reset" and (

@@ -6,6 +6,7 @@ how fast they reach each other, and over which network.
 
 import datetime
 import fcntl
+import json
 import os
 import re
 import socket
@@ -20,9 +21,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from backstage.device import device_name, use_device
+from backstage.errors import warn
+from backstage.files import write_atomically
 from backstage.world import keep_group, on_every_rank
+from workshop.why.slow import NETWORK
 
 STEPS = 10  # of training
+INSIDE, BETWEEN = "in the nodes", "between nodes"
 NCCL_LOG = Path(tempfile.gettempdir()) / f"doctor-nccl-{os.getpid()}.txt"
 
 
@@ -99,23 +104,30 @@ def time_all_reduces(device, backend, hosts):
     nodes = list(dict.fromkeys(hosts))
     ranks = {node: [rank for rank in range(n) if hosts[rank] == node]
              for node in nodes}
-    right = time_all_reduce(device, backend, [list(range(n))], "all-reduce")
-    if len(nodes) == 1:
-        return right  # the same as in a node
-    if n > len(nodes):
-        right &= time_all_reduce(
-            device, backend, [ranks[node] for node in nodes], "in the nodes")
+    right, speed = time_all_reduce(
+        device, backend, [list(range(n))], "all-reduce")
+    speeds = {INSIDE if len(nodes) == 1 else BETWEEN: speed}
+    if 1 < len(nodes) < n:
         # one rank of each node: they share the network with nobody
-        right &= time_all_reduce(
-            device, backend, [[ranks[node][0] for node in nodes]],
-            "between nodes")
+        for name, groups in (
+                (INSIDE, [ranks[node] for node in nodes]),
+                (BETWEEN, [[ranks[node][0] for node in nodes]])):
+            same, speeds[name] = time_all_reduce(
+                device, backend, groups, name)
+            right &= same
+    if dist.get_rank() == 0:
+        try:
+            NETWORK.parent.mkdir(exist_ok=True)
+            write_atomically(NETWORK, json.dumps(speeds).encode())
+        except OSError as error:
+            warn(f"`why` will not know these speeds: {error}")
     return right
 
 
 def time_all_reduce(device, backend, groups, name):
     """Time one in each of the groups, lists of ranks, at the same time.
 
-    Returns whether its sums were right. All ranks.
+    Returns whether its sums were right, and gigabytes per second. All ranks.
     """
     rank, mine = dist.get_rank(), None
     for group in groups:  # every rank has to make every group
@@ -148,7 +160,7 @@ def time_all_reduce(device, backend, groups, name):
     say(f"{name}: {size} ranks over {backend}, {megabytes:,.0f} MB in "
         f"{1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
         + ("" if right else "; the sum was wrong"), right)
-    return right
+    return right, speed
 
 
 # ----------------------------------------------------------- which network

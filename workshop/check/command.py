@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import processes
+from workshop import classroom, processes
 from workshop.check.board import Board
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
@@ -52,12 +52,16 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         ending.folder.mkdir(mode=0o700)
         try:
             bench = trial.Bench(ending.folder, stage, script, data, out.say)
-            right = Check(bench, verbose, out, change,
-                          lines_as_in(yours, data)).run()
+            check = Check(bench, verbose, out, change,
+                          lines_as_in(yours, data))
+            right = check.run()
         finally:
             remove(ending.folder)
-    if right and change is None:
-        checked.record(stage, data)
+    if change is None:
+        if right:
+            checked.record(stage, data)
+        title = check.wrong[0][0] if check.wrong else ""
+        classroom.note(stage, right=right, mistake=title)
     return right
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import arithmetic, interpreter, lab
+from workshop import arithmetic, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.doctor import ask_slurm
 from workshop.lesson import desk, render
@@ -99,9 +99,12 @@ def picture(svg):
 
 
 @functools.lru_cache(1)  # a site.sh may load modules, which takes seconds
-def site_wants_hints():
-    """Whether the instructor has set hints for all, in site.sh."""
-    return render.wants_hints(interpreter.site_variables())
+def site_variables():
+    """What site.sh exports; the class's folder then is this kernel's, too."""
+    found = interpreter.site_variables()
+    if found.get("WORKSHOP_CLASS"):
+        os.environ["WORKSHOP_CLASS"] = found["WORKSHOP_CLASS"]
+    return found
 
 
 @in_one_line
@@ -117,12 +120,14 @@ def diff(stage, hints=None):
 
     hints: whether the code stays folded; left out, it is as site.sh says.
     """
+    site = site_variables()
     if hints is None:
-        hints = site_wants_hints()
+        hints = render.wants_hints(site)
 
     @in_one_line
     def view():
         changes = Diff(stage)
+        classroom.note_diff(changes)
         return Shown(render.to_html(changes, hints),
                      render.to_text(changes, hints=hints))
 
@@ -178,6 +183,7 @@ def check(stage, change=None):
     Shows a table that fills while the check runs. change: the number of a
     change, to try it alone, as it is in your script, with all others made.
     """
+    site_variables()
     board = Board()
     show = live(lambda: Shown(
         render.box(board.to_html(check_pictures(board))

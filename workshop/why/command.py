@@ -4,8 +4,9 @@ import time
 from collections import Counter
 
 from backstage.errors import require
-from workshop.why.evidence import collect, find
+from workshop.why.evidence import ask_about, collect, find
 from workshop.why.judge import judge
+from workshop.why.slow import explain
 
 
 def main(target):
@@ -20,12 +21,17 @@ def main(target):
         print(f"try: {answer.advice}")
     else:
         print(f"nothing is wrong: {answer.reason}")
+    for line in ask_about(target):
+        print(f"  SLURM: {line}")
     for rank in ranks:
         print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
               f"{describe(rank)}")
     for rank in [rank for rank in ranks if rank.ending == "runs" and (
-            rank is ranks[0] or rank in answer.ranks)]:
+            rank is ranks[0] or rank in answer.ranks
+            or (rank in ranks[:4] and not rank.calls))]:  # of MPI: no record
         print_times(rank)
+    if folder and answer.fault in ("", "straggler"):
+        print(*explain(folder.parent), sep="\n")
     return int(bool(answer.fault))
 
 

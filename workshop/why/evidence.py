@@ -70,6 +70,19 @@ def find_job(job):
                     "that left evidence: name the run's folder")
 
 
+def ask_about(target):
+    """What SLURM says of a job and its steps, a line each; [] without one."""
+    if not target.isdigit() or Path(f"/proc/{target}").is_dir():
+        return []
+    fields = "JobID,State,ExitCode,MaxRSS,NodeList"
+    lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
+    if not lines.strip():  # a cluster without accounts
+        text = ask_slurm("scontrol", "-o", "show", "job", target)
+        lines = " ".join(re.findall(
+            r"(?:JobState|Reason|ExitCode|NodeList)=\S+", text))
+    return lines.replace("|", " ").splitlines()
+
+
 def ask_slurm(*command):
     """What a command of SLURM prints; "" where it is not installed."""
     try:

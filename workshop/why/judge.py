@@ -213,7 +213,8 @@ def check_meeting(ranks, waited):
             f"{place}, but does not reach that itself: {problem}",
             f"export MASTER_ADDR={first.host}, a name or address of the node "
             "of rank 0", [first])
-    if deaf:
+    # rank 0 may not have tried yet, and then it is not known which it is
+    if deaf and (hasattr(first, "answer") or waited > PATIENCE):
         problem = getattr(deaf[0], "answer", "") or "no answer"
         return Answer(
             "blocked port", f"rank 0 at {place} cannot be reached from "
@@ -304,8 +305,8 @@ def check_aborted(ranks):
         if rank.ending != "crashed" or "Aborted" not in rank.last or (
                 not rank.waits):
             continue
-        others = [other for other in ranks
-                  if other is not rank and other.waits]
+        others = [other for other in ranks if other is not rank and (
+            other.waits or other.ending in ("lost", "stopped"))]
         for other in others:
             if other.frame[:2] != rank.frame[:2]:
                 return Answer(
@@ -358,8 +359,8 @@ def check_ends(ranks, waited):
     for rank in ranks:
         by[rank.ending].append(rank)
     if by["error"]:
-        return explain_error(min(by["error"],
-                                 key=lambda rank: rank.ended["time"]))
+        return explain_error(min(by["error"], key=lambda rank: rank.ended[
+            "time"]), ranks)
     if by["crashed"]:
         rank = by["crashed"][0]
         what = re.search(r"Fatal Python error: (.*)", rank.last)[1]
@@ -381,7 +382,8 @@ def check_ends(ranks, waited):
     if ranks and len(by["gone"]) == len(ranks):
         return Answer(
             "ended from outside", "all ranks ended without a word, as "
-            "SIGKILL ends them" + say_oom(ranks), SACCT, ranks)
+            "SIGKILL ends them" + say_oom(ranks), f"{SACCT}; mpiexec ends "
+            "all ranks after one: the log's end names that one", ranks)
     return None
 
 
@@ -392,7 +394,7 @@ def is_slow_to_answer(gone, run, ranks):
             and max(rank.still for rank in run) < PATIENCE)
 
 
-def explain_error(rank):
+def explain_error(rank, ranks):
     error, message = (rank.ended.get(name) or "" for name in
                       ("error", "message"))
     first = message.strip().partition("\n")[0][:200]
@@ -402,12 +404,14 @@ def explain_error(rank):
             f"device's memory is full: {first}", "a smaller microbatch, or "
             "recompute activations; does another process use that device?",
             [rank])
-    if "MPI_ERR_TRUNCATE" in message:
+    if "truncate" in message.lower():  # each MPI library has its words
+        others = "".join(f"; rank {other.rank} was in {other.where}"
+                         for other in ranks if other is not rank)
         return Answer(
             "different collectives", f"rank {rank.rank} got a message of "
-            f"another size than it expects, in {rank.where}", "all ranks have "
-            "to call the same collectives in the same order, with arrays of "
-            "the same size", [rank])
+            f"another size than it expects, in {rank.where}{others}",
+            "all ranks have to call the same collectives in the same order, "
+            "with arrays of the same size", [rank])
     what = f"{error}: {first}" if error else (
         f"status {rank.ended['status']}")
     return Answer("a rank ended", f"rank {rank.rank} was the first to end, in "
@@ -605,7 +609,8 @@ def check_rest(ranks, waited):
     if answer:
         return answer
     if lost:
-        return explain_error(min(lost, key=lambda rank: rank.ended["time"]))
+        return explain_error(
+            min(lost, key=lambda rank: rank.ended["time"]), ranks)
     if stopped:
         return Answer(
             "ended from outside", f"{name_ranks(stopped)} got SIGTERM, in "

@@ -1,0 +1,175 @@
+"""The class board: who writes what, and the page that shows it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cluster import wait_for
+from conftest import needs
+from test_lab import CHROMIUM, SWITCHES
+
+from backstage import ROOT
+from workshop import classroom
+
+OTHERS = ('{"stage": "ddp"', "[]", '{"stage": "no", "time": 1}',
+          '{"stage": "ddp", "time": 1, "left": 7}', "[" * 100_000, "\0")
+
+
+def clone(folder):
+    """A copy of what the tools work on."""
+    for name in ("backstage", "workshop", "solutions", "code"):
+        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return folder
+
+
+def python(clone, *words, **variables):
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PYTHONPATH", "WORKSHOP_CLASS")}
+    return subprocess.run([sys.executable, *words], cwd=clone, text=True,
+                          env=env | variables, capture_output=True)
+
+
+def write(folder, name, *lines):
+    (folder / f"{name}.jsonl").write_text("".join(
+        line if isinstance(line, str) else
+        json.dumps({"stage": "ddp", **line}) + "\n" for line in lines))
+
+
+def test_a_line_for_those_who_take_part(tmp_path):
+    shared, mine = tmp_path / "class", clone(tmp_path / "mine")
+    shared.mkdir()
+    diff = ("-m", "workshop", "diff", "ddp")
+    without = python(mine, *diff)
+    taking_part = python(mine, *diff, WORKSHOP_CLASS=str(shared))
+    assert taking_part.stdout == without.stdout and not taking_part.stderr
+    wait_for(lambda: [*shared.glob("*")] and classroom.read(shared))
+    file, = shared.glob("*")
+    said, = file.read_text().splitlines()  # one: the first did not take part
+    assert json.loads(said).keys() == {"stage", "time", "left"}
+    assert file.stat().st_mode & 0o777 == 0o644
+    person, = classroom.read(shared)
+    assert person.stage == "ddp" and person.right is None
+    assert person.left == classroom.number_changes("ddp")
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "read-only", "full",
+                                  "does not answer"])
+def test_a_bad_folder_disturbs_nobody(kind, tmp_path, monkeypatch, capfd):
+    shared = tmp_path / "class"
+    mine = shared / f"{classroom.my_name()}.jsonl"
+    if kind == "file":
+        shared.touch()
+    elif kind == "read-only":
+        shared = "/proc"  # for root, too
+    elif kind != "missing":
+        shared.mkdir()
+        if kind == "full":
+            mine.symlink_to("/dev/full")
+        else:
+            os.mkfifo(mine)  # who writes waits for a reader
+    monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
+    classroom.note("ddp", left=[1])
+    assert capfd.readouterr() == ("", "")
+    if kind == "does not answer":  # the line is on its way, all the same
+        assert '"left": [1]' in mine.read_text()
+    assert kind != "missing" or not shared.exists()
+
+
+def test_what_is_read_from_a_folder_that_all_may_write_to(tmp_path):
+    write(tmp_path, "a", *(f"{line}\n" for line in OTHERS),
+          {"time": 20, "left": [9, 2, 99, 2]}, {"time": 10, "left": [1]},
+          {"time": 30, "left": [2, 9]})
+    write(tmp_path, "b", *(f"{line}\n" for line in OTHERS))
+    write(tmp_path, "c", "x" * (classroom.LARGEST + 1))
+    os.mkfifo(tmp_path / "d.jsonl")
+    (tmp_path / "e.jsonl").mkdir()
+    assert classroom.read(tmp_path) == [
+        classroom.Person("ddp", [2, 9], 20, None, "")]
+
+
+def test_the_page_says_what_there_is_to_do(tmp_path):
+    write(tmp_path, "a", {"time": 0, "left": [7, 8]},
+          {"time": 900, "right": False, "mistake": "<b>wrong</b>"})
+    write(tmp_path, "b", {"time": 0, "left": [7]}, {"time": 900, "left": []})
+    write(tmp_path, "c", {"time": 5, "left": [1]}, {"time": 9, "right": True})
+    people = classroom.read(tmp_path)
+    page = classroom.draw(people, "Jobs: 1 waits", 1000)
+    assert "1 of 3 have passed the check" in page
+    assert "1 made no further change in the last 5 minutes" in page
+    assert "<strong>&lt;b&gt;wrong&lt;/b&gt;</strong> (1)" in page
+    assert "not right yet, 17 min" in page and "Jobs: 1 waits" in page
+    assert page.index(">right<") < page.index("17 min")
+
+
+def test_the_jobs_of_the_course(tmp_path, monkeypatch):
+    squeue = tmp_path / "squeue"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert classroom.count_jobs() == ""
+    squeue.write_text("#!/bin/sh\necho 'PENDING ddp-1n2g\nRUNNING std-1n1g\n"
+                      "RUNNING somebody else\nPENDING ddp-1n4g'\n")
+    squeue.chmod(0o755)
+    assert classroom.count_jobs() == "Jobs: 2 wait in the queue, 1 run."
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert classroom.count_jobs() == ""
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    done = python(ROOT, "-m", "workshop", "class", str(tmp_path / "no"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "mkdir -m 1777" in done.stderr
+
+
+@pytest.mark.whole
+def test_twelve_attendees_in_a_browser(tmp_path):
+    """Of whom three do not take part."""
+    needs(CHROMIUM)
+    sync_api = pytest.importorskip("playwright.sync_api")
+    shared, page = tmp_path / "class", tmp_path / "page.html"
+    shared.mkdir()
+    for k in range(12):
+        person = clone(tmp_path / f"clone{k}")
+        done = python(person, "-c", (
+            "from workshop import classroom\n"
+            "from workshop.lesson import desk\n"
+            "from workshop.lesson.diff import Diff\n"
+            f"desk.apply('ddp', range(1, {k + 2}))\n"
+            "classroom.note_diff(Diff('ddp'))\n"
+            f"if {k} > 5: classroom.note('ddp', right={k > 8}, mistake="
+            f"'losses agree' if {k} < 9 else '')\n"),
+            WORKSHOP_CLASS="" if k % 4 == 3 else str(shared))
+        assert done.returncode == 0, done.stderr
+    wait_for(lambda: len(classroom.read(shared)) == 9)
+    wait_for(lambda: sum(person.right is not None
+                         for person in classroom.read(shared)) == 4)
+    board = subprocess.Popen(
+        [sys.executable, "-m", "workshop", "class", shared, "-o", page],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(page.exists)
+        with sync_api.sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which(CHROMIUM), args=SWITCHES)
+            tab = browser.new_page(viewport={"width": 1280, "height": 720})
+            tab.goto(page.as_uri())
+            rows = tab.locator("tr.person")
+            assert rows.count() == 9
+            assert tab.locator("h1").inner_text() == (
+                "2 of 9 have passed the check")
+            made = [rows.nth(k).locator(".made").count() for k in range(9)]
+            assert made == [13, 13, 9, 7, 6, 5, 3, 2, 1]
+            assert "losses agree (2)" in tab.inner_text("body")
+            write(shared, "another", {"time": time.time(), "right": True})
+            tab.wait_for_function(  # nobody reloads it
+                "document.querySelectorAll('tr.person').length == 10")
+            text = tab.content()
+            assert not any(file.stem in text for file in shared.glob("*"))
+            browser.close()
+    finally:
+        board.send_signal(signal.SIGINT)
+        assert board.wait(20) == 130

@@ -1,0 +1,114 @@
+"""`python -m workshop launch`: where it is, and the command it becomes."""
+
+import re
+import sys
+
+import pytest
+from cluster import FLAGS
+from test_slurm import world
+
+from backstage.errors import UserError
+from workshop import __main__ as workshop
+from workshop import launch
+from workshop.stages import STAGES
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
+         "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_CPUS_ON_NODE": "32"}
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Programs that say what a test lets them say."""
+    def say(**texts):
+        for name, text in texts.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+            (tmp_path / name).chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return say
+
+
+def command(stage, env, devices=0):
+    place = launch.find_place(env, lambda: devices)
+    return " ".join(launch.make_command(
+        place, STAGES[stage], "s.py", ["--seed", "1"], env))
+
+
+@pytest.mark.parametrize(("more", "per_node", "cores"), [
+    ({"SLURM_GPUS_ON_NODE": "4"}, 4, 8),
+    ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, 8),
+    ({"SLURM_GPUS_PER_NODE": "2"}, 2, 16),
+    ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4)])
+def test_in_a_slurm_job(programs, more, per_node, cores):
+    programs(scontrol="n1\nn2")
+    assert command("ddp", SLURM | more) == (
+        f"srun --nodes=2 --ntasks={2 * per_node} "
+        f"--ntasks-per-node={per_node} --cpus-per-task={cores} --overlap "
+        "--kill-on-bad-exit=1 python s.py --seed 1")
+
+
+@pytest.mark.parametrize(("says", "options"), [
+    ("HYDRA build details", "--ppn"),
+    ("mpiexec (OpenRTE) 4, Open MPI",
+     "-x PATH -x PYTHONPATH --bind-to none -N")])
+def test_in_a_pbs_job(programs, tmp_path, says, options):
+    programs(mpiexec=says)
+    (tmp_path / "nodes").write_text("b\nb\na\na\n")
+    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "3.pbs"}
+    place = launch.find_place(env, lambda: 0)
+    assert str(place) == "PBS job 3.pbs: 2 x 2 processes, on b a"
+    start = f"mpiexec -n 4 {options} 2 python"
+    assert command("mpi", env) == f"{start} s.py --seed 1"
+    assert command("fsdp", env) == (
+        f"{start} -m workshop.as_torchrun s.py --seed 1")
+
+
+@pytest.mark.parametrize(("stage", "devices", "expected"), [
+    ("std", 4, "python s.py"), ("mpi", 4, "mpirun -n 4 python s.py"),
+    ("ddp", 4, "torchrun --standalone --nproc-per-node 4 -- s.py"),
+    ("lit", 0, "torchrun --standalone --nproc-per-node 2 -- s.py")])
+def test_on_a_machine_without_a_job(stage, devices, expected):
+    assert command(stage, {}, devices) == f"{expected} --seed 1"
+
+
+def test_what_is_wrong_is_one_line(programs, tmp_path):
+    programs(scontrol="n1\nn2")
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\nb\n")
+    for env, words in (
+            ({"RANK": "0"}, "a rank of a launcher already"),
+            (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
+            ({"PBS_NODEFILE": str(nodes)}, "not name all nodes equally")):
+        with pytest.raises(UserError, match=words):
+            command("ddp", env)
+    programs(scontrol="n1\n' >&2; exit 1; echo '")
+    with pytest.raises(UserError, match=r"^`scontrol .*` fails: [^\n]+$"):
+        command("ddp", SLURM)
+
+
+def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
+    for words in (["--dry-run", "ddp"], ["ddp", "--dry-run"]):
+        monkeypatch.setattr(sys, "argv", ["workshop", "launch", *words, "--",
+                                          "--preset", "tiny"])
+        args = workshop.parse()
+        assert args.dry_run and args.flags == ["--preset", "tiny"]
+
+
+@pytest.mark.whole
+def test_a_job_of_two_nodes(slurm):
+    """As typed in salloc's shell: its variables are not the step's options."""
+    run = slurm.repo / "runs" / "mine"
+    words = " ".join(map(str, FLAGS))
+    job = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
+                "--gpus-per-node=2", "--ntasks-per-node=1",
+                "--cpus-per-task=4", "--wrap", f"""
+        export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
+        '{sys.executable}' -m workshop launch ddp -- {words} --max-steps 6 \
+            --run '{run}'""", PYTHONPATH=str(slurm.repo)).stdout.strip()
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    log = slurm.log(job)
+    assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
+                     + " ".join(slurm.nodes), log, re.M), log
+    assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
+    said = type("Said", (), {"folder": run})
+    assert world(said) == (2, 4)

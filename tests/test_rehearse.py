@@ -1,0 +1,80 @@
+"""The rehearsal of the hour: its table, its errors, and all of it on SLURM."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from workshop import rehearse
+from workshop.rehearse import Step
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "activate.sh").write_text("echo said by activate.sh\n")
+    return tmp_path
+
+
+def test_a_step_is_in_time_or_slow(clone, capsys, monkeypatch):
+    monkeypatch.setattr(rehearse, "PATIENCE", 10_000)
+    steps = [Step("one", 600, ("true",)), Step("two", 0.01, ("sleep", ".1"))]
+    assert rehearse.rehearse(steps, clone) == 0
+    _, one, two, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"one +600 s +\d+\.\d s +yes", one)
+    assert two.endswith(" slow")
+    assert last.endswith("longer than the plan leaves: two")
+
+
+@pytest.mark.parametrize(("script", "said"), [
+    ("echo begins; echo 'error: the disk is full'; echo 'more'; exit 3",
+     "error: the disk is full"),
+    ("echo one; echo two; exit 1", "two"),
+    ("exit 1", "it said nothing")])
+def test_a_step_that_fails_is_one_line_and_the_last(
+        clone, capsys, script, said):
+    steps = [Step("bad", 60, ("bash", "-c", script)),
+             Step("next", 60, ("touch", "next"))]
+    assert rehearse.rehearse(steps, clone) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("NO\n")
+    assert err.startswith(f"bad: {said}: try `cd {clone} && source activate")
+    assert err.count("\n") == 1 and not (clone / "next").exists()
+
+
+def test_a_job_that_does_not_end_is_cancelled(clone, capsys, monkeypatch):
+    monkeypatch.setattr(rehearse, "PATIENCE", 1)
+    cancel = clone / "cancel"
+    cancel.write_text(f'#!/bin/sh\necho "$1" > {clone}/cancelled\n')
+    cancel.chmod(0o755)
+    job = Step("job", 1, ("bash", "-c", "echo 17; sleep 1000"), str(cancel))
+    assert rehearse.rehearse([job], clone) == 1
+    assert "error: it had not ended after 1 s" in capsys.readouterr().err
+    assert (clone / "cancelled").read_text() == "17\n"
+
+
+@pytest.mark.parametrize(("program", "first"), [
+    ("sbatch", "sbatch --parsable --wait"), ("qsub", "qsub -W block=true"),
+    (None, "python -m workshop launch ddp")])
+def test_the_job_is_for_the_scheduler_that_is_there(program, first):
+    steps = rehearse.steps(["--seed", "3"], lambda name: name == program)
+    job, = (step for step in steps if step.name == "job")
+    assert " ".join(job.command).startswith(first)
+    assert "--seed 3" in " ".join(job.command)
+
+
+@pytest.mark.whole
+def test_the_hour_on_slurm(slurm):
+    """In a clone without a dataset, which activate.sh makes."""
+    git = ["git", "-C", slurm.repo, "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "rm", "-rq", "fineweb/demo"], check=True)
+    subprocess.run([*git, "commit", "-qm", "no data"], check=True)
+    done = slurm(sys.executable, "-m", "workshop", "rehearse", "--",
+                 "--preset", "tiny", "--device", "cpu", "--max-steps", 6,
+                 check=False, PYTHONPATH=str(slurm.repo))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +\d+ s +\d+\.\d s +(yes|slow)$", done.stdout,
+                      re.M)
+    assert [name for name, _ in rows] == [
+        "activate", "doctor", "reset", "check", "job", "plot"]
+    assert not [*slurm.repo.parent.glob(".rehearsal-*")]

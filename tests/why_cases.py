@@ -1,0 +1,398 @@
+"""`why` on the stages under real launchers: eight faults, and sound runs.
+
+    python tests/why_cases.py             all of them, one after the other
+    python tests/why_cases.py fsdp        those whose name has this pattern
+    python tests/why_cases.py '^sound'
+
+Each fault is planted in a copy of a stage's script, which torchrun, mpirun or
+srun starts as two processes; srun on the throw-away cluster of cluster.py, by
+the stage's batch file. From the first sign of the fault on, `why` is asked
+again and again: its first complaint has to be the right one, within a minute.
+About a sound run it must not complain.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cluster
+from conftest import edit
+from stages import make_dataset
+
+from backstage import ROOT
+from workshop.processes import OPEN_MPI, free_port
+from workshop.stages import STAGES
+
+HERE = Path(__file__).resolve().parent
+FOREIGN = HERE / "foreign"
+MINUTE = 60  # within which `why` has to name a fault
+START = 150  # seconds to its first sign, at most
+ASKED = 5  # times about a sound run, while it runs
+MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
+SLOW = ("--max-steps", 10**6, "--checkpoint-every", 10**6, "--eval-every",
+        10**6, "--generate-every", 10**6, "--learning-rate", 1e-5)
+# A group of processes with little memory, for one rank; for root alone
+GROUP = Path("/sys/fs/cgroup/memory/why-cases")
+
+# The fault: what `why` may call it, and words of its reason.
+FAULTS = {
+    "skipped collective": ("different (collectives|lines)", "rank 1"),
+    "another order": ("different (collectives|lines)", "rank 1"),
+    "another shape": ("different (sizes|collectives)", "rank 1"),
+    "killed for memory": ("a rank was killed", "rank 1 .*for lack of memory"),
+    "blocked port": ("blocked port", "from rank 1"),
+    "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
+    "straggler": ("straggler", "rank 1"),
+    "dead node": ("dead node", "node2"),
+}
+# Of MPI's processes: they do not meet at an address of ours.
+MEET = ("blocked port", "wrong MASTER_ADDR")
+
+# ------------------------------------------------------------- the faults
+
+BEGIN = """\
+import ctypes, os, time
+ME = next(int(os.environ[name]) for name in (
+    "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    if name in os.environ)
+def note():
+    open({mark!r}, "a").close()
+"""
+AT_BEGIN = {
+    # CLONE_NEWNET, and CLONE_NEWUSER for anybody but root
+    "blocked port": "note()\nif ME == 1:\n    ctypes.CDLL(None).unshare("
+                    "0x40000000 | 0x10000000 * (os.getuid() > 0))\n",
+    "wrong MASTER_ADDR": 'note()\nos.environ["MASTER_ADDR"] = "192.0.2.77"\n',
+    "dead node": 'os.environ["SLURMD_NODENAME"] = f"node{ME + 1}"\n',
+}
+LOOP = "        lr = get_lr(step, max_steps, hp)\n"  # the begin of a step
+NOTE = "        if step == 25:\n            note()\n"
+AT_STEP = {
+    "killed for memory": f"""\
+        if rank == 1 and step == 25:
+            note()
+            open("{GROUP}/cgroup.procs", "w").write(str(os.getpid()))
+            b"x" * 10**9
+""",
+    "dead node": """\
+        if rank == 1 and step == 25:
+            note()
+            os.kill(os.getpid(), 9)
+""",
+    "straggler": f"        time.sleep(0.3 * (rank == 1))\n{NOTE}",
+    "slow": "        time.sleep(9)\n        note()\n",
+}
+# {0}: the line that reduces the report, {1}: another collective, {2}: joins
+AT_REDUCE = {
+    "skipped collective": "        if step != 25 or rank != 1:\n    {0}",
+    "another order": "        if step == 25 and rank == 1:\n            {1}\n"
+    "{0}        if step == 25 and rank != 1:\n            {1}\n",
+    "another shape": "        if step == 25 and rank == 1:\n"
+                     "            report = {2}([report] * 9)\n{0}",
+}
+TORCH = ("        dist.all_reduce(report)  # the sum over all ranks\n",
+         "dist.all_gather([torch.zeros(99) for _ in range(world_size)], "
+         "torch.ones(99))", "torch.cat")
+MPI = ("        comm.Allreduce(MPI.IN_PLACE, report)"
+       "  # the sum over all ranks\n",
+       "comm.Allgather(np.ones(99), np.ones((world_size, 99)))",
+       "np.concatenate")
+
+
+def plant(stage, fault, mark):
+    """The script of a stage with a fault, which writes the time to `mark`."""
+    words = MPI if stage == "mpi" else TORCH
+    return edit(
+        STAGES[stage].solution.read_text(),
+        ("import math\n", BEGIN.format(mark=str(mark))
+         + AT_BEGIN.get(fault, "") + "import math\n"),
+        (LOOP, AT_STEP.get(fault, NOTE) + LOOP),
+        (words[0], AT_REDUCE.get(fault, "{0}").format(*words)))
+
+
+# ---------------------------------------------------------- the launchers
+
+
+def environment(**more):
+    return {**{name: value for name, value in os.environ.items()
+               if not name.startswith("WORKSHOP_")}, **OPEN_MPI,
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as activate.sh
+            "PYTHONUNBUFFERED": "1", **more}
+
+
+class Plain:
+    """Two processes of one node, started in a terminal."""
+
+    def __init__(self, folder):
+        self.folder, self.run = folder, folder / "run"
+        self.mark = folder / "mark"
+
+    def launch(self, launcher, script, *flags, **variables):
+        python, env = sys.executable, environment(**variables)
+        if launcher == "mpich":
+            (self.folder / "libmpi.so.12").symlink_to(MPICH)
+            env["LD_LIBRARY_PATH"] = str(self.folder)
+        words = {
+            "torchrun": [python, "-m", "torch.distributed.run",
+                         "--nproc-per-node=2", "--master-addr=127.0.0.1",
+                         f"--master-port={free_port()}", "--"],
+            "mpirun": ["mpirun", "-n", 2, python],
+            "mpich": ["mpiexec.mpich", "-n", 2, python],
+            "as_torchrun": ["mpirun", "-n", 2, python, "-m",
+                            "workshop.as_torchrun"]}[launcher]
+        self.log = open(self.folder / "log", "w")
+        self.process = subprocess.Popen(
+            [str(word) for word in (*words, script, *flags)], cwd=ROOT,
+            env=env, stdout=self.log, stderr=self.log, start_new_session=True)
+
+    def start(self, stage, launcher, text, fault):
+        make_dataset(self.folder / "data")
+        script = self.folder / "train_gpt2.py"
+        script.write_text(text)
+        # without it, a run leaves evidence once the processes have met
+        more = {"WORKSHOP_WHY": f"{self.run}/why"} if fault in MEET else {}
+        self.launch(launcher, script, *tiny(stage), "--data",
+                    self.folder / "data", "--run", self.run, **more)
+
+    def start_foreign(self, name, launcher):
+        """A script of somebody else, whose evidence the hook writes."""
+        script = self.folder / f"{name}.py"
+        script.write_text(f"open({str(self.mark)!r}, 'a').close()\n"
+                          + (FOREIGN / script.name).read_text())
+        self.run.mkdir()
+        hook = f"{ROOT / 'backstage' / 'hook'}:{ROOT}"
+        self.launch(launcher, script, WORKSHOP_WHY=str(self.run),
+                    PYTHONPATH=hook)
+
+    def why(self):
+        """By the run's folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "workshop", "why", self.run], cwd=ROOT,
+            env=environment(), capture_output=True, text=True)
+
+    def clear(self):
+        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(3)
+        for pid in left_of(self.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.log.close()
+
+
+def left_of(folder):
+    """The processes that a launcher has put into sessions of their own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (process / "cmdline").read_text():
+                yield int(process.name)
+
+
+class Job:
+    """A job on the throw-away cluster: two nodes, a process on each."""
+
+    def __init__(self, folder, slurm):
+        self.slurm, self.mark, self.node = slurm, folder / "mark", None
+
+    def start(self, stage, launcher, text, fault):
+        script = self.slurm.repo / "solutions" / STAGES[stage].solution.name
+        self.kept = script, script.read_text()
+        script.write_text(text)
+        variables = {"PYTHONUNBUFFERED": "1"}
+        if stage == "mpi":  # which srun starts with MPICH
+            library = self.slurm.lab_folder / "libmpi.so.12"
+            library.unlink(missing_ok=True)
+            library.symlink_to(MPICH)
+            variables |= {"LD_LIBRARY_PATH": str(library.parent),
+                          "SLURM_MPI_TYPE": "pmi2", "UCX_TLS": "self,tcp"}
+            site = self.slurm.repo / "site.sh"
+            if "pmi2" not in site.read_text():
+                with site.open("a") as file:
+                    file.write("export SLURM_MPI_TYPE=pmi2\n")
+        self.job = self.slurm(
+            "sbatch", "--parsable", "--output=%j.log", "--cpus-per-task=1",
+            self.slurm.repo / "batchfiles" / f"batch-{stage}-2n1g.sh",
+            *tiny(stage), "--data", "data", **variables
+        ).stdout.strip()
+
+    def crash(self):
+        """The second node; it comes back when the job has gone."""
+        self.node = self.slurm.nodes[1]
+        self.slurm.lab("kill-node", self.node)
+
+    def why(self):
+        return self.slurm(sys.executable, "-m", "workshop", "why", self.job,
+                          check=False, PYTHONPATH=str(self.slurm.repo))
+
+    def clear(self):
+        self.slurm("scancel", self.job, check=False)
+        with contextlib.suppress(AssertionError):
+            cluster.wait_for(lambda: not self.slurm.processes(self.job), 40)
+        self.kept[0].write_text(self.kept[1])
+        if self.node:
+            self.slurm("scontrol", "update", f"nodename={self.node}",
+                       "state=down", "reason=x")
+            self.slurm.lab("start-node", self.node)
+            cluster.wait_for(lambda: "idle" in self.slurm(
+                "sinfo", "-h", "-n", self.node, "-o", "%T").stdout, 60)
+
+
+def tiny(stage):
+    flags = ["--preset", "tiny", "--device", "cpu", "--microbatch-size", 2]
+    return [*flags, *SLOW, *(["--tensor-parallel", 2] * (stage == "tp"))]
+
+
+# ------------------------------------------------------- what is to be shown
+
+
+def wait_for_sign(job):
+    """Until the script has noted its fault; the time of that."""
+    cluster.wait_for(job.mark.exists, START, lambda: "no sign of the fault")
+    return job.mark.stat().st_ctime
+
+
+def name_fault(job, fault):
+    """(right, what `why` said first, after how many seconds)."""
+    begin = wait_for_sign(job)
+    if fault == "dead node" and isinstance(job, Job):
+        job.crash()
+        begin = time.time()
+    while True:
+        said = job.why()
+        seconds = time.time() - begin
+        complains = said.returncode and said.stdout
+        if complains or seconds > MINUTE:
+            break
+        time.sleep(1)
+    line = (said.stdout or said.stderr).partition("\n")[0]
+    pattern, words = FAULTS[fault]
+    right = bool(re.match(f"{pattern}: .*{words}", line))
+    return right and seconds <= MINUTE, line, seconds
+
+
+def stay_silent(job):
+    """(right, what `why` said, after how many seconds)."""
+    begin = wait_for_sign(job)
+    for _ in range(ASKED):
+        said = job.why()
+        if said.returncode:
+            break
+        time.sleep(4)
+    return (not said.returncode, (said.stdout or said.stderr).partition(
+        "\n")[0], time.time() - begin)
+
+
+@contextlib.contextmanager
+def busy(number):
+    """So many other processes that compute."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
+              for _ in range(number)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+# stage, launcher; the stages and launchers that the eight faults are tried on
+PLACES = (("ddp", "torchrun"), ("fsdp", "torchrun"), ("tp", "torchrun"),
+          ("ddp", "as_torchrun"), ("mpi", "mpirun"), ("mpi", "mpich"),
+          ("ddp", "srun"), ("fsdp", "srun"), ("mpi", "srun"))
+# stage or foreign script, launcher, how it is slow, beside how many others
+SOUND = (("ddp", "torchrun", "", 0), ("fsdp", "torchrun", "", 6),
+         ("ddp", "torchrun", "slow", 0), ("mpi", "mpirun", "slow", 6),
+         ("mpi", "mpich", "", 6), ("ddp", "as_torchrun", "", 0),
+         ("ddp", "srun", "", 6), ("fsdp", "srun", "slow", 0),
+         ("nano", "torchrun", "", 6), ("stream", "torchrun", "", 6),
+         ("trainer", "torchrun", "", 0))
+
+
+def cases():
+    """(name, stage, launcher, fault, others): "" for a sound run."""
+    for stage, launcher in PLACES:
+        for fault in FAULTS:
+            if stage != "mpi" or fault not in MEET:
+                yield f"{fault}: {stage}, {launcher}", (
+                    stage, launcher, fault, 0)
+    for stage, launcher, slow, others in SOUND:
+        how = f"{slow} " * bool(slow) + f"beside {others} others" * (
+            others > 0)
+        yield f"sound: {stage}, {launcher} {how}".strip(), (
+            stage, launcher, slow, others)
+
+
+@contextlib.contextmanager
+def little_memory():
+    """A group of processes, of which the kernel ends one that takes more."""
+    GROUP.mkdir()
+    try:
+        (GROUP / "memory.limit_in_bytes").write_text("100M")
+        yield
+    finally:
+        cluster.wait_for(lambda: not (GROUP / "tasks").read_text(), 20)
+        GROUP.rmdir()
+
+
+def attempt(stage, launcher, fault, others, slurm):
+    """What came of it: (right, what `why` said, after how many seconds)."""
+    with tempfile.TemporaryDirectory(prefix="why") as folder:
+        folder = Path(folder)
+        job = (Job(folder, slurm()) if launcher == "srun" else Plain(folder))
+        try:
+            with busy(others):
+                if stage in STAGES:
+                    planted = fault
+                    if launcher == "srun" and fault == "dead node":
+                        planted = ""  # a real one
+                    job.start(stage, launcher, plant(
+                        stage, planted, job.mark), fault)
+                else:
+                    job.start_foreign(stage, launcher)
+                return (name_fault(job, fault) if fault in FAULTS
+                        else stay_silent(job))
+        except AssertionError as error:
+            return False, f"{error}", 0
+        finally:
+            job.clear()
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # it clears up
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
+    found, begin = [], time.monotonic()
+    with little_memory(), contextlib.ExitStack() as stack:
+        clusters = []
+
+        def slurm():
+            if not clusters:
+                clusters.append(stack.enter_context(cluster.start()))
+            return clusters[0]
+
+        for case, how in cases():
+            if not re.search(pattern, case):
+                continue
+            right, said, seconds = attempt(*how, slurm)
+            found.append(right)
+            print(f"{'yes' if right else 'NO '} {case} ({seconds:.0f} s)\n"
+                  f"    {said}", flush=True)
+    print(f"{datetime.date.today()}: {sum(found)} of {len(found)} as "
+          f"expected, {(time.monotonic() - begin) / 60:.0f} minutes")
+    return int(not all(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

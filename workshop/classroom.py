@@ -1,0 +1,229 @@
+"""How far the class is: python -m workshop class FOLDER
+
+An attendee who sets WORKSHOP_CLASS to a shared folder takes part: `diff` and
+`check` then add a line to a file there. The instructor projects a page that
+shows all of them, without names. Nothing is written for anyone else.
+Only the standard library, from Python 3.9 on.
+"""
+
+import hashlib
+import html
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from backstage import ROOT, schema
+from backstage.errors import require
+from backstage.files import write_atomically
+from workshop.lesson import documents
+from workshop.lesson.render import BLUE, ORANGE, quote
+from workshop.stages import LESSONS, STAGES
+
+# Nobody waits for it: the folder may be full, gone, or on a server that does
+# not answer. It makes no folder.
+WRITE = '(umask 022; exec printf "%s\\n" "$1" >>"$2") &'
+LINE = {"stage": Literal[LESSONS], "time": float, "left?": [range(1, 100)],
+        "right?": bool, "mistake?": str}
+LARGEST = 1_000_000  # bytes of a file: anybody may write there
+LONG = 300  # seconds without a further change: somebody may need help
+EVERY = 5  # seconds from one page to the next
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>The class</title>
+<meta http-equiv="refresh" content="{every}"><style>
+body {{ font: 18px/1.4 sans-serif; margin: 24px; color: #111;
+  background: #fff }}
+table {{ border-collapse: collapse }}
+td, th {{ border: 1px solid #999; padding: 0 7px; font-size: 15px;
+  font-weight: 400; text-align: center; min-width: 16px }}
+th[scope=row] {{ text-align: left }}
+.made {{ background: rgb({blue}); color: #fff }}
+.next {{ outline: 3px solid rgb({orange}); outline-offset: -3px }}
+.note {{ border: none; text-align: left }}
+</style></head><body>
+{body}
+<p>{when}</p>
+</body></html>
+"""
+
+
+# ---------------------------------------------------------------- attendees
+
+
+def note(stage, **what):
+    """Add a line to my file in the class's folder, if I take part."""
+    folder = os.environ.get("WORKSHOP_CLASS")
+    if not folder:
+        return
+    line = json.dumps({"stage": stage, "time": time.time(), **what})
+    file = Path(folder, f"{my_name()}.jsonl")
+    with suppress(OSError):
+        subprocess.run(["sh", "-c", WRITE, "sh", line, file], check=False,
+                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
+
+
+def note_diff(diff):
+    """Note which changes are left."""
+    note(diff.stage, left=[item.number for item in diff.left])
+
+
+def my_name():
+    """The same at each call in this clone, and no name."""
+    return hashlib.sha256(f"{os.getuid()} {ROOT}".encode()).hexdigest()[:12]
+
+
+# --------------------------------------------------------------- instructor
+
+
+@dataclass
+class Person:
+    """What is known of somebody who takes part."""
+
+    stage: str  # of the lesson
+    left: list  # the numbers of the changes that are left
+    since: float  # when this last changed, in seconds since 1970
+    right: Optional[bool]  # the last check's answer, None before the first
+    mistake: str  # the question that it was about
+
+
+def read(folder):
+    """A `Person` for each file that has a line which can be read."""
+    people = []
+    for file in sorted(Path(folder).glob("*.jsonl")):
+        with suppress(OSError):
+            if file.is_file() and file.stat().st_size <= LARGEST:
+                lines = [*read_lines(file.read_text("utf-8", "replace"))]
+                people += [summarise(lines)] if lines else []
+    return people
+
+
+def read_lines(text):
+    """The lines that are whole and right."""
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):
+            said = json.loads(line)
+            schema.check(said, LINE)
+            yield said
+
+
+def summarise(lines):
+    """What somebody's lines say about the lesson of the last one."""
+    lines.sort(key=lambda line: line["time"])
+    stage = lines[-1]["stage"]
+    lines = [line for line in lines if line["stage"] == stage]
+    left = changes = number_changes(stage)
+    since, right, mistake = lines[0]["time"], None, ""
+    for line in lines:
+        if "right" in line:
+            right, mistake = line["right"], line.get("mistake", "")[:100]
+        now = [number for number in changes if not line.get("right")
+               and number in line.get("left", left)]
+        if now != left:
+            left, since = now, line["time"]
+    return Person(stage, left, since, right, mistake)
+
+
+def number_changes(stage):
+    """The numbers of the lesson's changes."""
+    return [*range(1, 1 + len(documents.load(stage)))]
+
+
+def draw(people, jobs, now):
+    """The page. jobs: a line about them, or "". now: seconds since 1970."""
+    passed = sum(person.right is True for person in people)
+    waiting = sum(is_long(person, now) for person in people)
+    body = [f"<h1>{passed} of {len(people)} have passed the check</h1>"]
+    if waiting:
+        body.append(f"<p>{waiting} made no further change in the last "
+                    f"{LONG // 60} minutes.</p>")
+    mistakes = Counter(person.mistake for person in people if person.mistake)
+    for mistake, number in mistakes.most_common(1):
+        body.append("<p>What most checks find wrong: "
+                    f"<strong>{html.escape(mistake)}</strong> ({number})</p>")
+    if jobs:
+        body.append(f"<p>{html.escape(jobs)}</p>")
+    for stage in LESSONS:
+        here = [person for person in people if person.stage == stage]
+        if here:
+            body += [f"<h2>{html.escape(STAGES[stage].title)}</h2>",
+                     *table(stage, here, now)]
+    return PAGE.format(every=EVERY, blue=BLUE, orange=ORANGE,
+                       body="\n".join(body),
+                       when=time.strftime("%H:%M:%S", time.localtime(now)))
+
+
+def is_long(person, now):
+    return bool(person.left) and now - person.since > LONG
+
+
+def table(stage, people, now):
+    """A row for each person, those with the most changes first; and how many
+    people each change is the next one of.
+    """
+    changes = documents.load(stage)
+    numbers = number_changes(stage)
+    yield "<table><tr>"
+    yield from (f'<th scope="col">{number}</th>' for number in numbers)
+    yield "</tr>"
+    for person in sorted(people, key=lambda one: len(one.left)):
+        yield '<tr class="person">'
+        for number in numbers:
+            kind = ("made" if number not in person.left else
+                    "next" if number == person.left[0] else "left")
+            yield f'<td class="{kind}">{"✓" if kind == "made" else ""}</td>'
+        yield f'<td class="note">{describe(person, now)}</td></tr>'
+    yield "</table><table>"
+    at = Counter(person.left[0] for person in people if person.left)
+    for number, count in sorted(at.items()):
+        title = quote(changes[number - 1].title)
+        yield (f'<tr class="at"><th scope="row">{number}. {title}</th>'
+               f"<td>{count}</td></tr>")
+    yield "</table>"
+
+
+def describe(person, now):
+    """What stands behind a row."""
+    if person.right:
+        return "right"
+    words = ["not right yet"] if person.right is False else []
+    if is_long(person, now):
+        words.append(f"{(now - person.since) / 60:.0f} min")
+    return ", ".join(words)
+
+
+def count_jobs():
+    """The course's jobs in the queue, in a line; "" where there is no SLURM.
+    """
+    names = {f"{stage.name}-{size}" for stage in STAGES.values()
+             for size in stage.jobs}
+    if not shutil.which("squeue"):
+        return ""
+    try:
+        said = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
+                              capture_output=True, check=True, timeout=EVERY)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    jobs = (line.partition(" ") for line in said.stdout.splitlines())
+    states = Counter(state for state, _, name in jobs if name in names)
+    return (f"Jobs: {states['PENDING']} wait in the queue, "
+            f"{states['RUNNING']} run.")
+
+
+def main(folder, output):
+    """Write the page again and again, until Ctrl-C."""
+    require(Path(folder).is_dir(), f"{folder} is no folder: make it with "
+            f"`mkdir -m 1777 {folder}`, and let site.sh name it")
+    print(f"open {output} in a browser: it is new every {EVERY} seconds, "
+          "until Ctrl-C", flush=True)
+    while True:
+        page = draw(read(folder), count_jobs(), time.time())
+        write_atomically(output, page.encode())
+        time.sleep(EVERY)

@@ -1,0 +1,131 @@
+"""Starts a stage with what is here: python -m workshop launch STAGE -- FLAGS
+
+In a job of SLURM or PBS it starts a process for each of its GPUs on all of its
+nodes, elsewhere one for each GPU of this machine. It prints the command before
+it becomes that command, so that you can type it yourself the next time.
+Only the standard library, from Python 3.9 on.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+from backstage.errors import UserError, require
+from workshop.lesson import desk
+from workshop.stages import find
+
+# Of a job's variables srun may see these. The others are options of whatever
+# this shell was started with, such as a portal's JupyterLab.
+KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
+
+
+@dataclass
+class Place:
+    """Where the processes will be."""
+
+    name: str  # of the job, or ""
+    hosts: list
+    per_host: int  # processes
+    scheduler: str = ""  # "SLURM", "PBS", or "" on a machine of your own
+
+    def __str__(self):
+        return (f"{self.name or 'no job'}: {len(self.hosts)} x "
+                f"{self.per_host} processes, on {' '.join(self.hosts)}")
+
+
+def find_place(env, count_devices):
+    """Where we are. count_devices: a function that counts this machine's.
+
+    Raises a `UserError` if the job does not say how many processes it wants.
+    """
+    require("RANK" not in env, "this is a rank of a launcher already: call it "
+            "once, in the job's shell")
+    if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
+        hosts = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
+        gpus = (env.get("SLURM_GPUS_ON_NODE")
+                or env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
+        tasks = env.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0]
+        require((gpus or tasks).isdecimal(), f"the job has {tasks} tasks on "
+                "its nodes: ask for as many on each, with --ntasks-per-node")
+        return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts.split(),
+                     int(gpus or tasks), "SLURM")
+    if "PBS_NODEFILE" in env:
+        with open(env["PBS_NODEFILE"]) as file:
+            counts = Counter(file.read().split())
+        require(len({*counts.values()}) == 1, f"{env['PBS_NODEFILE']} does "
+                "not name all nodes equally often: ask for as many mpiprocs "
+                "on each")
+        return Place(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
+                     next(iter(counts.values())), "PBS")
+    return Place("", ["this machine"], count_devices() or 2)
+
+
+def make_command(place, stage, script, flags, env):
+    """The command, a list."""
+    program, total = [script, *flags], len(place.hosts) * place.per_host
+    if stage.launcher == "python":
+        return ["python", *program]
+    if place.scheduler == "SLURM":
+        cores = env.get("SLURM_CPUS_ON_NODE", "")
+        cores = max(1, int(cores or place.per_host) // place.per_host)
+        # each process asks srun for its rank: see prepare_process()
+        return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
+                f"--ntasks-per-node={place.per_host}",
+                f"--cpus-per-task={cores}", "--overlap",
+                "--kill-on-bad-exit=1", "python", *program]
+    mpi = stage.launcher == "mpirun"
+    python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
+    if place.scheduler == "PBS":
+        per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
+        if "Open" in ask("mpiexec", "--version"):
+            per_host = ["-x", "PATH", "-x", "PYTHONPATH", "--bind-to", "none",
+                        "-N"]
+        return ["mpiexec", "-n", str(total), *per_host, str(place.per_host),
+                *python, *program]
+    if mpi:
+        return ["mpirun", "-n", str(total), *python, *program]
+    return ["torchrun", "--standalone", "--nproc-per-node", str(total), "--",
+            *program]
+
+
+def main(name, flags, dry):
+    """Print the command, and become it unless dry."""
+    stage, env = find(name), dict(os.environ)
+    place = find_place(env, count_devices)
+    script, why = desk.choose(name)
+    command = make_command(place, stage, str(script), flags, env)
+    print(f"place     {place}", why, f"command   {shlex.join(command)}",
+          sep="\n", flush=True)
+    if dry:
+        return
+    if place.scheduler == "SLURM" and command[0] == "srun":
+        env = {name: value for name, value in env.items()
+               if name.startswith(KEPT) or not name.startswith("SLURM_")}
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        raise UserError(f"{command[0]} is not here: load its module, or run "
+                        "`source activate.sh`") from error
+
+
+def ask(*command):
+    """What a program says; a `UserError` if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True,
+                              check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"`{shlex.join(command)}` fails: "
+                        "run it here to see why") from error
+
+
+def count_devices():
+    """The accelerators that torch can use on this machine."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise UserError(f"{sys.executable} has no torch: run `source "
+                        "activate.sh` first") from error
+    return torch.accelerator.device_count()

@@ -1,0 +1,153 @@
+"""Does what an attendee does in an hour, and says how long each step takes.
+
+    python -m workshop rehearse                 with 100 steps of training
+    python -m workshop rehearse -- --max-steps 20 --preset tiny
+
+It works in a fresh clone, which it makes in the folder where it is called and
+removes at the end, with this clone's site.sh and with the environment that is
+active. Run it as another user to see what an attendee may read and write.
+Only the standard library, from Python 3.9 on.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError
+
+PATIENCE = 4  # after so many times the expected seconds a step is ended
+ACTIVATED = 'source activate.sh >/dev/null && exec "$@"'
+REASON = re.compile(r"error|fatal|TO DO|FAIL|sbatch:|qsub:|activate\.sh:")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the hour: a command in the clone, in an activated shell."""
+
+    name: str
+    seconds: int  # the longest that the plan leaves an attendee to wait
+    command: tuple
+    cancel: str = ""  # the program that ends the job it has submitted
+
+
+def steps(flags, which=shutil.which):
+    """Those of the hour. flags: of the job's training script."""
+    def ours(*words):
+        return ("python", "-m", "workshop", *words)
+
+    batch = "batchfiles/{}batch-ddp-1n{}g.sh"
+    if which("sbatch"):
+        job = Step("job", 300, (
+            "sbatch", "--parsable", "--wait", "--output=job.txt",
+            batch.format("", 2), *flags), "scancel")
+    elif which("qsub"):
+        job = Step("job", 300, (
+            "qsub", "-W", "block=true", "-o", "job.txt", "-v",
+            f"FLAGS={' '.join(flags)}", batch.format("pbs/", 4)), "qdel")
+    else:
+        job = Step("job", 300, ours("launch", "ddp", "--", *flags))
+    return (Step("activate", 120, ("true",)),
+            Step("doctor", 60, ours("doctor")),
+            Step("reset", 10, ours("reset", "ddp")),
+            Step("check", 120, ours("check", "ddp")), job,
+            Step("plot", 60, ours("plot")))
+
+
+def main(flags):
+    """Print a table as it goes; returns the exit status.
+
+    Raises a `UserError` if there can be no clone.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir="."))
+    clone = folder.absolute() / "gpt2-workshop"
+    try:
+        make_clone(clone)
+        status = rehearse(steps(flags or ["--max-steps", "100"]), clone)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    if status:
+        print(f"The clone is kept, to look into: {clone}")
+    else:
+        shutil.rmtree(folder)
+    return status
+
+
+def make_clone(clone):
+    """A clone as an attendee has it: the commit, not what was edited since."""
+    made = subprocess.run(["git", "clone", "--quiet", ROOT, clone],
+                          capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise UserError(f"{ROOT} cannot be cloned: {reason(made.stderr)}")
+    if (ROOT / "site.sh").exists():
+        shutil.copy(ROOT / "site.sh", clone)
+
+
+def rehearse(steps, clone):
+    """Do the steps until one fails; returns the exit status."""
+    slow = []
+    print("step       expected        met   ok")
+    for step in steps:
+        log, begin = clone / f"{step.name}.log", time.monotonic()
+        status = run(step, clone, log)
+        took = time.monotonic() - begin
+        late = took > step.seconds
+        print(f"{step.name:8} {step.seconds:8} s {took:8.1f} s   "
+              + ("NO" if status else "slow" if late else "yes"), flush=True)
+        if status:
+            said = log.read_text("utf-8", "replace")
+            if step.cancel and (clone / "job.txt").exists():
+                said += (clone / "job.txt").read_text("utf-8", "replace")
+            print(f"{step.name}: {reason(said)}: try `cd {clone} && source "
+                  f"activate.sh && {' '.join(step.command)}`", file=sys.stderr)
+            return 1
+        slow += [step.name] * late
+    print(f"Everything works, but this took longer than the plan leaves: "
+          f"{', '.join(slow)}" if slow else "Everything works, in time.")
+    return 0
+
+
+def run(step, clone, log):
+    """Do a step, with what it says in the log; returns its exit status."""
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PYTHONPATH", "WORKSHOP_INSTALL", "VIRTUAL_ENV")}
+    env["WORKSHOP_VENV"] = sys.prefix  # unless site.sh names another
+    with open(log, "w+b") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", ACTIVATED, "bash", *step.command], cwd=clone,
+            env=env, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(PATIENCE * step.seconds)
+        except subprocess.TimeoutExpired:
+            out.seek(0, os.SEEK_END)
+            out.write(b"\nerror: it had not ended after "
+                      b"%d s\n" % (PATIENCE * step.seconds))
+            return 1
+        finally:
+            if process.poll() is None:
+                end(process, step, log)
+
+
+def end(process, step, log):
+    """End a step, and the job that it waits for."""
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait()
+    job = re.match(r"[\w.\[\]-]+", log.read_text("utf-8", "replace"))
+    if step.cancel and job:
+        subprocess.run([step.cancel, job[0]], check=False)
+
+
+def reason(text):
+    """The line that says what is wrong, else the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if REASON.match(line)),
+                lines[-1] if lines else "it said nothing")
