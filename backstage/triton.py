@@ -18,7 +18,8 @@ from backstage.errors import UserError, leave, report
 
 def is_interpreted():
     """Whether the kernels run on the CPU."""
-    return not torch.cuda.is_available() or "cpu" in sys.argv
+    words = " ".join(sys.argv).replace("=", " ")
+    return not torch.cuda.is_available() or "--device cpu" in words
 
 
 def load():

@@ -38,7 +38,9 @@ def command(stage, env, devices=0):
     ({"SLURM_GPUS_ON_NODE": "4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "2"}, 2, 16),
-    ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4)])
+    ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4),
+    ({"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "",
+      "SLURM_JOB_CPUS_PER_NODE": "72,36"}, 4, 9)])  # in salloc's shell
 def test_in_a_slurm_job(programs, more, per_node, cores):
     programs(scontrol="n1\nn2")
     assert command("ddp", SLURM | more) == (
@@ -78,6 +80,7 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
     for env, words in (
             ({"RANK": "0"}, "a rank of a launcher already"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
+            (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, "(x2),1 tasks"),
             ({"PBS_NODEFILE": str(nodes)}, "not name all nodes equally")):
         with pytest.raises(UserError, match=words):
             command("ddp", env)

@@ -22,7 +22,7 @@ def test_a_script(case, tmp_path):
 
 
 def test_each_style_has_four_mistakes():
-    """Of the twelve that others write, beside a loop by hand and ours."""
+    """Of those that others write, beside a loop by hand and ours."""
     mistakes = Counter(case.style for case in CASES
                        if case.mistake and not case.resumes)
     assert sum(count >= 4 for count in mistakes.values()) >= 12 + 1

@@ -225,5 +225,5 @@ def main(folder, output):
           "until Ctrl-C", flush=True)
     while True:
         page = draw(read(folder), count_jobs(), time.time())
-        write_atomically(output, page.encode())
+        write_atomically(output, page.encode(errors="replace"))
         time.sleep(EVERY)

@@ -7,6 +7,7 @@ Only the standard library, from Python 3.9 on.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def find_place(env, count_devices):
         hosts = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
         gpus = (env.get("SLURM_GPUS_ON_NODE")
                 or env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
-        tasks = env.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0]
+        tasks = re.sub(r"^(\d+)\(x\d+\)$", r"\1",
+                       env.get("SLURM_TASKS_PER_NODE", "1"))
         require((gpus or tasks).isdecimal(), f"the job has {tasks} tasks on "
                 "its nodes: ask for as many on each, with --ntasks-per-node")
         return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts.split(),
@@ -69,8 +71,11 @@ def make_command(place, stage, script, flags, env):
     if stage.launcher == "python":
         return ["python", *program]
     if place.scheduler == "SLURM":
-        cores = env.get("SLURM_CPUS_ON_NODE", "")
-        cores = max(1, int(cores or place.per_host) // place.per_host)
+        cores = (env.get("SLURM_CPUS_ON_NODE")  # salloc has the other
+                 or env.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        counts = re.sub(r"\(x\d+\)", "", cores).split(",")
+        cores = max(1, min(int(count or place.per_host) for count in counts)
+                    // place.per_host)
         # each process asks srun for its rank: see prepare_process()
         return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
                 f"--ntasks-per-node={place.per_host}",

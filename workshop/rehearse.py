@@ -11,6 +11,7 @@ Only the standard library, from Python 3.9 on.
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -51,7 +52,8 @@ def steps(flags, which=shutil.which):
     elif which("qsub"):
         job = Step("job", 300, (
             "qsub", "-W", "block=true", "-o", "job.txt", "-v",
-            f"FLAGS={' '.join(flags)}", batch.format("pbs/", 4)), "qdel")
+            f"WORKSHOP_VENV={sys.prefix},FLAGS={' '.join(flags)}",
+            batch.format("pbs/", 4)), "qdel")
     else:
         job = Step("job", 300, ours("launch", "ddp", "--", *flags))
     return (Step("activate", 120, ("true",)),
@@ -107,7 +109,8 @@ def rehearse(steps, clone):
             if step.cancel and (clone / "job.txt").exists():
                 said += (clone / "job.txt").read_text("utf-8", "replace")
             print(f"{step.name}: {reason(said)}: try `cd {clone} && source "
-                  f"activate.sh && {' '.join(step.command)}`", file=sys.stderr)
+                  f"activate.sh && {shlex.join(step.command)}`",
+                  file=sys.stderr)
             return 1
         slow += [step.name] * late
     print(f"Everything works, but this took longer than the plan leaves: "

@@ -78,7 +78,8 @@ def run(folder, script, flags, size, steps, kind, preload, say):
 
     seen = folder / f"{size}-{kind}"
     seen.mkdir()
-    name = f"{size}-{'saved' if kind == 'resumed' else kind}".strip("-")
+    place = "saved" if kind == "resumed" else kind  # it goes on there
+    name = f"{folder.name}-{size}-{place}".strip("-")
     launch = processes.Launch(
         script, *(flag.replace("{n}", str(size)).replace("{run}", name)
                   for flag in flags),

@@ -93,8 +93,9 @@ def weights(before, good, back):
             one, "before")
         error = mine.error(saved)
         if error > SAME:
-            begin = next(put_together(updates, "before") for updates in before
-                         if updates[0]["optimizer"] == one[0]["optimizer"])
+            begin = next((put_together(updates, "before")
+                          for updates in before if updates[0]["optimizer"]
+                          == one[0]["optimizer"]), saved)
             return [fail("the weights begin anew" if mine.error(begin) < SAME
                          else f"the weights are off by {percent(error)}",
                          "load them: model.load_state_dict(...)")]
@@ -215,5 +216,8 @@ def afterwards(good, back):
                                  f"{percent(error)}", "something else does "
                                  "not come back: a setting of the optimizer, "
                                  "BatchNorm's statistics?")]
+    if not count:
+        return [warn("no update after it was compared", "let it save "
+                     "earlier, or watch more updates: --steps")]
     return [ok(f"the {count} updates after it are those of the run that was "
                "not stopped")]

@@ -31,7 +31,8 @@ def main(target):
             or (rank in ranks[:4] and not rank.calls))]:  # of MPI: no record
         print_times(rank)
     if folder and answer.fault in ("", "straggler"):
-        print(*explain(folder.parent), sep="\n")
+        for line in explain(folder.parent):
+            print(line)
     return int(bool(answer.fault))
 
 

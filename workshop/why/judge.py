@@ -404,7 +404,7 @@ def explain_error(rank, ranks):
             f"device's memory is full: {first}", "a smaller microbatch, or "
             "recompute activations; does another process use that device?",
             [rank])
-    if "truncate" in message.lower():  # each MPI library has its words
+    if re.search("message truncated|MPI_ERR_TRUNCATE", message, re.I):
         others = "".join(f"; rank {other.rank} was in {other.where}"
                          for other in ranks if other is not rank)
         return Answer(

@@ -42,9 +42,9 @@ def explain(folder):
     try:
         run = read(folder)
         ranks = recorded_parts(folder)
+        return [*explain_step(run, ranks), *explain_nodes(run, ranks)]
     except UserError:
         return []
-    return [*explain_step(run, ranks), *explain_nodes(run, ranks)]
 
 
 def explain_step(run, ranks):
@@ -90,7 +90,7 @@ def explain_nodes(run, ranks):
                "see what the nodes bring")
     else:
         yield from compare(run, ranks, fewer[-1])
-    if STAGES[run.stage].split == "samples" and run.sent:
+    if run.sent and STAGES[run.stage].split == "samples":
         yield explain_network(traffic(run.world_size, run.sent))
 
 
