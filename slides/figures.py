@@ -602,7 +602,7 @@ def rungs():
     with matplotlib.rc_context({
             "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
             "legend.fontsize": 10.5}):
-        return plot.themed(lambda ax: plot.ladder(ax, [], record), (7.2, 4))
+        return plot.themed(lambda ax: plot.ladder(ax, [], record), (5.9, 3.2))
 
 
 for NAME in ("loss", "published"):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from cluster import wait_for
@@ -149,6 +150,7 @@ def test_twelve_attendees_in_a_browser(tmp_path):
                          for person in classroom.read(shared)) == 4)
     board = subprocess.Popen(
         [sys.executable, "-m", "workshop", "class", shared, "-o", page],
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(page.exists)

@@ -80,7 +80,7 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
     for env, words in (
             ({"RANK": "0"}, "a rank of a launcher already"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
-            (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, "(x2),1 tasks"),
+            (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, r"2\(x2\),1 tasks"),
             ({"PBS_NODEFILE": str(nodes)}, "not name all nodes equally")):
         with pytest.raises(UserError, match=words):
             command("ddp", env)

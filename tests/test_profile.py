@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from statistics import median
 
 import pytest
 from stages import FOLDER, train
@@ -58,10 +59,11 @@ def check(result, number):
         for step in steps:
             assert list(step) == [*profile.PARTS]
             assert all(seconds >= 0 for seconds in step.values())
-    # rank 0 logs how long the steps took by its own clock
-    assert sum(sum(step.values()) for step in recorded["ranks"][0]) == (
-        pytest.approx(sum(result.column("seconds")[first:first + number]),
-                      rel=0.02))
+    # rank 0 logs how long the steps took by its own clock; on a busy machine
+    # it may have to wait between one clock and the other
+    assert median(sum(step.values()) / seconds for step, seconds in zip(
+        recorded["ranks"][0], result.column("seconds")[first:first + number],
+        strict=True)) == pytest.approx(1, rel=0.02)
     return recorded["ranks"]
 
 

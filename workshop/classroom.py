@@ -221,7 +221,7 @@ def main(folder, output):
     """Write the page again and again, until Ctrl-C."""
     require(Path(folder).is_dir(), f"{folder} is no folder: make it with "
             f"`mkdir -m 1777 {folder}`, and let site.sh name it")
-    print(f"open {output} in a browser: it is new every {EVERY} seconds, "
+    print(f"open {output} in a browser: it changes every {EVERY} seconds, "
           "until Ctrl-C", flush=True)
     while True:
         page = draw(read(folder), count_jobs(), time.time())

@@ -98,8 +98,8 @@ def verify(try_out, size, steps, more=()):
                 TypeError, ValueError) as error:
             findings.append(warn(
                 f"verify cannot answer ({one.__doc__ or one.__name__}): "
-                f"{type(error).__name__}: {error}", "what the script leaves "
-                "there is not what verify knows"))
+                f"{type(error).__name__}: {error}", "the script does this "
+                "in a way that verify does not know"))
     return findings, not_seen(case, steps, more)
 
 
@@ -187,8 +187,8 @@ def samples(case):
     words = (f"{percent(again)} of the samples were read in an earlier update "
              f"as well, with one process {percent(before)}")
     if again > before + 0.05:
-        texts.append(fail(words, "a step goes on where all ranks together "
-                          "have come to"))
+        texts.append(fail(words, "each step has to begin where all ranks "
+                          "together ended the last one"))
     elif again > 0.05:
         texts.append(warn(words, "right if the dataset is that small; or "
                           "does each worker of the DataLoader read all?"))
@@ -315,7 +315,7 @@ def reductions(case):
              f"{sent / 1e6:.3g} MB in {calls:.3g} calls")
     findings = [ok(words)] if times < 1.5 else [warn(
         words, "once is enough: all microbatches but the last under "
-        "model.no_sync(); is there a loss of several passes?")]
+        "model.no_sync(); or does one loss take several passes?")]
     if any(update["late"] > 0.5 * update["elements"]
            for update, *_ in case.updates):
         findings.append(fail("gradients are clipped before they are reduced",

@@ -214,27 +214,30 @@ def uneven(trial, reference):
           ("whole", "stopped", "fsdp2"))
 def compiled(trial, reference):
     """Whether what torch.compile returns is what is called."""
-    used = {seen and seen["compiled"] for seen in trial.seen}
+    if not all(trial.seen):  # it did not come to its end: another question
+        return None
+    used = {seen["compiled"] for seen in trial.seen}
     if "--compile" not in trial.more:
         if used == {None}:
             return ok("--no-compile compiles nothing")
         return fail("with --no-compile it is compiled all the same",
                     "compile_model(...) if hp.compile else raw_model")
-    start = trial.seen[0] and trial.seen[0]["start"]
-    part = "block" if start and start["sharded"] else "model"
-    if used == {part}:
-        return ok("--compile trains a compiled model")
-    if part == "model" or None in used:
+    if None in used:
         return fail("with --compile the model that trains is not compiled",
                     "train what compile_model(raw_model, device) returns")
-    return fail("with --compile the model is compiled as a whole",
-                "between its blocks FSDP gathers weights, where the compiler "
-                "gives up: each_block=True")
+    start = trial.seen[0]["start"]
+    if start and start["sharded"] and "model" in used:
+        return fail("with --compile the model is compiled as a whole",
+                    "between its blocks FSDP gathers weights, where the "
+                    "compiler gives up: each_block=True")
+    return ok("--compile trains a compiled model")
 
 
 @question("--recompute keeps few activations", ("stopped",))
 def recomputed(trial, reference):
-    if all(seen and seen["recomputed"] for seen in trial.seen):
+    if not all(trial.seen):
+        return None
+    if all(seen["recomputed"] for seen in trial.seen):
         return ok("--recompute keeps few activations")
     return fail("--recompute changes nothing", "a large model needs its "
                 "memory: the model takes hp.recompute")
