@@ -227,7 +227,7 @@ def ladder(ax, runs, record=None):
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
     ax.set(title="50 epochs of a small GPT-2, and four texts",
-           xlabel=f"seconds\n({record['hardware']}, load average "
+           xlabel=f"seconds\n({record['hardware']},\nload average "
            f"{record['load']:.1f})", xscale="log")
     rows = [(f"theirs: {name}", INK, training, texts, None) for
             name, (training, texts) in results.UNIVERSITY.items()]
