@@ -79,7 +79,7 @@ def run(folder, script, flags, size, steps, kind, preload, say):
     seen = folder / f"{size}-{kind}"
     seen.mkdir()
     place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = f"{folder.name}-{size}-{place}".strip("-")
+    name = f"{folder.name[-8:]}-{size}-{place}".strip("-")  # new each time
     launch = processes.Launch(
         script, *(flag.replace("{n}", str(size)).replace("{run}", name)
                   for flag in flags),
