@@ -341,7 +341,9 @@ CASES = (
           ((OPTIMIZER, "    from torch.distributed.fsdp import fully_shard\n"
             "    for part in (*raw_model.transformer.h, raw_model):\n"
             "        fully_shard(part)\n" + OPTIMIZER),
-           (WRAP, "    model = raw_model\n"), (SYNC, "with nullcontext():"),
+           ("compile_model(raw_model, device) if",
+            "compile_model(raw_model, device, each_block=True) if"),
+           (WRAP, ""), (SYNC, "with nullcontext():"),
            ("norm = norm.item()", "norm = norm.full_tensor().item()"),
            (SAVE, SAVE.replace("rank == 0 and ", ""))),
           "gradients are reduced 4.0 times a step"),
