@@ -34,11 +34,15 @@ TIMEOUT = "WORKSHOP_TIMEOUT"  # seconds without a move that end the process
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
 KEPT = 300  # collectives
+TRAIL = 60  # the places where it was, one of each look
 LOOKS = 40  # at where the time goes
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
          ("PMI_RANK", "PMI_SIZE"))
+# Files whose lines are not the script's
+LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
+                     r"|/workshop/(as_torchrun|processes)\.py|\.pyx$")
 
 the_witness = None
 
@@ -102,9 +106,10 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
+        self.trail = collections.deque(maxlen=TRAIL)
         self.ended, self.status = None, 0
         self.lock = threading.Lock()  # for the file, and for how it ended
-        self.oom_kills = count_oom_kills()
+        self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
         faulthandler.enable(self.stack_file)
         faulthandler.register(signal.SIGTERM, self.stack_file,
@@ -158,7 +163,8 @@ class Witness(threading.Thread):
         before = asked_at = time.monotonic()
         while self.ended is None:
             time.sleep(POLL)
-            place, now = (self.look(), self.progress()), time.monotonic()
+            place, now = self.find_place(), time.monotonic()
+            self.trail.append(find_line(place[0]))
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
             before = now
@@ -188,8 +194,7 @@ class Witness(threading.Thread):
         """End this process; the launcher then ends the others."""
         self.touch()
         time.sleep(3 * POLL)  # the others are to write before that
-        if self.ended is not None or self.place != (
-                self.look(), self.progress()):
+        if self.ended is not None or self.place != self.find_place():
             return  # it goes on
         self.end("timeout")
         print(f"error: rank {find_rank()[0]} has not moved for "
@@ -197,12 +202,26 @@ class Witness(threading.Thread):
               f"{shlex.quote(str(self.folder))}", file=sys.stderr, flush=True)
         self.leave(1)
 
+    def find_place(self):
+        """What changes when the main thread moves on.
+
+        Its stack, its collectives, and the whole numbers among its variables:
+        a loop may be seen in the same line again and again, but it counts.
+        """
+        counts = [[value for value in list(frame.f_locals.values())
+                   if type(value) is int] for frame, _ in self.frames()]
+        return self.look(), self.progress(), counts
+
+    def frames(self):
+        """The main thread's frames and their lines, innermost first."""
+        return traceback.walk_stack(sys._current_frames().get(
+            threading.main_thread().ident))
+
     def look(self):
         """The main thread's stack, outermost first: [file, line, function].
         """
-        frame = sys._current_frames().get(threading.main_thread().ident)
-        return [[code.f_code.co_filename, line, code.f_code.co_name]
-                for code, line in traceback.walk_stack(frame)][::-1]
+        return [[frame.f_code.co_filename, line, frame.f_code.co_name]
+                for frame, line in self.frames()][::-1]
 
     def watch(self):
         """Where the main thread is, over two seconds: [times, stack]."""
@@ -231,9 +250,11 @@ class Witness(threading.Thread):
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
             "still": self.still,
-            "stack": self.look(), "state": read_state(self.owner),
+            "stack": self.look(), "trail": list(self.trail),
+            "state": read_state(self.owner),
             "calls": None, "joined": False,
-            "oom_kills": count_oom_kills() - self.oom_kills,
+            "oom_before": self.oom_before,
+            "oom_kills": count_oom_kills() - self.oom_before,
             "connecting": connecting(self.owner),
             "looks": self.watch() if lines else []}
         try:
@@ -250,6 +271,12 @@ class Witness(threading.Thread):
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def find_line(stack):
+    """[file, line, function] of the script's innermost line in a stack."""
+    mine = [frame for frame in stack if not LIBRARY.search(frame[0])]
+    return (mine or stack or [["?", 0, "?"]])[-1]
 
 
 def name_host(env):

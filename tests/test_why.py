@@ -410,7 +410,7 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
         "rank": number, "world_size": 2, "host": "node1", "pid": 100 + number,
         "master": ["node1", "29500"], "began": 0, "ended": None, "still": 60,
         "stack": IN_REDUCE, "state": "S", "calls": None, "joined": True,
-        "oom_kills": 0, "connecting": [], "looks": [], **changes,
+        "oom_kills": 0, "connecting": [], "looks": [], "trail": [], **changes,
     }, alive, fresh, last)
 
 
@@ -428,7 +428,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "the kernel of that node ended 1 process(es)"),
     ({"ended": {"status": "timeout", "time": 9}}, GONE,
      "a rank did not answer", "rank 0 waited for it in line 41 of train.py"),
-    ({"ended": LOST_IT}, {**GONE, "host": "node2"}, "dead node",
+    ({"ended": LOST_IT}, {**GONE, "host": "node2"},
+     "dead node, or a killed rank",
      "scontrol show node node2"),
     ({"ended": LOST_IT}, {"ended": LOST_IT | {
         "error": "OutOfMemoryError", "message": "CUDA out of memory."}},

@@ -49,7 +49,9 @@ FAULTS = {
     "skipped collective": ("different (collectives|lines)", "rank 1"),
     "another order": ("different (collectives|lines)", "rank 1"),
     "another shape": ("different (sizes|collectives)", "rank 1"),
-    "killed for memory": ("a rank was killed", "rank 1 .*for lack of memory"),
+    "killed for memory": (
+        "(?=.*lack of memory)a rank was killed|dead node, or a killed rank",
+        "rank 1"),
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),

@@ -420,7 +420,7 @@ class Check:
     def try_bf16(self):
         self.begin("bf16", "1 process, --precision bf16")
         trial = self.bench.try_out("bf16", self.meshes[0], "--precision",
-                                   "bf16", plain=True)
+                                   "bf16", "--strategy", "ddp", plain=True)
         return self.judge(trial, "bf16")
 
     def try_fsdp2(self):

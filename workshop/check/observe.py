@@ -42,11 +42,12 @@ class Observer:
     """A function of the rank for `workshop.processes.Launch`.
 
     terminated: the rank, if any, that gets a SIGTERM in its second step.
+    lightning: whether the script uses Lightning.
     """
 
-    def __init__(self, folder, run, terminated=None):
+    def __init__(self, folder, run, terminated=None, lightning=False):
         self.folder, self.run = str(folder), str(run)
-        self.terminated = terminated
+        self.terminated, self.lightning = terminated, lightning
 
     def __call__(self, rank):
         self.rank, self.model, self.names = rank, None, {}
@@ -367,14 +368,20 @@ class Observer:
         torch.accelerator.current_accelerator = no_accelerator
         torch.accelerator.set_device_index = visible_set
         torch.cuda.set_device = visible_set
-        trainer = sys.modules.get("lightning.pytorch.trainer.trainer")
-        if trainer is None:
-            return
+        if self.lightning:
+            self.watch_trainer()
+
+    def watch_trainer(self):
+        try:
+            from lightning.pytorch.trainer import trainer
+        except ImportError:
+            return  # the script will say it
         make, fit = trainer.Trainer.__init__, trainer.Trainer.fit
 
         @functools.wraps(make)
         def visible_make(self_, *args, **kwargs):
             self.asked("plugins", bool(kwargs.get("plugins")))
+            self.asked("accelerator", kwargs.get("accelerator"))
             # what it writes, if anything, is not for the attendee's folder
             kwargs.setdefault("default_root_dir", str(self.folder))
             return make(self_, *args, **kwargs)

@@ -26,13 +26,14 @@ STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
 LEARNING_RATE = 3e-3  # its maximum
 UNEVEN = MINIBATCH + B  # samples that two ranks cannot share evenly
-RESUMED = 3  # steps after which it evaluates, and is resumed once
+RESUMED = 3  # steps after which it saves, and is resumed once
+EVERY = 2  # steps after which it evaluates
 EVALUATED = 2  # minibatches of a validation loss
 # the device is left to the script: what it asks for is noted
 FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
          "--max-steps", STEPS, "--minibatch-size", MINIBATCH,
          "--microbatch-size", B, "--sequence-length", T,
-         "--learning-rate", LEARNING_RATE, "--eval-every", RESUMED,
+         "--learning-rate", LEARNING_RATE, "--eval-every", EVERY,
          "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
          "--checkpoint-every", RESUMED)
 
@@ -141,7 +142,8 @@ class Bench:
         self.script = self.folder / "script" / Path(script).name
         self.script.write_bytes(data)
         self.preload = modules_of(stage)
-        if b"lightning" in data:  # to see its Trainer, whatever the stage
+        self.lightning = b"lightning" in data  # whatever the stage
+        if self.lightning:
             self.preload.append("backstage.lightning")
         (self.folder / "tmp").mkdir()
         (self.folder / "data").mkdir()
@@ -163,7 +165,8 @@ class Bench:
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun" and (
                     script is None),  # the reference knows nothing of it
-                observe=Observer(observed, run, terminated),
+                observe=Observer(observed, run, terminated,
+                                 self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload,
                 place=script.parent if script else self.place,

@@ -21,6 +21,7 @@ from backstage.errors import UserError, require
 from backstage.witness import (
     RANKS,
     connecting,
+    count_oom_kills,
     name_host,
     read_state,
     try_meeting,
@@ -134,6 +135,8 @@ def collect(folder, processes):
         time.sleep(0.5)
     ranks = {}
     for record in read(folder):
+        if record["host"] == name_host(os.environ):  # it may be dead
+            record["oom_kills"] = count_oom_kills() - record["oom_before"]
         try:
             last = stack_file(folder, record).read_text()
         except OSError:
@@ -242,7 +245,7 @@ def look(pid):
         "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
         "host": name_host(env),
         "master": master, "began": began, "ended": None,
-        "stack": stack, "state": read_state(pid), "calls": None,
+        "stack": stack, "trail": [], "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
         "still": 0, "looks": [],
         "answer": "" if joined else try_meeting(*master)}

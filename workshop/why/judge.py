@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backstage.witness import LIBRARY, find_line
+
 PATIENCE = 30  # seconds without a move that are no longer normal
 SHARE = 0.3  # of the time that the others wait for a straggler
 # What an error says where another rank was the first to end
@@ -24,8 +26,11 @@ SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
               "look for a branch that not all ranks take")
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(r"all_?reduce|broadcast|all_?gather|reduce_scatter")
-LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
-                     r"|/workshop/(as_torchrun|processes)\.py|\.pyx$")
+# A line that calls MPI and waits there: MPI has no record, and no frame
+MPI_CALL = re.compile(
+    r"\b(comm|COMM_WORLD)\b.*\.\w*(reduce|cast|gather|scatter|alltoall|barrier"
+    r"|send|recv|wait|probe)\w*\(", re.IGNORECASE)
+QUARTER = 4  # places of a trail
 
 
 @dataclass
@@ -78,8 +83,7 @@ class Rank:
     @property
     def frame(self):
         """[file, line, function] of the script's innermost line."""
-        mine = [frame for frame in self.stack if not LIBRARY.search(frame[0])]
-        return (mine or self.stack or [["?", 0, "?"]])[-1]
+        return find_line(self.stack)
 
     @property
     def where(self):
@@ -95,9 +99,9 @@ class Rank:
     @property
     def waits_now(self):
         """The same, as far as its stack says."""
-        return not self.imports and any(
+        return not self.imports and (is_mpi(self.frame) or any(
             "torch/distributed/" in file and name != "wrapper"
-            for file, _, name in self.stack)
+            for file, _, name in self.stack))
 
     @property
     def imports(self):
@@ -127,6 +131,10 @@ def describe_line(frame):
     file, line, _ = frame
     code = linecache.getline(file, line).strip()
     return f"line {line} of {Path(file).name}" + (f": {code}" if code else "")
+
+
+def is_mpi(frame):
+    return bool(MPI_CALL.search(linecache.getline(*frame[:2])))
 
 
 def name_ranks(ranks):
@@ -427,7 +435,8 @@ def explain_gone(gone, ranks):
     if len({rank.host for rank in ranks}) > 1 and not any(
             rank.host in hosts for rank in ranks if rank not in gone):
         return Answer(
-            "dead node", f"all ranks of {', '.join(sorted(hosts))} "
+            "dead node" if len(gone) > 1 else "dead node, or a killed rank",
+            f"all ranks of {', '.join(sorted(hosts))} "
             f"({name_ranks(gone)}) ended without a word, the other nodes "
             "went on" + say_oom(gone), "SLURM's word: scontrol show node "
             f"{sorted(hosts)[0]}; resume on other nodes: sbatch "
@@ -560,22 +569,39 @@ def check_straggler(ranks, waited):
                     if len(found) == len(ranks) > 1),
                    key=lambda found: min(found.values()))
     quarter = len(whole) // 4
-    parts = [whole[i * quarter:(i + 1) * quarter + 1] for i in range(4)]
-    if quarter < 4:
-        return None
-    found = [find_last(part) for part in parts]
-    if min(share for _, share, _ in found) < SHARE or len(
+    found = ([find_last(whole[i * quarter:(i + 1) * quarter + 1])
+              for i in range(4)] if quarter >= 4 else find_absent(ranks))
+    if not found or min(share for _, share, _ in found) < SHARE or len(
             {number for number, _, _ in found}) > 1:
         return None
-    number, share, mean = find_last(whole)
+    number, share, mean = find_last(whole) if quarter >= 4 else found[-1]
     rank = next(rank for rank in ranks if rank.rank == number)
+    how_late = f", by {1000 * mean:.0f} ms on average" if mean else ""
     return Answer(
-        "straggler", f"rank {number} on {rank.host} comes late, by "
-        f"{1000 * mean:.0f} ms on average: the others wait for it "
-        f"{100 * share:.0f}% of the time; it is in {rank.where}",
+        "straggler", f"rank {number} on {rank.host} comes late{how_late}: the "
+        f"others wait for it {100 * share:.0f}% of the time; it is in "
+        f"{rank.where}",
         "does it read more data than the others, or share its cores or its "
         "GPU with another process? `top` and `nvidia-smi` on that node say so",
         [rank])
+
+
+def find_absent(ranks):
+    """The same as `find_last` four times, from the ranks' trails.
+
+    It is the rank that is the least often in a call of MPI; its share is how
+    much more often the others are.
+    """
+    if len(ranks) < 2 or min(len(rank.trail) for rank in ranks) < 4 * QUARTER:
+        return []
+    found = []
+    for end in range(-3 * QUARTER, QUARTER, QUARTER):
+        waits = sorted(
+            (sum(is_mpi(frame) for frame in
+                 rank.trail[end - QUARTER:end or None]) / QUARTER, rank.rank)
+            for rank in ranks)
+        found.append((waits[0][1], waits[1][0] - waits[0][0], 0))
+    return found
 
 
 def find_last(times):

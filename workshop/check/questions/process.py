@@ -166,6 +166,9 @@ def devices(trial, reference):
     fixed = fixed_device(trial)
     if fixed:
         return fixed
+    if {None, "auto"} & set(trial.asked("accelerator")):
+        return fail("the Trainer chooses the device itself: --device has no "
+                    "say", "accelerator=device.type")
     for rank in range(trial.mesh.size):
         local = rank % per_node
         for name, asked in trial.asked("use_device", rank):

@@ -11,7 +11,7 @@ from workshop.check.questions.question import (
     question,
     several,
 )
-from workshop.check.trial import EVALUATED, MINIBATCH, RESUMED
+from workshop.check.trial import EVALUATED, EVERY, MINIBATCH
 
 LOSS = 1e-5  # relative
 PROMPT = "> Hello, I'm a language model,"
@@ -60,7 +60,7 @@ def validation(trial, reference):
                     "device has not", "it is evaluated every --eval-every "
                     "steps and after the last one")
     count = EVALUATED * MINIBATCH // trial.mesh.dp
-    said = step == RESUMED - 1 and misread(
+    said = step == EVERY - 1 and misread(
         trial, [seen["validated"][:count] for seen in trial.seen], 0)
     if said:
         return fail(f"validation after step {step}: {said[0]}", said[1])
