@@ -20,8 +20,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take long, in the order in which they begin where several run at
 # a time: those that mostly wait along with those that keep the cores busy.
+# The others follow by name: a long one at the end would run alone.
 LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_why.py",
-        "test_contract.py", "test_notebooks.py", "test_activate.py"]
+        "test_contract.py", "test_notebooks.py", "test_activate.py",
+        "test_verify.py", "test_ladder.py", "test_predictions.py",
+        "test_traffic.py", "test_pbs.py", "test_nano.py", "test_std.py",
+        "test_slides.py", "test_starter.py", "test_tp.py",
+        "test_take_home.py", "test_stages.py"]
 
 
 def is_worker(config):

@@ -313,10 +313,3 @@ def test_a_wrong_word_is_one_line(repo, words, complaint):
     assert complaint in workshop(repo, *words, status=1)
     assert script(repo).read_bytes() == solution(repo, "std")
     assert not backups(repo)
-
-
-def test_help_names_every_command(repo):
-    text = workshop(repo, "--help")
-    for command in ("diff", "check", "apply", "reset", "doctor"):
-        assert re.search(rf"^ +{command} +\w", text, re.MULTILINE)
-        workshop(repo, command, "--help")

@@ -208,38 +208,6 @@ def test_the_group_is_told_the_device(monkeypatch, on, backend):
         (backend,), {"device_id": mine if on == "cuda" else None})
 
 
-class CompileSeen:
-    """Says what DDP wraps, with a module in the place of a compiler."""
-
-    def __call__(self, rank):
-        from torch.nn.parallel import DistributedDataParallel
-
-        class Compiled(torch.nn.Module):
-            def __init__(self, inside):
-                super().__init__()
-                self.inside = inside
-
-            def forward(self, *words):
-                return self.inside(*words)
-
-        init = DistributedDataParallel.__init__
-
-        def seen(wrapper, module, *words, **options):
-            print("wraps", type(module).__name__)
-            init(wrapper, module, *words, **options)
-
-        DistributedDataParallel.__init__ = seen
-        device.compile_model = lambda model, device: Compiled(model)
-
-
-def test_the_compiled_model_is_wrapped(tmp_path):
-    single = train("std", tmp_path / "single", data=GOLDEN)
-    result = train("ddp", tmp_path / "run", "--compile", data=GOLDEN,
-                   world_size=2, observe=CompileSeen())
-    assert result.out.count("wraps Compiled") == 2, result.out
-    agree(result, single)
-
-
 # ----------------------------------------------------------------- errors
 
 

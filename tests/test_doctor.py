@@ -173,14 +173,6 @@ def test_the_doctor_asks_for_them_on_a_gpu(monkeypatch):
         "4 x NVIDIA A100, NCCL 2.29.7, cuDNN 9.10.2")
 
 
-def test_no_example_loads_the_libraries_of_a_module():
-    text = (ROOT / "site.example.sh").read_text()
-    for line in text.splitlines():
-        assert not re.match(r"#\s+module load.* cuda\b", line), line
-    for name in ("Perlmutter", "Isambard-AI", "AWS"):
-        assert name in text
-
-
 @pytest.mark.parametrize("free, enough", [(4.4e9, False), (4.6e9, True)])
 def test_room_for_two_checkpoints_and_a_part(monkeypatch, free, enough):
     monkeypatch.setattr(shutil, "disk_usage",

@@ -34,6 +34,7 @@ from workshop.results.runs import PUBLISHED
 from workshop.stages import STAGES
 
 
+@pytest.mark.whole
 def test_torchrun_numbers_the_nodes_by_their_sorted_names():
     """As text, so .10 is before .2, although .2 has made the meeting place."""
     port = free_port()
@@ -245,28 +246,9 @@ def test_the_numbers_of_the_lessons_are_computed(path, words):
     assert words in " ".join(text.split())
 
 
-def test_the_tests_vocabulary_is_said_where_bytes_are_counted():
-    from test_traffic import CONFIG
-    padded = padded_vocab_size(CONFIG["vocab_size"])
-    for name in ("diff_fsdp", "diff_lit"):
-        assert f"V = {padded}" in (
-            ROOT / "notebooks" / f"{name}.ipynb").read_text()
-    said = " ".join((ROOT / "workshop" / "lessons" / "traffic.md")
-                    .read_text().split())
-    assert (f"vocabulary of {CONFIG['vocab_size']} tokens, which the model "
-            f"pads to {padded}") in said
-
-
 def test_whether_the_larger_batch_scales_further():
     """On the A100s a little, on the Max 1550 not: as the slide says."""
     speedup = {name: points[1] / points[16]
                for name, points in PUBLISHED.items()}
     assert speedup["A100-40, batch 256"] > speedup["A100-40, batch 16"]
     assert speedup["Max 1550, batch 256"] < speedup["Max 1550, batch 16"]
-
-
-def test_the_lesson_says_what_the_counts_are():
-    text = (ROOT / "notebooks" / "collectives.ipynb").read_text()
-    said = re.sub(r'[\s",]+|\\n', " ", text)
-    for words in ("one of 9 MB", "eleven of 28 MB", "a last one of 177 MB"):
-        assert words in re.sub(" +", " ", said), words

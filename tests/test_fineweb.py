@@ -32,9 +32,6 @@ import tokenise  # noqa: E402
 
 NAME = "HuggingFaceFW/fineweb-edu"
 SIZE = 50_000  # tokens in a shard
-TOOLS = ("fineweb", "countfineweb", "splitfineweb")
-
-
 def start(tool, *args, **options):
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
     environment.pop("HF_HUB_OFFLINE", None)
@@ -308,6 +305,7 @@ def test_no_space_for_a_shard(corpus, whole, tmp_path):
     assert contents(out) == contents(whole)
 
 
+@pytest.mark.whole
 def test_two_at_once_and_other_settings(corpus, whole, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(whole, out)
@@ -412,6 +410,7 @@ def invalid_unicode_in_text(path, texts):
     path.with_suffix(".txt").write_bytes(b"caf\xe9")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("make, flags, message", [
     (write_parquet, ["--text-column", "body"], "no column 'body': its col"),
     (write_parquet, ["--text-column", "score"], "holds double, not text"),
@@ -446,6 +445,7 @@ def test_a_vocabulary_that_splits_otherwise(corpus, tmp_path):
                        "--out", tmp_path / "out"), "splits text differently")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("module, message", [
     ("pyarrow", "pyarrow is missing: pip install -r"),
     ("huggingface_hub", "the hub's client is missing: pip install -r")])
@@ -575,10 +575,3 @@ def test_training_reads_it_with_every_stage(stage, whole, tmp_path):
     status, out, _ = run("countfineweb", plain, "--verify")
     assert status == 0
     assert "there is no manifest" in out
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_help(tool):
-    status, out, _ = run(tool, "--help")
-    assert status == 0
-    assert "usage" in out

@@ -1,8 +1,6 @@
 """The lesson in a real JupyterLab and a real browser, as an attendee."""
 
-import io
 import json
-import math
 import os
 import re
 import shutil
@@ -33,7 +31,8 @@ SWITCHES = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
 TYPO = ("loss = training_step(model, batch, device, hp.precision)",
         "loss = training_step(raw_model, batch, device, hp.precision)")
 
-FAR = 30  # of grounds that can be told apart
+# What draws, in a cell that several ranks run.
+DRAW = ("show", "plot", "run_pipeline")
 
 IN_SIGHT = """where => {
   const box = document.querySelector(where)?.getBoundingClientRect();
@@ -330,29 +329,6 @@ def kernel(url):
     return spec["argv"][0]
 
 
-def colours_apart(page):
-    """How far apart added and removed lines are for red-green blind eyes.
-
-    The smallest distance between the grounds of such lines, in RGB (0 to 442),
-    as Chromium shows them to two kinds of such eyes.
-    """
-    devtools = page.context.new_cdp_session(page)
-    distances = []
-    for eyes in ("deuteranopia", "protanopia"):
-        devtools.send("Emulation.setEmulatedVisionDeficiency",
-                      {"type": eyes})
-        grounds = []
-        for kind in ("add", "del"):
-            line = page.locator(f".ws pre.code span.{kind}:visible").first
-            shot = Image.open(io.BytesIO(line.screenshot())).convert("RGB")
-            # the end of a long line is outside of its box
-            shot = shot.crop((0, 0, shot.width // 2, shot.height))
-            grounds.append(max(shot.getcolors(shot.width * shot.height))[1])
-        distances.append(math.dist(*grounds))
-    devtools.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
-    return min(distances)
-
-
 def overflowing(page):
     """What is cut at the right of the lesson's views, magnified to 150%."""
     size = page.viewport_size
@@ -404,12 +380,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     # only code can be copied from the view, without the removed lines
     page.locator(".ws summary",
                  has_text=re.compile(rf"\b2 of {total}")).click()
-    assert colours_apart(page) > FAR
-    style = page.add_style_tag(
-        content=".ws .add { background: #dfd !important }"
-                ".ws .del { background: #fdd !important }")
-    assert colours_apart(page) < FAR  # it would be seen
-    style.evaluate("style => style.remove()")
     box = page.locator(".ws .code", has_text="use_device(hp.device, local_ran")
     box.evaluate("box => getSelection().selectAllChildren(box)")
     page.keyboard.press("Control+c")
@@ -505,10 +475,6 @@ def test_the_journey_from_ddp(stages, size, dark, page, lab, repo):
     if stage == "lit":
         lesson.run("strategies()")
         assert lesson.page.locator(".ws svg rect").count() == 2 * 4 * 3 * 4
-    checked = lesson.run(f'check("{stage}")', timeout=600)
-    largest = max(math.prod(mesh) for mesh in
-                  STAGES[stage].tried or STAGES[stage].meshes)
-    assert re.search(rf"Right: .*\b{largest} processes", checked), checked
 
 
 @pytest.mark.timeout(900)
@@ -605,15 +571,15 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo):
             ROOT / "notebooks" / f"{name}.ipynb", 4).cells
             if cell.cell_type == "code"]
         for index, source in enumerate(cells):
-            if source == "verify(1)" or not source.startswith((
-                    # these show plain text, or a job
-                    "#", "check(", "submit(", "train(", "torchrun(",
-                    "verify(", "%%mpi")):
+            text = source.startswith((  # these show plain text, or a job
+                "#", "check(", "submit(", "train(", "torchrun(", "verify(",
+                "%%mpi")) and source != "verify(1)"
+            if source.startswith("%%ranks"):
+                text = not any(f"{call}(" in source for call in DRAW)
+            if not text:
                 lesson.run_cell(page.locator(
                     ".jp-NotebookPanel:visible .jp-CodeCell").nth(index))
         lesson.can_be_read(2 if name == "your_model" else 50)
-        if name == "diff_mpi":
-            assert colours_apart(page) > FAR
 
 
 def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
@@ -639,10 +605,7 @@ def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):
     lesson.run('diff("ddp")')
     page.keyboard.press("Control+s")
     notebook = repo / "notebooks" / "diff_ddp.ipynb"
-    end = time.monotonic() + 60
-    while "changes left" not in notebook.read_text():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: "changes left" in notebook.read_text(), 60)
     assert "codemirror_mode" in notebook.read_text()
     assert "codemirror_mode" in git("diff")
     subprocess.run(["bash", "-c", "source activate.sh"], cwd=repo, check=True)
@@ -678,24 +641,18 @@ def test_the_picture_in_the_readme(page, lab, repo, tmp_path):
     assert page.locator(".ws .strip > *").count() == total
 
 
-@pytest.mark.parametrize("name", ["ddp", "start_here"])
 def test_the_command_opens_the_script_beside_the_lesson(
-        name, page, lab, repo, tmp_path):
+        page, lab, repo, tmp_path):
     """It leads the browser there: `opened` stands for the browser."""
     opened = tmp_path / "opened"
-    stage = [name] if name in STAGES else []
-    lab("workshop", "lab", *stage,
+    lab("workshop", "lab", "ddp",
         BROWSER=f"sh -c 'echo $0 > {opened}' %s")
-    end = time.monotonic() + 30
-    while not (opened.exists() and opened.read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: opened.exists() and opened.read_text(), 30)
     page.goto(opened.read_text().strip())
     see_both(page, "start_here")  # nothing has been trained yet
-    if stage:
-        page.locator("#jp-main-dock-panel .lm-TabBar-tab",
-                     has_text=f"diff_{name}.ipynb").click()
-        see_both(page, name)
+    page.locator("#jp-main-dock-panel .lm-TabBar-tab",
+                 has_text="diff_ddp.ipynb").click()
+    see_both(page, "ddp")
 
 
 def test_a_lesson_puts_the_script_beside_it_whatever_the_root(

@@ -1,6 +1,5 @@
 """The Lightning stage: the same training, without what Lightning loses."""
 
-import ast
 import os
 import re
 import signal
@@ -29,7 +28,6 @@ from workshop.processes import Rank
 from workshop.stages import STAGES
 
 LIT = STAGES["lit"].solution
-HELPERS = ROOT / "backstage" / "lightning.py"
 FSDP2 = ("--strategy", "fsdp2")
 
 
@@ -40,53 +38,6 @@ def whole(data, tmp_path_factory):
 
 
 # ------------------------------------------- what it says is what happens
-
-
-PRIVATE = {  # the private names of Lightning that we use, and why
-    "_broadcast_sigterm_tensor": (
-        HELPERS, "every GPU runs empty at every microbatch, and no flag turns "
-        "it off: https://github.com/Lightning-AI/pytorch-lightning/"
-        "issues/21487"),
-}
-
-
-def private_names(tree):
-    """Attributes, methods, imports and strings that name a private thing."""
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Attribute):
-            names = [node.attr]
-        elif isinstance(node, ast.FunctionDef):
-            names = [node.name]
-        elif isinstance(node, ast.alias):
-            names = node.name.split(".")
-        elif isinstance(node, ast.ImportFrom):
-            names = node.module.split(".")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if " " not in node.value:  # of getattr, or a key of a state
-                names = re.split(r"\W", node.value)
-        yield from (name for name in names if re.match(r"_(?!_)\w", name))
-
-
-@pytest.mark.parametrize("file", [LIT, HELPERS], ids=lambda file: file.stem)
-def test_private_names_of_lightning_are_named_here(file):
-    used = sorted(private_names(ast.parse(file.read_text())))
-    assert used == sorted(
-        name for name, (where, _) in PRIVATE.items() if where == file)
-
-
-@pytest.mark.parametrize("file", [LIT, HELPERS], ids=lambda file: file.stem)
-def test_nobody_changes_what_the_trainer_was_told(file):
-    """A callback may set `should_stop`, and nothing else."""
-    changed = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            owner = ast.unparse(node.value)
-            if "trainer" in owner.split("."):
-                changed.add(f"{owner}.{node.attr}")
-    allowed = {"trainer.should_stop",
-               "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor"}
-    assert changed == (allowed if file == HELPERS else set())
 
 
 class FlagsKept:
@@ -153,10 +104,8 @@ def test_the_checkpoint_is_one_of_the_course(whole, single):
     assert text.returncode == 0 and "Hello" in text.stdout, text.stderr
 
 
-@pytest.mark.parametrize("stage", ["std", "ddp"])
-def test_init_starts_from_the_weights_of_another_stage(
-        data, tmp_path, stage):
-    first = train(stage, tmp_path / "first", "--max-steps", 5, data=data)
+def test_init_starts_from_the_weights_of_another_stage(data, tmp_path):
+    first = train("ddp", tmp_path / "first", "--max-steps", 5, data=data)
     file = first.folder / "checkpoints" / "step_00000005.pt"
     again = [train(name, tmp_path / name, "--max-steps", 3, "--init", file,
                    data=data) for name in ("std", "lit")]
@@ -255,7 +204,7 @@ def test_stopped_and_resumed_are_the_rows_of_one_run(
 
 @pytest.mark.parametrize(("number", "world_size", "flags", "status"), [
     (signal.SIGUSR1, None, (), 0), (signal.SIGINT, None, (), 130),
-    (signal.SIGUSR1, 2, (), 0), (signal.SIGTERM, 2, FSDP2, 0)])
+    (signal.SIGTERM, 2, FSDP2, 0)])
 def test_a_signal_stops_after_the_step(
         data, tmp_path, number, world_size, flags, status):
     run = tmp_path / "run"
@@ -347,7 +296,6 @@ def test_what_a_step_sends(data, single, tmp_path, flags):
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
     (("--devices", "-1"), None, "--devices must be 0 or more"),
-    (("--microbatch-size", "3"), 2, "not divisible by 6"),
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
     result = train("lit", tmp_path / "run", *flags, data=data,

@@ -56,16 +56,13 @@ def execute(repo, portal, monkeypatch):
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "WORKSHOP_VENV"):
         monkeypatch.delenv(name, raising=False)
 
-    def execute(name, only=""):
+    def execute(name, only="", without=""):
         book = nbformat.read(repo / "notebooks" / name, as_version=4)
         if only:  # the imports, and this cell
             cells = [cell for cell in book.cells if cell.cell_type == "code"]
             book.cells = [cells[0], *(cell for cell in cells[1:]
                                       if cell.source == only)]
-        seen = set()  # a check below each Break it: the first one is enough
-        book.cells = [cell for cell in book.cells if not (
-            cell.source.startswith("check(") and (
-                cell.source in seen or seen.add(cell.source)))]
+        book.cells = [cell for cell in book.cells if cell.source != without]
         whose = "import sys; print(sys.prefix)"
         book.cells.insert(0, nbformat.v4.new_code_cell(whose))
         NotebookClient(
@@ -180,10 +177,10 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
     (repo / "site.sh").write_text(
         f"WORKSHOP_VENV={sys.prefix}\n")
     shutil.copy(STAGES["mpi"].solution, repo / "code" / "train_gpt2.py")
-    shown = execute("diff_mpi.ipynb")
+    shown = execute("diff_mpi.ipynb", without='check("mpi")')  # takes long
     assert done("mpi") in shown['diff("mpi")']
-    checked = shown['check("mpi")']
-    assert "4 processes" in checked and "FAIL" not in checked, checked
+    checked = shown['check("mpi", 1)']
+    assert "Change 1 is made as the lesson has it" in checked, checked
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
 
     def said(words):
@@ -201,38 +198,6 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
                 in said(["Isend"]))
     speed = said(["plot("])
     assert "4096 messages" in speed and "<svg" in speed
-
-
-@pytest.mark.parametrize("stage", TAUGHT)
-def test_every_lesson_has_the_same_cells(stage):
-    book = nbformat.read(ROOT / "notebooks" / f"diff_{stage}.ipynb", 4)
-    sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
-    assert sources[0].endswith(f'\n\nbeside("{stage}")')
-    help_, = (source for source in sources if source.startswith("# remove"))
-    # whoever removes the # has a line of Python, without a space before it
-    assert all(re.match(r"#\w", line) for line in help_.splitlines()[1:])
-    for call in (f'apply("{stage}", 3)', f'apply("{stage}", "all")',
-                 f'reset("{STAGES[stage].after}")', "undo()"):
-        assert f"#{call}  # " in help_
-    jobs = STAGES[stage].jobs
-    job = "1n2g" if "1n2g" in jobs else next(iter(jobs), "")
-    for source in (f'diff("{stage}")', f'check("{stage}")', *[
-            "slurm()", f'submit("{stage}-{job}", "--max-steps 100")',
-            "queue()", "log()"] * bool(jobs)):
-        assert source in sources
-    assert not any(source.startswith("!") for source in sources)
-    after = sources[sources.index(f'diff("{stage}")') + 1]
-    assert after == f'check("{stage}", 1)'
-    texts = [cell.source for cell in book.cells if cell.cell_type != "code"]
-    assert not any("python -m workshop " in text for text in texts)
-    mistakes = sum(len(re.findall(r"(?m)^### \d+\. ", text))
-                   for text in texts)
-    broken = next(i for i, cell in enumerate(book.cells)
-                  if "## Break it" in cell.source)
-    assert mistakes == sum(cell.source == f'check("{stage}")'
-                           for cell in book.cells[broken:])
-    following = re.findall(r"\]\((\w+\.ipynb)\)", texts[-1])
-    assert (ROOT / "notebooks" / following[-1]).is_file()
 
 
 def test_cells_make_changes_and_take_them_back(repo, monkeypatch, capsys):
@@ -282,12 +247,6 @@ def test_a_workspace_for_the_root_that_the_server_has(
             assert layout[name]["data"]["path"] == f"{inside}{path}"
             assert file.read_text().count(f'"{name}"') >= 2
     assert not list(repo.glob("beside*"))
-
-
-def test_every_lesson_belongs_to_a_stage():
-    found = {path.stem[len("diff_"):] for path in NOTEBOOKS
-             if path.stem.startswith("diff_")}
-    assert found == set(TAUGHT) and TAUGHT
 
 
 @pytest.mark.parametrize("stage", TAUGHT)
@@ -409,14 +368,6 @@ def test_the_picture_of_a_ring_marks_what_was_passed():
     assert "rank 1 holds 11; number 0 came from rank 0;" in drawn
 
 
-def test_boxes_that_stand_for_more_end_in_an_ellipsis():
-    drawn = pictures.words()
-    assert drawn.count("…") == 1  # of 18,692 steps
-    drawn = drawn.split("</desc>")[1]
-    about = drawn.index("= 32 microbatches")
-    assert drawn[about:drawn.index(">microbatch<")].count("<rect") == 32
-
-
 @pytest.mark.whole
 def test_sharding_measures_what_its_formulas_say(ready, execute):
     shown = execute("sharding.ipynb")
@@ -475,19 +426,16 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
 
 @pytest.mark.whole
 def test_hangs_are_named(ready, execute):
-    book = ready / "notebooks" / "hangs.ipynb"
-    cells = nbformat.read(book, as_version=4).cells
-    for number, fault in ((1, "different collectives"),
-                          (4, "a rank was killed")):
-        source = f"plant({number})"
-        at = [cell.source for cell in cells].index(source)
-        short = nbformat.v4.new_notebook(
-            cells=[cells[1], *cells[at:at + 2], cells[-1]],
-            metadata=nbformat.read(book, as_version=4).metadata)
-        nbformat.write(short, book)
-        shown = execute("hangs.ipynb")
-        assert "rank 0: step 20 loss" in shown[source]
-        assert fault in shown["why()"] and "Traceback" not in shown["why()"]
+    """The first of them: test_why.py has all."""
+    file = ready / "notebooks" / "hangs.ipynb"
+    book = nbformat.read(file, as_version=4)
+    at = [cell.source for cell in book.cells].index("plant(1)")
+    book.cells = [book.cells[1], *book.cells[at:at + 2], book.cells[-1]]
+    nbformat.write(book, file)
+    shown = execute("hangs.ipynb")
+    assert "rank 0: step 20 loss" in shown["plant(1)"]
+    assert "different collectives" in shown["why()"]
+    assert "Traceback" not in shown["why()"]
 
 
 def test_each_edit_of_your_model_can_be_made():

@@ -23,12 +23,6 @@ QUESTIONS = [(stage, number, change) for stage in LESSONS
              if change.predict]
 CHECKED = [case for case in QUESTIONS if case[2].checked]
 AT_ONCE = [case for case in CHECKED if case[0] == "ddp"][:1]
-BOOKS = {path.name: "".join(
-             line for cell in json.loads(path.read_text())["cells"]
-             for line in cell["source"] if cell["cell_type"] == "markdown")
-         for path in (ROOT / "notebooks").glob("*.ipynb")}
-
-
 def undo(stage, number):
     """The stage's script without this change of its lesson."""
     diff = Diff(stage, STAGES[STAGES[stage].after].solution)
@@ -66,18 +60,6 @@ def test_the_check_says_what_the_answer_quotes(
     script.write_text(undo(stage, number))
     assert QUOTE.search(change.answer)[1] in first_failure(
         stage, script, number)
-
-
-def test_only_what_the_check_answers_is_said_to_be_tried_by_it():
-    texts = {**BOOKS, **{STAGES[stage].lesson.name:
-                         STAGES[stage].lesson.read_text()
-                         for stage in LESSONS}}
-    answered = {(stage, number) for stage, number, _ in CHECKED}
-    for name, text in texts.items():
-        tried = re.findall(r'check\("(\w+)", (\d+)\)', text) + re.findall(
-            r"workshop check (\w+) (\d+)", text)
-        assert {(stage, int(number)) for stage, number in tried} <= answered, (
-            name)
 
 
 # ------------------------------------------------------- how they are written

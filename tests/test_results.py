@@ -14,7 +14,7 @@ import pytest
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.flops import num_parameters
-from workshop.notebook import cells, sharding
+from workshop.notebook import cells
 from workshop.results import runs as results
 
 EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
@@ -61,41 +61,6 @@ def test_the_examples_train_the_same():
     for file in results.EXAMPLES.rglob("*"):
         if file.is_file():  # as from any machine
             assert str(ROOT) not in file.read_text()
-
-
-def test_the_examples_were_made_as_their_readme_says():
-    """The processes, the stage, every flag, and the whole log."""
-    readme = (results.EXAMPLES / "README.md").read_text()
-    rows = re.findall(r"^\| `(.+)` \| (\d) \| `(.+)` \|$", readme, re.M)
-    common = re.search(r"^(--.+)$", readme, re.M)[1]
-    assert {name for name, *_ in rows} == {path.name for path in EXAMPLES}
-    columns = {path.name: (path / "metrics.csv").read_text().split("\n")[0]
-               for path in EXAMPLES}
-    assert len({*columns.values()}) == 1, columns  # of one version
-    assert "samples_per_second" in columns["std-1"]
-    for name, processes, command in rows:
-        record = json.loads((results.EXAMPLES / name /
-                             "hyperparameters.json").read_text())
-        assert record["world_size"] == int(processes)
-        assert record["torch"].split("+")[0] in readme
-        assert name == f"{record['stage']}-{processes}"
-        hp = record["hyperparameters"]
-        flags = f"{command.split('.py')[1]} {common}".split()
-        for flag, value in zip(flags[::2], flags[1::2], strict=True):
-            assert str(hp[flag[2:].replace("-", "_")]) == value, (name, flag)
-        preset = sharding.std.PRESETS[hp["preset"]]
-        for key in ("warmup_steps", "learning_rate", "minibatch_size"):
-            assert hp[key] == getattr(preset, key), (name, key)
-        log = (results.EXAMPLES / name / "log.txt").read_text()
-        assert log.count("| step ") == hp["max_steps"]
-        assert log.startswith("preset nano") and "\nfinished: " in log
-    job = (results.EXAMPLES / "job.txt").read_text()
-    assert job.startswith("script ") and "\nfinished: " in job
-    assert f"{common} --device cpu" in job  # the command
-    ddp = (results.EXAMPLES / "ddp-2" / "log.txt").read_text()
-    losses = [[float(loss) for loss in re.findall(r"\| loss (\S+)", text)]
-              for text in (job, ddp)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_newest_of_what_trains_the_same_is_shown(runs):
@@ -266,14 +231,6 @@ def test_one_run_left_out_is_a_run(runs):
     os.utime(runs / "other" / "metrics.csv", (1, 1))
     _, notes = results.find()
     assert notes[0].startswith("Left out: 1 run with another")
-
-
-def test_the_lesson_says_what_the_examples_show():
-    found, _ = results.find(EXAMPLES)
-    lesson = (ROOT / "notebooks" / "results.ipynb").read_text()
-    ratio = results.efficiency(found)["ddp"]
-    assert (f"DDP reaches {ratio[2]:.0%} on two processes and {ratio[4]:.0%} "
-            "on four") in " ".join(lesson.split()).replace('\\n", "', " ")
 
 
 def test_a_single_run_is_drawn_as_one(tmp_path):

@@ -1,6 +1,5 @@
 """The slides: nothing stale, nothing that does not fit, nothing missing."""
 
-import ast
 import json
 import os
 import random
@@ -23,15 +22,13 @@ from backstage.errors import UserError
 from slides import build, figures, schedules, text
 from workshop import __main__ as tools
 from workshop import processes
+from workshop.lesson import render
 from workshop.notebook import pictures, sharding
-from workshop.stages import STAGES
+from workshop.stages import LESSONS
 
 SIZES = ((1024, 768), (1920, 1080))  # of projectors
 GOLDEN = ROOT / "tests" / "golden"
 DECKS = {name: text.write(deck) for name, deck in text.DECKS.items()}
-SOURCES = sorted((ROOT / "slides" / "source").glob("*.md"))
-
-
 # -------------------------------------------------------------- up to date
 
 
@@ -61,21 +58,6 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
 # ---------------------------------------------------------------- the plan
 
 
-def test_the_plan_is_the_readmes():
-    plan = text.read_plan()
-    readme = (ROOT / "README.md").read_text()
-    course = text.in_course(plan)
-    for length in (60, 120):
-        rows = [row for name, row in plan.items()
-                if name in course and length in row.minutes]
-        assert sum(row.minutes[length] for row in rows) == length
-        shown = re.findall(r"^\| (\d+) \| (.+) \| `(.+)` \|$",
-                           DECKS[f"course-{length}"], re.M)
-        assert shown == [(str(row.minutes[length]), row.what, row.where)
-                         for row in rows]
-        assert all(f"| {row.what} |" in readme for row in rows)
-
-
 def uncovered():
     """The rows of slides/README.md whose section has no slide."""
     table = build.coverage(DECKS)
@@ -88,22 +70,12 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     assert not uncovered()
     for row in plan.values():
         assert (ROOT / row.where).exists(), row.where
+    for length in (60, 120):
+        assert length == sum(plan[name].minutes.get(length, 0)
+                             for name in text.in_course(plan))
     more = {**plan, "new": text.Row("new", "New", "notebooks", {120: 5})}
     monkeypatch.setattr(text, "read_plan", lambda: more)
     assert uncovered() == ["| New | - | `notebooks` |"]
-
-
-@pytest.mark.parametrize("deck", DECKS)
-def test_each_slide_has_notes_and_its_minutes(deck):
-    now = 0
-    for page in text.pages(DECKS[deck]):
-        span = re.search(
-            r"<!--\nMinutes? (\S+?)(?: to (\S+?))?\.(?=\s)", page)
-        assert span, page
-        begin, end = float(span[1]), float(span[2] or span[1])
-        assert begin == now and end >= begin
-        now = end
-    assert not text.DECKS[deck].minutes or now == text.DECKS[deck].minutes
 
 
 @pytest.mark.parametrize(("minutes", "complaint"), [
@@ -120,51 +92,6 @@ def test_a_section_that_does_not_keep_its_time(minutes, complaint):
 
 # ----------------------------------------------------------------- numbers
 
-# Numbers that stand in a source, and the file of the course that they are of.
-SAID = {"80": "README.md", "1550": "workshop/results/runs.py",
-        "100": "notebooks/diff_mpi.ipynb",
-        "100,000": "notebooks/diff_mpi.ipynb"}
-CITED = r"[A-Z][\w ]+(?: et al\.| & [A-Z]\w+)?,? \(?((?:19|20)\d\d)\)?"
-
-
-# What follows a digit that measures something, or stands alone in a table.
-MEASURES = re.compile(r"%| \|| ?(?:[GM]B|ms|h|s|x|times|bytes|hours|GPUs|"
-                      r"million|billion)\b")
-
-
-def uncited(source):
-    """Numbers that are neither computed nor cited."""
-    prose = re.sub(r"```.*?```|`[^`]*`|\{\{.*?\}\}|\{%.*?%\}", "", source,
-                   flags=re.S)
-    return [match[0] for part in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", prose)
-            if not re.search(CITED, " ".join(part.split()))
-            for match in re.finditer(r"(?<![\w-])\d[\d,.]*(?<![,.])", part)
-            if len(match[0]) > 1 or MEASURES.match(part, match.end())]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_every_number_is_computed_or_cited(path):
-    source = path.read_text()
-    for number in uncited(source):
-        said = (ROOT / SAID[number]).read_text().replace("_", ",")
-        assert number in said, number
-    planted = "A step takes 37.5 ms on 8 GPUs.\n\n| parameters | 4 |\n"
-    assert uncited(f"{source}\n\n{planted}") == [
-        *uncited(source), "37.5", "8", "4"]
-
-
-@pytest.mark.parametrize("deck", DECKS)
-def test_the_lists_of_changes_are_in_three_groups(deck):
-    for page in text.pages(DECKS[deck]):
-        titles = re.findall(r"^\| \*\*.+\*\* \| (.+) \|$", page, re.M)
-        if "_class: groups" in page:
-            assert len(titles) == 3
-            found = [int(number) for row in titles for number in
-                     re.findall(r"(?:^|<br>)(\d+)\. ", row)]
-            total = int(re.search(r"^## .*: (\d+) changes$", page, re.M)[1])
-            assert found == list(range(1, total + 1))
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_how_much_is_not_read_when_each_rank_shuffles(ranks):
     samples = 10_000
@@ -174,68 +101,6 @@ def test_how_much_is_not_read_when_each_rank_shuffles(ranks):
     assert 1 - len(read) / samples == pytest.approx(share, abs=0.02)
     assert f"{share:.0%} with W = {ranks}" in " ".join(
         DECKS["training-at-scale"].split())
-
-
-@pytest.mark.parametrize("deck", DECKS)
-def test_what_is_cited_is_in_the_references(deck):
-    body, _, listed = DECKS[deck].partition("## References")
-    listed = {tuple(found) for found in re.findall(
-        r"^- (\w[^(]*?) \((\d{4})\)", listed, re.M)}
-    words = " ".join(body.split())
-    cited = {found for found in re.findall(
-        r"((?:[A-Z]\w+ & )?[A-Z]\w+(?: et al\.)?),? \(?(\d{4})[);]", words)}
-    cited |= {("MPI Forum", year) for name, year in cited if name == "Forum"}
-    assert {one for one in cited if one[0] != "Forum"} == listed
-
-
-def test_the_equation():
-    for deck in ("course-60", "course-120"):
-        equation, = re.findall(r"\*\*([\d,]+(?: \W [\d,]+)+) = ([\d,]+)\*\*",
-                               DECKS[deck])
-        product = 1
-        for factor in re.split(r" \W ", equation[0]):
-            product *= int(factor.replace(",", ""))
-        assert f"{product:,}" == equation[1] == "9,799,991,296"
-    said = re.search(r"(\S+) steps for the course's (\d+) shards",
-                     (ROOT / "README.md").read_text())
-    steps = equation[0].split()[0]
-    assert said.groups() == (steps, str(text.SHARDS))
-    assert f"at once ({text.ASSUMED['B']} in the lecture)" in (
-        ROOT / "README.md").read_text()
-    assert f"epoch: {steps} steps" in figures.describe(
-        figures.draw("words"))[1]
-    fineweb = (ROOT / "fineweb" / "README.md").read_text()
-    tokens = int(re.search(r"counted ([\d,]+) training tokens",
-                           fineweb)[1].replace(",", ""))
-    assert tokens // text.SHARD == text.SHARDS  # the full ones
-    more = (tokens - 1) // 1024 // 512 - int(steps.replace(",", ""))
-    assert f"{text.SHARDS} full shards and a short one" in fineweb
-    assert f"is {steps} steps of 512 samples" in fineweb
-    assert f"adds {more} steps" in " ".join(fineweb.split())
-    size = re.search(r"^SIZE = ([\d_]+)", (
-        ROOT / "fineweb" / "shards.py").read_text(), re.M)[1]
-    assert int(size) == text.SHARD
-
-
-@pytest.mark.parametrize("stage", [name for name in STAGES if name != "std"])
-def test_changed_lines_are_those_of_the_scripts(stage, tmp_path):
-    """As another program counts them."""
-    lesson = text.load_lesson(stage)
-    shown = subprocess.run(
-        ["git", "diff", "--no-index", "--patience", "--numstat", "--",
-         *(write_code(script, tmp_path / name) for script, name in (
-             (lesson.start, "old"), (lesson.goal, "new")))],
-        capture_output=True, text=True).stdout
-    added, removed = map(int, shown.split()[:2])
-    ours = text.changed_lines(stage)
-    assert ours[1] - ours[0] == added - removed
-    assert ours == pytest.approx((removed, added), abs=4)
-
-
-def write_code(script, path):
-    """A script's lines without comments and blank lines, in a file."""
-    path.write_text("\n".join(script.code) + "\n")
-    return path
 
 
 def test_site_settings(tmp_path):
@@ -254,67 +119,6 @@ def test_site_settings(tmp_path):
 
 # ---------------------------------------------------------------- commands
 
-HERE = "run by test_the_commands"
-# Where each command of the slides is run: here, or by a test that is named,
-# whose source has these words.
-RUN = {
-    "source activate.sh":
-        ("test_activate.py", "test_again_it_needs_no_network_and_changes_"
-         "nothing", ["shell"]),
-    "python -m workshop doctor": ("test_doctor.py", "test_all_is_well", []),
-    "torchrun --standalone --nproc-per-node 2 -- code/train_gpt2.py "
-    "--preset tiny": ("test_ddp.py", "test_torchrun", [
-        '"--standalone", "--nproc-per-node", 2', '"--", script, *tiny(']),
-    "mpirun -n 2 python -m workshop.as_torchrun code/train_gpt2.py "
-    "--preset tiny":
-        ("test_ddp.py", "test_mpirun",
-         ['"-n", 2', '"-m", "workshop.as_torchrun", DDP, *tiny(']),
-    "mpirun -n 2 python -m workshop.as_torchrun -v code/train_gpt2.py "
-    "--preset tiny":
-        ("test_launchers.py", "test_a_launcher_and_what_a_rank_says",
-         ['"workshop.as_torchrun", "-v", script']),
-    "mpirun -n 2 python -m workshop doctor --ranks":
-        ("test_launchers.py", "test_the_doctor_asks_all_ranks",
-         ['"doctor", "--ranks"']),
-    "mpirun -n 2 python code/train_gpt2.py --preset tiny":
-        ("test_mpi.py", "test_one_loss_curve_under_both_mpis",
-         ['"-n", 2, sys.executable, MPI']),
-    "python code/train_gpt2.py --preset tiny --devices 2":
-        ("test_lit.py", "test_python_starts_several_devices",
-         ['[(), FSDP2]', '"--devices", "2", *flags']),
-    "python code/train_gpt2.py --preset tiny --devices 2 --strategy fsdp2":
-        ("test_lit.py", "test_python_starts_several_devices",
-         ['[(), FSDP2]', '"--devices", "2", *flags']),
-    "python benchmarks/ladder.py --seconds 10":
-        ("test_ladder.py", "test_all_rungs_compute_the_same",
-         ['"--seconds", "0.5"']),
-    "squeue --me": ("test_slurm.py", "test_a_lesson_submits", ["queue"]),
-    "sbatch batchfiles/batch-ddp-2n4g.sh --max-steps 100":
-        ("test_slurm.py", "test_from_inside_another_job",
-         ["batch-ddp-2n4g.sh"]),
-    "sbatch batchfiles/batch-3d-2n4g.sh --max-steps 100":
-        ("test_slurm.py", "test_a_mesh_on_the_nodes", ['"3d-2n4g"']),
-    **{f"python -m workshop lab {stage}": (
-        "test_lab.py", "test_the_command_opens_the_script_beside_the_lesson",
-        ['lab("workshop", "lab", *stage'])
-       for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")},
-    **{f"python -m workshop check {stage}": (
-        "test_check.py", "test_a_script_of_the_table", ["outcome(case)"])
-       for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")},
-    **dict.fromkeys((  # in this order: the desk has the first stage
-        "python code/train_gpt2.py --preset tiny",
-        "python code/train_gpt2.py --preset nano --max-steps 50 "
-        "--precision fp32 --microbatch-size 2",
-        'python code/generate.py --prompt "Return a"',
-        "python -m workshop plot", "python -m workshop script ddp",
-        *(f"python -m workshop diff {stage}"
-          for stage in ("mpi", "ddp", "lit", "fsdp", "tp", "3d")),
-        "python -m workshop apply ddp 3",
-        *(f"python -m workshop reset {stage}"
-          for stage in ("ddp", "fsdp", "tp", "std"))), HERE),
-}
-
-
 def commands(decks):
     """The commands on the slides, each in one line: what is in files is sh."""
     found = {}
@@ -326,25 +130,25 @@ def commands(decks):
     return list(filter(None, found))
 
 
-def test_every_command_is_run_by_a_test(monkeypatch):
-    assert set(commands(DECKS)) == RUN.keys()
-    assert "python x.py" in commands({"": "```bash\npython x.py\n```\n"})
-    for command, where in RUN.items():
-        if where is HERE:
-            continue
-        file, name, words = where
-        source = (ROOT / "tests" / file).read_text()
-        test, = (node for node in ast.parse(source).body if isinstance(
-            node, ast.FunctionDef) and node.name == name)
-        first = min([test.lineno, *(one.lineno for one in
-                                    test.decorator_list)])
-        body = " ".join(" ".join(source.splitlines()[
-            first - 1:test.end_lineno]).split())
-        for word in words:
-            assert word in body, (command, word)
+# Those that no other test runs, in this order: the desk has the first stage.
+RUN = ("python code/train_gpt2.py --preset tiny",
+       "python code/train_gpt2.py --preset nano --max-steps 50 "
+       "--precision fp32 --microbatch-size 2",
+       'python code/generate.py --prompt "Return a"',
+       "python -m workshop plot", "python -m workshop script ddp",
+       *(f"python -m workshop diff {stage}" for stage in LESSONS),
+       "python -m workshop apply ddp 3",
+       *(f"python -m workshop reset {stage}"
+         for stage in ("ddp", "fsdp", "tp", "std")))
+
+
+def test_a_command_has_a_script_and_its_flags(monkeypatch):
+    """Of each command on a slide, also of those that are not run here."""
+    shown = commands(DECKS)
+    assert {*RUN} <= {*shown}
     flags = {"--" + one.name.replace("_", "-")
              for one in fields(sharding.std.Hyperparameters)}
-    for command in RUN:
+    for command in shown:
         words = shlex.split(command)
         if words[0] == "sbatch":
             assert (ROOT / words[1]).exists(), words[1]
@@ -356,14 +160,14 @@ def test_every_command_is_run_by_a_test(monkeypatch):
 
 @pytest.mark.whole
 def test_the_commands(tmp_path):
-    """Those that no other test runs, in a clone, one after the other."""
+    """In a clone, one after the other."""
     for name in ("backstage", "workshop", "solutions", "notebooks", "code",
                  "example-logs"):
         shutil.copytree(ROOT / name, tmp_path / name,
                         ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(GOLDEN, tmp_path / "fineweb" / "demo")
     said = {}
-    for command in (one for one, where in RUN.items() if where is HERE):
+    for command in RUN:
         program, *flags = shlex.split(command)
         assert program == "python"
         done = subprocess.run(
@@ -420,14 +224,6 @@ def test_every_figure_of_the_list_is_on_a_slide():
     assert all(len(words) > 40 for words in shown.values())
 
 
-def test_the_cores_are_those_of_a_batch_file():
-    batch = (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text()
-    cores, gpus = (int(re.search(rf"{name}=(\d+)", batch)[1])
-                   for name in ("cpus-per-task", "gpus-per-node"))
-    about = figures.describe(figures.draw("cluster"))[1]
-    assert about.count(f"with {cores // gpus} CPU cores") == 2 * gpus
-
-
 def seen(colour, kind):
     """A colour in CIELAB, as people of that kind see it.
 
@@ -461,6 +257,17 @@ def nearest(colours):
         seen(one, kind), seen(other, kind), strict=True)) ** 0.5
         for one, other in combinations(colours, 2)
         for kind in ("all", "deuteranopia", "protanopia"))
+
+
+@pytest.mark.parametrize("page", [255, 17])  # JupyterLab's themes
+def test_red_green_blind_people_tell_added_lines_from_removed_ones(page):
+    grounds = ["#" + "".join(
+        f"{round(float(share) * int(part) + (1 - float(share)) * page):02x}"
+        for part in colour.split(", ")) for colour, share in re.findall(
+            r"pre\.code \.(?:add|del) \{ background: rgba\((.*), (.*)\)",
+            render.STYLE)]
+    assert len(grounds) == 2 and nearest(grounds) > 20
+    assert nearest(("#ddffdd", "#ffdddd")) < 20  # green and red: it is seen
 
 
 def test_red_green_blind_people_tell_the_ranks_apart():

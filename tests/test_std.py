@@ -369,23 +369,6 @@ def test_a_full_disk_for_the_output(stage, data, tmp_path):
         "goes on with --resume\n")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_disk_that_is_really_full(data, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs",
-                       disk], capture_output=True).returncode:
-        pytest.skip("this root cannot mount")
-    try:  # one checkpoint has about 800 kB: the second finds no room
-        failed = train("std", disk / "run", "--checkpoint-every", 5,
-                       data=data)
-        refused(failed, "No space left on device")
-        left = [file.name for file in disk.glob("run/checkpoints/*")]
-        assert left == ["step_00000005.pt"]
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
 def test_a_loss_that_is_not_finite_spares_the_checkpoint(data, tmp_path):
     run = tmp_path / "run"
     train("std", run, "--max-steps", 5, data=data)
@@ -467,16 +450,12 @@ def refused(result, *words):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--microbatch-size", 3], ["8 samples", "microbatches of 3"]),
     (["--sequence-length", 33], ["longer than the 32 positions"]),
     (["--device", "tpu"], ["--device tpu", "cpu"]),
-    (["--max-stepz", 3], ["--max-stepz", "--help"]),
     (["--max-steps", "many"], ["--max-steps", "many"]),
     (["--preset", "huge"], ["preset huge", "tiny, nano, gpt2, gpt2-xl"]),
     (["--max-steps", -1], ["--max-steps"]),
     (["--microbatch-size", -1], ["--microbatch-size"]),
-    (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
-    (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
 ])
 def test_bad_flags(data, tmp_path, flags, words):
     refused(train("std", tmp_path / "run", *flags, data=data), *words)
@@ -484,7 +463,6 @@ def test_bad_flags(data, tmp_path, flags, words):
 
 def test_bad_folders(data, tmp_path):
     run = tmp_path / "run"
-    refused(train("std", run, data=tmp_path / "none"), "no such folder")
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(train("std", run, data=empty), "no shard *_train_*.npy")
@@ -498,15 +476,9 @@ def make_bad(folder, kind):
     shard = folder / "test_train_000002.npy"
     if kind == "dtype":
         np.save(shard, np.arange(100, dtype=np.int64))
-    elif kind == "shape":
-        np.save(shard, np.zeros((10, 10), np.uint16))
     elif kind == "truncated":
         np.save(shard, np.zeros(1000, np.uint16))
         os.truncate(shard, 500)
-    elif kind == "empty":
-        shard.write_bytes(b"")
-    elif kind == "object":
-        np.save(shard, np.array([{}]), allow_pickle=True)
     elif kind == "short":
         write_shards(folder, [[1] * 8] * 3, [1] * 100)
     elif kind == "token":
@@ -519,10 +491,7 @@ def make_bad(folder, kind):
 
 @pytest.mark.parametrize(("kind", "words"), [
     ("dtype", ["test_train_000002.npy", "int64", "not a list of uint16"]),
-    ("shape", ["test_train_000002.npy", "(10, 10)", "not a list of uint16"]),
     ("truncated", ["test_train_000002.npy", "make it again"]),
-    ("empty", ["test_train_000002.npy", "make it again"]),
-    ("object", ["test_train_000002.npy", "make it again"]),
     ("short", ["24 tokens of train are too few"]),
     ("token", ["token 257", "vocabulary of 257"]),
     ("vocabulary", ["the vocabulary is damaged"]),
