@@ -121,8 +121,8 @@ def coverage(decks):
             if numbers:
                 last = f" to {numbers[-1]}" if len(numbers) > 1 else ""
                 places.append(f"[{name}]({name}.md) {numbers[0]}{last}")
-        rows.append(f"| {row.what} | {', '.join(places) or '-'} | "
-                    f"`{row.where}` |")
+        where = f"`{row.where}`" if row.where else ""
+        rows.append(f"| {row.what} | {', '.join(places) or '-'} | {where} |")
     return "\n".join(rows)
 
 

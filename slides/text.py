@@ -82,7 +82,8 @@ def read_plan():
         *minutes, what, place = (
             cell.strip() for cell in line.split("|")[1:-1])
         link = re.search(r"\[(\w+)\]\((.+)\)", place)
-        name, where = link.groups() if link else (f"{name} end", where)
+        name, where = link.groups() if link else (
+            f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
             length: int(cell) for length, cell in
             zip((60, 120, MORE), minutes, strict=True) if cell})
@@ -128,8 +129,8 @@ class Clock:
         begin, self.now = self.now, self.now + minutes
         place = ""
         if self.where:
-            place = (f" `{self.plan[self.where].where}`, section: "
-                     f"{self.where}.")
+            path = self.plan[self.where].where
+            place = (f" `{path}`," * bool(path)) + f" section: {self.where}."
         span = (f"Minutes {begin:g} to {self.now:g}" if minutes
                 else f"Minute {begin:g}")
         return f"{span}.{place}"

@@ -11,8 +11,10 @@ import pytest
 
 from backstage import ROOT
 from backstage.flops import num_parameters
+from slides import text as slides
 from workshop import __main__ as workshop
-from workshop import arithmetic
+from workshop import answers, arithmetic
+from workshop.lesson.diff import load_lesson
 
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
@@ -50,6 +52,8 @@ def test_a_lesson_promises_the_minutes_of_the_plan():
     """In two hours, or later; with what is to be done in the same notebook."""
     planned, name = {}, None
     for row in table(README, "60 min | 120 min"):
+        if not row[4]:
+            continue  # a break
         name, = re.findall(r"notebooks/(\w+)\.ipynb", row[4]) or [name]
         planned[name] = planned.get(name, 0) + int(row[1] or row[2])
     for lesson in (ROOT / "notebooks").glob("diff_*.ipynb"):
@@ -96,6 +100,30 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["workshop", "reset"])
     with pytest.raises(workshop.UserError):
         workshop.parse()
+
+
+def test_the_computed_minutes_of_ddp():
+    words = sum(len(f"{change.why} {change.predict} {change.answer}".split())
+                for change in load_lesson("ddp").changes)
+    lines = slides.changed_lines("ddp")[1]
+    said = " ".join(GUIDE.split())
+    assert f"{words} words: {words / 200:.0f} minutes at 200 words" in said
+    assert f"{lines} lines: {lines / 3:.0f} minutes" in said
+
+
+def test_the_answer_key_is_whole(capsys):
+    """Each answer of the lessons and notebooks, none of them folded."""
+    answers.main()
+    key = capsys.readouterr().out
+    lessons = "".join(path.read_text() for path in (
+        ROOT / "workshop" / "lessons").glob("*.md"))
+    folded = "".join(path.read_text() for path in (
+        ROOT / "notebooks").glob("*.ipynb") if ".20" not in path.name)
+    asked = len(re.findall(r"^\*\*Answer\.\*\*", lessons, re.M))
+    broken = folded.count("<summary>Answer</summary>")
+    assert min(asked, broken) > 20
+    assert key.count("\n**Answer.**") == asked + broken
+    assert "<summary>Answer" not in key
 
 
 def test_the_files_that_the_guide_names_exist():

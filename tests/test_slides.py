@@ -79,8 +79,8 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
 
 
 @pytest.mark.parametrize(("minutes", "complaint"), [
-    ((6,), "start_here is 1 minutes too long"),
-    ((3,), "2 minutes of start_here are left")])
+    ((11,), "start_here is 1 minutes too long"),
+    ((8,), "2 minutes of start_here are left")])
 def test_a_section_that_does_not_keep_its_time(minutes, complaint):
     clock = text.Clock(text.DECKS["course-60"])
     clock.section("start_here")

@@ -57,6 +57,8 @@ FAULTS = {
     "straggler": ("straggler", "rank 1"),
     "dead node": ("dead node", "node2"),
 }
+# After one rank MPICH's launcher kills all: nobody is left to name it
+KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}
 # Of MPI's processes: they do not meet at an address of ours.
 MEET = ("blocked port", "wrong MASTER_ADDR")
 
@@ -266,7 +268,7 @@ def wait_for_sign(job):
     return job.mark.stat().st_ctime
 
 
-def name_fault(job, fault):
+def name_fault(job, fault, launcher):
     """(right, what `why` said first, after how many seconds)."""
     begin = wait_for_sign(job)
     if fault == "dead node" and isinstance(job, Job):
@@ -281,6 +283,8 @@ def name_fault(job, fault):
         time.sleep(1)
     line = (said.stdout or said.stderr).partition("\n")[0]
     pattern, words = FAULTS[fault]
+    if "os.kill" in AT_STEP.get(fault, "") or "memory" in fault:
+        pattern, words = KILLED.get(launcher, (pattern, words))
     right = bool(re.match(f"{pattern}: .*{words}", line))
     return right and seconds <= MINUTE, line, seconds
 
@@ -364,7 +368,7 @@ def attempt(stage, launcher, fault, others, slurm):
                         stage, planted, job.mark), fault)
                 else:
                     job.start_foreign(stage, launcher)
-                return (name_fault(job, fault) if fault in FAULTS
+                return (name_fault(job, fault, launcher) if fault in FAULTS
                         else stay_silent(job))
         except AssertionError as error:
             return False, f"{error}", 0
