@@ -195,6 +195,8 @@ REFERENCES = {
              "networks using pipeline parallelism. NeurIPS.",
     "kaplan": "Kaplan et al. (2020). Scaling laws for neural language models. "
               "arXiv:2001.08361.",
+    "karpathy": "Karpathy (2024). Let's reproduce GPT-2 (124M). Video, and "
+                "github.com/karpathy/build-nanogpt.",
     "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
           "data parallel training. VLDB 13(12).",
     "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "

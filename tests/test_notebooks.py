@@ -519,13 +519,13 @@ def test_other_lessons_say_what_is_wrong_in_a_line(repo, execute):
     script = repo / "code" / "train_gpt2.py"
     script.write_text("def main()\n")
     for name in ("start_here", "results", "collectives", "sharding",
-                 "hangs", "batch", "your_model"):
+                 "hangs", "batch", "one_gpu", "your_model"):
         shown = execute(f"{name}.ipynb")  # there is no environment
         for source, text in shown.items():
             assert "Traceback" not in text
             if source.startswith(("doctor", "train", "%%ranks", "plant",
                                   "experiment", "verify", "export",
-                                  "torchrun")):
+                                  "torchrun", "step")):
                 assert "source activate.sh" in text, source
             elif source.startswith("script_map"):
                 assert "is not Python yet: line 1" in text

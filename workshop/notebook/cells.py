@@ -677,6 +677,21 @@ def bills(loss):
         "  ".join(map(str, row)) for row in rows))
 
 
+# ------------------------------------------------------------- one device
+
+
+@in_one_line
+def step(name):
+    """Measure a way to train on one device: the table, and a picture.
+
+    name: of workshop/notebook/one_gpu.py's STEPS, or "limit".
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "picture.svg")
+        interpreter.run("-m", "workshop.notebook.one_gpu", name, str(output))
+        return picture(output.read_text("utf-8")) if output.exists() else None
+
+
 # ----------------------------------------------------------------- results
 
 

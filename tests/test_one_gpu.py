@@ -1,0 +1,79 @@
+"""The lesson about one fast device: its rows, at a small size."""
+
+import json
+import re
+
+import nbformat
+import pytest
+import torch
+
+from backstage import ROOT
+from backstage.errors import UserError
+from backstage.flops import flops_per_token
+from workshop.notebook import one_gpu
+from workshop.notebook.sharding import std
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SMALL = {"--preset": "tiny", "--minibatch-size": 8,
+         "--microbatch-size": 2, "--max-steps": 8}
+
+
+def flags(name, device=CPU):
+    return " ".join(one_gpu.flags_of(name, device, one_gpu.sizes(device)))
+
+
+def test_each_row_has_one_change_more(monkeypatch):
+    monkeypatch.setattr(one_gpu, "has_bf16", lambda device: True)
+    rows = [flags(name, GPU) for name in one_gpu.STEPS]
+    assert rows[0].endswith("--microbatch-size 4 --max-steps 15 "
+                            "--device cuda --precision fp32")
+    assert rows[0] == rows[1] and "bf16 --compile" in rows[3]
+    assert "--microbatch-size 16" in rows[6] and rows[6] == rows[7]
+    assert rows[8] == f"{rows[7]} --recompute"
+    texts = [one_gpu.edited(*step.edits) for step in one_gpu.STEPS.values()]
+    assert texts[5] == texts[6] == one_gpu.edited()  # the script as it is
+    assert len(set(texts[:6])) == 4  # bf16 and compile: the text of fp32
+    # a CPU compiles in one row alone; it may have no bf16
+    assert [name for name in one_gpu.STEPS
+            if "--compile" in flags(name)] == ["compile"]
+    assert "no TF32" in one_gpu.lacks("tf32", CPU)
+    monkeypatch.setattr(one_gpu, "has_bf16", lambda device: False)
+    assert "stays in fp32" in one_gpu.lacks("bf16", CPU)
+    assert "bf16" not in flags("recompute")
+
+
+def test_the_cells_call_the_rows_in_their_order():
+    notebook = nbformat.read(ROOT / "notebooks" / "one_gpu.ipynb", 4)
+    called = re.findall(r'^step\("(\w+)"\)$', "\n".join(
+        cell.source for cell in notebook.cells
+        if cell.cell_type == "code"), re.MULTILINE)
+    assert called == ["limit", *one_gpu.STEPS]
+
+
+def test_a_script_without_the_line_is_named(monkeypatch):
+    monkeypatch.setitem(one_gpu.EDITS, "rows", ("not there", ""))
+    with pytest.raises(UserError, match="no such line: not there"):
+        one_gpu.edited("rows")
+
+
+@pytest.mark.whole
+def test_the_table_grows(tmp_path, monkeypatch):
+    if not one_gpu.DEMO.exists():
+        pytest.skip("fineweb/demo is not built: source activate.sh")
+    monkeypatch.setattr(one_gpu, "find_peak", lambda _: (1e11, "planted"))
+    file = tmp_path / "one_gpu.json"
+    for name in "recompute", "fp32", "microbatch":
+        record = one_gpu.add(name, CPU, SMALL, file)
+    rows = record["rows"]
+    assert json.loads(file.read_text()) == record
+    assert [*rows] == ["fp32", "microbatch", "recompute"]
+    config = std.replace(std.MODELS["tiny"], vocab_size=2048)
+    for row in rows.values():
+        assert row["mfu"] == pytest.approx(
+            row["tokens_per_second"] * flops_per_token(config, 32) / 1e11)
+        assert row["parts"]["backward"] > 0 and row["parts"]["data"] > 0
+    said = one_gpu.table(record)
+    assert len(said.splitlines()) == 5 and f"{rows['fp32']['mfu']:.1%}" in said
+    drawn = one_gpu.draw(record)
+    assert "recompute" in drawn and "optimizer" in drawn
+    assert "currentColor" in drawn and "waiting" not in drawn
