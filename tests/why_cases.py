@@ -8,7 +8,8 @@ Each fault is planted in a copy of a stage's script, which torchrun, mpirun or
 srun starts as two processes; srun on the throw-away cluster of cluster.py, by
 the stage's batch file. From the first sign of the fault on, `why` is asked
 again and again: its first complaint has to be the right one, within a minute.
-About a sound run it must not complain.
+About a sound run it must not complain. why_cases.txt is what came of the last
+run of all.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ FAULTS = {
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
-    "dead node": ("dead node", "node2"),
+    "dead node": ("dead node(, or a killed rank)?", "node2"),
 }
 # After one rank MPICH's launcher kills all: nobody is left to name it
 KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}

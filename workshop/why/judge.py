@@ -443,7 +443,7 @@ def explain_gone(gone, ranks):
             f"--exclude={sorted(hosts)[0]}", gone)
     return Answer(
         "a rank was killed", f"{name_ranks(gone)} on {gone[0].host} ended "
-        "without a word, as SIGKILL ends a process; it was in "
+        "without a word, as SIGKILL ends a process; it last wrote from "
         f"{gone[0].where}" + say_oom([
             rank for rank in ranks if rank.host in hosts]),
         "the kernel does that where the node's memory is full: sacct -o "
