@@ -570,7 +570,7 @@ planted = []  # the program that runs a job with a fault, and its folder
 @in_one_line
 def plant(number):
     """Run their script with this fault; show what it prints at first."""
-    require(number in range(1, 9), "there are the faults 1 to 8")
+    require(number in range(1, 10), "there are the faults 1 to 9")
     unplant()
     folder = tempfile.mkdtemp(prefix="why-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -2,8 +2,9 @@
 
     python -m workshop.notebook.hangs FAULT FOLDER
 
-It starts notebooks/their_train.py as four processes, whose evidence goes to
-FOLDER, and prints for a while what they print. They end with its input.
+It starts notebooks/their_train.py as four processes (fault 9: their_mpi.py, by
+mpirun), whose evidence goes to FOLDER, and prints for a while what they print.
+They end with its input.
 """
 
 import ctypes
@@ -18,7 +19,8 @@ from backstage import ROOT, witness
 from backstage.errors import run_main
 from workshop.processes import Launch
 
-SCRIPT = ROOT / "notebooks" / "their_train.py"
+NOTEBOOKS = ROOT / "notebooks"
+MPI = 9  # the fault with mpirun
 SECONDS = 20  # of printing
 REDUCE = "        dist.all_reduce(average)\n"
 GATHER = "        dist.all_gather(samples, torch.full((1,), 20.0))\n"
@@ -43,19 +45,24 @@ FAULTS = {
     8: ([(REDUCE, "        if rank >= 2 and step == 25:\n" + KILL)],
         {rank: {"SLURMD_NODENAME": f"node{rank // 2 + 1}"}
          for rank in range(4)}),
+    MPI: ([("    comm.Allreduce(MPI.IN_PLACE, loss)\n",
+            "    if comm.rank == 2 and step == 25:\n"
+            "        comm.Recv(loss, source=0)\n"
+            "    comm.Allreduce(MPI.IN_PLACE, loss)\n")], {}),
 }
 
 
-def start(number, script, folder):
-    """The script with this fault, written to `script` and launched."""
+def start(number, place, folder):
+    """The script with this fault, written into `place` and launched."""
     edits, variables = FAULTS[number]
-    text = SCRIPT.read_text()
+    theirs = "their_mpi.py" if number == MPI else "their_train.py"
+    script, text = place / theirs, (NOTEBOOKS / theirs).read_text()
     for old, new in edits:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     script.write_text(text)
-    return Launch(script, world_size=4, observe=functools.partial(
-        prepare, folder, variables))
+    return Launch(script, world_size=4, mpirun=number == MPI, sleeping=False,
+                  observe=functools.partial(prepare, folder, variables))
 
 
 def prepare(folder, variables, rank):
@@ -71,7 +78,7 @@ def prepare(folder, variables, rank):
 def main():
     number, folder = int(sys.argv[1]), Path(sys.argv[2])
     with tempfile.TemporaryDirectory() as place:
-        job = start(number, Path(place) / "their_train.py", folder)
+        job = start(number, Path(place), folder)
         try:
             job.wait_for_end(time.monotonic() + SECONDS)
             for rank in range(4):
