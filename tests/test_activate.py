@@ -212,13 +212,6 @@ def test_leaves_the_shell_as_it_was(desk, shell):
                    "match", "mbegin", "mend", "_OLD_VIRTUAL_PATH"}, new
 
 
-def test_a_strict_shell_goes_on(desk):
-    """set -e and set -u neither end it nor get lost."""
-    out, _ = source(desk, "echo $PYTHONPATH; echo $-", before="set -eu")
-    *_, path, options = out.splitlines()
-    assert path == str(desk) and {"e", "u"} <= set(options)
-
-
 def test_a_module_added_later_is_found(desk):
     site, again = desk / "site.sh", shlex.quote(str(desk / "activate.sh"))
     try:

@@ -1,6 +1,5 @@
 """The lesson's diff, on scripts as attendees leave them."""
 
-import ast
 import itertools
 import json
 import os
@@ -21,14 +20,6 @@ from workshop.lesson import documents, render
 from workshop.lesson.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
-# the one list of what a portal's kernel imports
-PORTABLE = sorted(
-    ROOT / folder / name
-    for folder, names in re.findall(r'^"(\w[\w/]*)/(.+)\.py" = "py39"',
-                                    (ROOT / "pyproject.toml").read_text(),
-                                    re.MULTILINE)
-    for name in (path.name for path in (ROOT / folder).glob("*.py"))
-    if names == "*" or name[:-3] in names.strip("{}").split(","))
 STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
 COUNT = len(load_lesson("ddp").changes)
 
@@ -449,11 +440,6 @@ def test_terminal_output_has_colours_only_on_request(look):
 
 
 # ------------------------------------------------------------- other Pythons
-
-
-def test_runs_on_python_3_9():
-    for file in PORTABLE:
-        ast.parse(file.read_text(), feature_version=(3, 9))
 
 
 def old_pythons():

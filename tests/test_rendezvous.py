@@ -192,19 +192,3 @@ def test_the_model_sees_who_sends_first_on_both_sides(monkeypatch):
                           for new in (split(*item) if separately else [item])]
         assert bool(unfinished(
             ranks, COMMUNICATORS["one of all"])) == separately
-
-
-def test_the_model_sees_collectives_in_another_order(monkeypatch):
-    ranks = make(monkeypatch)
-    for rank in (ranks[0], ranks[3]):  # they share no group
-        first, second, *_ = (i for i, (kind, _) in enumerate(rank.order)
-                             if kind == "together")
-        rank.order[first], rank.order[second] = (
-            rank.order[second], rank.order[first])
-    assert unfinished(ranks, COMMUNICATORS["one of all"])
-
-
-def test_the_model_sees_a_rank_that_does_not_come(monkeypatch):
-    ranks = make(monkeypatch)
-    ranks[-1].order.pop()
-    assert unfinished(ranks, COMMUNICATORS["one of all"])

@@ -30,7 +30,7 @@ SAME_SIZES = re.compile(r"all_?reduce|broadcast|all_?gather|reduce_scatter")
 MPI_CALL = re.compile(
     r"\b(comm|COMM_WORLD)\b.*\.\w*(reduce|cast|gather|scatter|alltoall|barrier"
     r"|send|recv|wait|probe)\w*\(", re.IGNORECASE)
-PART = 8  # places of a trail, seen in 16 s
+PART = 5  # places of a trail, seen in 10 s
 
 
 @dataclass
