@@ -102,13 +102,39 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
         workshop.parse()
 
 
-def test_the_computed_minutes_of_ddp():
-    words = sum(len(f"{change.why} {change.predict} {change.answer}".split())
+# A step of the hour: its notebook, and the headings where it begins and ends
+HOUR = (("start_here", "# Start", "## The plan"),
+        ("diff_ddp", "# From", "## Is it right?"),
+        ("diff_ddp", "## Is it right?", "## Launch it"),
+        ("diff_ddp", "## Launch it", "## Break it"),
+        ("results", "# Results", None))
+
+
+def words_between(name, first, last):
+    """How many words of a notebook are read, without what is folded."""
+    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())
+    text = "\n".join("".join(cell["source"]) for cell in cells["cells"]
+                     if cell["cell_type"] == "markdown")
+    text = text[text.index(first):text.index(last) if last else None]
+    return len(re.sub(r"(?s)<details>.*?</details>", "", text).split())
+
+
+def test_the_minutes_of_the_hour_are_computed():
+    rows = table(GUIDE, "step | words")
+    planned = [n for n in minutes(table(README, "60 min | 120 min"), 0) if n]
+    for row, place, plan in zip(rows, HOUR, planned, strict=True):
+        _, words, lines, seconds, computed, left = (
+            cell and (int(cell) if cell.isdigit() else cell) for cell in row)
+        expected = words_between(*place)
+        if lines:  # and its changes, with their questions and answers
+            assert lines == slides.changed_lines("ddp")[1]
+            expected += sum(
+                len(f"{change.why} {change.predict} {change.answer}".split())
                 for change in load_lesson("ddp").changes)
-    lines = slides.changed_lines("ddp")[1]
-    said = " ".join(GUIDE.split())
-    assert f"{words} words: {words / 200:.0f} minutes at 200 words" in said
-    assert f"{lines} lines: {lines / 3:.0f} minutes" in said
+        assert words == expected, row
+        assert computed == round(
+            words / 200 + (lines or 0) / 3 + (seconds or 0) / 60), row
+        assert left == plan, row
 
 
 def test_the_answer_key_is_whole(capsys):
