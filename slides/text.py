@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 from dataclasses import dataclass
+from difflib import unified_diff
 
 import jinja2
 
@@ -183,10 +184,14 @@ def facts():
 
 # What the slides cite: authors, year, title, where.
 REFERENCES = {
+    "brown": "Brown et al. (2020). Language models are few-shot learners. "
+             "arXiv:2005.14165.",
     "chen": "Chen et al. (2016). Training deep nets with sublinear memory "
             "cost. arXiv:1604.06174.",
     "dalcin": "Dalcin & Fang (2021). mpi4py: status update after 12 years "
               "of development. Computing in Science & Engineering 23(4).",
+    "devlin": "Devlin et al. (2018). BERT: pre-training of deep bidirectional "
+              "transformers for language understanding. arXiv:1810.04805.",
     "goyal": "Goyal et al. (2017). Accurate, large minibatch SGD: training "
              "ImageNet in 1 hour. arXiv:1706.02677.",
     "hoffmann": "Hoffmann et al. (2022). Training compute-optimal large "
@@ -216,11 +221,18 @@ REFERENCES = {
               "for the finest text data at scale. arXiv:2406.17557.",
     "radford": "Radford et al. (2019). Language models are unsupervised "
                "multitask learners. OpenAI.",
+    "raffel": "Raffel et al. (2019). Exploring the limits of transfer "
+              "learning with a unified text-to-text transformer. "
+              "arXiv:1910.10683.",
     "rajbhandari": "Rajbhandari et al. (2020). ZeRO: memory optimizations "
                    "toward training trillion parameter models. SC.",
+    "schaeffer": "Schaeffer et al. (2023). Are emergent abilities of large "
+                 "language models a mirage? arXiv:2304.15004.",
     "shoeybi": "Shoeybi et al. (2019). Megatron-LM: training multi-billion "
                "parameter language models using model parallelism. "
                "arXiv:1909.08053.",
+    "wei": "Wei et al. (2022). Emergent abilities of large language models. "
+           "arXiv:2206.07682.",
     "yamazaki": "Yamazaki et al. (2019). Yet another accelerated SGD: "
                 "ResNet-50 training on ImageNet in 74.7 seconds. "
                 "arXiv:1903.12650.",
@@ -356,6 +368,15 @@ def terms():
     return re.search(r"\| term \| meaning \|\n(\|.*\n)+", text)[0].strip()
 
 
+def hunk(stage, words):
+    """The part with these words of what `diff -U1` says of a lesson."""
+    old, new = (STAGES[name].solution.read_text("utf-8").splitlines()
+                for name in (STAGES[stage].after, stage))
+    text = "\n".join(unified_diff(old, new, n=1, lineterm=""))
+    return next("@@" + part.rstrip() for part in text.split("\n@@")
+                if words in part)
+
+
 def excerpt(path, begin, end):
     """The lines of a file from the one that starts with begin, before end."""
     lines = (ROOT / path).read_text("utf-8").splitlines()
@@ -464,7 +485,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, script_map=script_map, terms=terms,
-        excerpt=excerpt, log=log, checklist=checklist,
+        excerpt=excerpt, hunk=hunk, log=log, checklist=checklist,
         references=references, site=site(site_file))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)
