@@ -13,6 +13,7 @@ import pytest
 from conftest import edit, needs
 
 from backstage import ROOT
+from backstage.errors import UserError
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
@@ -388,6 +389,21 @@ def test_slurms_word(sacct, lines, monkeypatch):
     }[command])
     assert evidence.ask_about("471100000") == lines
     assert evidence.ask_about("runs/mine") == []
+
+
+def test_what_has_ended_or_never_began(tmp_path, monkeypatch):
+    """A rank by its process's number; torchrun, which reaches nobody."""
+    folder, log = tmp_path / "runs" / "mine" / "why", tmp_path / "log"
+    folder.mkdir(parents=True)
+    (folder / "node1-99999999.json").touch()
+    log.write_text("[c10d] The client socket has failed to connect to any "
+                   "network address of (192.0.2.77, 29511).\n")
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "ask_slurm",
+                        lambda *_: f"JobId=4711\n   StdOut={log}\n")
+    assert evidence.find("99999999") == (folder, [])
+    with pytest.raises(UserError, match="does not reach 192"):
+        evidence.find("471100000")
 
 
 # ------------------------------------------------- evidence made by hand

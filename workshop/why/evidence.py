@@ -29,6 +29,8 @@ from backstage.witness import (
 from workshop.why.judge import PATIENCE, Rank
 
 ANSWER = 12  # seconds that the ranks have to answer
+# What torchrun says in its log where it does not reach the place to meet
+UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 
 
 def find(target):
@@ -55,6 +57,9 @@ def find(target):
             if folder:
                 return folder, processes
         return None, processes
+    left = sorted((ROOT / "runs").glob(f"*/why/*-{target}.json"))
+    if left:  # of a rank that has ended
+        return left[-1].parent, []
     return find_job(target), []
 
 
@@ -63,10 +68,14 @@ def find_job(job):
     text = ask_slurm("scontrol", "show", "job", job)
     log = re.search(r"StdOut=(.+)", text)
     if log and Path(log[1]).is_file():
-        said = re.findall(r"python -m workshop why (.+)",
-                          Path(log[1]).read_text(errors="replace"))
+        words = Path(log[1]).read_text(errors="replace")
+        said = re.findall(r"python -m workshop why (.+)", words)
         if said:
             return find(shlex.split(said[-1])[0])
+        unmet = UNMET.findall(words)
+        require(not unmet, f"no rank of {job} has begun: torchrun does not "
+                f"reach {':'.join((unmet or [''])[-1])}. Is MASTER_ADDR a "
+                "name of the node of rank 0, and is the port open?")
     raise UserError(f"{job} is neither a process of this machine nor a job "
                     "that left evidence: name the run's folder")
 
@@ -196,8 +205,11 @@ def watch(processes):
                 known.update(seen, since=now if moved else known["since"])
                 known["still"] = now - known["since"]
                 known["moved"] = moved or known.get("moved", False)
+        unmet = [place for pid in processes for place in connecting(pid)]
         require(ranks, f"process {processes[0]} has started no process that "
-                "knows its RANK: name the launcher's id, or a rank's")
+                "knows its RANK" + (
+                    f", and gets no answer from {unmet[0]}" if unmet else
+                    ": name the launcher's id, or a rank's"))
         if all(rank["moved"] for rank in ranks.values()) or (
                 now > begin + PATIENCE + 3):
             break
