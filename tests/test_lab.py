@@ -579,7 +579,7 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo):
             if not text:
                 lesson.run_cell(page.locator(
                     ".jp-NotebookPanel:visible .jp-CodeCell").nth(index))
-        lesson.can_be_read(2 if name == "your_model" else 50)
+        lesson.can_be_read(1 if name == "your_model" else 50)
 
 
 def test_git_sees_no_difference_in_a_saved_lesson(page, lab, repo):

@@ -117,7 +117,7 @@ CASES = (
     wrong("validation not sharded", "ddp",
           ((RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
             "        for split"),),
-          f"validation after step 2: {UNSHARDED}", suite=True),
+          f"validation after step 1: {UNSHARDED}", suite=True),
     wrong("offsets that overlap, without a stride", "ddp",
           ((OFFSET, "self.offset, self.stride = rank * B // 2, B"),),
           "samples of step 0: rank 1 begins at sample 1"),

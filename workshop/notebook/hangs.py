@@ -19,7 +19,7 @@ from backstage import ROOT, witness
 from backstage.errors import run_main
 from workshop.processes import Launch
 
-NOTEBOOKS = ROOT / "notebooks"
+SCRIPT = ROOT / "notebooks" / "their_train.py"
 MPI = 9  # the fault with mpirun
 SECONDS = 20  # of printing
 REDUCE = "        dist.all_reduce(average)\n"
@@ -55,8 +55,8 @@ FAULTS = {
 def start(number, place, folder):
     """The script with this fault, written into `place` and launched."""
     edits, variables = FAULTS[number]
-    theirs = "their_mpi.py" if number == MPI else "their_train.py"
-    script, text = place / theirs, (NOTEBOOKS / theirs).read_text()
+    theirs = SCRIPT.with_name("their_mpi.py") if number == MPI else SCRIPT
+    script, text = place / theirs.name, theirs.read_text()
     for old, new in edits:
         assert text.count(old) == 1, old
         text = text.replace(old, new)

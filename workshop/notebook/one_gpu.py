@@ -30,7 +30,7 @@ from backstage.flops import flops_per_token, peak_flops
 from backstage.schema import read_json
 from workshop.notebook.sharding import std
 from workshop.results import plot, runs
-from workshop.stages import find
+from workshop.stages import FIRST, STAGES
 
 RECORD = runs.RUNS / "one_gpu.json"
 SCHEMA = {"date": str, "hardware": str, "peak": float, "rows": {str: {
@@ -106,7 +106,7 @@ def flags_of(name, device, size):
 
 def edited(*edits):
     """The text of the stage std's script, with these edits."""
-    text = find("std").solution.read_text("utf-8")
+    text = STAGES[FIRST].solution.read_text("utf-8")
     for name in edits:
         old, new = EDITS[name]
         require(text.count(old) == 1, f"the script has no such line: {old}")
