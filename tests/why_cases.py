@@ -287,7 +287,7 @@ def name_fault(job, fault, launcher):
     pattern, words = FAULTS[fault]
     if "os.kill" in AT_STEP.get(fault, "") or "memory" in fault:
         pattern, words = KILLED.get(launcher, (pattern, words))
-    right = bool(re.match(f"{pattern}: .*{words}", line))
+    right = bool(re.match(f"(?:{pattern}): .*{words}", line))
     return right and seconds <= MINUTE, line, seconds
 
 
