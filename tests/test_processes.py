@@ -1,6 +1,7 @@
 """The processes that tests and checks start: what they say of their end."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,19 @@ def test_a_number_that_the_system_gives_again(tmp_path):
         if int(again.out or 0) == pid or again.status != 3:
             break
     assert again == processes.Rank(3, f"{pid}\n", "")
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_that_is_free_and_stays_so(monkeypatch, family):
+    """Others get none of these: the system gives them higher ones."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        assert processes.free_port() < 20_000 < other.getsockname()[1]
+
+    taken, free = processes.free_port(), processes.free_port()
+    order = [taken, free]
+    monkeypatch.setattr(processes.secrets, "choice", lambda _: order.pop(0))
+    with socket.socket(family) as listener:
+        listener.bind(("", taken))
+        listener.listen()
+        assert processes.free_port() == free

@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import runpy
+import secrets
 import select
 import shutil
 import signal
@@ -221,10 +222,18 @@ def start_mpirun(world_size, folder, env=None):
 
 
 def free_port():
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this machine that is free, and stays so.
+
+    Nobody else takes it before its user listens on it: it is not one that the
+    system gives to whoever asks for any port (from 32768 on, `man 7 ip`), nor
+    one of a SLURM job (from 20000 on, `name_step_ranks` in
+    `backstage/launchers.py`).
+    """
+    while True:
+        port = secrets.choice(range(10_000, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 # ------------------------------------------------------- the server, outside
