@@ -86,6 +86,7 @@ NAMED = {  # the fault, the ranks to blame, and words of the reason
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("number", NAMED)
 def test_the_faults_of_the_lesson(number, tmp_path):
     """Each is named within a minute of the first sign, and not otherwise."""
@@ -124,6 +125,7 @@ def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
     assert "127.0.0.1:" in found.reason
 
 
+@pytest.mark.whole
 def test_ranks_have_other_addresses(launch, tmp_path):
     launch(setting={2: {"MASTER_ADDR": "192.0.2.77"}})
     wait_for(tmp_path / "why", in_meeting(3))
@@ -133,6 +135,7 @@ def test_ranks_have_other_addresses(launch, tmp_path):
     assert "192.0.2.77" in found.reason
 
 
+@pytest.mark.whole
 def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "PATIENCE", 4)
     launch([(REDUCE, "        if rank == 1 and step == 3:\n"
@@ -173,6 +176,7 @@ STATEMENTS = {  # of rank 1, and what all ranks then do is as before
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("fault", STATEMENTS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_scripts_of_other_styles(name, fault, launch, tmp_path, monkeypatch):
@@ -193,6 +197,7 @@ def test_scripts_of_other_styles(name, fault, launch, tmp_path, monkeypatch):
         assert [rank.rank for rank in found.ranks] == [1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("pause", [0, 3])
 def test_a_sound_run_is_no_alarm(pause, launch, tmp_path, capsys):
     launch((), "--pause", pause)
@@ -219,6 +224,7 @@ def start_plain(script, variables):
         for rank in range(2)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("watched", ["hook", "py-spy"])
 def test_a_script_that_knows_nothing_of_us(
         watched, tmp_path, monkeypatch, capsys):
@@ -252,6 +258,7 @@ def test_a_script_that_knows_nothing_of_us(
     assert folder.exists() == (watched == "hook")
 
 
+@pytest.mark.whole
 def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
     """And what it leaves names the rank, when nothing runs any more."""
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
