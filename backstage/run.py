@@ -198,6 +198,7 @@ class Run:
                 _, state = self._load([self.hp.init], model)
                 spread_state(state, model)
             if self.rank == 0:
+                self._print_parameters(optimizer)
                 self._open_metrics(0)
             return 0
         file, state = self._load(files, model, optimizer)
@@ -208,9 +209,26 @@ class Run:
             sys.exit(0)
         spread_state(state, model, optimizer)
         if self.rank == 0:
+            self._print_parameters(optimizer)
             self._open_metrics(step)
             print(f"resuming after step {step - 1} from {file}", flush=True)
         return step
+
+    def _print_parameters(self, optimizer):
+        """How many there are, and which of them decay. Rank 0 alone.
+
+        A split tensor counts as a whole one; of a pipeline, it is one stage.
+        """
+        groups = [(group["params"], f"{group['weight_decay']:g}")
+                  for group in optimizer.param_groups if group["params"]]
+        counts = [sum(weight.numel() for weight in weights)
+                  for weights, _ in groups]
+        pipeline = getattr(self.hp, "pipeline_parallel", 1) > 1
+        print(f"{sum(counts):,} parameters"
+              + " in the first pipeline stage" * pipeline + ": " + ", ".join(
+                  f"{count:,} in {len(weights)} tensors with weight decay "
+                  f"{decay}" for count, (weights, decay)
+                  in zip(counts, groups, strict=True)), flush=True)
 
     def _list_checkpoints(self):
         """The files to resume from, the newest first. Rank 0 alone."""

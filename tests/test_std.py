@@ -24,7 +24,7 @@ from stages import (
 
 from backstage import ROOT
 from backstage.errors import explain
-from backstage.flops import flops_per_token
+from backstage.flops import flops_per_token, num_parameters
 from backstage.run import new_folder
 
 sys.path.insert(0, str(ROOT / "solutions"))
@@ -68,6 +68,17 @@ def test_log_and_metrics(single):
         assert row["tokens_per_second"] == pytest.approx(
             8 * 32 / row["seconds"], rel=1e-6)
     assert single.out.count("> Hello, I'm a language model,") == 4
+
+
+def test_a_log_says_how_many_parameters_decay(data, single):
+    config = replace(std.MODELS["tiny"],
+                     vocab_size=std.vocabulary.size(data))
+    total = num_parameters(config)
+    vectors = 4 * (9 + 4) * 32 + 2 * 32  # of four blocks, and ln_f
+    matrices = total - vectors
+    assert (f"{total:,} parameters: {matrices:,} in 18 tensors "
+            f"with weight decay 0.1, {vectors:,} in 34 tensors with weight "
+            "decay 0\n") in single.out
 
 
 def test_loss_is_the_mean_before_the_update(data, single):
