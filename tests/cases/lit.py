@@ -61,11 +61,12 @@ CASES = (
         "super().on_train_batch_end(\n                trainer, module, "
         '{"loss": loss}, *batch)\n'),
         "the logged loss of step 0"),
+    wrong("device given to the Trainer by auto", "lit",
+          (("accelerator=device.type", 'accelerator="auto"'),),
+          "--device has no"),
     wrong("never fitted", "lit", (("    trainer.fit(", "    str("),),
           ""),
     right("the solution", "lit", (), suite=True),
-    right("device given to the Trainer by auto", "lit",
-          (("accelerator=device.type", 'accelerator="auto"'),)),
     right("the class renamed", "lit",
           (("class GPT(L.LightningModule)", "class LitGPT(L.LightningModule)"
             ), ("model = GPT(", "model = LitGPT("))),
