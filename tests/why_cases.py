@@ -326,7 +326,7 @@ SOUND = (("ddp", "torchrun", "", 0), ("fsdp", "torchrun", "", 6),
          ("mpi", "mpich", "", 6), ("ddp", "as_torchrun", "", 0),
          ("ddp", "srun", "", 6), ("fsdp", "srun", "slow", 0),
          ("nano", "torchrun", "", 6), ("stream", "torchrun", "", 6),
-         ("trainer", "torchrun", "", 0))
+         ("lightning_trainer", "torchrun", "", 0))
 
 
 def cases():
