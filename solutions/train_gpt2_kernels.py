@@ -90,6 +90,9 @@ class Gelu(torch.autograd.Function):
         return dx
 
 
+gelu = Gelu.apply
+
+
 @triton.jit
 def normalise(x, rows, columns, M, N):
     """These rows of x with mean 0 and variance 1, and by what factor."""
@@ -163,6 +166,14 @@ def layer_norm_shape(x):
             max(TILE // columns, 1), columns)
 
 
+layer_norm = LayerNormFunction.apply
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return layer_norm(x, self.weight, self.bias)
+
+
 @triton.jit
 def cross_entropy_forward(logits, targets, losses, sums, M, N,
                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -216,6 +227,9 @@ class CrossEntropy(torch.autograd.Function):
             (triton.cdiv(M, 4), triton.cdiv(N, TILE // 4))](
             logits, targets, sums, dloss, M, N, 4, TILE // 4)
         return logits, None
+
+
+cross_entropy = CrossEntropy.apply
 
 
 @triton.jit
@@ -350,13 +364,7 @@ def attention_shape(q):
             (T, D, 1 / math.sqrt(D), BLOCK, columns))
 
 
-gelu, layer_norm = Gelu.apply, LayerNormFunction.apply
-cross_entropy, attention = CrossEntropy.apply, Attention.apply
-
-
-class LayerNorm(nn.LayerNorm):
-    def forward(self, x):
-        return layer_norm(x, self.weight, self.bias)
+attention = Attention.apply
 
 
 # -------------------------------------------------------- model
@@ -434,10 +442,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, idx, targets=None):
-        """The mean loss where there are targets, else the logits.
-
-        idx, targets: int64 (B, T); logits: (B, T, padded_vocab_size).
-        """
+        """The mean loss of idx, int64 (B, T); without targets, the logits."""
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         for block in self.transformer.h:
@@ -445,6 +450,9 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
+        return self.head(x, targets)
+
+    def head(self, x, targets):  # logits: (B, T, padded_vocab_size)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits
