@@ -17,7 +17,7 @@ from conftest import edit, linear_light
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop.lesson import documents, render
-from workshop.lesson.diff import Diff, load_lesson
+from workshop.lesson.diff import Diff, Lesson, Script, load_lesson
 from workshop.stages import LESSONS, STAGES
 
 STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
@@ -60,6 +60,20 @@ def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
         assert item.title and item.why.endswith(".")
     # not only the code, but comments and blank lines, too
     assert start.apply(numbers(start)) == lesson.goal.path.read_text()
+
+
+def test_a_decorator_belongs_to_the_change_of_what_it_decorates():
+    """Though the decorator's own line is there several times."""
+    start, goal = ("def a():\n    pass\n" + text for text in (
+        "", "@cache\ndef b():\n    pass\n@cache\n@c(1)\ndef d():\n"
+        "    pass\n"))
+    lesson = object.__new__(Lesson)
+    lesson.stage = "x"
+    lesson.start, lesson.goal = (
+        Script("x.py", text.encode()) for text in (start, goal))
+    lesson.changes = [documents.Change("", "", (anchor,))
+                      for anchor in ("+def b():", "+def d():")]
+    assert lesson.find_anchors() == [(0, None, 2), (1, None, 5)]
 
 
 @pytest.mark.parametrize("old, new, complaint", [

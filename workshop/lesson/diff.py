@@ -141,15 +141,18 @@ class Lesson:
             for anchor in change.anchors:
                 old = anchor.startswith("-")
                 code = (self.start if old else self.goal).code
-                lines = [k for i1, i2, j1, j2 in changed
-                         for k in (range(i1, i2) if old else range(j1, j2))
-                         if code[k].strip() == anchor[1:]]
+                among = [k for i1, i2, j1, j2 in changed
+                         for k in (range(i1, i2) if old else range(j1, j2))]
+                lines = [k for k in among if code[k].strip() == anchor[1:]]
                 if len(lines) != 1:
                     raise ValueError(
                         f"lesson {self.stage}: the anchor {anchor!r} is in "
                         f"{len(lines)} lines of the diff, not in one")
-                found.append((number, lines[0], None) if old
-                             else (number, None, lines[0]))
+                line, = lines
+                while line - 1 in among and code[line - 1].lstrip()[0] == "@":
+                    line -= 1  # a decorator belongs to what is below it
+                found.append((number, line, None) if old
+                             else (number, None, line))
         return found
 
 

@@ -42,11 +42,11 @@ class Change:
     why: the reason, in paragraphs with an empty line between them.
 
     anchors: the lines of the diff where the change begins, with their sign
-    and without their indentation: "+import os", "-rank = 0". It extends
-    to the next anchor, or until three lines in a row are the same in both
-    stages; what follows those needs an anchor again. Where a change
-    begins among replaced lines, name both the first line removed and the
-    first line added.
+    and without their indentation: "+import os", "-rank = 0". Decorators
+    above an anchor belong to it. The change extends to the next anchor, or
+    until three lines in a row are the same in both stages; what follows
+    those needs an anchor again. Where a change begins among replaced lines,
+    name both the first line removed and the first line added.
     """
 
     title: str
