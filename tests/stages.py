@@ -2,7 +2,6 @@
 
 import collections
 import csv
-import difflib
 import math
 import os
 import signal
@@ -305,16 +304,3 @@ def agree_compiled(stage, layers, folder, data, **options):
         single.column("loss"), rel=1e-4)
     assert result.checkpoint()["model"].keys() == (
         single.checkpoint()["model"].keys())
-
-
-def code_lines(text):
-    """The lines without comments and blank lines."""
-    return [line for line in text.splitlines()
-            if line.strip() and not line.strip().startswith("#")]
-
-
-def changed_lines(old, new):
-    """How many lines of code two scripts' diff adds and removes."""
-    return sum(line[0] in "+-" and line[:3] not in ("+++", "---")
-               for line in difflib.unified_diff(
-                   code_lines(old), code_lines(new), n=0, lineterm=""))
