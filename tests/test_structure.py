@@ -56,15 +56,6 @@ def test_no_module_imports_itself_in_a_circle():
                 if name not in free}
 
 
-def test_the_readme_is_for_the_first_day():
-    readme = (ROOT / "README.md").read_text()
-    assert readme.count("\n") <= 200
-    for path in ROOT.iterdir():
-        if path.is_dir() and not path.name.startswith((".", "__", "runs")):
-            assert (path.name.endswith(".egg-info")
-                    or re.search(rf"^{path.name}/ ", readme, re.M)), path.name
-
-
 def test_the_map_has_a_line_for_each_module():
     text = (ROOT / "docs" / "map.md").read_text()
     for name, path in MODULES.items():
