@@ -6,10 +6,10 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from conftest import needs
+from stages import BYTES, write_shards
 
 from backstage import ROOT, vocabulary
 from backstage.errors import UserError
@@ -55,15 +55,9 @@ def repo(tmp_path):
     for name in ("backstage", "workshop"):
         shutil.copytree(ROOT / name, tmp_path / name,
                         ignore=shutil.ignore_patterns("__pycache__"))
-    demo = tmp_path / "fineweb" / "demo"
-    demo.mkdir(parents=True)
-    np.save(demo / "demo_train_000001.npy", np.zeros(1234, np.uint16))
-    np.save(demo / "demo_train_000002.npy", np.zeros(1000, np.uint16))
-    np.save(demo / "demo_val_000000.npy", np.zeros(56, np.uint16))
-    import tiktoken
-    vocabulary.save(tiktoken.Encoding(
-        "bytes", pat_str=".", special_tokens={vocabulary.END_OF_TEXT: 256},
-        mergeable_ranks={bytes([i]): i for i in range(256)}), demo)
+    demo = write_shards(tmp_path / "fineweb" / "demo",
+                        [[0] * 1234, [0] * 1000], [0] * 56, name="demo")
+    vocabulary.save(BYTES, demo)
     return tmp_path
 
 
@@ -72,9 +66,10 @@ def test_all_is_well(repo):
     answers.pop("environment")  # the tests may run without one
     for name, (sign, answer) in answers.items():
         assert sign == "ok", (name, answer)
-    assert "2 processes added up over" in answers["processes"][1]
-    assert "2,234 train + 56 val tokens" in answers["data"][1]
-    assert "257 tokens" in answers["vocabulary"][1]
+    for name, words in (("processes", "2 processes added up over"),
+                        ("data", "2,234 train + 56 val tokens"),
+                        ("vocabulary", "257 tokens")):
+        assert words in answers[name][1]
 
 
 def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
@@ -82,17 +77,20 @@ def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
     assert doctor.ask_course() == (
         "commit unknown, not a git clone that you may read; site file none, "
         f"there is no {repo}/site.sh")
-    git = ["git", "-C", repo, "-c", "user.name=me", "-c", "user.email=me@here"]
-    subprocess.run([*git, "init", "-q"], check=True)
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-c", "user.name=me", "-c", "user.email=me@here", *words],
+            cwd=repo, check=True, capture_output=True, text=True).stdout
+
     (repo / "site.sh").touch()
-    subprocess.run([*git, "add", "site.sh"], check=True)
-    subprocess.run([*git, "commit", "-qm", "A site"], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], text=True,
-                            capture_output=True, check=True).stdout
+    for words in ("init", "add site.sh", "commit -m all"):
+        git(*words.split())
     (repo / "site.sh").write_text("# edited")
     said = re.fullmatch(r"commit (\w{7,})-dirty; site file (.+)",
                         doctor.ask_course())
-    assert commit.startswith(said[1]) and said[2] == f"{repo}/site.sh"
+    assert git("rev-parse", "HEAD").startswith(said[1])
+    assert said[2] == f"{repo}/site.sh"
 
 
 def test_without_packages_it_says_what_is_missing(repo):
@@ -112,24 +110,21 @@ def test_without_packages_it_says_what_is_missing(repo):
      .write_bytes(b"\x93NUMPY"), "damaged"),
     (doctor.ask_vocabulary, lambda demo: (demo / vocabulary.TOKENS).unlink(),
      "damaged"),
+    (doctor.ask_data, lambda demo: os.environ.update(
+        WORKSHOP_DATA=f"{demo}/lost"), "lost, which does not exist"),
 ])
 def test_a_harmed_dataset_is_to_be_done(
         repo, monkeypatch, ask, harm, complaint):
+    """The course's own, or the one that the site names."""
+    demo = repo / "fineweb" / "demo"
     monkeypatch.setattr(doctor, "ROOT", repo)
-    monkeypatch.delenv("WORKSHOP_DATA", raising=False)
+    monkeypatch.setenv("WORKSHOP_DATA", str(demo))
+    assert doctor.ask_data().count("2,234 train") == 2
     ask()
-    harm(repo / "fineweb" / "demo")
+    os.environ.pop("WORKSHOP_DATA")
+    harm(demo)
     with pytest.raises(UserError, match=re.escape(complaint)):
         ask()
-
-
-def test_data_that_the_site_names(repo, monkeypatch):
-    monkeypatch.setattr(doctor, "ROOT", repo)
-    monkeypatch.setenv("WORKSHOP_DATA", str(repo / "fineweb" / "demo"))
-    assert doctor.ask_data().count("2,234 train") == 2
-    monkeypatch.setenv("WORKSHOP_DATA", str(repo / "lost"))
-    with pytest.raises(UserError, match="lost, which does not exist"):
-        doctor.ask_data()
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch):
@@ -144,33 +139,28 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
 
 def test_the_libraries_that_are_loaded_are_named(tmp_path, monkeypatch):
     """A module for CUDA has some of its own, which come first."""
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    for owner, name, value in (
+            (torch.accelerator, "current_accelerator", torch.device("cuda")),
+            (torch.accelerator, "device_count", 4),
+            (torch.cuda, "get_device_name", "NVIDIA A100"),
+            (torch.cuda.nccl, "version", (2, 29, 7)),
+            (torch.backends.cudnn, "version", 91002)):
+        monkeypatch.setattr(owner, name, lambda *_, value=value, **__: value)
+    plain = "NCCL 2.29.7, cuDNN 9.10.2"
+    assert doctor.ask_device().endswith(f"4 x NVIDIA A100, {plain}")
+
     maps, line = tmp_path / "maps", "7f00-7f01 r-xp 0000 08:01 42     {}\n"
     packages = tmp_path / "site-packages"
     mine = [packages / "nvidia/nccl/lib/libnccl.so.2",
             packages / "nvidia/cudnn/lib/libcudnn.so.9"]
-    maps.write_text("".join(map(line.format, [*mine, "", "[heap]"])))
-    assert doctor.name_libraries(packages, maps) == (
-        "NCCL 2.29.7, cuDNN 9.10.2")
-    maps.write_text("".join(map(line.format, [
-        mine[0], "/apps/CUDA 12/lib/libcudnn.so.9"])))
-    assert doctor.name_libraries(packages, maps) == (
-        "NCCL 2.29.7, cuDNN 9.10.2 (of /apps/CUDA 12/lib/libcudnn.so.9, not "
-        "the one that pip has installed)")
-    assert doctor.name_libraries(packages, tmp_path / "none") == (
-        "NCCL 2.29.7, cuDNN 9.10.2")
-
-
-def test_the_doctor_asks_for_them_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator",
-                        lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert doctor.ask_device().endswith(
-        "4 x NVIDIA A100, NCCL 2.29.7, cuDNN 9.10.2")
+    other = "/apps/CUDA 12/lib/libcudnn.so.9"
+    for loaded, words in (
+            ([*mine, "", "[heap]"], plain),
+            ([mine[0], other], f"{plain} (of {other}, not the one that pip "
+             "has installed)")):
+        maps.write_text("".join(map(line.format, loaded)))
+        assert doctor.name_libraries(packages, maps) == words
+    assert doctor.name_libraries(packages, tmp_path / "none") == plain
 
 
 @pytest.mark.parametrize("free, enough", [(4.4e9, False), (4.6e9, True)])
