@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import needs
+from conftest import ENVIRONMENT, copy_course, needs
 from stages import Result, make_dataset
 
 from backstage import ROOT
@@ -46,8 +46,7 @@ class Slurm:
 
     def lab(self, command, *arguments):
         subprocess.run([LAB, command, self.lab_folder, *arguments],
-                       check=True, env={**self.env, "LAB_MODE": self.mode,
-                       "LAB_SUBMIT_LUA": LAB.with_name("job_submit.lua")})
+                       check=True, env={**self.env, "LAB_MODE": self.mode})
 
     def __call__(self, *command, check=True, **variables):
         """Run a command in the folder of the clone; its result."""
@@ -85,16 +84,16 @@ class Slurm:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                env = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes().split(b"\0")
+                env, command = ((folder / name).read_text(
+                    errors="replace").split("\0")
+                    for name in ("environ", "cmdline"))
             except OSError:  # it has ended
                 continue
-            env = dict(item.split(b"=", 1) for item in env if b"=" in item)
-            if env.get(b"SLURM_JOB_ID") == job.encode() and (
-                    env.get(b"SLURM_CONF") == self.env["SLURM_CONF"].encode()):
-                node = env.get(b"SLURMD_NODENAME", b"").decode()
-                found.append((int(folder.name), node,
-                              [word.decode() for word in command if word]))
+            env = dict(item.split("=", 1) for item in env if "=" in item)
+            if env.get("SLURM_JOB_ID") == job and (
+                    env.get("SLURM_CONF") == self.env["SLURM_CONF"]):
+                found.append((int(folder.name),
+                              env.get("SLURMD_NODENAME"), command))
         return found
 
     def ranks(self, job):
@@ -111,17 +110,10 @@ def wait_for(condition, timeout=200, explain=lambda: ""):
         time.sleep(0.25)  # what it asks takes time, too
 
 
-def copy_course(clone):
+def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
-    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
-                                  ".checked.json")
-    for name in ("backstage", "batchfiles", "code", "environment", "fineweb",
-                 "notebooks", "solutions", "workshop"):
-        shutil.copytree(ROOT / name, clone / name, ignore=made)
-    (clone / "tests").mkdir()
-    for name in ("activate.sh", "requirements.txt", "constraints.txt",
-                 "tests/requirements.txt"):
-        shutil.copy(ROOT / name, clone / name)
+    copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",
+                "notebooks", "solutions", "workshop")
     (clone / "fineweb" / "demo").mkdir()
     (clone / "fineweb" / "demo" / "manifest.json").touch()
 
@@ -133,7 +125,7 @@ def start():
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
-    copy_course(repo)
+    clone_course(repo)
     (repo / "bin").mkdir()
     (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (repo / "bin" / "nvidia-smi").chmod(0o755)

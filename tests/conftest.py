@@ -14,19 +14,23 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from backstage import ROOT
+
 # Processes that wait for one another should sleep: no test may depend on
 # how busy the machine is. This has to be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take long, in the order in which they begin where several run at
-# a time: those that mostly wait along with those that keep the cores busy.
-# The others follow by name: a long one at the end would run alone.
-LONG = ["test_slurm.py", "test_check.py", "test_lab.py", "test_why.py",
-        "test_contract.py", "test_notebooks.py", "test_activate.py",
-        "test_verify.py", "test_ladder.py", "test_predictions.py",
-        "test_traffic.py", "test_pbs.py", "test_nano.py", "test_std.py",
-        "test_slides.py", "test_starter.py", "test_tp.py",
-        "test_take_home.py", "test_stages.py"]
+# a time; the others follow by name: a long one at the end would run alone.
+LONG = [f"test_{name}.py" for name in (
+    "lab", "slurm", "check", "why", "contract", "slurm_ends", "notebooks",
+    "activate", "verify", "ladder", "predictions", "traffic", "pbs", "nano",
+    "std", "slides", "starter", "tp", "take_home", "stages")]
+
+
+ENVIRONMENT = (  # what activate.sh needs
+    "activate.sh", "requirements.txt", "constraints.txt", "environment",
+    "fineweb", "tests/requirements.txt")
 
 
 def is_worker(config):
@@ -106,6 +110,18 @@ def needs(*names):
     if missing:
         end = pytest.fail if os.environ.get("CI") else pytest.skip
         end(f"not installed: {', '.join(missing)}")
+
+
+def copy_course(clone, *names):
+    """Copy these folders and files of the course, without what is made."""
+    made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
+                                  ".checked.json")
+    for name in names:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, clone / name, ignore=made)
+        else:
+            shutil.copy(ROOT / name, clone / name)
 
 
 def edit(text, *pairs):

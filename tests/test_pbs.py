@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import copy_course
+from cluster import clone_course
 from conftest import needs
 from stages import FOLDER, Result
 
@@ -65,7 +65,7 @@ def test_a_job_of_every_kind_is_there():
 def clone(tmp_path_factory):
     """A copy of the repository that submits, and the nodes' programs."""
     clone = tmp_path_factory.mktemp("pbs") / "my clone"
-    copy_course(clone)
+    clone_course(clone)
     (clone / "site.sh").write_text(f'WORKSHOP_VENV="{sys.prefix}"\n')
     return clone
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import edit
+from conftest import copy_course, edit
 
 from backstage import ROOT
 from workshop import jobs
@@ -26,9 +26,7 @@ ENTRY = '''\
 def clone(tmp_path_factory):
     """A copy of the repository with one stage more, a copy of ddp."""
     clone = tmp_path_factory.mktemp("clone")
-    for folder in ("backstage", "workshop", "solutions", "example-logs"):
-        shutil.copytree(ROOT / folder, clone / folder,
-                        ignore=shutil.ignore_patterns("__pycache__"))
+    copy_course(clone, "backstage", "workshop", "solutions", "example-logs")
     for folder in ("code", "batchfiles"):
         (clone / folder).mkdir()
     script = clone / "solutions" / "train_gpt2_other.py"

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from backstage import ROOT
+from conftest import copy_course
 
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
@@ -24,13 +23,8 @@ def git(folder, *words):
 def course(tmp_path):
     """Where the course is developed."""
     course = tmp_path / "course"
-    course.mkdir()
-    for folder in ("backstage", "workshop", "solutions", "batchfiles"):
-        shutil.copytree(ROOT / folder, course / folder,
-                        ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (LESSON, ".gitignore", DESK):
-        (course / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, course / file)
+    copy_course(course, "backstage", "workshop", "solutions", "batchfiles",
+                LESSON, ".gitignore", DESK)
     git(course, "init", "-q", "-b", "main")
     commit(course)
     return course

@@ -19,7 +19,7 @@ set -eu
 cmd=${1:?command}; D=$(realpath -m "${2:?directory}"); n=${3:-}; self=$(realpath "$0"); export SLURM_CONF=$D/etc/slurm.conf
 if [ "$cmd" = up ]; then
   : "${LAB_MODE:=ns}" "${LAB_NODES:=2}" "${LAB_GPUS:=4}" "${LAB_GPUTYPE:=h100}" "${LAB_CPUS:=64}" "${LAB_MEM:=512000}"
-  : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=30}" "${LAB_SUBMIT_LUA:=}"
+  : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=30}"
   if [ "$LAB_MODE" = ns ]; then P=node; else P=0x7f00000; fi
 elif [ -e "$D/run/settings" ]; then . "$D/run/settings"
 else echo "slurmlab: nothing is up in $D" >&2; [ "$cmd" = down ]; exit; fi
@@ -84,7 +84,6 @@ PartitionName=gpu $p Default=YES PriorityTier=1 GraceTime=30
 PartitionName=urgent $p PriorityTier=2 PreemptMode=OFF
 PartitionName=closed $p State=DOWN
 EOF
-  [ -z "$LAB_SUBMIT_LUA" ] || { cp "$LAB_SUBMIT_LUA" "$D/etc/job_submit.lua"; echo JobSubmitPlugins=lua >> "$D/etc/slurm.conf"; }
 }
 child_of() { # the first child of a pid (that file has no newline: read's status says nothing)
   for _ in $(seq 200); do c=; read -r c _ 2>/dev/null < "/proc/$1/task/$1/children" || true; [ -z "$c" ] || { echo "$c"; return; }; sleep 0.02; done; return 1
