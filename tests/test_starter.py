@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 from conftest import edit
@@ -19,14 +18,11 @@ from stages import (
     STARTER,
     DieAfter,
     agree,
-    run_command,
     same_state,
     start_stage,
     train,
     wait_for_rows,
 )
-
-from backstage import ROOT
 
 STEPS = "--max-steps", 120, "--eval-every", 50  # more than an epoch
 
@@ -56,19 +52,24 @@ def fsdp(tmp_path_factory):
     return script
 
 
+def packages(text):
+    """The names of the packages that a script imports."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
 def test_it_needs_nothing_but_pytorch():
-    text = STARTER.read_text()
-    names = {name.split(".")[0] for node in ast.walk(ast.parse(text))
-             for name in (
-                 [alias.name for alias in node.names]
-                 if isinstance(node, ast.Import) else
-                 [node.module] if isinstance(node, ast.ImportFrom) else [])}
-    assert names <= {"torch", *sys.stdlib_module_names}
+    assert packages(STARTER.read_text()) <= {
+        "torch", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("size", (2, 3))
-def test_the_same_training(size, alone, tmp_path):
-    result = train("starter", tmp_path / "run", *STEPS, mesh=(1, size, 1))
+def test_the_same_training(alone, tmp_path):
+    result = train("starter", tmp_path / "run", *STEPS, mesh=(1, 3, 1))
     agree(result, alone)
     assert result.column("loss")[-1] < 0.7 * result.column("loss")[0]
     assert len(re.findall(r"^\| step", result.out, re.M)) == 120
@@ -117,11 +118,10 @@ def test_a_signal_to_its_workers_too_saves(tmp_path):
     assert "stopped by a signal" in out and any(run.glob("checkpoints/*.pt"))
 
 
-@pytest.mark.parametrize("seed", (0, 7))
-def test_the_ranks_divide_each_minibatch(seed):
+def test_the_ranks_divide_each_minibatch():
     """Also after a resume; each sample comes once in an epoch."""
     shard = runpy.run_path(str(STARTER))["shard"]
-    n, S, B = 100, 24, 2
+    n, S, B, seed = 100, 24, 2, 7
     alone = [*shard(n, range(10), S, B, 0, 1, seed)]
     steps = [[*chain(*alone[i:i + 12])] for i in range(0, len(alone), 12)]
     for first in range(0, 8, 4):
@@ -150,6 +150,14 @@ def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     assert "| step   40/" in result.out
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run that a wrong one must not change."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    assert train("starter", run, "--max-steps", 2).status == 0
+    return run
+
+
 @pytest.mark.parametrize(("flags", "words"), [
     (["--microbatch-size", 7], "not divisible"),
     (["--minibatch-size", 2000, "--microbatch-size", 2], "less than"),
@@ -157,10 +165,8 @@ def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     (["--seed", 1, "--resume"], "was started with"),
     ([], "--resume"),
 ])
-def test_errors_are_one_line(flags, words, tmp_path):
-    run = tmp_path / "run"
-    if "--learning-rate" not in flags:
-        assert train("starter", run, "--max-steps", 2).status == 0
+def test_errors_are_one_line(flags, words, begun, tmp_path):
+    run = tmp_path / "run" if "--learning-rate" in flags else begun
     before = {file: file.read_bytes() for file in run.rglob("*.*")
               if file.is_file()}
     result = train("starter", run, "--warmup-steps", 0, *flags,
@@ -175,9 +181,8 @@ def test_srun_names_the_ranks(alone, tmp_path):
     """Without torchrun; and a shell of SLURM's is one process."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith("SLURM_")}
-    shell = env | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-                   "SLURM_NTASKS": "2"}
-    result = train("starter", tmp_path / "shell", "--max-steps", 2, env=shell)
+    result = train("starter", tmp_path / "shell", "--max-steps", 2, env=env | {
+        "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"})
     assert result.status == 0, result.err
     step = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29411",
                   "SLURM_STEP_NUM_TASKS": "2"}
@@ -200,9 +205,9 @@ PROGRAMS = {
 @pytest.mark.whole
 def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     """The batch file, with programs in the place of SLURM's."""
+    (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
         program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/bash\n{text}")
         program.chmod(0o755)
     (tmp_path / "train.py").write_text(STARTER.read_text())
@@ -211,13 +216,14 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
         sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
         "SLURM_CPUS_PER_TASK": "1"}
 
-    def job(*flags):
+    def job(max_steps):
         return subprocess.Popen(
-            ["bash", STARTER.with_name("batch.sh"), "--fp32", *flags],
-            cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+            ["bash", STARTER.with_name("batch.sh"), "--fp32", "--max-steps",
+             str(max_steps)], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
+            text=True)
 
     run = tmp_path / "runs" / "7"
-    first = job("--max-steps", "100000")
+    first = job(100_000)
     wait_for_rows(run, 3)
     first.send_signal(signal.SIGUSR1)
     out, _ = first.communicate(timeout=120)
@@ -225,17 +231,7 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     calls = tmp_path / "scontrol.txt"
     assert calls.read_text().splitlines()[-1] == "requeue 7"
     done = (run / "metrics.csv").read_text().count("\n") - 1
-    second = job("--max-steps", str(done + 5))
+    second = job(done + 5)
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 0 and f"| step {done:4d}/" in out
     assert calls.read_text().count("requeue") == 1
-
-
-@pytest.mark.whole
-def test_under_torchrun(alone, tmp_path):
-    run = tmp_path / "run"
-    result = run_command(
-        Path(sys.executable).with_name("torchrun"), "--standalone",
-        "--nproc-per-node", 2, "--", STARTER, "--run", run, "--fp32", *STEPS)
-    assert result.returncode == 0, result.stderr
-    assert (run / "finished").exists() and ROOT not in run.parents
