@@ -9,6 +9,7 @@ import pytest
 from pyflakes import api, messages, reporter
 from stages import FOLDER, same_state, tiny, train
 from test_contract import every_stage
+from test_starter import packages
 
 from backstage import ROOT
 from workshop.stages import STAGES
@@ -24,26 +25,23 @@ def take_home(*arguments):
 
 @pytest.fixture
 def bag(tmp_path):
-    """An empty folder."""
-    folder = tmp_path / "bag"
-    folder.mkdir()
-    return folder
+    """A function that takes a stage home, into a folder of its own."""
+    def take(stage):
+        folder = tmp_path / "bag"
+        folder.mkdir()
+        file = folder / "my_train.py"
+        assert take_home(stage, file).returncode == 0
+        return file
+    return take
 
 
-@pytest.mark.parametrize("stage", every_stage()[:len(STAGES)])
+@pytest.mark.parametrize("stage", every_stage())
 def test_it_trains_as_the_stage_does(stage, bag, tmp_path):
     """Bit for bit, on two processes where the stage knows several."""
-    file = bag / "my_train.py"
-    assert take_home(stage, file).returncode == 0
-    text = file.read_text()
-    modules = {name.split(".")[0] for node in ast.walk(ast.parse(text))
-               for name in (
-                   [alias.name for alias in node.names]
-                   if isinstance(node, ast.Import) else
-                   [node.module] if isinstance(node, ast.ImportFrom) else [])}
-    assert not modules & {"backstage", "workshop"}
+    file = bag(stage)
+    assert not packages(file.read_text()) & {"backstage", "workshop"}
     options = {"data": GOLDEN, "mesh": STAGES[stage].meshes[:2][-1]}
-    mine, ours = (train(stage, tmp_path / name, "--max-steps", 6,
+    mine, ours = (train(stage, tmp_path / name, "--max-steps", 3,
                         script=script, **options)
                   for name, script in (("mine", file), ("ours", None)))
     assert mine.status == 0, mine.err
@@ -55,8 +53,7 @@ def test_it_trains_as_the_stage_does(stage, bag, tmp_path):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_name_is_there_and_is_needed(stage, bag):
     """Also on paths that no test takes."""
-    file = bag / "my_train.py"
-    assert take_home(stage, file).returncode == 0
+    file = bag(stage)
     found = []
 
     class Reporter(reporter.Reporter):
@@ -75,9 +72,7 @@ def test_every_name_is_there_and_is_needed(stage, bag):
 
 
 def test_it_keeps_what_people_read(bag):
-    file = bag / "my_train.py"
-    assert take_home("ddp", file).returncode == 0
-    text = file.read_text()
+    text = bag("ddp").read_text()
     script = STAGES["ddp"].solution.read_text()
     for part in script.split("\n\n\n"):
         if part.startswith("class ") and "RunFlags" not in part:
@@ -90,29 +85,31 @@ def test_it_keeps_what_people_read(bag):
 
 
 def test_it_runs_without_the_course(bag):
-    file = bag / "my_train.py"
-    assert take_home("ddp", file).returncode == 0
+    file = bag("ddp")
     env = {name: value for name, value in os.environ.items()
            if name != "PYTHONPATH"}
+
+    def run(*flags):
+        return subprocess.run(
+            [sys.executable, "-P", file.name, *flags], cwd=file.parent,
+            env=env, capture_output=True, text=True)
+
     for flags in ([], ["--resume"]):
-        result = subprocess.run(
-            [sys.executable, "-P", file.name, *tiny(
-                bag / "run", GOLDEN, "--max-steps", "3"), *flags],
-            cwd=bag, env=env, capture_output=True, text=True)
+        result = run(*tiny("run", GOLDEN, "--max-steps", "3"), *flags)
         assert result.returncode == 0, result.stderr
     assert "already finished" in result.stdout
-    assert {path.name for path in bag.iterdir()} == {"my_train.py", "run"}
-    result = subprocess.run([sys.executable, file, "--max-stepz", "3"],
-                            cwd=bag, env=env, capture_output=True, text=True)
+    assert {path.name for path in file.parent.iterdir()} == {
+        "my_train.py", "run"}
+    result = run("--max-stepz", "3")
     (line,) = result.stderr.splitlines()
     assert result.returncode == 1 and line.startswith("error: ")
 
 
-def test_no_file_is_overwritten(bag):
-    file = bag / "my_train.py"
+def test_no_file_is_overwritten(tmp_path):
+    file = tmp_path / "my_train.py"
     file.write_text("mine")
     for path, words in ((file, "name another"),
-                        (bag / "no" / "file.py", "could not be written")):
+                        (tmp_path / "no" / "file.py", "could not be")):
         result = take_home("ddp", path)
         (line,) = result.stderr.splitlines()
         assert result.returncode == 1 and words in line
