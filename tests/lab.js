@@ -1,0 +1,99 @@
+// What the tests of JupyterLab ask of a page.
+
+function pane() {
+  return document.querySelector(".jp-NotebookPanel:not(.lm-mod-hidden) "
+    + ".jp-WindowedPanel-outer");
+}
+
+// Whether words that a cell has put out are in sight.
+function readable(words) {
+  const around = pane().getBoundingClientRect();
+  const walk = document.createTreeWalker(pane(), NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const text = walk.currentNode, at = text.textContent.indexOf(words);
+    if (at < 0 || !text.parentElement.closest(".jp-OutputArea-output"))
+      continue;
+    const range = document.createRange();
+    range.setStart(text, at);
+    range.setEnd(text, at + words.length);
+    const box = range.getBoundingClientRect();
+    if (box.height && box.top >= around.top && box.bottom <= around.bottom)
+      return true;
+  }
+  return false;
+}
+
+// The lesson's views that are cut at their right.
+function overflowing() {
+  return [...pane().querySelectorAll(".ws")].filter(
+    view => view.clientWidth && view.scrollWidth > view.clientWidth + 1)
+    .map(view => view.innerText.slice(0, 80));
+}
+
+// The texts in the lesson's views whose contrast is below 4.5:1: the colours
+// as the browser computes them, over all that is painted beneath.
+// least: how many texts there have to be.
+function faint_texts(least) {
+  const read = colour => {
+    const [r, g, b, a = 1] = colour.match(/[\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
+  const over = (top, below) => [0, 1, 2].map(
+    i => top[i] * top[3] + below[i] * (1 - top[3]));
+  const light = colour => {
+    const [r, g, b] = colour.map(v => v / 255).map(
+      v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const page = node => {  // what is painted under it
+    const stack = [];
+    for (let n = node; n; n = n.parentElement) {
+      stack.push(read(getComputedStyle(n).backgroundColor));
+    }
+    let colour = [255, 255, 255];
+    for (const layer of stack.reverse()) colour = over(layer, colour);
+    return colour;
+  };
+  const opacity = node => node
+    ? getComputedStyle(node).opacity * opacity(node.parentElement) : 1;
+  const faint = [];
+  let seen = 0;
+  const judge = (words, ink, ground, alpha) => {
+    seen += 1;
+    ink = over([...ink.slice(0, 3), ink[3] * alpha], ground);
+    const [a, b] = [light(ink), light(ground)].sort((x, y) => y - x);
+    const ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) faint.push(`${words}: ${ratio.toFixed(2)}`);
+  };
+  for (const view of document.querySelectorAll(".ws")) {
+    const walk = document.createTreeWalker(view, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const node = walk.currentNode.parentElement, words =
+        walk.currentNode.textContent.trim();
+      if (!words || /^(STYLE|SCRIPT|title|desc)$/.test(node.nodeName)
+          || !node.getClientRects().length) continue;
+      if (node.nodeName != "text") {
+        judge(words, read(getComputedStyle(node).color), page(node),
+              opacity(node));
+        continue;
+      }
+      const svg = node.closest("svg"), box = node.getBoundingClientRect();
+      const x = box.x + box.width / 2, y = box.y + box.height / 2;
+      let ground = page(svg);
+      for (const one of svg.querySelectorAll("rect, text")) {
+        if (one === node) break;
+        const r = one.getBoundingClientRect(), s = getComputedStyle(one);
+        if (one.nodeName == "rect" && s.fill != "none" && r.left <= x
+            && x <= r.right && r.top <= y && y <= r.bottom) {
+          const fill = read(s.fill);
+          ground = over([...fill.slice(0, 3), fill[3] * s.fillOpacity],
+                        ground);
+        }
+      }
+      judge(words, read(getComputedStyle(node).fill), ground, opacity(node));
+    }
+  }
+  return seen < least ? ["there is too little text"] : faint;
+}
+
+Object.assign(window, { readable, overflowing, faint_texts });
