@@ -38,10 +38,7 @@ def places(all_places):
 
 
 def fewer_steps(stage):
-    """Flags: a step with DTensors takes long on a CPU.
-
-    As few as reach the third shard.
-    """
+    """Flags: a step with DTensors takes long; 12 reach the third shard."""
     if stage == "starter":
         return ("--max-steps", 20, "--eval-every", 10)
     return ("--max-steps", 12) if STAGES[stage].shards else ()
@@ -62,12 +59,11 @@ SMALLER = [(stage, STAGES[stage].meshes[1]) for stage, _ in SHARED]
 
 
 def name(value):
-    """The name of a test's case."""
     return value if isinstance(value, str) else "x".join(map(str, value))
 
 
 def train_alone(folder, *flags):
-    """A run of the single-device stage, observed."""
+    """A run of the single-device stage, with which others are compared."""
     (folder / "seen").mkdir()
     return train("std", folder / "run", *flags, data=GOLDEN,
                  observe=Observer(folder / "seen", folder / "run"))
@@ -75,13 +71,11 @@ def train_alone(folder, *flags):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The single-device run that all others are compared with."""
     return train_alone(tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture(scope="module")
 def shorter(tmp_path_factory):
-    """The same with fewer steps."""
     return train_alone(tmp_path_factory.mktemp("shorter"),
                        *fewer_steps("fsdp"))
 
@@ -240,11 +234,9 @@ ERRORS = [  # flags, and words of the one line
 ]
 
 
-@pytest.mark.parametrize(("stage", "flags", "words"), [
-    pytest.param(stage, *error, id=f"{stage}-{error[0][0]}", marks=[
-        pytest.mark.whole] * (stage not in CORE))
-    for stage in STAGES
-    for error in (ERRORS if stage in CORE else ERRORS[:2])])
+@pytest.mark.parametrize(("stage", "flags", "words"), places(
+    (stage, *error) for stage in STAGES
+    for error in (ERRORS if stage in CORE else ERRORS[:2])))
 def test_errors_are_one_line(stage, flags, words, tmp_path):
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN,
                    mesh=(1, min(2, STAGES[stage].meshes[-1][1]), 1))
@@ -273,10 +265,11 @@ def test_a_checkpoint_of_an_older_version_is_named(stage, single, tmp_path):
 @pytest.mark.parametrize("stage", every_stage())
 def test_python_in_a_slurm_shell_is_one_process(stage, tmp_path):
     """A portal's JupyterLab runs inside an allocation."""
-    env = {**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "8",
-           "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2",
-           "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0",
-           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NODELIST": "node[1-2]"}
-    result = train(stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN,
-                   env=env, timeout=60)
+    variables = {"PROCID": "0", "NTASKS": "8", "LOCALID": "0", "JOB_ID": "1",
+                 "NNODES": "2", "NTASKS_PER_NODE": "4", "NODEID": "0",
+                 "JOB_NODELIST": "node[1-2]", "NODELIST": "node[1-2]"}
+    result = train(
+        stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN, timeout=60,
+        env=os.environ | {f"SLURM_{name}": value
+                          for name, value in variables.items()})
     assert result.status == 0 and len(result.rows) == 2, result.err
