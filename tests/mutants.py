@@ -3,13 +3,16 @@
     python tests/mutants.py ddp               100 of them, two at a time
     python tests/mutants.py ddp --number 250 --seed 1
     python tests/mutants.py ddp --pairs 20    two slips in each script
+    python tests/mutants.py ddp --styles 20   right ones, written differently
+    python tests/mutants.py ddp --busy 6      beside six busy processes
     python tests/mutants.py ddp --only 'round_size'  where the line has this
 
-The check has to refuse each, and to name the change that the slip is in, or
-its line. What survives is warned of, as right but not good, or is equivalent,
-for the reason in `EQUIVALENT`, or is missed. "odd" are checks that end with a
+The check has to refuse each mutant, and to name the change that the slip is
+in, or its line. What survives is equivalent, for the reason in `EQUIVALENT` or
+because it computes the same and the check warns of what it costs; or it is
+missed. A script in another style has to pass. "odd" are checks that end with a
 traceback or leave something behind. What came of a stage's last run stands in
-mutants_<stage>.txt.
+mutants_<stage>.txt, that of the others in mutants_<stage>_pairs.txt and so on.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,6 +162,82 @@ def mutants(stage):
         if tree not in seen:
             seen.add(tree)
             yield mutant
+
+
+@dataclass(frozen=True)
+class Style:
+    """A finished script as somebody else would write it."""
+
+    stage: str
+    number: int  # each gives another one
+
+    def script(self):
+        rng = random.Random(f"{self.stage} {self.number}")
+        tree = ast.parse(solution(self.stage))
+        functions = [node for node in ast.walk(tree)
+                     if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            rename(function, rng)
+            reorder(function, rng)
+        helpers = [extract(function, k, rng) for k, function in enumerate(
+            rng.sample(functions, 8))]
+        place = next(k for k, node in enumerate(tree.body)
+                     if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+        tree.body[place:place] = filter(None, helpers)
+        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def names_in(node, *contexts):
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)
+            and isinstance(name.ctx, contexts)}
+
+
+def rename(function, rng):
+    """Give half of the variables of a function, not its arguments, new names.
+    """
+    own = sorted(names_in(function, ast.Store)
+                 - {arg.arg for arg in ast.walk(function)
+                    if isinstance(arg, ast.arg)})
+    new = {name: f"my_{name}" for name in own if rng.random() < 0.5}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            node.id = new.get(node.id, node.id)
+
+
+def reorder(function, rng):
+    """Exchange neighbours where neither needs the other, and factors."""
+    for node in ast.walk(function):
+        body = getattr(node, "body", None)
+        for k in range(len(body) - 1 if isinstance(body, list) else 0):
+            one, other = body[k:k + 2]
+            if all(isinstance(part, ast.Assign) and not any(
+                    isinstance(inner, (ast.Call, ast.Attribute))
+                    for inner in ast.walk(part)) for part in (one, other)
+                   ) and not names_in(one, ast.Store) & names_in(
+                       other, ast.Load, ast.Store) and not names_in(
+                           other, ast.Store) & names_in(one, ast.Load):
+                body[k:k + 2] = other, one
+        if isinstance(node, ast.BinOp) and isinstance(
+                node.op, ast.Mult) and rng.random() < 0.5:
+            node.left, node.right = node.right, node.left
+
+
+def extract(function, number, rng):
+    """A new function that computes what a variable gets, or None."""
+    known = names_in(function, ast.Store) | {
+        arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
+    some = [node for node in function.body if isinstance(node, ast.Assign)
+            and not {"super", "locals"} & names_in(node, ast.Load)
+            and not any(isinstance(inner, (ast.Lambda, ast.comprehension))
+                        for inner in ast.walk(node.value))]
+    if not some:
+        return None
+    chosen, name = rng.choice(some), f"find_{number}"
+    words = ", ".join(sorted(names_in(chosen.value, ast.Load) & known))
+    helper, = ast.parse(f"def {name}({words}):\n"
+                        f"    return {ast.unparse(chosen.value)}").body
+    chosen.value = ast.parse(f"{name}({words})", mode="eval").body
+    return helper
 
 
 def meaning(text):
@@ -328,20 +408,23 @@ def try_out(mutant):
     folder = tempfile.gettempdir()
     if left_in(Path(folder)) or left_by(f"{folder}/check-"):
         odd += "something is left behind"
+    if isinstance(mutant, Style):
+        return ("passed" if passed else "refused", time.monotonic() - begin,
+                odd or says, bool(odd))
     lines, text = mutant.difference()
-    why = next((why for stages, pattern, why in EQUIVALENT
+    why = says or next((why for stages, pattern, why in EQUIVALENT
                 if mutant.stage in (stages or mutant.stage).split()
                 and re.search(pattern, text)), "")
     changes = set(map(int, re.findall(r"\bchange (\d+) \(", out)))
     named = len(changes & set(mutant.changes)) or bool(set(lines) & set(
         map(int, re.findall(r"\bline (\d+)", out))))
     if passed:
-        kind = "warned" if says else "equivalent" if why else "missed"
+        kind = "equivalent" if why else "missed"
     else:
         kind = {0: "misplaced", len(mutant.changes): "refused"}.get(
             named, "half named")
     return kind, time.monotonic() - begin, odd or (
-        says or why if passed else "" if kind == "refused" else
+        why if passed else "" if kind == "refused" else
         " ".join(re.findall(r"  It is .*|  FAIL .*", out))), bool(odd)
 
 
@@ -364,9 +447,13 @@ def choose(stage, number, pairs, seed, only):
     return chosen, len(every)
 
 
-def run(stage, number, pairs, seed, only):
+def run(stage, number, pairs, styles, busy, seed, only):
     """Try them, print and record what came of it; whether all is well."""
     chosen, total = choose(stage, number, pairs, seed, only)
+    if styles:
+        chosen = [Style(stage, seed + k) for k in range(styles)]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
+              for _ in range(busy)]
     begin, table, counts = time.time(), [], Counter()
     with (tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as parent,
           ProcessPoolExecutor(2, get_context("spawn"), work_in,
@@ -375,29 +462,38 @@ def run(stage, number, pairs, seed, only):
                 chosen, pool.map(try_out, chosen), strict=True):
             counts[kind] += 1
             counts["odd"] += odd
-            lines, text = mutant.difference()
-            rows = [f"{kind}: line {lines[0]} ({seconds:.0f} s): {text}",
-                    *([f"    {below}"] if below else [])]
+            if styles:
+                rows = [f"{kind}: style {mutant.number} ({seconds:.0f} s)"]
+            else:
+                lines, text = mutant.difference()
+                rows = [f"{kind}: line {lines[0]} ({seconds:.0f} s): {text}"]
+            rows += [f"    {below}"] if below else []
             print(*rows, sep="\n", flush=True)
-            if kind != "refused" or odd:
+            if odd or kind != ("passed" if styles else "refused"):
                 table += rows
+    for other in others:
+        other.kill()
+    kind = ("pairs" if pairs else "styles" if styles else f"of {total}")
     summary = (f"{stage}, {time.strftime('%Y-%m-%d')}, seed {seed}: "
-               f"{len(chosen)} {'pairs' if pairs else f'of {total}'}: "
+               f"{len(chosen)} {kind}{f' beside {busy}' * bool(busy)}: "
                + ", ".join(f"{count} {kind}" for kind, count
                            in counts.most_common())
                + f", {(time.time() - begin) / 60:.0f} minutes")
     print(summary)
     if not only:
-        name = f"mutants_{stage}{'_pairs' * bool(pairs)}.txt"
-        (HERE / name).write_text("\n".join([summary, *table]) + "\n")
-    return not (counts["missed"] or counts["odd"])
+        name = "_".join(["mutants", stage, *(
+            word for word, on in (("pairs", pairs), ("styles", styles),
+                                  ("busy", busy)) if on)])
+        (HERE / f"{name}.txt").write_text("\n".join([summary, *table]) + "\n")
+    return not (counts["missed"] or counts["odd"] or (
+        styles and counts["refused"]))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stage")
     parser.add_argument("--number", type=int, default=100)
-    parser.add_argument("--pairs", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
+    for flag in ("--pairs", "--styles", "--busy", "--seed"):
+        parser.add_argument(flag, type=int, default=0)
     parser.add_argument("--only", default="")
     sys.exit(0 if run(**vars(parser.parse_args())) else 1)

@@ -468,12 +468,7 @@ def test_batch_files_in_a_clone_that_is_read_only(monkeypatch, capsys):
 def test_what_a_killed_check_has_left_is_removed(monkeypatch):
     with tempfile.TemporaryDirectory() as parent:  # of a short name
         monkeypatch.setattr("tempfile.gettempdir", lambda: parent)
-        mine = trial.name_folder()
-        _, _, host, number = mine.name.split("-")
-        gone, elsewhere = (  # no process has so high a number
-            Path(parent, f"check-{2**22 + 1}-{name}-{number}")
-            for name in (host, "otherhost"))
-        for folder in (mine, gone, elsewhere):
-            (folder / "tmp").mkdir(parents=True)
-        trial.name_folder()
-        assert mine.exists() and elsewhere.exists() and not gone.exists()
+        mine, old = trial.make_folder(), trial.make_folder()
+        os.utime(old, (0, 0))
+        trial.make_folder()
+        assert mine.exists() and not old.exists()

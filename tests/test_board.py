@@ -8,15 +8,13 @@ from cases.case import RANKS
 from conftest import linear_light
 from test_check import FORWARD, board_of, plant
 
-from workshop.check import localise
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.check.command import main
 from workshop.lesson import render
 from workshop.notebook import pictures, tied
 
 
-def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(localise, "PATIENCE", 1000.0)
+def test_a_table_of_a_wrong_script(tmp_path, capsys):
     board = board_of(plant(tmp_path, FORWARD), capsys)
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]

@@ -46,27 +46,6 @@ def test_a_script_of_the_table(case):
     assert out.count("FAIL") == (not case.right)  # one diagnosis
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("names", [
-    ("the group never left", "other print-outs",
-     "gradients reduced by hand"),
-    ("no no_sync", "os._exit at the end", "a communication hook of its own",
-     "device_ids of the local rank")], ids=lambda names: names[-1])
-def test_right_scripts_of_the_table_in_one(names, tmp_path, capsys):
-    """They change different lines, and each gets its warning."""
-    cases = [case for case in CASES if case.right and case.stage == "ddp"
-             and case.name in names]
-    assert len(cases) == len(names)
-    board = board_of(plant(tmp_path, *(
-        change for case in cases for change in case.changes)), capsys)
-    assert board.right, board.findings
-    warnings = {case.says for case in cases if case.says}
-    said = [text for _, text, _ in board.findings]
-    assert all(any(words in text for text in said) for words in warnings)
-    assert len(warnings) == sum(
-        "warn" in verdicts.values() for verdicts in board.answers.values())
-
-
 def plant(folder, *changes):
     text = STAGES["ddp"].solution.read_text()
     for old, new in changes:
@@ -273,20 +252,6 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
     finally:
         subprocess.run(["umount", "-l", small], check=True)
         small.rmdir()
-
-
-@pytest.mark.whole
-def test_three_at_once(tmp_path):
-    """On a busy machine verdicts stay right, also that of a hang."""
-    runs = []
-    for number, changes in enumerate([(), (FORWARD,), (HANG,)]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        runs.append(start(plant(folder, *changes), folder / "tmp"))
-    outs = [run.communicate(timeout=280)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 1, 1], outs
-    assert "gradients of step 0 differ" in outs[1]
-    assert "it hangs: rank 0 waits in line" in outs[2]
 
 
 @pytest.mark.whole

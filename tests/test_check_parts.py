@@ -5,9 +5,9 @@ import ast
 import pytest
 import torch
 
-from workshop.check.causes import undefined_name
 from workshop.check.command import lines_as_in
-from workshop.check.parts import TIED, assemble, describe
+from workshop.check.questions.process import undefined_name
+from workshop.parts import TIED, assemble, describe
 from workshop.processes import launch
 
 SCRIPT = """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, parallelize_module)
-from workshop.check.parts import describe
+from workshop.parts import describe
 
 dp, tp, drift = map(int, sys.argv[2:])
 dist.init_process_group("gloo")

@@ -1,6 +1,5 @@
 """What a script for the check is, and the places that several change."""
 
-import re
 from dataclasses import dataclass
 
 from workshop.stages import STAGES
@@ -14,7 +13,6 @@ class Case:
     says: str = ""  # in the first line of the diagnosis, or of the warning
     right: bool = False
     suite: bool = False  # differs in kind: pytest runs it, too
-    names: str = ""  # pairs of a variable's name and another one for it
 
     def script(self):
         """The text of the script."""
@@ -24,9 +22,6 @@ class Case:
         for old, new in self.changes:
             assert text.count(old) == 1, (self.name, text.count(old), old)
             text = text.replace(old, new)
-        for old, new in map(str.split, self.names.splitlines()):
-            text = re.sub(rf"(?<![.\w'\"-]){old}\b(?!['\"=])(?! =)"
-                          rf"|(?<![.\w(]){old}(?= =)", new, text)
         return text
 
 
@@ -34,9 +29,8 @@ def wrong(name, stage, changes, says, suite=False):
     return Case(name, stage, changes, says, suite=suite)
 
 
-def right(name, stage, changes, warns="", suite=False, names=""):
-    return Case(name, stage, changes, warns, right=True, suite=suite,
-                names=names)
+def right(name, stage, changes, warns="", suite=False):
+    return Case(name, stage, changes, warns, right=True, suite=suite)
 
 
 # ------------------------------------------------------- parts of the script
@@ -59,23 +53,6 @@ TP_ATTENTION = """\
         "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
 """
 TP_LOSS = "return loss.full_tensor()"
-OWN_NAMES = """\
-rank me
-local_rank my_gpu
-world_size ranks
-round_size at_once
-accumulation_steps turns
-is_last_microbatch done
-microbatch i
-report both
-texts written
-"""
-MESH_NAMES = OWN_NAMES + """\
-dp_rank team
-dp_size teams
-tp_size team_size
-mesh grid
-"""
 MEAN = """\
 def over_ranks(*numbers):
     total = torch.tensor(numbers)

@@ -4,7 +4,6 @@ from cases.case import (
     CLIP,
     OPTIMIZER,
     OWN_MEAN,
-    OWN_NAMES,
     RANKS,
     right,
     wrong,
@@ -53,12 +52,10 @@ SWAPPED = ('"params": matrices, "weight_decay": hp.weight_decay},\n'
            '"params": matrices, "weight_decay": 0.0},\n'
            '                  {"params": vectors, "weight_decay": '
            'hp.weight_decay}')
-SCORES = "betas=(0.9, 0.95), fused=True)"
 OFFSET = "self.offset, self.stride = rank * B, world_size * B"
 BEGIN = "self.position = i + self.offset"
 MOVE = "self.position += self.stride"
 COUNT = "accumulation_steps = S // round_size"
-UNSHARDED = "every rank reads samples 0 to 15: the data is not sharded"
 OWN_WORLD = """\
     who = {key: int(os.environ.get(key, default)) for key, default in (
         ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))}
@@ -68,38 +65,24 @@ OWN_WORLD = """\
 CASES = (
     # another stage's script
     wrong("the single-device script", "ddp", "std",
-          "every process thinks it is rank 0: change"),
-    wrong("the Lightning script", "ddp", "lit", "it trains with Lightning"),
+          ""),
+    wrong("the Lightning script", "ddp", "lit", "trainer.fit() is called"),
     # devices
     wrong("always the CPU", "ddp",
           ((DEVICE, 'device = use_device("cpu", local_rank)'),),
-          'the device is always "cpu"'),
+          "is always 'cpu' (line"),
     wrong("no minibatch is refused", "ddp",
           (("require(S % round_size == 0", "require(S % B == 0"),),
           "which 2 ranks with microbatches of 2 cannot share, it trains all "
           "the same", suite=True),
     wrong("always gloo", "ddp",
           ((JOIN, '    dist.init_process_group("gloo")\n'),),
-          'the backend is always "gloo"'),
-    wrong("device_ids of the rank", "ddp",
-          (("model, gradient_as_bucket_view=True",
-            "model, device_ids=[rank]"),),
-          "rank 2 takes device 2"),
+          "is always 'gloo' (line"),
     # rank and world size
-    wrong("the local world size", "ddp",
-          (('int(os.environ["WORLD_SIZE"])',
-            'int(os.environ.get("LOCAL_WORLD_SIZE", 1))'),),
-          ""),
     wrong("SLURM's rank with a default", "ddp",
           (('rank = int(os.environ["RANK"])',
             'rank = int(os.environ.get("SLURM_PROCID", 0))'),),
           ""),
-    wrong("the launcher's variables without a default", "ddp",
-          (('    if "RANK" not in os.environ:\n'
-            '        os.environ.update(RANK="0", LOCAL_RANK="0", '
-            'WORLD_SIZE="1",\n                          '
-            'MASTER_ADDR="localhost", MASTER_PORT="0")\n', ""),),
-          "KeyError: 'RANK'"),
     # samples
     wrong("the data not sharded at all", "ddp",
           (("B, T, rank, world_size):", "B, T):"), (f"        {OFFSET}\n", ""),
@@ -107,20 +90,17 @@ CASES = (
            (f"B, T,\n                     {RANKS}",
             "B, T)\n        for split"),
            (COUNT, "accumulation_steps = S // B")),
-          f"samples of step 0: {UNSHARDED}", suite=True),
+          "samples of step 0: rank 0 reads 16 of them, not 8", suite=True),
     wrong("a part of the dataset for each rank", "ddp",
           ((f"        {OFFSET}\n", ""),
            ("T\n        self.seek(0)", "T\n        self.offset = rank * ("
             "self.num_samples // world_size)\n        self.stride = B\n"
             "        self.seek(0)")),
-          "samples of step 0: rank 1 begins at sample 20, not at sample 2"),
+          "samples of step 0: rank 0 reads 0 to 7, not"),
     wrong("validation not sharded", "ddp",
           ((RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
             "        for split"),),
-          f"validation after step 1: {UNSHARDED}", suite=True),
-    wrong("offsets that overlap, without a stride", "ddp",
-          ((OFFSET, "self.offset, self.stride = rank * B // 2, B"),),
-          "samples of step 0: rank 1 begins at sample 1"),
+          "the validation loss of step 1 is", suite=True),
     # model and optimizer
     wrong("another seed per rank and no broadcast", "ddp",
           (("torch.manual_seed(hp.seed)  #",
@@ -129,9 +109,7 @@ CASES = (
           "rank 1 starts from other weights"),
     wrong("swapped decay groups", "ddp",
           (SWAPPED,),
-          "has a weight decay of"),
-    wrong("default betas", "ddp", ((SCORES, "fused=True)"),),
-          "the optimizer's betas are (0.9, 0.999), not (0.9, 0.95)"),
+          "the optimizer has weight_decay=0.1 for"),
     wrong("bf16 always", "ddp",
           (('precision == "bf16"):', "True):"),),
           "with --precision fp32 it trains in bf16"),
@@ -151,21 +129,9 @@ CASES = (
     wrong("no_sync inverted", "ddp",
           ((SYNC, SYNC.replace("if is", "if not is")),),
           "gradients of step 0 differ", suite=True),
-    wrong("no division by the accumulation", "ddp",
-          ((DIVIDE, "loss = loss / 1"),),
-          "the gradient norm of step 0"),
-    wrong("not clipped", "ddp",
-          (("raw_model.parameters(), 1.0)", "raw_model.parameters(), 1e9)"),),
-          "gradients of step 0 are off"),
     wrong("clipped after the update", "ddp",
           ((CLIP + UPDATE, UPDATE + CLIP),),
           "gradients of step 0 are off"),
-    wrong("every microbatch clipped", "ddp",
-          ((BACKWARD, BACKWARD + "                nn.utils.clip_grad_norm_("
-            "raw_model.parameters(), 1.0)\n"),),
-          "gradients of step 0 are off"),
-    wrong("gradients never zeroed", "ddp", ((ZERO, ""),),
-          "gradients of step 1 are off"),
     wrong("zeroed at every microbatch", "ddp",
           ((DIVIDE, "optimizer.zero_grad()\n                " + DIVIDE),),
           "gradients of step 0"),
@@ -189,7 +155,7 @@ CASES = (
           "the validation loss of step"),
     wrong("never evaluated", "ddp",
           (("if last or (step + 1) % hp.eval_every == 0:", "if False:"),),
-          "there is no validation loss at step"),
+          "there is no validation loss of step"),
     # collectives
     wrong("evaluated on rank 0 only", "ddp",
           (("if last or (step + 1) % hp.eval_every == 0:",
@@ -207,7 +173,7 @@ CASES = (
     wrong("another model restored", "ddp",
           ((RESTORE, "    other = GPT(config)\n    first_step = run.restore("
             "other, other.configure_optimizers(hp))\n"),),
-          "does not go on from the checkpoint"),
+          "starts from other weights than the checkpoint's"),
     wrong("a fresh optimizer saved", "ddp",
           (("run.save(step + 1, raw_model, optimizer)",
             "run.save(step + 1, raw_model, "
@@ -215,7 +181,7 @@ CASES = (
           "the checkpoint's state of the optimizer is off"),
     wrong("saved without the last step", "ddp",
           (("save = last or stop or", "save = stop or step == 0 or not last "
-            "and"),), "the last checkpoint is of step 3"),
+            "and"),), "the checkpoints are of steps"),
     wrong("a signal is not heeded", "ddp",
           (("        if stop:\n            break\n", ""),),
           "a signal to rank 0 does not end it"),
@@ -223,7 +189,7 @@ CASES = (
           (("        mean_loss, stop = (report",
             "        stop = run.stop_requested\n        mean_loss, _ = "
             "(report"),),
-          "a signal to rank 0 does not end them all", suite=True),
+          "and a signal to rank 0: it hangs", suite=True),
     # files
     wrong("all ranks write a checkpoint of their own", "ddp",
           ((SAVE, "        if save:\n            torch.save(raw_model."
@@ -237,9 +203,6 @@ CASES = (
           (("        mean_loss = torch.zeros(", "        if step == 2:\n"
             "            return\n        mean_loss = torch.zeros("),),
           "ended after 2 of 6 steps"),
-    wrong("the wrapper asked for the optimizer", "ddp",
-          ((OPTIMIZER, "    raw_model = DistributedDataParallel(raw_model)\n"
-            + OPTIMIZER),), "object has no attribute 'configure_optimizers'"),
     wrong("a segmentation fault", "ddp",
           (("        mean_loss = torch.zeros(", "        if step == 2:\n"
             "            import ctypes\n            ctypes.string_at(0)\n"
@@ -254,14 +217,8 @@ CASES = (
             "            print('x' * 1000)\n"
             "        mean_loss = torch.zeros("),),
           "it prints without end"),
-    wrong("steps without end", "ddp",
-          (("    for step in range(first_step, max_steps):",
-            "    import itertools\n    for step in itertools.count("
-            "first_step):"),), ""),
     wrong("no Python", "ddp", (("def main():", "def main()"),),
           "expected ':'", suite=True),
-    wrong("a null byte", "ddp", (("def main():", "def main():\0"),),
-          "null bytes"),
     right("the solution", "ddp", ()),
     right("no no_sync", "ddp", ((SYNC, "with nullcontext():"),),
           "gradients are reduced 4.0 times a step"),
@@ -347,7 +304,6 @@ CASES = (
            ("norm = norm.item()", "norm = norm.full_tensor().item()"),
            (SAVE, SAVE.replace("rank == 0 and ", ""))),
           "gradients are reduced 4.0 times a step"),
-    right("names of one's own", "ddp", (), names=OWN_NAMES),
     right("a function for the mean over ranks", "ddp", OWN_MEAN),
     right("the world in another order", "ddp",
           ((WORLD, OWN_WORLD), (JOIN, """\

@@ -5,37 +5,26 @@ from cases.case import (
     FSDP_SYNC,
     OPTIMIZER,
     OWN_MEAN,
-    OWN_NAMES,
     right,
     wrong,
 )
 
-TEXTS = """\
-            texts = [None] * world_size
-            dist.all_gather_object(
-                texts, write_texts(raw_model, run.tokenizer, device, seed))
-            if rank == 0:
-                print(*texts, sep="\\n")
-"""
 FSDP_MESH = "    mesh = dist.init_device_mesh(device.type, (world_size,))\n"
 FSDP_LOOP = "for module in (*raw_model.transformer.h.children(), raw_model):"
 FSDP_CALL = "fully_shard(module, mesh=mesh)"
 FSDP_DRAW = "        draw_weights(raw_model, module)\n"
 FSDP_SHARD = f"{FSDP_MESH}    {FSDP_LOOP}\n{FSDP_DRAW}        {FSDP_CALL}\n"
-FSDP_WHOLE = "    draw_weights(raw_model, raw_model)\n"
 ON_THE_CPU = (("make_shapes(GPT, config,", "GPT(config,"), (FSDP_DRAW, ""))
 SAVE_ALL = "        if save:  # all ranks\n"
 PARTS = "[w.grad.to_local() for w in raw_model.parameters()]"
 
 CASES = (
     # the changes of the lesson, each left out alone
-    wrong("not sharded", "fsdp", ((FSDP_SHARD, FSDP_WHOLE),),
-          "has no attribute 'set_requires_gradient_sync'"),
     wrong("rank 0 alone saves", "fsdp",
           ((SAVE_ALL, "        if rank == 0 and save:\n"),),
           "save", suite=True),
     # another stage's script
-    wrong("the DDP script", "fsdp", "ddp", "the model is wrapped in DDP"),
+    wrong("the DDP script", "fsdp", "ddp", "rank 0 keeps all of transf"),
     # sharding
     wrong("the optimizer made before", "fsdp",
           ((FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD),
@@ -54,11 +43,7 @@ CASES = (
            ("import fully_shard\n",
             "import MixedPrecisionPolicy, fully_shard\n")),
           "with --precision fp32 it trains in"),
-    wrong("the weights not drawn", "fsdp", ((FSDP_DRAW, ""),), ""),
     # the gradients
-    wrong("reduced on all but the last microbatch", "fsdp",
-          ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
-          "gradients of step 0 are off"),
     wrong("the norm of the part alone, for the log", "fsdp",
           ((CLIP, f"        part = nn.utils.get_total_norm({PARTS})\n"
             + CLIP), ("norm.full_tensor().item()", "part.item()")),
@@ -70,10 +55,6 @@ CASES = (
            ("norm.full_tensor().item()", "norm.item()")),
           "gradients of step 0 are off"),
     # the samples, and what is told of the losses
-    wrong("rank 0 alone writes texts", "fsdp",
-          ((TEXTS, "            if rank == 0:\n                print("
-            "write_texts(raw_model, run.tokenizer, device, seed))\n"),),
-          ""),
     right("the solution", "fsdp", (), suite=True),
     right("gathered weights kept for the backward pass", "fsdp",
           ((FSDP_CALL, "fully_shard(module, mesh=mesh, "
@@ -98,6 +79,5 @@ CASES = (
           "all weights are gathered at once"),
     right("no set_requires_gradient_sync", "fsdp", ((FSDP_SYNC, ""),),
           "gradients are reduced 4.0 times a step"),
-    right("names of one's own", "fsdp", (), names=OWN_NAMES + "mesh grid\n"),
     right("a function for the mean over ranks", "fsdp", OWN_MEAN),
 )

@@ -2,8 +2,6 @@
 
 from cases.case import (
     CLIP,
-    FSDP_SYNC,
-    MESH_NAMES,
     OPTIMIZER,
     OWN_MEAN,
     TP_ATTENTION,
@@ -60,11 +58,8 @@ NOT_SUMMED = """\
 
 CASES = (
     # the changes of the lesson, each left out alone
-    wrong("no plan", "tp", ((TP_PLAN + TIE, "    pass\n"),),
-          ""),
     wrong("not tied again", "tp", ((TIE, ""),),
           "", suite=True),
-    wrong("not parallelized", "tp", ((TP_CALL, ""),), ""),
     wrong("sharded over all ranks", "tp",
           (('fully_shard(module, mesh=mesh["dp"])',
             "fully_shard(module, mesh=dist.init_device_mesh("
@@ -76,7 +71,7 @@ CASES = (
            ("norm = norm.item()", "norm = norm.full_tensor().item()")),
           ""),
     # another stage's script
-    wrong("the FSDP script", "tp", "fsdp", "it has no --tensor-parallel"),
+    wrong("the FSDP script", "tp", "fsdp", ""),
     # what runs to the end, and is wrong
     wrong("c_attn in three parts", "tp", ((HEADS, BY_THREES),),
           "gradients of step 0 are off"),
@@ -86,9 +81,6 @@ CASES = (
             )), "gradients of step 0 differ"),
     wrong("the norm of the part", "tp",
           ((TP_CLIP, BY_SQUARES.format(reduce="")),),
-          "gradients of step 0"),
-    wrong("reduced on all but the last microbatch", "tp",
-          ((FSDP_SYNC, FSDP_SYNC.replace("(is", "(not is")),),
           "gradients of step 0"),
     wrong("the optimizer made before", "tp",
           ((OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
@@ -133,6 +125,5 @@ CASES = (
           ((TP_LOSS, "return loss"),
            ("logits.full_tensor()[:, :", "logits[:, :"),
            ("use_local_output=False", "output_layouts=Replicate()"))),
-    right("names of one's own", "tp", (), names=MESH_NAMES),
     right("a function for the mean over ranks", "tp", OWN_MEAN),
 )

@@ -6,12 +6,11 @@ stage for a few steps of preset tiny, in fp32 on the CPU, and compares with
 run, and sends a signal, as SLURM does.
 
     observe     what is recorded in each process, from outside
-    parts       tensors of which each process has a part
     trial       starts the script once, and collects what came
     questions   what is asked about a trial, causes before effects
     findings    the answers
-    causes      why an answer is not what it should be: the hints
     endings     how a trial ended that did not end well
+    localise    which change makes a script wrong
     board       the table of questions and trials
     command     the check itself
 """

@@ -51,11 +51,7 @@ class Board:
     def update(self, event):
         """Take in an event."""
         (kind, value), = event.items()
-        if kind == "columns":
-            self.columns = value
-        elif kind == "trial":
-            self.trial = value
-        elif kind == "answer":
+        if kind == "answer":
             self.answers.setdefault(value[0], {})[self.trial] = value[1]
         elif kind == "finding":
             if value not in self.findings:
@@ -66,8 +62,8 @@ class Board:
             self.pictures[self.trial] = value
         elif kind == "say" and value.strip():
             self.last = value.strip()
-        elif kind == "right":
-            self.right = value
+        elif kind in ("columns", "trial", "right"):
+            setattr(self, kind, value)
 
     def to_text(self, colour=False, width=79):
         """The table, for a terminal of this width; no word is broken."""

@@ -9,12 +9,11 @@ debugging finds.
 import ast
 import io
 import re
-import time
 import tokenize
 from difflib import SequenceMatcher
 
 MOST = 2  # mistakes that are named
-PATIENCE = 20.0  # seconds after which no other script is tried
+TRIES = 20  # scripts that are tried: a second each, on an idle machine
 
 
 def smallest(items, fails, beside=()):
@@ -40,22 +39,22 @@ def find(items, symptom):
     symptom(items): what shows that a script with these differences is wrong,
     or None. A part of the items may be wrong for another reason, such as a
     name that the other part defines: only what shows the same counts. It ends
-    after `MOST` parts or `PATIENCE` seconds.
+    after `MOST` parts, or where `TRIES` are not enough for the smallest.
     """
-    end = time.monotonic() + PATIENCE
+    tries = 0
     for _ in range(MOST):
-        if not items or time.monotonic() > end:
-            return
-        seen = symptom(items)
+        seen = symptom(items) if items else None
         if seen in (None, symptom([])):
             return  # it is not these: the lesson's script fails here as well
 
         def fails(some, seen=seen):
-            return time.monotonic() < end and symptom(some) == seen
+            nonlocal tries
+            tries += 1
+            return tries <= TRIES and symptom(some) == seen
 
         alone = next((item for item in items if fails([item])), None)
         part = smallest(items, fails) if alone is None else [alone]
-        if time.monotonic() > end:
+        if tries > TRIES and len(items) > 1:
             return  # it may be larger than it has to be
         yield part
         items = [item for item in items if item not in part]
@@ -113,14 +112,15 @@ def in_order(diff, words):
     return sorted(diff.left + diff.others, key=suspicion, reverse=True)
 
 
-def without(diff, items):
+def without(diff, items, among=None):
     """The script with all differences made as in the lesson but these.
 
-    None if that is not Python: their lines belong together.
+    among: those that are made, all by default. None if that is not Python:
+    their lines belong together.
     """
-    data = diff.replace(
-        edit for item in diff.left + diff.others if item not in items
-        for edit in item.edits).encode()
+    among = diff.left + diff.others if among is None else among
+    data = diff.replace(edit for item in among if item not in items
+                        for edit in item.edits).encode()
     try:
         ast.parse(data)
         return data
@@ -130,12 +130,7 @@ def without(diff, items):
 
 def name(diff, part):
     """What a part of the differences is called, with its lines."""
-    said = []
-    for item in part:
-        line = item.edits[0][0] + 1
-        if item.number:
-            what = f"change {item.number} ({item.title})"
-        else:
-            what = "a difference that is not in the lesson"
-        said.append(f"{what}, line {line}")
-    return ", together with ".join(said)
+    return ", together with ".join(
+        (f"change {item.number} ({item.title})" if item.number else
+         "a difference that is not in the lesson")
+        + f", line {item.edits[0][0] + 1}" for item in part)

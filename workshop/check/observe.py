@@ -13,11 +13,8 @@ A rank leaves two files in the observer's folder:
                     (these three: what `parts.describe` says of them)
         samples     that went through the model before each update, list of
                     lists of their first tokens, which are their numbers
-        targets     of the same samples, where the loss is computed
-        validated   the same of what was evaluated, in one list
-        evaluated   how many samples that were
+        evaluated   how many samples were
         continued   the last tokens that a text was continued from
-        rates       the optimizer's learning rate at each update
         optimizers  at the first update: the groups of parameters, by name
         precision   "bf16" under autocast, "fp32" without
         compiled    what was compiled of what trains: "model", "block", None
@@ -26,6 +23,7 @@ A rank leaves two files in the observer's folder:
         written     files that were opened to write them
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -33,6 +31,22 @@ import re
 import signal
 import sys
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from backstage import device as devices
+from backstage import errors
+from workshop.collectives import Collectives
+from workshop.parts import describe, plain_name
 
 MOST = 100  # updates of which everything is recorded
 SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
@@ -67,15 +81,11 @@ class Observer:
 
     def nothing_seen(self):
         return {"start": None, "weights": None, "gradients": [],
-                "samples": [], "targets": [], "validated": [], "evaluated": 0,
-                "continued": None, "optimizers": None, "rates": [],
-                "precision": None,
-                "compiled": None, "recomputed": False,
-                "asked": [], "written": []}
+                "samples": [], "evaluated": 0, "continued": None,
+                "optimizers": None, "precision": None, "compiled": None,
+                "recomputed": False, "asked": [], "written": []}
 
     def finish(self):
-        from torch import distributed as dist
-
         self.seen["joined"] = dist.is_initialized()
         file = f"{self.folder}/{self.rank}.pt"
         try:
@@ -102,7 +112,8 @@ class Observer:
             name = frame.f_code.co_name
             if frame.f_code.co_filename == self.script:
                 lines.append((frame.f_lineno, name, called))
-            if name not in ("wrapper", "decorate_context", "__call__"):
+            if name not in ("wrapper", "decorate_context", "__call__",
+                            "_wrapped_call_impl", "_call_impl"):
                 called = name
             frame = frame.f_back
         return lines
@@ -110,60 +121,29 @@ class Observer:
     # ---------------------------------------------------------- training
 
     def watch_training(self):
-        import torch
-        from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
         # what torch.compile returns is called, but nothing is compiled
         torch.compiler.set_stance("force_eager")
         register_module_forward_pre_hook(self.on_forward)
         register_optimizer_step_pre_hook(self.before_update)
         register_optimizer_step_post_hook(self.after_update)
-        self.watch_targets()
+        self.watch_evaluation()
         self.watch_pipelines()
 
-    def watch_targets(self):
-        from torch.nn import functional as F
-
+    def watch_evaluation(self):
         compute = F.cross_entropy
 
         @functools.wraps(compute)
         def visible_compute(logits, targets, *args, **kwargs):
-            self.on_targets(targets)
+            if not (torch.is_grad_enabled() or self.inferring):
+                self.seen["evaluated"] += targets.numel() // T
             return compute(logits, targets, *args, **kwargs)
 
         F.cross_entropy = visible_compute
 
-    def on_targets(self, targets):
-        """A sample's last target is the next sample's number."""
-        import torch
-
-        if self.inferring or torch._C._current_graph_task_id() != -1:
-            return
-        if not torch.is_grad_enabled():
-            self.seen["evaluated"] += targets.numel() // T
-        else:
-            self.aims += [min(number, SAMPLES) - 1 for number
-                          in targets.flatten()[T - 1::T].tolist()]
-
     def watch_pipelines(self):
-        try:
-            from torch.distributed.pipelining import PipelineStage
-            from torch.distributed.pipelining.schedules import (
-                _PipelineSchedule,
-            )
+        from torch.distributed.pipelining import PipelineStage
 
-            infer = PipelineStage._forward_metadata_inference
-            make = _PipelineSchedule.__init__
-        except (ImportError, AttributeError):
-            return
-
-        def visible_make(schedule, *args, **kwargs):
-            self.asked("schedule", type(schedule).__name__)
-            make(schedule, *args, **kwargs)
+        infer = PipelineStage._forward_metadata_inference
 
         def visible_infer(stage, *args, **kwargs):
             """It sends a microbatch through once more, for its shapes."""
@@ -174,18 +154,13 @@ class Observer:
                 self.inferring = False
 
         PipelineStage._forward_metadata_inference = visible_infer
-        _PipelineSchedule.__init__ = visible_make
 
     def begin_update(self):
-        self.pending, self.again, self.aims = [], [], []
-        self.inferring = False
+        self.pending, self.again, self.inferring = [], [], False
 
     def on_forward(self, module, inputs):
-        import torch
-
         if os.getpid() != self.owner:
             return
-        trains = torch.is_grad_enabled()
         if self.model is None and is_gpt(module):
             self.model = module
             self.names = {id(weight): plain_name(name) for name, weight
@@ -193,17 +168,19 @@ class Observer:
             self.seen["start"] = self.state("data")
         if self.inferring:
             return
-        if torch._C._current_graph_task_id() != -1:
-            self.seen["recomputed"] = True
-        if trains and not self.seen["compiled"]:
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint's
+        self.seen["recomputed"] |= again
+        if torch.is_grad_enabled() and not self.seen["compiled"]:
             self.seen["compiled"] = compiled_part(module)
-        tokens = inputs[0] if inputs else None
-        if not (isinstance(module, torch.nn.Embedding)
-                and isinstance(tokens, torch.Tensor) and tokens.dim() == 2):
-            return
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint's second
+        if isinstance(module, torch.nn.Embedding) and inputs and isinstance(
+                inputs[0], torch.Tensor) and inputs[0].dim() == 2:
+            self.on_tokens(module, inputs[0], again)
+
+    def on_tokens(self, module, tokens, again):
+        """Samples on their way through the model."""
+        if again:
             self.again += tokens[:, 0].tolist()
-        elif trains:
+        elif torch.is_grad_enabled():
             self.pending += tokens[:, 0].tolist()
             self.seen["precision"] = (
                 "bf16" if torch.is_autocast_enabled("cpu") else
@@ -211,8 +188,6 @@ class Observer:
                 f"weights of {module.weight.dtype}")
         else:
             self.seen["continued"] = tokens.tolist()
-            if len(self.seen["validated"]) < 10_000:
-                self.seen["validated"] += tokens[:, 0].tolist()
 
     def before_update(self, optimizer, args, kwargs):
         self.depth += 1  # an optimizer may have another in it
@@ -238,8 +213,6 @@ class Observer:
         if self.updates < MOST:
             seen["gradients"].append(self.state("grad"))
             seen["samples"].append(self.pending or self.again)
-            seen["targets"].append(self.aims)
-            seen["rates"].append(optimizer.param_groups[0].get("lr"))
         if seen["optimizers"] is None:
             seen["optimizers"] = [
                 {"names": [self.names.get(id(weight), "?")
@@ -264,8 +237,6 @@ class Observer:
 
     def state(self, name):
         """The model's weights ("data") or gradients ("grad"), described."""
-        from workshop.check.parts import describe
-
         weights = self.model.named_parameters() if self.model else ()
         return describe((key, weight if name == "data" else weight.grad)
                         for key, weight in weights)
@@ -275,12 +246,6 @@ class Observer:
     def watch_processes(self):
         """Note each collective, and let what PyTorch does not keep live on.
         """
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d as c10d
-        from torch.nn.parallel import DistributedDataParallel
-
-        from workshop.collectives import Collectives
-
         Collectives(self.on_collective).__enter__()
         initialise, destroy = (
             dist.init_process_group, dist.destroy_process_group)
@@ -313,7 +278,6 @@ class Observer:
         self.watch_sharding()
 
     def watch_sharding(self):
-        import torch
         from torch.distributed.tensor import DTensor
 
         move = torch.nn.Module.to
@@ -328,8 +292,7 @@ class Observer:
         torch.nn.Module.to = visible_move
 
     def on_collective(self, name, tensors, function, args):
-        count = sum(tensor.numel() for tensor in tensors)
-        self.on_message(name, count, group_of(args))
+        self.on_message(name, sum(tensor.numel() for tensor in tensors))
 
     def watch_mpi(self):
         """Note the calls of MPI, if `Launch` lets its ranks sleep."""
@@ -338,24 +301,20 @@ class Observer:
             mpi.SleepingComm.on_call = staticmethod(self.on_message)
             mpi.SleepingComm.on_abort = staticmethod(self.finish)
 
-    def on_message(self, name, elements, group):
-        lines = self.place()
-        self.say(call=name, elements=elements, group=group, lines=lines[:6],
+    def on_message(self, name, elements, group=None):
+        self.say(call=name, elements=elements, lines=self.place()[:6],
                  update=self.updates)
 
     # ----------------------------------------------------------- devices
 
     def watch_devices(self):
         """There is no accelerator in a check: note what is asked for."""
-        import torch
-
-        from backstage import device
-
-        use = device.use_device
+        use = devices.use_device
 
         def visible_use(name="auto", local_rank=0):
-            self.asked("use_device", (str(name), local_rank if isinstance(
-                local_rank, int) else str(local_rank)))
+            self.asked("device", str(name))
+            self.asked("local_rank", local_rank if isinstance(
+                local_rank, int) else str(local_rank))
             return use(name, local_rank)
 
         def no_accelerator(check_available=False):
@@ -364,18 +323,17 @@ class Observer:
         def visible_set(device):
             self.asked("set_device", number(device))
 
-        device.use_device = visible_use
+        devices.use_device = visible_use
         torch.accelerator.current_accelerator = no_accelerator
         torch.accelerator.set_device_index = visible_set
         torch.cuda.set_device = visible_set
         if self.lightning:
-            self.watch_trainer()
+            with contextlib.suppress(ImportError):  # the script will say it
+                self.watch_trainer()
 
     def watch_trainer(self):
-        try:
-            from lightning.pytorch.trainer import trainer
-        except ImportError:
-            return  # the script will say it
+        from lightning.pytorch.trainer import trainer
+
         make, fit = trainer.Trainer.__init__, trainer.Trainer.fit
 
         @functools.wraps(make)
@@ -400,8 +358,6 @@ class Observer:
     # ------------------------------------------------- files and errors
 
     def watch_files(self):
-        import torch
-
         self.save = torch.save
         sys.addaudithook(self.on_event)
 
@@ -433,40 +389,18 @@ class Observer:
 
     def watch_errors(self):
         """No launcher will end this rank: it is to speak at once."""
-        from backstage import errors
-
         def say_now(message):
             print(f"error: {message}", file=sys.stderr, flush=True)
 
         errors.say_once = say_now
 
 
-def group_of(args):
-    """The ranks that take part in a collective with these arguments."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    for arg in args:
-        try:
-            if isinstance(arg, str):
-                return dist.get_process_group_ranks(
-                    c10d._resolve_process_group(arg))
-            if "ScriptObject" in type(arg).__name__:
-                return dist.get_process_group_ranks(
-                    dist.ProcessGroup.unbox(arg))
-        except (RuntimeError, TypeError, ValueError, KeyError):
-            continue
-    return None
-
-
 def makes_state():
     """Whether it is torch's own update of zeros, which makes a new state."""
     frame = sys._getframe(2)
-    for _ in range(8):
-        if frame is None or frame.f_code.co_name == "_init_optim_state":
-            return frame is not None
+    while frame and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def compiled_part(module):
@@ -487,17 +421,7 @@ def is_gpt(module):
         hasattr(module, "_orig_mod"))  # torch.compile's, around it
 
 
-def plain_name(name):
-    from workshop.check import parts
-
-    return parts.plain_name(name)
-
-
 def number(device):
     """The index of a device, as an int or None."""
-    if isinstance(device, int):
-        return device
-    index = getattr(device, "index", None)
-    if index is None and str(device).rpartition(":")[2].isdigit():
-        index = int(str(device).rpartition(":")[2])
-    return index
+    found = re.search(r"\d+$", str(device))
+    return int(found[0]) if found else None

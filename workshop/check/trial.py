@@ -2,14 +2,13 @@
 """
 
 import ast
+import contextlib
 import csv
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +60,11 @@ class Mesh:
     def size(self):
         return self.pp * self.dp * self.tp
 
+    def __str__(self):
+        if self.tp * self.pp == 1:
+            return str(self.size)
+        return f"{self.pp}x{self.dp}x{self.tp}"
+
     @property
     def nodes(self):
         """On how many nodes the processes believe they are."""
@@ -70,6 +74,26 @@ class Mesh:
         """What tells a sharded stage."""
         return [*(("--pipeline-parallel", self.pp) if self.pp > 1 else ()),
                 *(("--tensor-parallel", self.tp) if self.tp > 1 else ())]
+
+    @property
+    def words(self):
+        if self.size == 1:
+            return "1 process (plain python)"
+        return (f"{self.size} processes" + (
+            f" ({self}: pipeline x data x tensor parallel)"
+            if self.dp < self.size else "")
+            + ", as on 2 nodes" * (self.nodes == 2))
+
+
+@dataclass
+class Row:
+    """A trial that is to be made: a column of the table."""
+
+    column: str
+    kind: str  # which questions are asked
+    mesh: Mesh
+    flags: tuple = ()
+    about: str = ""  # said of it, behind its processes
 
 
 @dataclass
@@ -88,34 +112,14 @@ class Trial:
     state: dict | None = None  # the last checkpoint
     saved: list = field(default_factory=list)  # the steps of all that are left
     first_step: int = 0
+    resumed: dict | None = None  # the checkpoint that it goes on from
     seconds: float = 0.0
     cpu: float = 0.0
 
     @property
-    def by_trainer(self):
-        """Whether Lightning's Trainer has the stage's loop."""
-        return STAGES[self.stage].trainer
-
-    @property
-    def shards(self):
-        """Whether the stage leaves each rank a part of the model."""
-        return STAGES[self.stage].shards
-
-    @property
-    def flags(self):
-        """The flags, if any, that tell the stage's script about its mesh."""
-        return sorted({flag for sizes in STAGES[self.stage].meshes
-                       for flag in Mesh(*sizes).flags()[::2]})
-
-    @property
-    def by_mpi(self):
-        """Whether the stage's processes are a world of MPI."""
-        return STAGES[self.stage].launcher == "mpirun"
-
-    @property
-    def pipelined(self):
-        """Whether the script leaves its steps to a pipeline's schedule."""
-        return bool(self.seen[0] and self.asked("schedule"))
+    def about(self):
+        """What is known of the stage."""
+        return STAGES[self.stage]
 
     def asked(self, what, rank=0):
         """The values with which a rank asked for it."""
@@ -127,6 +131,13 @@ class Trial:
 
     def updates(self, rank):
         return sum("call" not in event for event in self.events[rank])
+
+    def read(self, observed):
+        """Take in what the ranks' observers have left."""
+        for rank in range(self.mesh.size):
+            file = observed / f"{rank}.pt"
+            self.seen.append(torch.load(file) if file.exists() else None)
+            self.events.append(read_events(observed / f"{rank}.jsonl"))
 
     def tree(self):
         return ast.parse(self.script.read_bytes())
@@ -148,10 +159,66 @@ class Bench:
         (self.folder / "tmp").mkdir()
         (self.folder / "data").mkdir()
         make_dataset(self.folder / "data")
-        self.reference = None
+        self.reference, self.parts = None, 0
 
-    def try_out(self, name, mesh, *flags, script=None, plain=False,
-                terminated=None):
+    def with_script(self, data, stage=None):
+        """Another one, in a folder within this one, for another script."""
+        # short: the address of a socket in it has 108 characters at most
+        self.parts += 1
+        folder = self.folder / f"p{self.parts}"
+        folder.mkdir()
+        bench = Bench(folder, stage or self.stage, self.script, data,
+                      lambda text: None)
+        bench.place = STAGES[stage].solution.parent if stage else self.place
+        bench.reference = self.reference
+        return bench
+
+    def plan(self, quickly):
+        """The `Row`s of a check; quickly: on two processes alone."""
+        about = STAGES[self.stage]
+        meshes = [Mesh(*sizes) for sizes in about.tried or about.meshes]
+        pair = next((mesh for mesh in meshes if mesh.size == 2), meshes[0])
+        rows = [Row(str(mesh), "whole", mesh) for mesh in (
+            [pair] if quickly else meshes)]
+        rows.append(Row("uneven", "uneven", Mesh(dp=2),
+                        ("--minibatch-size", UNEVEN),
+                        f", a minibatch of {UNEVEN} samples"))
+        if quickly:
+            return rows
+        rows += [  # in another world; with flags that compute the same
+            Row("resumed", "resumed", pair, ("--resume",),
+                f", resuming after step {RESUMED - 1} a run of "
+                f"{meshes[0].words}"),
+            Row("stopped", "stopped", pair, (
+                "--compile", "--recompute", "--generate-every", 1),
+                ", stopped early")]
+        if about.trainer:
+            rows += [
+                Row("bf16", "bf16", Mesh(), ("--precision", "bf16",
+                                             "--strategy", "ddp"),
+                    ", --precision bf16"),
+                Row("fsdp2", "fsdp2", pair, ("--strategy", "fsdp2",
+                                             "--compile"),
+                    ", --strategy fsdp2")]
+        return rows
+
+    def make(self, row):
+        """The `Trial` of a row of the plan."""
+        state = None
+        if row.kind == "resumed":  # the first run, as it was in the middle
+            run = shutil.copytree(self.folder / "1", self.folder / row.column)
+            file, *later = sorted(run.glob("checkpoints/step_*.pt"))
+            for one in later:
+                one.unlink()
+            state = torch.load(file, weights_only=True)
+        trial = self.try_out(
+            row.column, row.mesh, *row.flags,
+            terminated=0 if row.kind == "stopped" else None)
+        if state:
+            trial.first_step, trial.resumed = RESUMED, state
+        return trial
+
+    def try_out(self, name, mesh, *flags, terminated=None):
         """Run the script under observation, with more flags: a `Trial`."""
         run, observed = self.folder / name, self.folder / f"{name}-seen"
         observed.mkdir()
@@ -159,18 +226,14 @@ class Bench:
 
         def start():
             launch = Launch(
-                script or self.script, *FLAGS, "--data", self.folder / "data",
+                self.script, *FLAGS, "--data", self.folder / "data",
                 "--run", run, *mesh.flags(), *flags,
-                world_size=None if plain else mesh.size,
+                world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
-                mpirun=STAGES[self.stage].launcher == "mpirun" and (
-                    script is None),  # the reference knows nothing of it
-                observe=Observer(observed, run, terminated,
-                                 self.lightning),
+                mpirun=STAGES[self.stage].launcher == "mpirun",
+                observe=Observer(observed, run, terminated, self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
-                preload=self.preload,
-                place=script.parent if script else self.place,
-                within=self.folder)
+                preload=self.preload, place=self.place, within=self.folder)
             patience = Patience(launch, observed, self.reference, self.say)
             return launch.wait(900, patience), patience
 
@@ -181,23 +244,17 @@ class Bench:
             require(patience.reason != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
                     f"print {mesh.size} lines?")
-        trial = Trial(self.stage, mesh, script or self.script, ranks, flags)
+        trial = Trial(self.stage, mesh, self.script, ranks, flags)
         trial.gave_up, trial.cpu = patience.reason, patience.cpu
         trial.seconds = time.monotonic() - begin
         self.collect(trial, run, observed)
         return trial
 
     def collect(self, trial, run, observed):
-        written = all((observed / f"{rank}.pt").exists()
-                      for rank in range(trial.mesh.size))
-        failed = any(rank.status != 0 for rank in trial.ranks)
-        if (failed or not written) and (
-                shutil.disk_usage(self.folder).free < LITTLE):
+        trial.read(observed)
+        well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
+        if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(self.folder.parent)  # whatever the script says to it
-        for rank in range(trial.mesh.size):
-            file = observed / f"{rank}.pt"
-            trial.seen.append(torch.load(file) if file.exists() else None)
-            trial.events.append(read_events(observed / f"{rank}.jsonl"))
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))
@@ -205,17 +262,9 @@ class Bench:
         trial.saved = [file.stem.removeprefix("step_").lstrip("0")
                        for file in files]
         if files:
-            try:
+            with contextlib.suppress(Exception):  # whatever it may write there
                 trial.state = torch.load(files[-1], weights_only=True)
-            except Exception:  # whatever a script may write there
-                trial.state = None
         shutil.rmtree(observed)
-
-    def keep_first_checkpoint(self, name, copy):
-        """A copy of a run as it was after its first checkpoint."""
-        run = shutil.copytree(self.folder / name, self.folder / copy)
-        for file in sorted(run.glob("checkpoints/step_*.pt"))[1:]:
-            file.unlink()
 
 
 class Patience:
@@ -234,7 +283,8 @@ class Patience:
         self.allowed = 6 * max(1.0, reference.cpu if reference else 20.0)
         self.reason, self.cpu, self.spent = "", 0.0, 0.0
         self.begun = not launch.mpirun
-        self.tasks, self.updates, self.asleep = {}, 0, []
+        self.tasks, self.updates = {}, 0
+        self.looks = []  # (time, seconds of a CPU since the last, who waits)
         self.begin = self.last = self.stepped = time.monotonic()
         self.said = self.begin
 
@@ -271,20 +321,23 @@ class Patience:
         self.tasks = tasks
         self.cpu += used
         self.spent += used
-        self.asleep.append((now, used, eager))
+        self.looks.append((now, used, eager))
         if not self.begun and any(self.observed.glob("*.jsonl")):
-            self.begun, self.asleep = True, [(now, used, eager)]
-        seconds, reason = ((self.sleep, "asleep") if self.begun else
-                           (UNSTARTED, "unstarted"))
-        while now - self.asleep[0][0] > seconds:
-            self.asleep.pop(0)
-        watched = now - max(self.begin, self.asleep[0][0])
-        busy = sum(used for _, used, _ in self.asleep[1:])
-        wanted = sum(eager > 0 for _, _, eager in self.asleep)
-        if (watched > 0.9 * seconds and busy < 0.05 * watched
-                and wanted < 0.2 * len(self.asleep)):
-            return reason
+            self.begun, self.looks = True, self.looks[-1:]
+        if self.sleeps(self.sleep if self.begun else UNSTARTED):
+            return "asleep" if self.begun else "unstarted"
         return "busy" if self.spent > self.allowed * size else ""
+
+    def sleeps(self, seconds):
+        """Whether no rank has done or wanted to do anything for so long."""
+        now = self.last
+        while now - self.looks[0][0] > seconds:
+            self.looks.pop(0)
+        watched = now - max(self.begin, self.looks[0][0])
+        busy = sum(used for _, used, _ in self.looks[1:])
+        wanted = sum(eager > 0 for _, _, eager in self.looks)
+        return (watched > 0.9 * seconds and busy < 0.05 * watched
+                and wanted < 0.2 * len(self.looks))
 
 
 def count_updates(file):
@@ -292,43 +345,24 @@ def count_updates(file):
 
 
 def read_events(file):
-    events = []
-    if file.exists():
-        for line in file.read_bytes().splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:  # the last one of a killed process
-                pass
-    return events
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]  # the complete ones
 
 
-def name_folder():
-    """A new name for the folder of a check: with room, and not too deep.
+def make_folder():
+    """The folder of a check: with room, and not too deep.
 
-    Folders of checks that were killed (kill -9) are removed.
+    Those of checks that were killed (kill -9) are removed a day later.
     """
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
-    host = f"{zlib.crc32(platform.node().encode()):08x}"  # of several
-    for folder in Path(parent).glob(f"check-*-{host}-*"):
-        if not is_running(folder.name.split("-")[1]):
+    for folder in Path(parent).glob("check-*"):
+        if time.time() - folder.stat().st_mtime > 24 * 3600:
             shutil.rmtree(folder, ignore_errors=True)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    return Path(parent, f"check-{os.getpid()}-{host}-"
-                f"{time.time_ns() % 16**8:08x}")
-
-
-def is_running(pid):
-    """Whether a process of this machine, also another user's, is there."""
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError, OverflowError):  # not ours, or no number
-        pass
-    return True
+    return Path(tempfile.mkdtemp(prefix="check-", dir=parent))
 
 
 def full(folder):

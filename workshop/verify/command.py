@@ -5,7 +5,7 @@ from pathlib import Path
 
 from backstage.errors import require
 from workshop import processes
-from workshop.check.command import Ending, Terminal, read_script, remove
+from workshop.check.command import Terminal, ending_at_once, read_script
 from workshop.stages import STAGES
 
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
@@ -29,31 +29,28 @@ def main(program, size, steps, resume_with=None):
     data, out = read_script(script), Terminal()
     preload = [*processes.PRELOAD, *(module for module in PRELOAD
                                      if module.split(".")[0].encode() in data)]
-    with Ending() as ending:
+    with ending_at_once() as folders:
         processes.get_server(preload)  # imports torch while this one does
         from workshop.check import trial
         from workshop.verify import questions, resume
 
-        ending.folder = trial.name_folder()
-        ending.folder.mkdir(mode=0o700)
-        (ending.folder / "tmp").mkdir()
-        try:
-            def try_out(size, steps, kind="", more=()):
-                return run(ending.folder, script, [*program[1:], *more], size,
-                           steps, kind, preload, out.say)
+        folder = trial.make_folder()
+        folders.append(folder)
+        (folder / "tmp").mkdir()
 
-            def resumes(case):
-                """what does a resume bring back?"""
-                return resume.verify(shlex.split(resume_with), try_out, case,
-                                     steps)
+        def try_out(size, steps, kind="", more=()):
+            return run(folder, script, [*program[1:], *more], size, steps,
+                       kind, preload, out.say)
 
-            out.say(f"{script.name} as 1 and as {size} processes, {steps} "
-                    "updates on the CPU")
-            findings, not_seen = questions.verify(
-                try_out, size, steps,
-                [] if resume_with is None else [resumes])
-        finally:
-            remove(ending.folder)
+        def resumes(case):
+            """what does a resume bring back?"""
+            return resume.verify(shlex.split(resume_with), try_out, case,
+                                 steps)
+
+        out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
+                "on the CPU")
+        findings, not_seen = questions.verify(
+            try_out, size, steps, [] if resume_with is None else [resumes])
     for finding in findings:
         out.say(f"  {finding.verdict:4}  {finding.text}")
         if finding.hint:
@@ -71,8 +68,6 @@ def main(program, size, steps, resume_with=None):
 
 def run(folder, script, flags, size, steps, kind, preload, say):
     """Start the script once, under observation: a `Trial`."""
-    import torch
-
     from workshop.check import trial
     from workshop.verify.watch import Watcher
 
@@ -95,8 +90,5 @@ def run(folder, script, flags, size, steps, kind, preload, say):
                  if STAGES[name].launcher == "torchrun")
     one = trial.Trial(stage, trial.Mesh(dp=size), script, ranks)
     one.gave_up = patience.reason
-    for rank in range(size):
-        file = seen / f"{rank}.pt"
-        one.seen.append(torch.load(file) if file.exists() else None)
-        one.events.append(trial.read_events(seen / f"{rank}.jsonl"))
+    one.read(seen)
     return one

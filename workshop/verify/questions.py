@@ -13,22 +13,16 @@ import torch
 
 from workshop.check import endings
 from workshop.check.findings import fail, ok, percent, warn
-from workshop.check.parts import assemble, whole_here
+from workshop.parts import assemble, whole_here
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
-RUNS_ON_CPU = (
-    "verify runs on the CPU: the script needs a way to run there, as in "
-    'device = "cuda" if torch.cuda.is_available() else "cpu"')
 HINTS = (
     ("finished reduction in the prior iteration", "some parameters get no "
      "gradient, for which DDP waits: remove them, or "
      "find_unused_parameters=True"),
-    ("NVIDIA", RUNS_ON_CPU),
-    ("CUDA", RUNS_ON_CPU),
-    ("accelerator device", RUNS_ON_CPU),
     ("exists", "verify runs it several times: {run} in a flag is another "
      "name each time, as in --run /tmp/run-{run}"),
 )

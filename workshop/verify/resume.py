@@ -9,7 +9,7 @@ with the run that was not interrupted.
 from collections import Counter
 
 from workshop.check.findings import fail, ok, percent, warn
-from workshop.check.parts import assemble
+from workshop.parts import assemble
 from workshop.verify import questions
 
 SAME = 1e-6  # relative: what was saved is to come back as it was

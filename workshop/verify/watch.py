@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from workshop.check import parts
+from workshop import parts
 from workshop.check.observe import Observer
 
 MOST = 8192  # elements of a tensor that are kept
@@ -137,10 +137,7 @@ class Watcher(Observer):
 
         fsdp.fully_shard = visible_shard
 
-    def watch_targets(self):
-        pass
-
-    on_forward = watch_pipelines = lambda self, *_: None
+    on_forward = watch_evaluation = watch_pipelines = lambda self, *_: None
 
     def watch_modules(self):
         """Keyword arguments do not come by PyTorch's global hooks."""

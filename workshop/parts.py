@@ -35,7 +35,6 @@ def describe(named):
         sharded[plain_name(name)] = {
             "part": tensor.to_local().detach().float().clone(),
             "mesh": tensor.device_mesh.mesh.clone(),
-            "dimensions": tensor.device_mesh.mesh_dim_names,
             "placements": [(type(p).__name__, getattr(p, "dim", None))
                            for p in tensor.placements],
             "shape": tuple(tensor.shape)}
@@ -65,50 +64,51 @@ class Whole:
                     for name, tensor in other.tensors.items()
                     if name in self.tensors), default=float("nan"))
 
+    def length(self):
+        """Of all of them as one vector."""
+        return sum(tensor.square().sum().item()
+                   for tensor in self.tensors.values()) ** 0.5
+
     def error(self, other):
         """How far off the other it is as one vector, relatively."""
-        off = size = 0.0
-        for name, tensor in other.tensors.items():
-            mine = self.tensors.get(name, torch.zeros(()))
-            off += (mine - tensor).square().sum().item()
-            size += tensor.square().sum().item()
-        return (off / max(size, 1e-60)) ** 0.5
+        off = sum((self.tensors.get(name, torch.zeros(())) - tensor
+                   ).square().sum().item()
+                  for name, tensor in other.tensors.items()) ** 0.5
+        return off / max(other.length(), 1e-30)
 
 
 def assemble(ranks):
     """The `Whole` of what `describe` gave on each rank, a list."""
-    tensors, differing, apart = {}, {}, set()
-
-    def compare(name, rank, difference):
-        if difference.count_nonzero():  # nan is none, too
-            apart.add(name)
-            differing[rank] = max(differing.get(rank, 0.0),
-                                  difference.abs().max().item())
-
+    tensors, filled, differing, apart = {}, {}, {}, set()
     for rank, state in enumerate(ranks):
-        for name, part in whole_here(state).items():
+        for name, shape, part, at in pieces(state, rank):
             name = TIED if name == LAST else name
             if name not in tensors:
-                tensors[name] = part
-            elif tensors[name].shape != part.shape:
+                tensors[name] = torch.zeros(shape)
+                filled[name] = torch.zeros(shape, dtype=torch.bool)
+            elif tensors[name].shape != shape:
                 differing[rank] = float("inf")
-            else:
-                compare(name, rank, tensors[name] - part)
-    filled = {}
-    for rank, state in enumerate(ranks):
-        for name, entry in state["sharded"].items():
-            name = TIED if name == LAST else name
-            if name not in filled:
-                tensors[name] = torch.zeros(entry["shape"])
-                filled[name] = torch.zeros(entry["shape"], dtype=torch.bool)
-            at = elements(entry, rank)
+                continue
             values, done = tensors[name].view(-1), filled[name].view(-1)
-            part, again = entry["part"].flatten(), done[at]
-            compare(name, rank, (values[at] - part)[again])
+            again = done[at]
+            difference = (values[at] - part)[again]
+            if difference.count_nonzero():  # nan is none, too
+                apart.add(name)
+                differing[rank] = max(differing.get(rank, 0.0),
+                                      difference.abs().max().item())
             values[at] = torch.where(again, values[at], part)
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]
     return Whole(tensors, holes, differing, apart)
+
+
+def pieces(state, rank):
+    """(name, the tensor's shape, elements, where they are) of a rank."""
+    for name, part in whole_here(state).items():
+        yield name, part.shape, part.flatten(), slice(None)
+    for name, entry in state["sharded"].items():
+        yield (name, torch.Size(entry["shape"]), entry["part"].flatten(),
+               elements(entry, rank))
 
 
 def whole_here(state):
