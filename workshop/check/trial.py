@@ -254,7 +254,7 @@ class Bench:
         trial.read(observed)
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
-            raise full(self.folder.parent)  # whatever the script says to it
+            raise full(str(self.folder).partition("/check-")[0])
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))
@@ -358,8 +358,9 @@ def make_folder():
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
     for folder in Path(parent).glob("check-*"):
-        if time.time() - folder.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it has just been removed
+            if time.time() - folder.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(folder)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
     return Path(tempfile.mkdtemp(prefix="check-", dir=parent))

@@ -25,8 +25,8 @@ def ask(trial, reference, kind="whole"):
     """
     findings = []
     for one in QUESTIONS:
-        if kind not in one.kinds or not one.where(trial) or not (
-                one.early or all(trial.seen)):
+        if kind not in one.kinds or not (
+                one.early or all(trial.seen)) or not one.where(trial):
             continue
         try:
             finding = one.answer(trial, reference) or ok(one.title)

@@ -64,15 +64,17 @@ def is_split(trial, start):
                for entry in start["sharded"].values())
 
 
-@question("it trains with Lightning if that is the stage")
+@question("it trains with Lightning", where=lambda trial:
+          trial.about.trainer or trial.asked("fit"))
 def trainer(trial, reference):
-    if bool(trial.asked("fit")) != trial.about.trainer:
-        return fail("trainer.fit() is " + (
-            "never called" if trial.about.trainer else "called"))
+    if not trial.about.trainer:
+        return fail(f"trainer.fit() is called: it is not stage {trial.stage}")
+    if not trial.asked("fit"):
+        return fail("trainer.fit() is never called")
     writers = [one for found in trial.asked("writers") for one in found]
     if writers:
         return fail(f"the Trainer writes, too: {', '.join(writers)}")
-    if trial.about.trainer and not any(trial.asked("plugins")):
+    if not any(trial.asked("plugins")):
         return warn("Lightning guesses who has started the processes",
                     "right here, but it would take the shell of a SLURM job "
                     "for a task that waits for others: "
