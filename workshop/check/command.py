@@ -327,6 +327,7 @@ class Check:
             return  # it cannot be compared
         if 2 * len(diff.left) > diff.total:
             self.say(f"        {headline(diff)}. {advice(diff)}")
+            self.out.report(cause=[headline(diff), advice(diff)])
             return
         items = localise.in_order(diff, self.wrong[1])
         # differences -> [symptom, answer], or None if right
