@@ -24,7 +24,7 @@ from workshop.check import localise
 from workshop.check.board import Board
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
-from workshop.lesson.render import advice, headline
+from workshop.lesson.render import advice
 from workshop.stages import DESK, FIRST, STAGES
 
 LARGEST = 1_000_000  # bytes of a script
@@ -326,8 +326,9 @@ class Check:
         except (UserError, tokenize.TokenError):
             return  # it cannot be compared
         if 2 * len(diff.left) > diff.total:
-            self.say(f"        {headline(diff)}. {advice(diff)}")
-            self.out.report(cause=[headline(diff), advice(diff)])
+            left = f"{len(diff.left)} of {diff.total} changes are left"
+            self.say(f"        {left}. {advice(diff)}")
+            self.out.report(cause=[left, advice(diff)])
             return
         items = localise.in_order(diff, self.wrong[1])
         # differences -> [symptom, answer], or None if right
