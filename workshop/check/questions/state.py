@@ -16,11 +16,11 @@ def checkpoint(trial, reference):
         return fail(f"the checkpoints are of steps "
                     f"{' and '.join(trial.saved)}, not "
                     f"{' and '.join(reference.saved)}")
-    if trial.state["step"] != STEPS or trial.state.get("stage") not in (
-            None, trial.stage):
-        return fail(f"the last checkpoint says step {trial.state['step']} of "
-                    f"stage {trial.state.get('stage')}, not step {STEPS} of "
-                    f"{trial.stage}")
+    name = trial.state.get("stage", trial.stage)
+    if name != trial.stage:
+        return fail(f"the run calls itself {name}, not {trial.stage}")
+    if trial.state["step"] != STEPS:
+        return fail(f"the last checkpoint is of step {trial.state['step']}")
     mine, good = trial.state["model"], reference.state["model"]
     prefix = prefix_of(mine, good)
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
