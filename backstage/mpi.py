@@ -7,7 +7,7 @@ MPI library is missing, or the library is not the launcher's. The rest of
 backstage talks to the other processes by MPI from then on.
 """
 
-from backstage import world
+from backstage import witness, world
 from backstage.errors import UserError, leave, report
 from backstage.launchers import join_mpi, name_mpi_ranks
 from backstage.profile import record_messages
@@ -18,6 +18,7 @@ def join():
     MPI = join_mpi()
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
+    witness.record_mpi(MPI)
     MPI.COMM_WORLD = record_messages(MPI.COMM_WORLD)
     world.use_group(MPI.COMM_WORLD)
     return MPI

@@ -107,7 +107,6 @@ class Run:
         """From now on, a signal only asks the run to stop. All ranks."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        witness.watch_signals()
 
     @property
     def stop_requested(self):

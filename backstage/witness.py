@@ -9,13 +9,14 @@ not moved for 20 s (then it asks all the others), and at the end. `python -m
 workshop why` reads them, also when nothing runs any more.
 
 It serves any script: see hook/sitecustomize.py. Only the standard library; it
-uses torch where the script has imported it.
+uses torch and mpi4py where the script has imported them.
 """
 
 import atexit
 import collections
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import os
 import pickle
@@ -34,7 +35,6 @@ TIMEOUT = "WORKSHOP_TIMEOUT"  # seconds without a move that end the process
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
 KEPT = 300  # collectives
-TRAIL = 60  # the places where it was, one of each look
 LOOKS = 40  # at where the time goes
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
@@ -44,7 +44,17 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
                      r"|/workshop/(as_torchrun|processes)\.py|\.pyx$")
 
+# What is recorded of MPI's communicators, and what makes new ones
+COLLECTIVES = (
+    "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv",
+    "Barrier", "Bcast", "Gather", "Gatherv", "Reduce", "Reduce_scatter",
+    "Reduce_scatter_block", "Scan", "Scatter", "Scatterv", "allgather",
+    "allreduce", "alltoall", "barrier", "bcast", "gather", "reduce", "scan",
+    "scatter")
+MAKERS = ("Create", "Create_group", "Dup", "Split", "Split_type")
+
 the_witness = None
+mpi_calls = collections.deque(maxlen=KEPT)  # as `read_record` returns them
 
 
 def start(folder=None):
@@ -63,26 +73,14 @@ def start(folder=None):
             the_witness.start()
         except (OSError, ValueError) as error:  # never the script's problem
             warn(error)
+        if "mpi4py.MPI" in sys.modules:
+            record_mpi(sys.modules["mpi4py.MPI"])
+        else:
+            sys.meta_path.insert(0, MPIFinder())
 
 
 def warn(error):
     print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
-
-
-def watch_signals():
-    """Write the stack on SIGTERM, before its new handler is called."""
-    if the_witness:
-        ignore_signal()
-        faulthandler.register(signal.SIGTERM, the_witness.stack_file,
-                              all_threads=False, chain=True)
-
-
-def ignore_signal():
-    """Write no stack on SIGTERM; Python's handler stays."""
-    handler = signal.getsignal(signal.SIGTERM)
-    faulthandler.unregister(signal.SIGTERM)  # brings the one before it back
-    if handler is not None:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def note_end(status, error=None):
@@ -106,14 +104,13 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
-        self.trail = collections.deque(maxlen=TRAIL)
         self.ended, self.status = None, 0
         self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
         faulthandler.enable(self.stack_file)
-        faulthandler.register(signal.SIGTERM, self.stack_file,
-                              all_threads=False, chain=True)
+        self.watch_sigterm()
+        self.set_signal, signal.signal = signal.signal, self.on_signal
         os.register_at_fork(after_in_child=self.leave_child)
         self.show_error, sys.excepthook = sys.excepthook, self.on_error
         self.exit, sys.exit = sys.exit, self.on_exit
@@ -124,8 +121,27 @@ class Witness(threading.Thread):
     def leave_child(self):
         """A worker of a data loader is not to write in its parent's name."""
         faulthandler.disable()
-        ignore_signal()
+        signal.signal = self.set_signal
+        handler = signal.getsignal(signal.SIGTERM)
+        faulthandler.unregister(signal.SIGTERM)  # brings an old one back
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
         self.ended = {}
+
+    def watch_sigterm(self):
+        """Write the stack on SIGTERM, before its handler is called."""
+        faulthandler.register(signal.SIGTERM, self.stack_file,
+                              all_threads=False, chain=True)
+
+    def on_signal(self, number, handler):
+        """The script sets a handler of its own."""
+        if number != signal.SIGTERM:
+            return self.set_signal(number, handler)
+        faulthandler.unregister(number)
+        try:
+            return self.set_signal(number, handler)
+        finally:
+            self.watch_sigterm()
 
     def on_error(self, kind, error, trace):
         self.show_error(kind, error, trace)
@@ -164,7 +180,6 @@ class Witness(threading.Thread):
         while self.ended is None:
             time.sleep(POLL)
             place, now = self.find_place(), time.monotonic()
-            self.trail.append(find_line(place[0]))
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
             before = now
@@ -234,7 +249,8 @@ class Witness(threading.Thread):
 
     def progress(self):
         """How many collectives each group has begun and ended, as text."""
-        return [dump(False) for dump in find_dumps("_json")]
+        return [str(list(mpi_calls)[-1:])] + [
+            dump(False) for dump in find_dumps("_json")]
 
     def write(self, lines=False):
         """lines: also where the time goes, and in which line each collective
@@ -250,7 +266,7 @@ class Witness(threading.Thread):
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
             "still": self.still,
-            "stack": self.look(), "trail": list(self.trail),
+            "stack": self.look(),
             "state": read_state(self.owner),
             "calls": None, "joined": False,
             "oom_before": self.oom_before,
@@ -322,29 +338,102 @@ def find_dumps(suffix=""):
 
 
 def read_record(lines):
-    """From PyTorch's flight record: the last collectives, oldest first."""
-    dumps = find_dumps()
-    if not dumps:
+    """The last collectives, oldest first: PyTorch's flight record, and ours.
+    """
+    dumps, calls = find_dumps(), list(mpi_calls)
+    if not dumps and not calls:
         return {}
     groups = {
         group.group_name: sorted(ranks) for group, ranks in
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
-        if hasattr(group, "group_name")}  # a number: one without this rank
-    entries = [entry for dump in dumps for entry in pickle.loads(
-        dump(True, lines, False)).get("entries", [])]
-    entries.sort(key=lambda entry: entry["time_created_ns"])
-    return {"joined": True, "calls": [
-        {"group": groups.get(entry["process_group"][0]),
-         "name": entry["process_group"][0],
-         "number": entry["collective_seq_id"],
-         "call": entry["profiling_name"].rpartition(":")[2],
-         "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-         "waits": not entry["retired"], "p2p": entry["is_p2p"],
-         "time": entry["time_created_ns"] / 1e9,
-         "stack": [[frame["filename"], frame["line"], frame["name"]]
-                   for frame in reversed(entry.get("frames", ()))]}
-        for entry in entries[-KEPT:]]}
+        if hasattr(group, "group_name")} if dumps else {}
+    # a number in place of a group: one without this rank
+    for entry in (entry for dump in dumps for entry in pickle.loads(
+            dump(True, lines, False)).get("entries", [])):
+        calls.append({
+            "group": groups.get(entry["process_group"][0]),
+            "name": entry["process_group"][0],
+            "number": entry["collective_seq_id"],
+            "call": entry["profiling_name"].rpartition(":")[2],
+            "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
+            "waits": not entry["retired"], "p2p": entry["is_p2p"],
+            "time": entry["time_created_ns"] / 1e9,
+            "stack": [[frame["filename"], frame["line"], frame["name"]]
+                      for frame in reversed(entry.get("frames", ()))]})
+    calls.sort(key=lambda call: call["time"])
+    return {"joined": True, "calls": calls[-KEPT:]}
+
+
+# ---------------------------------- MPI, which keeps no record of its own
+
+
+class MPIFinder:
+    """Asks for a record as soon as the script imports mpi4py's MPI."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (
+                execute(module), record_mpi(module))
+        return spec
+
+
+def record_mpi(MPI):
+    """Let MPI.COMM_WORLD, and what is made of it, record its collectives."""
+    kind = type(MPI.COMM_WORLD)
+    if hasattr(kind, "recorded"):
+        return
+
+    def call(name):
+        def recorded(self, *args, **options):
+            self.recorded += 1
+            entry = describe_call(self, name, args)
+            mpi_calls.append(entry)
+            result = getattr(kind, name)(self, *args, **options)
+            entry["waits"] = False
+            return result
+        return recorded
+
+    def make(name):
+        def made(self, *args, **options):
+            self.children += 1
+            comm = getattr(kind, name)(self, *args, **options)
+            return adopt(comm, f"{self.label}.{self.children}") if comm else (
+                comm)
+        return made
+
+    def adopt(comm, label):
+        mine = Recorded(comm)
+        vars(mine).update(getattr(comm, "__dict__", {}), label=label)
+        return mine
+
+    Recorded = type("Intracomm", (kind,), {
+        "recorded": 0, "children": 0, "ranks": None,
+        **{name: call(name) for name in COLLECTIVES},
+        **{name: make(name) for name in MAKERS}})
+    MPI.COMM_WORLD = adopt(MPI.COMM_WORLD, "MPI")
+
+
+def describe_call(comm, name, args):
+    """What `read_record` says of a call; of an array its shape and type."""
+    if comm.ranks is None:
+        world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
+        comm.ranks = comm.Get_group().Translate_ranks(None, world)
+    sent = [array for array in args[:2] if hasattr(array, "dtype")][:1]
+    stack, frame = [], sys._getframe(2)
+    while frame:
+        stack.append([frame.f_code.co_filename, frame.f_lineno,
+                      frame.f_code.co_name])
+        frame = frame.f_back
+    return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
+            "call": name, "sizes": [list(array.shape) for array in sent],
+            "types": [str(array.dtype) for array in sent], "waits": True,
+            "p2p": False, "time": time.time(), "stack": stack[::-1]}
 
 
 # ------------------------------------------- what the system says (Linux)

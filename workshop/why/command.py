@@ -27,8 +27,7 @@ def main(target):
         print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
               f"{describe(rank)}")
     for rank in [rank for rank in ranks if rank.ending == "runs" and (
-            rank is ranks[0] or rank in answer.ranks
-            or (rank in ranks[:4] and not rank.calls))]:  # of MPI: no record
+            rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
     if folder and answer.fault in ("", "straggler"):
         for line in explain(folder.parent):

@@ -257,7 +257,7 @@ def look(pid):
         "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
         "host": name_host(env),
         "master": master, "began": began, "ended": None,
-        "stack": stack, "trail": [], "state": read_state(pid), "calls": None,
+        "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
         "still": 0, "looks": [],
         "answer": "" if joined else try_meeting(*master)}

@@ -25,12 +25,8 @@ SACCT = "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
               "look for a branch that not all ranks take")
 # These have to have the same sizes on all ranks
-SAME_SIZES = re.compile(r"all_?reduce|broadcast|all_?gather|reduce_scatter")
-# A line that calls MPI and waits there: MPI has no record, and no frame
-MPI_CALL = re.compile(
-    r"\b(comm|COMM_WORLD)\b.*\.\w*(reduce|cast|gather|scatter|alltoall|barrier"
-    r"|send|recv|wait|probe)\w*\(", re.IGNORECASE)
-PART = 5  # places of a trail, seen in 10 s
+SAME_SIZES = re.compile(
+    "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
 
 
 @dataclass
@@ -99,9 +95,9 @@ class Rank:
     @property
     def waits_now(self):
         """The same, as far as its stack says."""
-        return not self.imports and (is_mpi(self.frame) or any(
+        return not self.imports and any(
             "torch/distributed/" in file and name != "wrapper"
-            for file, _, name in self.stack))
+            for file, _, name in self.stack)
 
     @property
     def imports(self):
@@ -131,10 +127,6 @@ def describe_line(frame):
     file, line, _ = frame
     code = linecache.getline(file, line).strip()
     return f"line {line} of {Path(file).name}" + (f": {code}" if code else "")
-
-
-def is_mpi(frame):
-    return bool(MPI_CALL.search(linecache.getline(*frame[:2])))
 
 
 def name_ranks(ranks):
@@ -263,11 +255,20 @@ def check_collectives(ranks, waited):
         sizes = {rank: (count_elements(call), call["types"])
                  for rank, call in calls.items()
                  if SAME_SIZES.search(call["call"])}
-        for fault, values in (("different collectives", kinds),
-                              ("different sizes", sizes)):
-            if len({str(value) for value in values.values()}) > 1:
-                return differ(fault, number, calls, values, by_number)
+        if len(set(kinds.values())) > 1:
+            return differ("different collectives", number, calls, kinds,
+                          by_number)
+        if len(set(map(str, sizes.values()))) > 1:
+            lines = set(map(find_caller, calls.values()))
+            return differ("different collectives" if len(lines) > 1 else
+                          "different sizes", number, calls, sizes, by_number)
     return check_aborted(ranks) or check_places(ranks, found)
+
+
+def find_caller(call):
+    """(file, line, function) of the script that made the call, or None."""
+    mine = [frame for frame in call["stack"] if not LIBRARY.search(frame[0])]
+    return tuple(mine[-1]) if mine else None
 
 
 def count_elements(call):
@@ -302,9 +303,9 @@ def describe_call(call):
     sizes = " and ".join(
         f"{kind.lower()} {size}" for kind, size in zip(
             call["types"][:2], call["sizes"]))
-    mine = [frame for frame in call["stack"] if not LIBRARY.search(frame[0])]
+    frame = find_caller(call)
     return (call["call"] + (f" of {sizes}" if sizes else "")
-            + (f" in {describe_line(mine[-1])}" if mine else ""))
+            + (f" in {describe_line(frame)}" if frame else ""))
 
 
 def check_aborted(ranks):
@@ -349,8 +350,7 @@ def check_places(ranks, found):
         return None
     for (_, number), calls in sorted(found.items(), key=lambda item: min(
             call["time"] for call in item[1].values())):
-        lines = {rank: str([frame for frame in call["stack"]
-                            if not LIBRARY.search(frame[0])][-1:])
+        lines = {rank: find_caller(call)
                  for rank, call in calls.items() if call["stack"]}
         if len(set(lines.values())) > 1:
             return differ("different collectives", number, calls, lines,
@@ -512,7 +512,7 @@ def check_late(ranks, waited):
 
 
 def check_lines(ranks):
-    """All stand still, in different lines: MPI has no record."""
+    """All stand still, in different lines: py-spy sees no record."""
     still = [rank for rank in ranks
              if rank.still > PATIENCE and not rank.imports]
     lines = Counter(tuple(rank.frame[:2]) for rank in still)
@@ -569,37 +569,22 @@ def check_straggler(ranks, waited):
                     if len(found) == len(ranks) > 1),
                    key=lambda found: min(found.values()))
     quarter = len(whole) // 4
-    found = ([find_last(whole[i * quarter:(i + 1) * quarter + 1])
-              for i in range(4)] if quarter >= 4 else find_absent(ranks))
-    if not found or min(share for _, share, _ in found) < SHARE or len(
+    if quarter < 4:
+        return None
+    found = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
+             for i in range(4)]
+    if min(share for _, share, _ in found) < SHARE or len(
             {number for number, _, _ in found}) > 1:
         return None
-    number, share, mean = find_last(whole) if quarter >= 4 else found[-1]
+    number, share, mean = find_last(whole)
     rank = next(rank for rank in ranks if rank.rank == number)
-    how_late = f", by {1000 * mean:.0f} ms on average" if mean else ""
     return Answer(
-        "straggler", f"rank {number} on {rank.host} comes late{how_late}: the "
-        f"others wait for it {100 * share:.0f}% of the time; it is in "
-        f"{rank.where}",
+        "straggler", f"rank {number} on {rank.host} comes late, by "
+        f"{1000 * mean:.0f} ms on average: the others wait for it "
+        f"{100 * share:.0f}% of the time; it is in {rank.where}",
         "does it read more data than the others, or share its cores or its "
         "GPU with another process? `top` and `nvidia-smi` on that node say so",
         [rank])
-
-
-def find_absent(ranks):
-    """The same as `find_last` three times, from parts of the ranks' trails.
-
-    It is the rank that is the least often in a call of MPI; its share is how
-    much more often the others are.
-    """
-    if len(ranks) < 2 or min(len(rank.trail) for rank in ranks) < 3 * PART:
-        return []
-    found = []
-    for end in (-2 * PART, -PART, None):
-        waits = sorted((sum(map(is_mpi, rank.trail[:end][-PART:])) / PART,
-                        rank.rank) for rank in ranks)
-        found.append((waits[0][1], waits[1][0] - waits[0][0], 0))
-    return found
 
 
 def find_last(times):
