@@ -30,7 +30,8 @@ FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 LARGEST = 2**31 - 1  # of a flag that counts
 AT_LEAST = {
     "microbatch_size": 0, "max_steps": 0, "warmup_steps": 0, "profile": 0,
-    "devices": 0, "seed": -LARGEST, "weight_decay": 0, "learning_rate": 0,
+    "timeout": 0, "devices": 0, "seed": -LARGEST, "weight_decay": 0,
+    "learning_rate": 0,
 }  # 1 for all others
 
 
@@ -46,6 +47,7 @@ class RunFlags:
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
     noise_scale: bool = False  # measure the gradient noise scale
+    timeout: int = 0  # seconds that a rank may stand still (0: no limit)
 
 
 @dataclass

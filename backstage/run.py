@@ -93,7 +93,7 @@ class Run:
         self.tracker = None  # on rank 0: the same for another tool
         self.folder = Path(call_on_rank_0(self._make_folder))
         if self.world_size > 1:
-            witness.start(self.folder / "why")
+            witness.start(self.folder / "why", getattr(hp, "timeout", 0))
         self.recorder = profile.start(
             getattr(hp, "profile", 0), self.folder, max_steps, device)
         self.noise, self.microbatch_norm = None, None

@@ -57,19 +57,25 @@ the_witness = None
 mpi_calls = collections.deque(maxlen=KEPT)  # as `read_record` returns them
 
 
-def start(folder=None):
+def start(folder=None, limit=0):
     """Begin to write, in `folder` or the one that the environment names.
 
-    Called again, without any folder, or in a process that is no rank, such as
-    a launcher, it does nothing. What a rank starts is not watched.
+    limit: seconds without a move that end the process; 0: the environment's.
+
+    Called again, it only sets the limit. Without any folder, or in a process
+    that is no rank, such as a launcher, it does nothing. What a rank starts is
+    not watched.
     """
     global the_witness
+    if the_witness and limit:
+        the_witness.limit = limit
     folder = os.environ.get(FOLDER) or folder
     if folder and the_witness is None and find_rank()[0] is not None:
-        limit = os.environ.pop(TIMEOUT, "")
+        other = os.environ.pop(TIMEOUT, "")
         os.environ.pop(FOLDER, None)
         try:
-            the_witness = Witness(Path(folder).absolute(), float(limit or 0))
+            the_witness = Witness(Path(folder).absolute(),
+                                  limit or float(other or 0))
             the_witness.start()
         except (OSError, ValueError) as error:  # never the script's problem
             warn(error)

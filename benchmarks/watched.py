@@ -1,15 +1,17 @@
 """What `why` costs a run: does the thread of backstage/witness.py slow it?
 
 The stage ddp trains as two processes. In the same run, the thread takes turns:
-it looks every two seconds in one block of steps, and sleeps in the next. A
+it looks at the main thread in one block of steps, and sleeps in the next. A
 ratio compares two neighbouring blocks, so that what else the machine does
-slows both. CPU time is that of all threads of a rank; how much of it is the
-thread's own is measured, too.
+slows both. One look every two seconds costs too little to be seen on a machine
+that others use. So here the thread looks TIMES as often, and what that costs,
+divided by TIMES, is the answer: each look costs the same.
 
-    python benchmarks/watched.py [PAIRS]      its own command, 20 pairs
+    python benchmarks/watched.py [PAIRS]      its own command, 100 pairs
 """
 
 import json
+import math
 import os
 import runpy
 import statistics
@@ -18,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backstage import ROOT, witness
 
-BLOCK = 100  # steps: some seconds, so a few looks
+BLOCK = 40  # steps: about a second, so some ten looks
+TIMES = 20
 WARM_UP = 2  # blocks that do not count
 
 
@@ -57,6 +59,7 @@ def train(file, pairs):
         begin = now
         Path(f"{file}-{os.environ['RANK']}").write_text(json.dumps(blocks))
 
+    witness.POLL /= TIMES
     witness.time = SimpleNamespace(**{**vars(time), "sleep": sleep})
     register_optimizer_step_post_hook(count)
     sys.argv = [str(ROOT / "solutions" / "train_gpt2_ddp.py"), "--preset",
@@ -68,7 +71,15 @@ def train(file, pairs):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def main(pairs=20):
+def middle(values):
+    """Their median, and the interval that has it with 95% (sign test)."""
+    values = sorted(values)
+    half, off = len(values) / 2, 0.98 * math.sqrt(len(values))
+    return (statistics.median(values), values[max(0, round(half - off) - 1)],
+            values[min(len(values), round(half + off) + 1) - 1])
+
+
+def main(pairs=100):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "blocks"
         subprocess.run(
@@ -76,17 +87,21 @@ def main(pairs=20):
              "--nproc-per-node=2", __file__, str(pairs), str(file)],
             check=True, stdout=subprocess.DEVNULL)
         blocks = json.loads(Path(f"{file}-0").read_text())[WARM_UP:]
-    for name, column in (("seconds", 1), ("CPU seconds", 2)):
-        # each block against the one before it, which is of the other kind
-        ratios = [(after if after[0] else before)[column]
-                  / (before if after[0] else after)[column]
-                  for before, after in pairwise(blocks)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name} of a step, watched / not: {middle:.4f} (the middle "
-              f"half of {len(ratios)} from {low:.4f} to {high:.4f})")
-    watched = [block for block in blocks if block[0]]
+    watched, not_watched = ([block for block in blocks if block[0] == looks]
+                            for looks in (True, False))
+    print(f"{len(watched)} pairs of blocks of {BLOCK} steps, load "
+          f"{os.getloadavg()[0]:.1f}; in brackets: 95% confidence")
+    for name, column in (("tokens/s", 1), ("1 / CPU time", 2)):
+        ratios = middle(mine[column] / theirs[column] for theirs, mine
+                        in zip(watched, not_watched, strict=False))
+        always = [1 - (1 - ratio) / TIMES for ratio in ratios]
+        for words, (ratio, low, high) in (
+                (f"looks every {1000 * witness.POLL / TIMES:.0f} ms", ratios),
+                (f"every {witness.POLL} s, as always", always)):
+            print(f"{name}, {words}, over none: {ratio:.4f} "
+                  f"({low:.4f} to {high:.4f})")
     cpu, own = (sum(block[column] for block in watched) for column in (2, 3))
-    print(f"the thread takes {100 * own / cpu:.2f}% of the CPU time")
+    print(f"the thread itself: {100 * own / cpu / TIMES:.3f}% of the CPU time")
 
 
 if __name__ == "__main__":

@@ -595,6 +595,27 @@ def version(title, ranks, message, during=False):
 
 
 @figure
+def skipped_collective(ranks=3):
+    """The calls of each rank by number; the last rank has left out one."""
+    left, wide, out = 66, 128, []
+    for k in range(2):
+        out.append(middle(left + (k + 0.5) * wide, 16, f"call {40 + k}"))
+    for rank in range(ranks):
+        y, odd = 26 + 44 * rank, rank == ranks - 1
+        out += [text(4, y + 23, f"rank {rank}", "bold"),
+                box(left + 3, y, wide - 6, 36, BLUE, "all_reduce", 0.3),
+                box(left + wide + 3, y, wide - 6, 36, (BLUE, ORANGE)[odd],
+                    ("all_reduce", "all_gather")[odd], (0.3, 0.6)[odd]),
+                text(left + 2 * wide + 8, y + 23, "has left out an all_reduce"
+                     if odd else "waits for all ranks to reduce")]
+    return svg(left + 2 * wide + 200, 26 + 44 * ranks, out,
+               "A rank that has left out a collective",
+               f"Rank {ranks - 1} has left out the all_reduce that is call 41 "
+               "of the others. Its next call, an all_gather, meets theirs "
+               "under the same number: neither can end.")
+
+
+@figure
 def rungs():
     """The panel of the notebook: the project's figures, and the examples."""
     record = runs.read_ladder(example=True)

@@ -1,15 +1,15 @@
-"""`why` on the stages under real launchers: eight faults, and sound runs.
+"""`why` under real launchers: eight faults in many scripts, and sound runs.
 
     python tests/why_cases.py             all of them, one after the other
     python tests/why_cases.py fsdp        those whose name has this pattern
     python tests/why_cases.py '^sound'
 
-Each fault is planted in a copy of a stage's script, which torchrun, mpirun or
-srun starts as two processes; srun on the throw-away cluster of cluster.py, by
-the stage's batch file. From the first sign of the fault on, `why` is asked
-again and again: its first complaint has to be the right one, within a minute.
-About a sound run it must not complain. why_cases.txt is what came of the last
-run of all.
+Each fault is planted in a copy of a stage's script or of somebody else's
+(tests/foreign), which torchrun, mpirun or srun starts as two processes; srun
+on the throw-away cluster of cluster.py, by the stage's batch file. From the
+first sign of the fault on, `why` is asked again and again: its first complaint
+has to be the right one, within a minute. About a sound run it must not
+complain. why_cases.txt is what came of the last run of all.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from textwrap import indent
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,12 +44,12 @@ MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 SLOW = ("--max-steps", 10**6, "--checkpoint-every", 10**6, "--eval-every",
         10**6, "--generate-every", 10**6, "--learning-rate", 1e-5)
 # A group of processes with little memory, for one rank; for root alone
-GROUP = Path("/sys/fs/cgroup/memory/why-cases")
+GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason.
 FAULTS = {
-    "skipped collective": ("different (collectives|lines)", "rank 1"),
-    "another order": ("different (collectives|lines)", "rank 1"),
+    "skipped collective": ("different collectives", "rank 1"),
+    "another order": ("different collectives", "rank 1"),
     # MPICH lets it pass: then the script itself fails, one line below
     "another shape": ("different (sizes|collectives)|a rank ended", "rank 1"),
     "killed for memory": (
@@ -61,16 +62,20 @@ FAULTS = {
 }
 # After one rank MPICH's launcher kills all: nobody is left to name it
 KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}
+# Tells each rank the name of another node
+NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"
+        '$PMI_RANK}})); exec "$@"')
 # Of MPI's processes: they do not meet at an address of ours.
 MEET = ("blocked port", "wrong MASTER_ADDR")
 
 # ------------------------------------------------------------- the faults
 
 BEGIN = """\
-import ctypes, os, time
+import ctypes, itertools, os, time
 ME = next(int(os.environ[name]) for name in (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     if name in os.environ)
+STEPS = itertools.count()
 def note():
     open({mark!r}, "a").close()
 """
@@ -79,51 +84,68 @@ AT_BEGIN = {
     "blocked port": "note()\nif ME == 1:\n    ctypes.CDLL(None).unshare("
                     "0x40000000 | 0x10000000 * (os.getuid() > 0))\n",
     "wrong MASTER_ADDR": 'note()\nos.environ["MASTER_ADDR"] = "192.0.2.77"\n',
-    "dead node": 'os.environ["SLURMD_NODENAME"] = f"node{ME + 1}"\n',
 }
-LOOP = "        lr = get_lr(step, max_steps, hp)\n"  # the begin of a step
-NOTE = "        if step == 25:\n            note()\n"
+NOTE = "if at == 25:\n    note()\n"
 AT_STEP = {
     "killed for memory": f"""\
-        if rank == 1 and step == 25:
-            note()
-            open("{GROUP}/cgroup.procs", "w").write(str(os.getpid()))
-            b"x" * 10**9
+if ME == 1 and at == 25:
+    note()
+    open("{GROUP}/cgroup.procs", "w").write(str(os.getpid()))
+    b"x" * 10**9
 """,
     "dead node": """\
-        if rank == 1 and step == 25:
-            note()
-            os.kill(os.getpid(), 9)
+if ME == 1 and at == 25:
+    note()
+    os.kill(os.getpid(), 9)
 """,
-    "straggler": f"        time.sleep(0.3 * (rank == 1))\n{NOTE}",
-    "slow": "        time.sleep(9)\n        note()\n",
+    "straggler": f"time.sleep(0.3 * (ME == 1))\n{NOTE}",
+    "slow": "time.sleep(9)\nnote()\n",
 }
 # {0}: the line that reduces the report, {1}: another collective, {2}: joins
 AT_REDUCE = {
-    "skipped collective": "        if step != 25 or rank != 1:\n    {0}",
-    "another order": "        if step == 25 and rank == 1:\n            {1}\n"
-    "{0}        if step == 25 and rank != 1:\n            {1}\n",
-    "another shape": "        if step == 25 and rank == 1:\n"
-                     "            report = {2}([report] * 9)\n{0}",
+    "skipped collective": "if at != 25 or ME != 1:\n    {0}",
+    "another order": "if at == 25 and ME == 1:\n    {1}\n{0}"
+                     "if at == 25 and ME != 1:\n    {1}\n",
+    "another shape": "if at == 25 and ME == 1:\n"
+                     "    report = {2}([report] * 9)\n{0}",
 }
-TORCH = ("        dist.all_reduce(report)  # the sum over all ranks\n",
-         "dist.all_gather([torch.zeros(99) for _ in range(world_size)], "
+TORCH = ("dist.all_reduce(report)  # the sum over all ranks\n",
+         "dist.all_gather([torch.zeros(99) for _ in range(2)], "
          "torch.ones(99))", "torch.cat")
-MPI = ("        comm.Allreduce(MPI.IN_PLACE, report)"
-       "  # the sum over all ranks\n",
-       "comm.Allgather(np.ones(99), np.ones((world_size, 99)))",
-       "np.concatenate")
+MPI = ("comm.Allreduce(MPI.IN_PLACE, report)  # the sum over all ranks\n",
+       "comm.Allgather(np.ones(99), np.ones((2, 99)))", "np.concatenate")
+# Where a step begins, in scripts that reduce no report: they get one.
+BEGINS = {
+    "lit": "        return self(*batch)\n",
+    "ddp.py": "        optimizer.zero_grad()\n",
+    "nano.py": "    optimizer.step()\n",
+    "lightning_trainer.py": "        x, y = batch\n",
+}
+LOOP = "        lr = get_lr(step, max_steps, hp)\n"  # in all others
+REPORT = ("import torch.distributed as dist\n"
+          "report = torch.ones(2)\n" + TORCH[0])
 
 
-def plant(stage, fault, mark):
-    """The script of a stage with a fault, which writes the time to `mark`."""
-    words = MPI if stage == "mpi" else TORCH
-    return edit(
-        STAGES[stage].solution.read_text(),
-        ("import math\n", BEGIN.format(mark=str(mark))
-         + AT_BEGIN.get(fault, "") + "import math\n"),
-        (LOOP, AT_STEP.get(fault, NOTE) + LOOP),
-        (words[0], AT_REDUCE.get(fault, "{0}").format(*words)))
+def plant(name, fault, mark):
+    """A stage's or somebody else's script with a fault.
+
+    It writes the time of the first sign to `mark`.
+    """
+    text = (STAGES[name].solution if name in STAGES else
+            FOREIGN / name).read_text()
+    begin, words = BEGINS.get(name, LOOP), MPI if name == "mpi" else TORCH
+    first = re.search("^import .*\n", text, re.MULTILINE)[0]
+    step = "at = next(STEPS)\n" + AT_STEP.get(fault, NOTE)
+    if name in BEGINS:
+        step += REPORT
+    space = re.match(" *", begin)[0]
+    text = edit(text, (first, BEGIN.format(mark=str(mark))
+                       + AT_BEGIN.get(fault, "") + first),
+                (begin, indent(step, space) + begin))
+    if fault in AT_REDUCE:
+        text = edit(text, (space + words[0], indent(
+            AT_REDUCE[fault].format(*words), space)))
+    return text.replace("range(100)", "range(10**6)")  # ddp.py is short
 
 
 # ---------------------------------------------------------- the launchers
@@ -144,42 +166,40 @@ class Plain:
         self.folder, self.run = folder, folder / "run"
         self.mark = folder / "mark"
 
-    def launch(self, launcher, script, *flags, **variables):
-        python, env = sys.executable, environment(**variables)
+    def launch(self, launcher, fault, script, *flags, **variables):
+        python, env = [sys.executable], environment(**variables)
+        if fault == "dead node":
+            python[:0] = ["bash", "-c", NODE, "-"]
         if launcher == "mpich":
             (self.folder / "libmpi.so.12").symlink_to(MPICH)
             env["LD_LIBRARY_PATH"] = str(self.folder)
         words = {
-            "torchrun": [python, "-m", "torch.distributed.run",
+            "torchrun": [sys.executable, "-m", "torch.distributed.run",
                          "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                         f"--master-port={free_port()}", "--"],
-            "mpirun": ["mpirun", "-n", 2, python],
-            "mpich": ["mpiexec.mpich", "-n", 2, python],
-            "as_torchrun": ["mpirun", "-n", 2, python, "-m",
+                         f"--master-port={free_port()}", "--no-python", "--",
+                         *python],
+            "mpirun": ["mpirun", "-n", 2, *python],
+            "mpich": ["mpiexec.mpich", "-n", 2, *python],
+            "as_torchrun": ["mpirun", "-n", 2, *python, "-m",
                             "workshop.as_torchrun"]}[launcher]
         self.log = open(self.folder / "log", "w")
         self.process = subprocess.Popen(
             [str(word) for word in (*words, script, *flags)], cwd=ROOT,
             env=env, stdout=self.log, stderr=self.log, start_new_session=True)
 
-    def start(self, stage, launcher, text, fault):
+    def start(self, name, launcher, fault):
+        script = self.folder / "train.py"
+        script.write_text(plant(name, fault, self.mark))
+        if name not in STAGES:  # the hook writes the evidence
+            hook = f"{ROOT / 'backstage' / 'hook'}:{ROOT}"
+            self.launch(launcher, fault, script, PYTHONPATH=hook,
+                        WORKSHOP_WHY=str(self.run))
+            return
         make_dataset(self.folder / "data")
-        script = self.folder / "train_gpt2.py"
-        script.write_text(text)
         # without it, a run leaves evidence once the processes have met
         more = {"WORKSHOP_WHY": f"{self.run}/why"} if fault in MEET else {}
-        self.launch(launcher, script, *tiny(stage), "--data",
+        self.launch(launcher, fault, script, *tiny(name), "--data",
                     self.folder / "data", "--run", self.run, **more)
-
-    def start_foreign(self, name, launcher):
-        """A script of somebody else, whose evidence the hook writes."""
-        script = self.folder / f"{name}.py"
-        script.write_text(f"open({str(self.mark)!r}, 'a').close()\n"
-                          + (FOREIGN / script.name).read_text())
-        self.run.mkdir()
-        hook = f"{ROOT / 'backstage' / 'hook'}:{ROOT}"
-        self.launch(launcher, script, WORKSHOP_WHY=str(self.run),
-                    PYTHONPATH=hook)
 
     def why(self):
         """By the run's folder."""
@@ -213,10 +233,11 @@ class Job:
     def __init__(self, folder, slurm):
         self.slurm, self.mark, self.node = slurm, folder / "mark", None
 
-    def start(self, stage, launcher, text, fault):
+    def start(self, stage, launcher, fault):
         script = self.slurm.repo / "solutions" / STAGES[stage].solution.name
         self.kept = script, script.read_text()
-        script.write_text(text)
+        script.write_text(plant(  # of a dead node: a real one
+            stage, "" if fault == "dead node" else fault, self.mark))
         variables = {"PYTHONUNBUFFERED": "1"}
         if stage == "mpi":  # which srun starts with MPICH
             library = self.slurm.lab_folder / "libmpi.so.12"
@@ -258,7 +279,8 @@ class Job:
 
 def tiny(stage):
     flags = ["--preset", "tiny", "--device", "cpu", "--microbatch-size", 2]
-    return [*flags, *SLOW, *(["--tensor-parallel", 2] * (stage == "tp"))]
+    return [*flags, *SLOW, *(["--tensor-parallel", 2] * (stage == "tp")),
+            *(["--pipeline-parallel", 2] * (stage == "3d"))]
 
 
 # ------------------------------------------------------- what is to be shown
@@ -316,17 +338,19 @@ def busy(number):
             other.wait()
 
 
-# stage, launcher; the stages and launchers that the eight faults are tried on
+# script, launcher; what the eight faults are tried on
 PLACES = (("ddp", "torchrun"), ("fsdp", "torchrun"), ("tp", "torchrun"),
+          ("lit", "torchrun"), ("3d", "torchrun"), ("ddp.py", "torchrun"),
+          ("nano.py", "torchrun"), ("lightning_trainer.py", "torchrun"),
           ("ddp", "as_torchrun"), ("mpi", "mpirun"), ("mpi", "mpich"),
           ("ddp", "srun"), ("fsdp", "srun"), ("mpi", "srun"))
-# stage or foreign script, launcher, how it is slow, beside how many others
+# script, launcher, how it is slow, beside how many others
 SOUND = (("ddp", "torchrun", "", 0), ("fsdp", "torchrun", "", 6),
          ("ddp", "torchrun", "slow", 0), ("mpi", "mpirun", "slow", 6),
          ("mpi", "mpich", "", 6), ("ddp", "as_torchrun", "", 0),
          ("ddp", "srun", "", 6), ("fsdp", "srun", "slow", 0),
-         ("nano", "torchrun", "", 6), ("stream", "torchrun", "", 6),
-         ("lightning_trainer", "torchrun", "", 0))
+         ("nano.py", "torchrun", "", 6), ("ddp.py", "torchrun", "slow", 6),
+         ("lightning_trainer.py", "torchrun", "", 0))
 
 
 def cases():
@@ -362,14 +386,7 @@ def attempt(stage, launcher, fault, others, slurm):
         job = (Job(folder, slurm()) if launcher == "srun" else Plain(folder))
         try:
             with busy(others):
-                if stage in STAGES:
-                    planted = fault
-                    if launcher == "srun" and fault == "dead node":
-                        planted = ""  # a real one
-                    job.start(stage, launcher, plant(
-                        stage, planted, job.mark), fault)
-                else:
-                    job.start_foreign(stage, launcher)
+                job.start(stage, launcher, fault)
                 return (name_fault(job, fault, launcher) if fault in FAULTS
                         else stay_silent(job))
         except AssertionError as error:
