@@ -34,7 +34,7 @@ FOLDER = "WORKSHOP_WHY"  # the variable that names the folder
 TIMEOUT = "WORKSHOP_TIMEOUT"  # seconds without a move that end the process
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
-KEPT = 300  # collectives
+KEPT = 2000  # collectives
 LOOKS = 40  # at where the time goes
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
@@ -365,8 +365,10 @@ def read_record(lines):
             "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
             "waits": not entry["retired"], "p2p": entry["is_p2p"],
             "time": entry["time_created_ns"] / 1e9,
-            "stack": [[frame["filename"], frame["line"], frame["name"]]
-                      for frame in reversed(entry.get("frames", ()))]})
+            "line": find_line([
+                [frame["filename"], frame["line"], frame["name"]]
+                for frame in reversed(entry["frames"])
+            ]) if entry.get("frames") else None})
     calls.sort(key=lambda call: call["time"])
     return {"joined": True, "calls": calls[-KEPT:]}
 
@@ -431,15 +433,15 @@ def describe_call(comm, name, args):
         world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
         comm.ranks = comm.Get_group().Translate_ranks(None, world)
     sent = [array for array in args[:2] if hasattr(array, "dtype")][:1]
-    stack, frame = [], sys._getframe(2)
-    while frame:
-        stack.append([frame.f_code.co_filename, frame.f_lineno,
-                      frame.f_code.co_name])
+    frame = sys._getframe(2)
+    while frame.f_back and LIBRARY.search(frame.f_code.co_filename):
         frame = frame.f_back
     return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
             "call": name, "sizes": [list(array.shape) for array in sent],
             "types": [str(array.dtype) for array in sent], "waits": True,
-            "p2p": False, "time": time.time(), "stack": stack[::-1]}
+            "p2p": False, "time": time.time(),
+            "line": [frame.f_code.co_filename, frame.f_lineno,
+                     frame.f_code.co_name]}
 
 
 # ------------------------------------------- what the system says (Linux)

@@ -533,7 +533,7 @@ def test_other_lines_are_no_mistake():
         return [{"group": [0, 1], "name": "0", "number": i,
                  "call": "broadcast", "sizes": [[3]], "types": ["Float"],
                  "waits": False, "p2p": False, "time": i + number / 1e4,
-                 "stack": [["/home/me/train.py", line, "train"]]}
+                 "line": ["/home/me/train.py", line, "train"]}
                 for i in range(40)]
 
     ranks = [make_rank(number, calls=calls(number, 20 + number), still=1,

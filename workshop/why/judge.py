@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backstage.witness import LIBRARY, find_line
+from backstage.witness import find_line
 
 PATIENCE = 30  # seconds without a move that are no longer normal
 SHARE = 0.3  # of the time that the others wait for a straggler
@@ -165,8 +165,8 @@ def judge(ranks, now, alive=True):
                       "again")
     still = min(rank.still for rank in ranks)
     if still > PATIENCE:
-        return Answer("", f"no rank has moved for {still:.0f} s, but some "
-                      "have taken as long before: ask again")
+        return Answer("", f"no rank has moved for {still:.0f} s, which they "
+                      "may need: ask again")
     return Answer("", "nothing is stuck: the ranks move on")
 
 
@@ -259,16 +259,10 @@ def check_collectives(ranks, waited):
             return differ("different collectives", number, calls, kinds,
                           by_number)
         if len(set(map(str, sizes.values()))) > 1:
-            lines = set(map(find_caller, calls.values()))
+            lines = {str(call["line"]) for call in calls.values()}
             return differ("different collectives" if len(lines) > 1 else
                           "different sizes", number, calls, sizes, by_number)
     return check_aborted(ranks) or check_places(ranks, found)
-
-
-def find_caller(call):
-    """(file, line, function) of the script that made the call, or None."""
-    mine = [frame for frame in call["stack"] if not LIBRARY.search(frame[0])]
-    return tuple(mine[-1]) if mine else None
 
 
 def count_elements(call):
@@ -303,9 +297,8 @@ def describe_call(call):
     sizes = " and ".join(
         f"{kind.lower()} {size}" for kind, size in zip(
             call["types"][:2], call["sizes"]))
-    frame = find_caller(call)
     return (call["call"] + (f" of {sizes}" if sizes else "")
-            + (f" in {describe_line(frame)}" if frame else ""))
+            + (f" in {describe_line(call['line'])}" if call["line"] else ""))
 
 
 def check_aborted(ranks):
@@ -350,8 +343,8 @@ def check_places(ranks, found):
         return None
     for (_, number), calls in sorted(found.items(), key=lambda item: min(
             call["time"] for call in item[1].values())):
-        lines = {rank: find_caller(call)
-                 for rank, call in calls.items() if call["stack"]}
+        lines = {rank: str(call["line"])
+                 for rank, call in calls.items() if call["line"]}
         if len(set(lines.values())) > 1:
             return differ("different collectives", number, calls, lines,
                           {rank.rank: rank for rank in ranks})
