@@ -17,6 +17,7 @@ from backstage.errors import UserError
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
+from workshop.results.runs import PUBLISHED
 from workshop.why import evidence, slow
 from workshop.why import judge as judging
 from workshop.why.command import main as ask_why
@@ -300,6 +301,18 @@ def test_how_a_script_of_others_ends(last, status, error, tmp_path):
     assert record["ended"].get("error") == error
 
 
+def test_a_limit_that_is_set_later(tmp_path):
+    """As --timeout does, after the hook has begun."""
+    end, (record,) = run_watched(tmp_path, """\
+import time
+from backstage import witness
+witness.POLL = 0.1
+witness.start(limit=1)
+time.sleep(60)
+""", RANK="0", WORLD_SIZE="2")
+    assert (end, record["ended"]["status"]) == (1, "timeout")
+
+
 def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
     again = ("import subprocess, sys\nif len(sys.argv) < 2:\n"
              "    subprocess.run([sys.executable, __file__, 'again'])\n")
@@ -380,6 +393,15 @@ def test_what_to_try_first(part, words, tmp_path):
     said = slow.explain(run)
     assert words in said[-1]
     assert slow.explain(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["A100-40, batch 16", "Max 1550, batch 16"])
+def test_what_is_normal_is_what_was_published(name):
+    seconds = PUBLISHED[name]
+    kept = [f"{100 * seconds[1] / (number * seconds[number]):.0f}%"
+            for number in (4, 8, 16)]
+    assert "{}, {} and {}".format(*kept) in " ".join(
+        (ROOT / "docs" / "why.md").read_text().split())
 
 
 @pytest.mark.parametrize(("sacct", "lines"), [
