@@ -398,14 +398,14 @@ def record_mpi(MPI):
         return
 
     def call(name):
-        def recorded(self, *args, **options):
+        def called(self, *args, **options):
             self.recorded += 1
             entry = describe_call(self, name, args)
             mpi_calls.append(entry)
             result = getattr(kind, name)(self, *args, **options)
             entry["waits"] = False
             return result
-        return recorded
+        return called
 
     def make(name):
         def made(self, *args, **options):
@@ -428,11 +428,15 @@ def record_mpi(MPI):
 
 
 def describe_call(comm, name, args):
-    """What `read_record` says of a call; of an array its shape and type."""
+    """What `read_record` says of a call; of an array its shape and type.
+
+    The methods in lower case take any objects, also arrays of other shapes.
+    """
     if comm.ranks is None:
         world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
         comm.ranks = comm.Get_group().Translate_ranks(None, world)
-    sent = [array for array in args[:2] if hasattr(array, "dtype")][:1]
+    sent = [array for array in args[:2] if hasattr(array, "dtype")
+            and name[0].isupper()][:1]
     frame = sys._getframe(2)
     while frame.f_back and LIBRARY.search(frame.f_code.co_filename):
         frame = frame.f_back

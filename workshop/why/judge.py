@@ -254,7 +254,7 @@ def check_collectives(ranks, waited):
         kinds = {rank: call["call"] for rank, call in calls.items()}
         sizes = {rank: (count_elements(call), call["types"])
                  for rank, call in calls.items()
-                 if SAME_SIZES.search(call["call"])}
+                 if SAME_SIZES.search(call["call"]) and call["sizes"]}
         if len(set(kinds.values())) > 1:
             return differ("different collectives", number, calls, kinds,
                           by_number)
