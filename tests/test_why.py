@@ -159,43 +159,25 @@ def test_an_error(launch, tmp_path):
     assert "ValueError: a bad sample" in found.reason
 
 
-OTHERS = {
-    "nano": (("    optimizer.step()\n", "    if iter_num == 20:\n"
-              "        FAULT\n    optimizer.step()\n"), PRELOAD),
-    "lightning_trainer": (
-        ("        x, y = batch\n", "        x, y = batch\n"
-         "        if batch_idx == 20:\n            FAULT\n"),
-        [*PRELOAD, "lightning"]),
-}
-STATEMENTS = {  # of rank 1, and what all ranks then do is as before
-    "skipped": ("torch.distributed.all_gather([torch.ones(1)] * 2, "
-                "torch.ones(1))", "different collectives"),
-    "killed": ("os.kill(os.getpid(), 9)", "a rank was killed"),
-    "error": ("raise ValueError('a bad sample')", "a rank ended"),
-    "stuck": ("import time; time.sleep(1000)", "a rank is late"),
-    "": ("pass", ""),
-}
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("fault", STATEMENTS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_scripts_of_other_styles(name, fault, launch, tmp_path, monkeypatch):
-    (old, new), preload = OTHERS[name]
-    statement, expected = STATEMENTS[fault]
-    new = new.replace("FAULT", "if os.environ['RANK'] == '1': " + statement)
-    job = launch([(old, new)], world_size=2, name=name, preload=preload)
-    if fault in ("killed", "error"):
-        job.wait(90)
-    else:
-        monkeypatch.setattr(judging, "PATIENCE", 4 if fault else 30)
-        wait_for(tmp_path / "why", lambda found: len(found) == 2 and all(
-            rank.still > 4 if fault else len(rank.calls) > 40
-            for rank in found.values()))
-    found = answer(tmp_path / "why", alive=fault not in ("killed", "error"))
-    assert found.fault == expected
-    if fault:
-        assert [rank.rank for rank in found.ranks] == [1]
+@pytest.mark.parametrize(("name", "line", "step", "statement", "fault"), [
+    ("nano", "    optimizer.step()\n", "iter_num",
+     "torch.distributed.all_gather([torch.ones(1)] * 2, torch.ones(1))",
+     "different collectives"),
+    ("lightning_trainer", "        x, y = batch\n", "batch_idx",
+     "raise ValueError('a bad sample')", "a rank ended")])
+def test_scripts_of_other_styles(
+        name, line, step, statement, fault, launch, tmp_path):
+    """why_cases.py has more of their faults."""
+    space = re.match(" *", line)[0]
+    launch([(line, f"{space}if os.environ['RANK'] == '1' and {step} == 20:\n"
+             f"{space}    {statement}\n{line}")], world_size=2, name=name,
+           preload=[*PRELOAD, "lightning"])
+    wait_for(tmp_path / "why", lambda found: len(found) == 2 and judge(
+        list(found.values()), time.time()).fault)
+    found = answer(tmp_path / "why")
+    assert found.fault == fault
+    assert [rank.rank for rank in found.ranks] == [1]
 
 
 @pytest.mark.whole
@@ -321,6 +303,25 @@ def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
     (tmp_path / "launcher").mkdir()
     _, found = run_watched(tmp_path / "launcher", again)
     assert not found
+
+
+def test_mpi_calls_are_recorded(tmp_path):
+    """Of COMM_WORLD, and of what is made of it; objects have any shape."""
+    needs("mpirun", "mpi4py")
+    _, (record,) = run_watched(tmp_path, """\
+import numpy as np
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+comm.Allreduce(MPI.IN_PLACE, np.ones(3))
+comm.Split(0).Barrier()
+comm.allgather(np.ones(3))
+""", RANK="0", WORLD_SIZE="2")
+    assert [(call["name"], call["number"], call["call"], call["sizes"],
+             call["line"][1], call["waits"]) for call in record["calls"]] == [
+        ("MPI", 1, "Allreduce", [[3]], 4, False),
+        ("MPI.1", 1, "Barrier", [], 5, False),
+        ("MPI", 2, "allgather", [], 6, False)]
+    assert {*map(str, (call["group"] for call in record["calls"]))} == {"[0]"}
 
 
 def test_sigterm_leaves_a_stack_and_reaches_the_script(tmp_path):
