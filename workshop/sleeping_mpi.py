@@ -13,12 +13,8 @@ import time
 
 from mpi4py import MPI
 
-COLLECTIVES = (
-    "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv",
-    "Barrier", "Bcast", "Gather", "Gatherv", "Reduce", "Reduce_scatter",
-    "Reduce_scatter_block", "Scan", "Scatter", "Scatterv", "allgather",
-    "allreduce", "alltoall", "barrier", "bcast", "gather", "reduce", "scan",
-    "scatter")
+from backstage.witness import COLLECTIVES
+
 ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
 BEGUN = (  # they return a request
     "Iallgather", "Iallgatherv", "Iallreduce", "Ialltoall", "Ibarrier",
