@@ -485,7 +485,7 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
         "error": "Exception", "message": "MPI_ERR_TRUNCATE: message truncated",
         "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,
      "different collectives",
-     "in line 30 of train.py; rank 1 was in line 41"),
+     "in line 30 of train.py; rank 1 last wrote from line 41"),
     ({"ended": LOST_IT}, {"last": "Fatal Python error: Segmentation fault\n"
                           '  File "/home/me/train.py", line 5 in step'},
      "a rank crashed", "line 5 of train.py: Segmentation fault"),

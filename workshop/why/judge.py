@@ -406,7 +406,7 @@ def explain_error(rank, ranks):
             "recompute activations; does another process use that device?",
             [rank])
     if re.search("message truncated|MPI_ERR_TRUNCATE", message, re.I):
-        others = "".join(f"; rank {other.rank} was in {other.where}"
+        others = "".join(f"; rank {other.rank} last wrote from {other.where}"
                          for other in ranks if other is not rank)
         return Answer(
             "different collectives", f"rank {rank.rank} got a message of "
