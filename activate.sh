@@ -85,6 +85,10 @@ _workshop_activate() {
     "~"/*) _workshop_venv=$HOME/${_workshop_venv#"~"/} ;; # it was in quotes
     *) _workshop_venv=$_workshop_root/$_workshop_venv ;;
     esac
+    case $_workshop_venv in *.tar | *.tar.*)
+        _workshop_venv=$(bash "$_workshop_root/environment/archive.sh" \
+            unpack "$_workshop_venv") || return 1 ;;
+    esac
     bash "$_workshop_root/environment/setup.sh" "$_workshop_venv" \
         "$WORKSHOP_SITE_PACKAGES" || return 1
 

@@ -28,6 +28,14 @@ if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
     fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi
 
+# Each node unpacks the environment if WORKSHOP_VENV is an archive.
+archive=$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)
+if [ -n "$archive" ]; then
+    srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+        bash "$root/environment/archive.sh" unpack "$archive" >/dev/null ||
+        exit 1
+fi
+
 # The processes meet on the first node, at a port of this job's own.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))

@@ -140,23 +140,27 @@ def install(new, system):
              f"mirror in site.sh; full log: {log}")
 
 
+def correct(folder, old, new):
+    """Replace a path, or a part of it, in an environment's own files."""
+    old, new, files = os.fsencode(old), os.fsencode(new), []
+    for name in "bin", "etc", "share":
+        files += Path(folder, name).rglob("*")
+    for path in (*files, Path(folder, "pyvenv.cfg"), Path(folder, MARKER)):
+        if path.is_file() and not path.is_symlink():
+            text = path.read_bytes()
+            if old in text:
+                other = path.with_name(f"{path.name}~")
+                other.write_bytes(text.replace(old, new))
+                shutil.copymode(path, other)
+                other.replace(path)
+
+
 def place(new, venv, old):
     """Correct its path in its files, and rename it.
 
     What the two paths differ in is nowhere else in these files.
     """
-    part = os.fsencode(new)[len(os.fsencode(venv)):]
-    files = [new / "pyvenv.cfg"]
-    for name in "bin", "etc", "share":
-        files += (new / name).rglob("*")
-    for path in files:
-        if path.is_file() and not path.is_symlink():
-            text = path.read_bytes()
-            if part in text:
-                other = path.with_name(f"{path.name}~")
-                other.write_bytes(text.replace(part, b""))
-                shutil.copymode(path, other)
-                other.replace(path)
+    correct(new, str(new)[len(str(venv)):], "")
     if new.parent == venv:
         # no Python before the packages, and the marker when it is whole
         names = {path.name for path in new.iterdir()} - {"bin", MARKER}

@@ -213,6 +213,7 @@ filter_notebooks() {
 metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
 metadata.language_info.pygments_lexer metadata.language_info.version'"
     if [ -e .git ] && [ -x "$venv/bin/nbstripout" ] &&
+        git rev-parse 2>/dev/null && # not another user's clone
         [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then
         git config filter.nbstripout.clean "$filter"
     fi

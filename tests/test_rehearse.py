@@ -1,13 +1,31 @@
 """The rehearsal of the hour: its table, its errors, and all of it on SLURM."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
+from cluster import copy_course
+from conftest import needs
+from test_pbs import FLAGS
 
 from workshop import rehearse
+from workshop.processes import OPEN_MPI
 from workshop.rehearse import Step
+
+# What `qsub -W block=true -o FILE -v NAME=VALUE,... BATCHFILE` does, on this
+# machine. Nothing of the shell that submits reaches a job but what -v names.
+QSUB = """#!/bin/bash
+echo 7.pbs
+IFS=, read -ra named <<<"$6"
+nodes=$PWD/nodes log=$PWD/$4 file=$PWD/$7
+for _ in 1 2 3 4; do hostname; done >"$nodes"
+cd / && exec env -i HOME="$HOME" PATH=/usr/bin:/bin OPEN_MPI \\
+    PBS_O_WORKDIR="$OLDPWD" PBS_JOBNAME=ddp-1n4g PBS_JOBID=7.pbs \\
+    PBS_NODEFILE="$nodes" "${named[@]}" bash "$file" >"$log" 2>&1
+""".replace("OPEN_MPI", " ".join(f"{k}={v}" for k, v in OPEN_MPI.items()))
 
 
 @pytest.fixture
@@ -61,6 +79,28 @@ def test_the_job_is_for_the_scheduler_that_is_there(program, first):
     job, = (step for step in steps if step.name == "job")
     assert " ".join(job.command).startswith(first)
     assert "--seed 3" in " ".join(job.command)
+
+
+@pytest.mark.whole
+def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
+    needs("mpiexec")
+    clone, qsub = tmp_path / "gpt2-workshop", tmp_path / "qsub"
+    copy_course(clone)
+    qsub.write_text(QSUB)
+    qsub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job, = (step for step in rehearse.steps(
+        [*FLAGS.split(), "--max-steps", "3"], {"qsub": qsub}.get)
+        if step.name == "job")
+    assert rehearse.rehearse([job], clone) == 0, (
+        clone / "job.txt").read_text()
+    run = json.loads((clone / "runs/ddp-1n4g-7/hyperparameters.json")
+                     .read_text())
+    assert run["world_size"] == 4 and run["max_steps"] == 3
+    (clone / "site.sh").write_text("WORKSHOP_DATA=/nowhere\n")
+    assert rehearse.rehearse([job], clone) == 1
+    assert capsys.readouterr().err.startswith(
+        "job: ddp-1n4g: WORKSHOP_DATA is /nowhere, which does not exist")
 
 
 @pytest.mark.whole

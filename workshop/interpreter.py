@@ -18,6 +18,9 @@ FROM_SITE = """
 [ ! -f site.sh ] || . ./site.sh
 venv=${WORKSHOP_VENV:-.venv}
 case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
+case $venv in *.tar | *.tar.*)
+    venv=$(bash environment/archive.sh unpack "$venv") || exit ;;
+esac
 exec "$venv/bin/python" "$@"
 """
 

@@ -44,6 +44,14 @@ if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
         -x TORCH_FR_BUFFER_SIZE -x NCCL_DEBUG --bind-to none -N)
 fi
 
+# Each node unpacks the environment if WORKSHOP_VENV is an archive.
+archive=$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)
+if [ -n "$archive" ]; then
+    mpiexec -n "$(sort -u "$PBS_NODEFILE" | wc -l)" "${per_node[@]}" 1 \
+        env TMPDIR="${TMPDIR-/tmp}" bash "$root/environment/archive.sh" \
+        unpack "$archive" >/dev/null || exit 1
+fi
+
 # The script of a stage: yours where it passed the check for that stage, else
 # the solution. The log says which, and why.
 stage() {

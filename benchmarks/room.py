@@ -1,0 +1,137 @@
+"""What attendees need of a node that they share: memory, CPU time, patience.
+
+    python benchmarks/room.py [ATTENDEES]      its own command, 10 attendees
+
+One after the other: JupyterLab with a kernel that has shown the diff, the
+script, and a check of the finished stage ddp. Then that many checks at once,
+and again beside six processes that compute without a pause. A fair share of
+the cores is what one check's CPU time takes if every check and every busy
+process gets as much as any other. Memory is PSS: pages that processes share
+are divided among them. Other programs' load counts for nobody.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+from jupyter_client import KernelManager
+from shared import busy
+from turns import show
+
+from backstage import ROOT
+from backstage.cores import count_cores
+from backstage.errors import require
+from workshop.stages import find
+
+BUSY = 6
+COURSE = ("backstage", "workshop", "solutions", "code", "fineweb")
+
+
+def need(process, until):
+    """Seconds until `until()` is true, CPU seconds and the most memory of a
+    process and of all that it has started.
+    """
+    begin, memory, cpu = time.monotonic(), 0, {}
+    while True:
+        ended = until()
+        seconds = time.monotonic() - begin
+        now = 0
+        try:
+            family = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            family = []
+        for one in family:
+            try:
+                now += one.memory_full_info().pss
+                times = one.cpu_times()
+                cpu[one.pid] = times.user + times.system
+            except psutil.Error:  # it has ended
+                continue
+        memory = max(memory, now)
+        if ended:
+            return seconds, sum(cpu.values()), memory
+        time.sleep(0.2)
+
+
+def run(clone, *command):
+    """A command in the clone, which has to succeed: what it needs."""
+    env = os.environ | {"PYTHONPATH": str(clone)}
+    with open(clone / "said", "w+") as said, subprocess.Popen(
+            [sys.executable, *command], cwd=clone, stdout=said,
+            stderr=subprocess.STDOUT, env=env) as process:
+        found = need(psutil.Process(process.pid),
+                     lambda: process.poll() is not None)
+        said.seek(0)
+        text = said.read()
+    require(process.returncode == 0 and (
+        "check" not in command or text.rstrip().split("\n")[-1]
+        .startswith("Right")), f"{command} in {clone}: {text[-500:]}")
+    return found
+
+
+def session(clone):
+    """JupyterLab's server, and a kernel in which a lesson is open."""
+    with subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", "--port=0",
+             "--allow-root", f"--ServerApp.root_dir={clone}"], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        for line in server.stdout:
+            if " is running at" in line:
+                break
+        found = need(psutil.Process(server.pid), lambda: True)
+        server.terminate()
+        server.stdout.read()
+    kernel = KernelManager()
+    kernel.start_kernel(cwd=clone / "code")
+    client = kernel.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(60)
+    client.execute_interactive(
+        "import sys; sys.path.insert(0, '..')\n"
+        "from workshop.notebook.cells import diff\ndiff('ddp')", timeout=60,
+        output_hook=lambda message: None)
+    more = need(psutil.Process(kernel.provisioner.pid), lambda: True)
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
+    return tuple(a + b for a, b in zip(found, more, strict=True))
+
+
+def main(attendees=10):
+    def row(name, *found):
+        seconds, cpu, memory = (
+            max(column) for column in zip(*found, strict=True))
+        show((name, f"{seconds:.0f}", f"{cpu:.0f}", f"{memory / 1e6:,.0f}"))
+        return seconds, cpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        clones = [Path(folder, str(n)) for n in range(attendees)]
+        for clone in clones:
+            for name in COURSE:
+                shutil.copytree(ROOT / name, clone / name, ignore=(
+                    shutil.ignore_patterns("__pycache__", ".*", "edu_*")))
+            shutil.copy(find("ddp").solution, clone / "code/train_gpt2.py")
+        show(("most of", "seconds", "CPU s", "MB"))
+        row("JupyterLab, a kernel", session(clones[0]))
+        row("the script", run(clones[0], find("std").solution, "--preset",
+                              "tiny", "--run", f"{folder}/run"))
+        check = "-m", "workshop", "check", "ddp"
+        _, cpu = row("one check", run(clones[0], *check))
+        for others in (0, BUSY):
+            load = os.getloadavg()[0]
+            with busy(others), ThreadPoolExecutor(attendees) as pool:
+                seconds, _ = row(
+                    f"{attendees} checks beside {others}",
+                    *pool.map(lambda clone: run(clone, *check), clones))
+            share = cpu * (attendees + others) / count_cores()
+            print(f"a fair share is {share:.0f} s: {seconds / share:.1f} times"
+                  f" as long, at most (load before: {load:.1f})", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""WORKSHOP_VENV as an archive: unpacked once, whole, on a node's own disk."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from functools import partial
+
+import pytest
+from test_activate import PACKAGES, environment, refused, source, tiny_clone
+from test_activate import mount as mount  # fixtures
+from test_activate import set_up as set_up
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory, set_up):
+    """A folder with the packed environment of another clone."""
+    folder = tmp_path_factory.mktemp("archives")
+    repo, venv = set_up(folder, shared=True)
+    for name in ("venv.tar", "venv.tar.gz"):
+        out, err = source(repo, f"'{repo}/environment/archive.sh' pack "
+                          f"{folder}/{name} && echo packed")
+        assert out.endswith("packed\n"), out + err
+    venv.rename(folder / "not here")  # nothing of it is needed any more
+    assert [*folder.glob(".new*")] == []
+    return folder
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A function that sources activate.sh where TMPDIR is a node's disk."""
+    repo, disk = tiny_clone(tmp_path), tmp_path / "disk"
+    disk.mkdir()
+
+    def call(archive, then="", disk=disk, **changes):
+        (repo / "site.sh").write_text(
+            f"WORKSHOP_VENV={shlex.quote(str(archive))}\n")
+        return source(repo, then, TMPDIR=str(disk), **changes)
+    call.repo, call.disk = repo, disk
+    call.left = lambda: [path.name for path in disk.glob("*/*")
+                         if path.name != "lock"]
+    return call
+
+
+@pytest.mark.parametrize("name", ["venv.tar", "venv.tar.gz"])
+def test_it_is_unpacked_once(archives, node, name):
+    out, err = node(archives / name, f"{PACKAGES}; pip --version")
+    place, = node.disk.glob("*/[0-9]*")
+    assert f"status=0\n{node.repo}\n" in out and f"from {place}/lib" in out
+    assert err.count("unpacking") == err.count("\n") == 1, err
+    assert "installing" not in out and place.parent.stat().st_mode & 0o77 == 0
+    for path in (*place.glob("bin/*"), *place.glob("*.cfg")):
+        assert path.is_symlink() or str(archives) not in path.read_text()
+    out, err = node(archives / name, "echo $VIRTUAL_ENV",
+                    WORKSHOP_INSTALL="no")  # as in a job
+    assert out.endswith(f"status=0\n{place}\n") and not err
+    os.utime(archives / name, (1, 1))  # another version
+    assert node(archives / name)[1].count("unpacking") == 1
+    assert len(node.left()) == 2
+
+
+def test_a_kernel_that_is_not_ours_finds_it(archives, node):
+    node(archives / "venv.tar")
+    out = subprocess.run(
+        ["python3", "-c", "from workshop import interpreter as i\n"
+         "i.PACKAGES, i.HAS_PACKAGES = ('one',), 'import one'\n"
+         "i.run('-c', 'import sys; print(sys.prefix)')"],
+        cwd=node.repo, capture_output=True, text=True, check=True,
+        env=environment(node.repo, TMPDIR=str(node.disk))).stdout
+    assert out == f"{node.disk}/gpt2-workshop-{os.getuid()}/{node.left()[0]}\n"
+
+
+def test_two_shells_at_once(archives, node):
+    again = f"source '{node.repo}/activate.sh'"
+    out, err = node(archives / "venv.tar.gz", f"rm -r {node.disk}/*/[0-9]*\n"
+                    f"{again} & {again}; wait; {PACKAGES}")
+    assert out.count("is active") == 3 and out.endswith(f"{node.repo}\n")
+    assert err.count("unpacking") == 2 and len(node.left()) == 1, err
+
+
+def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
+    bad, odd, full = tmp_path / "bad.tar", tmp_path / "a b", tmp_path / "full"
+    refused(node(tmp_path / "no.tar.gz"), "no.tar.gz cannot be read")
+    whole = (archives / "venv.tar").read_bytes()
+    end = whole.rindex(b"workshop-base\0")  # where the last file begins
+    for size in (1000, len(whole) // 2, end):
+        bad.write_bytes(whole[:size])
+        out, err = node(bad)
+        refused((out, err.partition("\n")[2]), "bad.tar in|is not whole")
+    odd.mkdir()
+    refused(node(archives / "venv.tar", disk=odd), "TMPDIR be shorter")
+    refused(node(archives / "venv.tar", disk=tmp_path / "no"), "cannot be mad")
+    assert node.left() == [] == [*odd.glob("*/[0-9]*")]
+    full.mkdir()
+    mount("-t", "tmpfs", "-o", "size=2M", "tmpfs", full)
+    out, err = node(archives / "venv.tar", disk=full)
+    refused((out, err.partition("\n")[2]), "No space left on device")
+    assert [*full.glob("*/[0-9]*")] == []
+
+
+def test_what_a_killed_one_has_left_goes(archives, node):
+    (node.repo / "site.sh").write_text(f"WORKSHOP_VENV={archives}/venv.tar\n")
+    slow = node.repo.parent / "tar"
+    slow.write_text('#!/bin/sh\ntouch "$2/begun"; sleep 1000\n')
+    slow.chmod(0o755)
+    for number in (signal.SIGINT, signal.SIGKILL):
+        shell = subprocess.Popen(
+            ["bash", "-c", f"source '{node.repo}/activate.sh'"],
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            start_new_session=True, stderr=subprocess.DEVNULL,
+            env=environment(node.repo, TMPDIR=str(node.disk), PATH=(
+                f"{slow.parent}:{os.environ['PATH']}")))
+        while not [*node.disk.glob("*/*/begun")]:
+            assert shell.poll() is None
+            time.sleep(0.01)
+        os.killpg(shell.pid, number)
+        shell.wait()
+        if number == signal.SIGINT:
+            assert node.left() == []
+    assert len(node.left()) == 1
+    assert "status=0" in node(archives / "venv.tar")[0]
+    assert len(node.left()) == 1
