@@ -116,5 +116,6 @@ def test_the_hour_on_slurm(slurm):
     rows = re.findall(r"^(\w+) +\d+ s +\d+\.\d s +(yes|slow)$", done.stdout,
                       re.M)
     assert [name for name, _ in rows] == [
-        "activate", "doctor", "reset", "check", "job", "plot"]
+        "activate", "doctor", "start", "diff", "reset", "check", "job",
+        "results"]
     assert not [*slurm.repo.parent.glob(".rehearsal-*")]

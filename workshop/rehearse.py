@@ -58,9 +58,18 @@ def steps(flags, which=shutil.which):
         job = Step("job", 300, ours("launch", "ddp", "--", *flags))
     return (Step("activate", 120, ("true",)),
             Step("doctor", 60, ours("doctor")),
+            Step("start", 120, notebook("start_here")),
+            Step("diff", 10, ours("diff", "ddp")),
             Step("reset", 10, ours("reset", "ddp")),
             Step("check", 120, ours("check", "ddp")), job,
-            Step("plot", 60, ours("plot")))
+            Step("results", 60, notebook("results")))
+
+
+def notebook(name):
+    """The command that runs all cells of a lesson."""
+    return ("jupyter", "nbconvert", "--log-level=ERROR", "--execute",
+            "--to=notebook", "--output-dir=executed",
+            f"notebooks/{name}.ipynb")
 
 
 def environment():
