@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 LONG = [f"test_{name}.py" for name in (
     "lab", "slurm", "check", "why", "contract", "slurm_ends", "notebooks",
     "activate", "verify", "ladder", "predictions", "traffic", "pbs", "nano",
-    "std", "slides", "starter", "tp", "take_home", "stages")]
+    "std", "slides", "starter", "meshes", "take_home", "stages")]
 
 
 ENVIRONMENT = (  # what activate.sh needs

@@ -17,10 +17,11 @@ import torch
 from conftest import edit, needs
 
 from backstage import ROOT, vocabulary
-from workshop.processes import Launch, modules_of
+from workshop.processes import OPEN_MPI, Launch, modules_of
 from workshop.stages import STAGES
 
 FOLDER = Path(__file__).resolve().parent
+GOLDEN = FOLDER / "golden"  # tokens, and what was computed from them
 STARTER = ROOT / "starter" / "train.py"  # the tests call it stage "starter"
 
 BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
@@ -223,12 +224,16 @@ class CollectivesSeen:
 # ----------------------------------------------------------- real launchers
 
 
-def run_command(*command, timeout=180):
-    """Run a launcher, and wait until everything that it started has ended."""
+def run_command(*command, timeout=180, **more):
+    """Run a launcher, and wait until everything that it started has ended.
+
+    more: variables of its environment.
+    """
     process = subprocess.Popen(
         [str(word) for word in command], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        env={**os.environ, **OPEN_MPI, "PYTHONPATH": str(ROOT),
+             "OMP_NUM_THREADS": "1", **more,
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # as activate.sh
     try:
         out, err = process.communicate(timeout=timeout)
@@ -244,6 +249,16 @@ def tiny(run, data, *flags):
 
 
 # ------------------------------------------------------------- comparing
+
+
+def refused(result, *words):
+    """One line of ours with these words, from rank 0, and status 1."""
+    assert result.status == 1, (result.status, result.out, result.err)
+    (line,) = (line for line in result.ranks[0].err.splitlines()
+               if not line.startswith("warning: "))
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
 
 
 def agree(result, single, learning_rate=3e-3):
@@ -277,30 +292,3 @@ def same_state(a, b):
 def weight_distance(a, b):
     """The largest absolute difference of two models' weights."""
     return max((a[key] - b[key]).abs().max().item() for key in a)
-
-
-def agree_in_bf16(stage, folder, data, loss, norm, **options):
-    """In bf16, a stage trains as one device does: relative tolerances."""
-    flags = ("--precision", "bf16", "--max-steps", 8)
-    single = train("std", folder / "single", *flags, data=data)
-    result = train(stage, folder / "run", *flags, data=data, **options)
-    assert result.status == 0, result.err
-    for column, tolerance in (("loss", loss), ("norm", norm)):
-        assert result.column(column) == pytest.approx(
-            single.column(column), rel=tolerance)
-
-
-def agree_compiled(stage, layers, folder, data, **options):
-    """Compiled, a stage trains as one device does that compiles nothing."""
-    needs("g++")
-    single = train("std", folder / "single", data=data,
-                   script=with_layers(layers, "std", folder))
-    result = train(stage, folder / "run", "--compile", data=data,
-                   script=with_layers(layers, stage, folder), timeout=290,
-                   **options)
-    assert result.status == 0, result.err
-    assert "does not work here" not in result.err
-    assert result.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-4)
-    assert result.checkpoint()["model"].keys() == (
-        single.checkpoint()["model"].keys())

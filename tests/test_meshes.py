@@ -1,0 +1,214 @@
+"""Several processes: what is particular to a stage, or to its sizes."""
+
+import re
+
+import pytest
+import torch
+from conftest import edit, needs
+from stages import agree, make_dataset, refused, train, with_layers
+
+from backstage.errors import explain
+from workshop.stages import STAGES
+
+# ------------------------------------------------ the same training
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "mesh", "loss", "norm"), [
+    ("fsdp", (1, 4, 1), 1e-4, 1e-2), ("tp", (1, 1, 2), 1e-3, 2e-2),
+    ("3d", (2, 1, 1), 1e-4, 1e-2)])
+def test_in_bf16_it_is_the_single_device(
+        stage, mesh, loss, norm, short_in_bf16, data, tmp_path):
+    """Autocast computes in bf16; weights and reductions stay in fp32."""
+    result = train(stage, tmp_path / "run", *BF16, data=data, mesh=mesh)
+    assert result.status == 0, result.err
+    for column, tolerance in (("loss", loss), ("norm", norm)):
+        assert result.column(column) == pytest.approx(
+            short_in_bf16.column(column), rel=tolerance)
+
+
+BF16 = ("--precision", "bf16", "--max-steps", 8)
+
+
+@pytest.fixture(scope="module")
+def short_in_bf16(data, tmp_path_factory):
+    return train("std", tmp_path_factory.mktemp("bf16") / "run", *BF16,
+                 data=data)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "mesh"), [
+    ("fsdp", (1, 3, 1)), ("3d", (3, 1, 1)), ("tp", (1, 1, 3))], ids=str)
+def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
+    """Padded shards; pipeline stages of two blocks, one and one; nano's three
+    heads, with a vocabulary of 384, on three ranks."""
+    data = make_dataset(tmp_path / "data")
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 8)
+    if stage == "tp":
+        flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
+                 "--sequence-length", 32, "--microbatch-size", 4,
+                 "--eval-minibatches", 2)
+    single = train("std", tmp_path / "std", *flags, data=data)
+    agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh),
+          single, learning_rate=2e-3)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "layers", "mesh"), [
+    ("ddp", 1, (1, 2, 1)), ("fsdp", 1, (1, 2, 1)), ("3d", 2, (2, 1, 2))],
+    ids=str)
+def test_compiled(stage, layers, mesh, data, tmp_path):
+    """As one device that compiles nothing; what is saved knows nothing of it.
+
+    The stage 3d compiles what tp does.
+    """
+    needs("g++")
+    single = train("std", tmp_path / "single", data=data,
+                   script=with_layers(layers, "std", tmp_path))
+    result = train(stage, tmp_path / "run", "--compile", data=data, mesh=mesh,
+                   script=with_layers(layers, stage, tmp_path), timeout=290)
+    assert result.status == 0, result.err
+    assert "does not work here" not in result.err
+    assert result.column("loss") == pytest.approx(
+        single.column("loss"), rel=1e-4)
+    assert result.checkpoint()["model"].keys() == (
+        single.checkpoint()["model"].keys())
+
+
+# ------------------------------------------------ what a rank keeps, and saves
+
+
+class ShardsSeen:
+    """Says how many elements a rank keeps: of weights, gradients, moments."""
+
+    def __call__(self, rank):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self.step)
+
+    def step(self, optimizer, *_):
+        weights = [weight for group in optimizer.param_groups
+                   for weight in group["params"]]
+        state = [optimizer.state[weight] for weight in weights]
+        print("kept:", *(sum(one.to_local().numel() for one in tensors) for
+                         tensors in (weights, [one.grad for one in weights],
+                                     [one["exp_avg"] for one in state],
+                                     [one["exp_avg_sq"] for one in state])))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "flags"), [
+    ("fsdp", ()), ("lit", ("--strategy", "fsdp2"))])
+def test_each_rank_keeps_a_part_of_everything(
+        stage, flags, data, single, tmp_path):
+    result = train(stage, tmp_path / "run", "--max-steps", 3, *flags,
+                   data=data, mesh=(1, 4, 1), observe=ShardsSeen())
+    assert result.status == 0, result.err
+    total = sum(weight.numel() for name, weight in
+                single.checkpoint()["model"].items() if "lm_head" not in name)
+    kept = [line for line in result.out.splitlines() if "kept:" in line]
+    assert kept == ["kept:" + 4 * f" {total // 4}"] * (4 * 3)
+
+
+def test_rank_0_alone_cannot_save(data, tmp_path):
+    """It would wait for the others' parts: they have gone on."""
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(edit(STAGES["fsdp"].solution.read_text(), (
+        "if save:  # all ranks", "if rank == 0 and save:")))
+    result = train("fsdp", tmp_path / "run", "--max-steps", 5, data=data,
+                   mesh=(1, 2, 1), script=script)
+    assert all(rank.status != 0 for rank in result.ranks)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+
+
+class MessagesOfSave:
+    """Says how a checkpoint is gathered: by which groups, and how many bytes.
+
+    A group that is not made for "gloo" uses NCCL on GPUs, in their memory.
+    """
+
+    def __call__(self, rank):
+        import torch.distributed as dist
+
+        from backstage import run
+        from workshop.collectives import Collectives
+
+        on_cpus, new_group, gather = set(), dist.new_group, run.gather_state
+
+        def new(*args, backend=None, **options):
+            group = new_group(*args, backend=backend, **options)
+            if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+                on_cpus.add(group.group_name)
+            return group
+
+        def note(name, tensors, function, args):
+            group = next(arg if isinstance(arg, str) else
+                         dist.ProcessGroup.unbox(arg).group_name for arg in
+                         args if isinstance(arg, (str, torch.ScriptObject)))
+            print("message", "cpu" if group in on_cpus else "gpu",
+                  sum(tensor.nbytes for tensor in tensors))
+
+        def gather_state(*args):
+            with Collectives(note):
+                return gather(*args)
+
+        dist.new_group, run.gather_state = new, gather_state
+
+
+def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
+    """And the pipeline says who writes its texts."""
+    result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
+                   mesh=(2, 1, 2), observe=MessagesOfSave())
+    assert result.status == 0, result.err
+    sizes = {kind: [*map(int, re.findall(rf"message {kind} (\d+)",
+                                         result.out))]
+             for kind in ("cpu", "gpu")}
+    weights = result.checkpoint()["model"].values()
+    assert max(sizes["gpu"]) <= max(weight.nbytes for weight in weights)
+    # weights and moments of one of the two stages, sent and received
+    assert sum(sizes["cpu"]) > 2 * sum(weight.nbytes for weight in weights)
+    assert ">" not in result.out
+    said, = (line for line in result.out.splitlines() if "no texts" in line)
+    assert f"code/generate.py --run {tmp_path / 'run'} writes" in said
+
+
+# ------------------------------------------------ what is wrong is one line
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("stage", "size", "flags", "words"), [
+    ("ddp", 4, ["--microbatch-size", 4],
+     ["8 samples is not divisible by 16", "microbatches of 4"]),
+    ("tp", 1, ["--tensor-parallel", 2], ["1 process(es)", "multiple"]),
+    ("tp", 3, ["--tensor-parallel", 2], ["3 process(es)", "groups of 2"]),
+    ("tp", 3, ["--tensor-parallel", 3], ["--tensor-parallel 3", "4 heads"]),
+    ("tp", 1, ["--tensor-parallel", 0], ["--tensor-parallel must be 1"]),
+    ("tp", 4, ["--tensor-parallel", 2, "--microbatch-size", 8],
+     ["8 samples", "not divisible by 16", "microbatches of 8"]),
+    ("tp", 2, ["--tensor-parallel", 2, "--preset", "gpt2-xl"],
+     ["the 25 heads of preset gpt2-xl are not divisible by "
+      "--tensor-parallel 2"]),
+    ("3d", 1, ["--pipeline-parallel", 0], ["--pipeline-parallel must be 1"]),
+    ("3d", 2, ["--pipeline-parallel", 2, "--tensor-parallel", 2],
+     ["2 process(es)", "groups of 4"]),
+    ("3d", 5, ["--pipeline-parallel", 5], ["more than the 4 layers"]),
+    ("3d", 2, ["--pipeline-parallel", 2, "--microbatch-size", 8],
+     ["1 microbatch(es) of 8", "--pipeline-parallel 2", "smaller"]),
+], ids=lambda value: value[0] if isinstance(value, list) else str(value))
+def test_sizes_that_do_not_fit_are_one_line(
+        data, tmp_path, stage, size, flags, words):
+    refused(train(stage, tmp_path / "run", *flags, data=data,
+                  world_size=size if size > 1 else None), *words)
+
+
+@pytest.mark.parametrize(("cause", "words"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), "--microbatch-size"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc] closed"), "lost the other"),
+    (ValueError("a bug"), None)], ids=repr)
+def test_an_error_within_a_pipeline_is_explained(cause, words):
+    """A schedule raises an error of its own in the place of any other."""
+    try:
+        raise RuntimeError("[Stage 1] failed to run forward") from cause
+    except RuntimeError as error:
+        said = explain(error)
+    assert words in said if words else said is None
