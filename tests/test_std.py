@@ -10,20 +10,24 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from stages import (
     make_dataset,
+    refused,
     same_state,
     start_stage,
     train,
+    wait_for_rows,
     write_shards,
 )
 
 from backstage import ROOT
-from backstage.errors import explain
+from backstage.dataset import check_shards
+from backstage.errors import UserError, explain
 from backstage.flops import flops_per_token, num_parameters
 from backstage.run import new_folder
 
@@ -31,7 +35,7 @@ sys.path.insert(0, str(ROOT / "solutions"))
 import train_gpt2_ddp as ddp
 import train_gpt2_std as std
 
-# ------------------------------------------------------------- the contract
+CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 
 
 def test_desk_starts_as_the_single_device_stage():
@@ -62,70 +66,32 @@ def test_log_and_metrics(single):
     evaluated = [row["step"] for row in single.rows
                  if row["val_loss"] is not None]
     assert evaluated == [9, 19]
-    losses = single.column("loss")
-    assert losses[-1] < losses[0] - 1
+    assert single.rows[-1]["loss"] < single.rows[0]["loss"] - 1
     for row in single.rows:  # a step is 8 samples of 32 tokens
         assert row["tokens_per_second"] == pytest.approx(
             8 * 32 / row["seconds"], rel=1e-6)
     assert single.out.count("> Hello, I'm a language model,") == 4
-
-
-def test_a_log_says_how_many_parameters_decay(data, single):
-    config = replace(std.MODELS["tiny"],
-                     vocab_size=std.vocabulary.size(data))
-    total = num_parameters(config)
     vectors = 4 * (9 + 4) * 32 + 2 * 32  # of four blocks, and ln_f
-    matrices = total - vectors
-    assert (f"{total:,} parameters: {matrices:,} in 18 tensors "
+    matrices = num_parameters(CONFIG) - vectors
+    assert (f"{matrices + vectors:,} parameters: {matrices:,} in 18 tensors "
             f"with weight decay 0.1, {vectors:,} in 34 tensors with weight "
             "decay 0\n") in single.out
 
 
 def test_loss_is_the_mean_before_the_update(data, single):
     """Step 0's loss and norm, computed with one large microbatch."""
-    model, batch = first_batch(data, 8)
-    loss = model(*batch)
+    torch.manual_seed(1337)
+    model = std.GPT(CONFIG)
+    loss = model(*next(std.DataIterator(std.get_shards(data, "train"), 8, 32)))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert single.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert single.rows[0]["norm"] == pytest.approx(norm.item(), rel=1e-5)
-    shards = std.get_shards(data, "val")
-    samples = std.DataIterator(shards, 32, 32)
-    config = replace(std.MODELS["tiny"], vocab_size=257)
-    trained = std.GPT(config)
-    trained.load_state_dict(single.checkpoint()["model"])
+    model.load_state_dict(single.checkpoint()["model"])
+    samples = std.DataIterator(std.get_shards(data, "val"), 32, 32)
     with torch.no_grad():
-        val_loss = trained(*next(samples)).item()
+        val_loss = model(*next(samples)).item()
     assert single.rows[-1]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
-
-
-def first_batch(data, size, dtype=torch.float32):
-    torch.manual_seed(1337)
-    config = replace(std.MODELS["tiny"], vocab_size=257)
-    shards = std.get_shards(data, "train")
-    batch = next(std.DataIterator(shards, size, 32))
-    return std.GPT(config).to(dtype), batch
-
-
-def test_accumulation_changes_nothing(data, tmp_path, single, monkeypatch):
-    """One microbatch of 8, and four of 2: gradients in fp64, losses."""
-    # the model would compute its loss in fp32
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    def gradients(size):
-        model, _ = first_batch(data, 1, torch.float64)
-        shards = std.get_shards(data, "train")
-        microbatches = std.DataIterator(shards, size, 32)
-        for _ in range(8 // size):
-            (model(*next(microbatches)) / (8 // size)).backward()
-        return torch.cat([w.grad.flatten() for w in model.parameters()])
-
-    one, four = gradients(8), gradients(2)
-    assert (one - four).norm() / one.norm() < 1e-10
-    large = train("std", tmp_path / "run", "--microbatch-size", "8",
-                  data=data)
-    assert large.column("loss") == pytest.approx(
-        single.column("loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [[4001], [700, 3, 1298, 2000], [97] * 40])
@@ -206,16 +172,14 @@ def test_help_from_another_folder(tmp_path):
 @pytest.mark.whole
 def test_killed_at_random_moments(data, tmp_path):
     """kill -9 until it is done: the same loss and weights, bit for bit."""
-    flags = ("--max-steps", 150, "--checkpoint-every", 7, "--precision",
+    flags = ("--max-steps", 80, "--checkpoint-every", 7, "--precision",
              "bf16")
     whole = train("std", tmp_path / "whole", *flags, data=data)
     run, rng = tmp_path / "killed", random.Random(0)
-    metrics = run / "metrics.csv"
     resume = ()
-    for rows in sorted(rng.sample(range(100), 6)):
+    for rows in sorted(rng.sample(range(70), 4)):
         launch = start_stage("std", run, *flags, *resume, data=data)
-        while not metrics.exists() or metrics.read_text().count("\n") < rows:
-            time.sleep(0.002)
+        wait_for_rows(run, rows)
         time.sleep(rng.uniform(0, 0.02))
         launch.signal(signal.SIGKILL)
         assert launch.wait()[0].status == -signal.SIGKILL
@@ -224,9 +188,8 @@ def test_killed_at_random_moments(data, tmp_path):
     assert done.status == 0, done.err
     for name in ("step", "loss", "val_loss", "norm", "lr"):
         assert done.column(name) == whole.column(name)
-    a, b = done.checkpoint(), whole.checkpoint()
-    assert same_state(a["model"], b["model"])
-    assert same_state(a["optimizer"], b["optimizer"])
+    for part in ("model", "optimizer"):
+        assert same_state(done.checkpoint()[part], whole.checkpoint()[part])
 
 
 class DieWhileSaving:
@@ -268,21 +231,19 @@ def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
 @pytest.mark.parametrize(("number", "status"), [
     (signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
 def test_stops_with_a_checkpoint(data, tmp_path, number, status):
-    flags = ("--max-steps", 2000, "--eval-every", 2000,
-             "--checkpoint-every", 2000)
-    launch = start_stage("std", tmp_path / "run", *flags, data=data)
-    metrics = tmp_path / "run" / "metrics.csv"
-    while not metrics.exists() or metrics.read_text().count("\n") < 4:
-        time.sleep(0.01)
+    run = tmp_path / "run"
+    launch = start_stage("std", run, "--max-steps", 2000, "--eval-every", 2000,
+                         "--checkpoint-every", 2000, data=data)
+    wait_for_rows(run, 3)
     launch.signal(number)
-    rank, = launch.wait()
-    assert rank.status == status, rank.err
-    assert f"stopped by {number.name}" in rank.out
-    rows = metrics.read_text().count("\n") - 1
-    assert [file.name for file in metrics.parent.glob("checkpoints/*")] == [
+    stopped = launch.result(run)
+    assert stopped.status == status, stopped.err
+    assert f"stopped by {number.name}" in stopped.out
+    rows = len(stopped.rows)
+    assert [file.name for file in run.glob("checkpoints/*")] == [
         f"step_{rows:08d}.pt"]
     # and it continues as if nothing had happened
-    more = train("std", tmp_path / "run", "--resume", "--max-steps", rows + 3)
+    more = train("std", run, "--resume", "--max-steps", rows + 3)
     assert more.status == 0 and more.column("step") == list(range(rows + 3))
 
 
@@ -313,7 +274,9 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     run = tmp_path / "run"
     train("std", run, "--checkpoint-every", 5, data=data)
     newest = run / "checkpoints" / "step_00000020.pt"
-    flip_a_bit(newest)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
     done = train("std", run, "--resume")
     assert done.status == 0
     assert done.err.count(f"{newest} is damaged") == 1
@@ -326,12 +289,6 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     refused(train("std", run, "--resume"), "is damaged", "another --run")
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 class SmallFiles:
     """No file may grow beyond a limit in bytes, as on a full disk."""
 
@@ -342,33 +299,26 @@ class SmallFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path, single):
+def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     run = tmp_path / "run"
     train("std", run, "--max-steps", 10, data=data)
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
-    failed = train("std", run, "--resume", "--max-steps", 20,
-                   observe=SmallFiles(100_000))
-    refused(failed, "could not be written (File too large)")
-    assert [(file.name, file.read_bytes())
-            for file in run.glob("checkpoints/*")] == [
-        ("step_00000010.pt", kept)]
+    for limit, words in (
+            (100_000, ["could not be written (File too large)"]),
+            (1500, ["no room to write: File too large", "--resume"])):
+        refused(train("std", run, "--resume", "--max-steps", 20,
+                      observe=SmallFiles(limit)), *words)
+        assert [(file.name, file.read_bytes())
+                for file in run.glob("checkpoints/*")] == [
+            ("step_00000010.pt", kept)]
 
 
-def test_a_full_disk_for_metrics_and_log(data, tmp_path):
-    failed = train("std", tmp_path / "run", "--max-steps", 500,
-                   "--checkpoint-every", 500, data=data,
-                   observe=SmallFiles(3000))
-    refused(failed, "no room to write: File too large", "--resume")
-
-
-@pytest.mark.parametrize("stage", ["std", "ddp"])
-def test_a_full_disk_for_the_output(stage, data, tmp_path):
+def test_a_full_disk_for_the_output(data, tmp_path):
     """Like `python ... > log`: what is left would be written at the end."""
-    run = tmp_path / "run"
     with open(tmp_path / "log", "w") as log:
         ran = subprocess.run(
-            [sys.executable, ROOT / "solutions" / f"train_gpt2_{stage}.py",
-             "--preset", "tiny", "--data", data, "--run", run,
+            [sys.executable, ROOT / "solutions" / "train_gpt2_ddp.py",
+             "--preset", "tiny", "--data", data, "--run", tmp_path / "run",
              "--max-steps", "500", "--checkpoint-every", "500"],
             env={**os.environ, "PYTHONPATH": str(ROOT),
                  "PYTHONUNBUFFERED": ""},
@@ -380,11 +330,13 @@ def test_a_full_disk_for_the_output(stage, data, tmp_path):
         "goes on with --resume\n")
 
 
-def test_a_loss_that_is_not_finite_spares_the_checkpoint(data, tmp_path):
+@pytest.mark.parametrize("stage", ["std", "lit"])
+def test_a_loss_that_is_not_finite_spares_the_checkpoint(
+        stage, data, tmp_path):
     run = tmp_path / "run"
-    train("std", run, "--max-steps", 5, data=data)
+    train(stage, run, "--max-steps", 5, data=data)
     kept = (run / "checkpoints" / "step_00000005.pt").read_bytes()
-    failed = train("std", run, "--resume", "--max-steps", 20,
+    failed = train(stage, run, "--resume", "--max-steps", 20,
                    "--learning-rate", 1e30, "--checkpoint-every", 1)
     refused(failed, "the loss is", "--learning-rate")
     for file in sorted(run.glob("checkpoints/*.pt")):
@@ -393,10 +345,12 @@ def test_a_loss_that_is_not_finite_spares_the_checkpoint(data, tmp_path):
     assert (run / "checkpoints" / "step_00000005.pt").read_bytes() == kept
 
 
-def test_resume_finds_its_own_settings(data, tmp_path):
+def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     """--run and --resume say enough; a finished run ends at once."""
-    run = tmp_path / "run"
-    train("std", run, "--max-steps", 6, "--microbatch-size", 4, data=data)
+    monkeypatch.chdir(data.parent)  # a relative folder is its user's
+    run = tmp_path / "run"  # not there yet: it starts afresh
+    train("std", run, "--resume", "--preset", "tiny", "--max-steps", 6,
+          "--microbatch-size", 4, data=data.name)
     again = train("std", run, "--resume")
     assert again.status == 0 and "already finished" in again.out
     longer = train("std", run, "--resume", "--max-steps", 8)
@@ -407,28 +361,19 @@ def test_resume_finds_its_own_settings(data, tmp_path):
     refused(train("std", run, data=data), "holds a run already")
 
 
-@pytest.mark.parametrize("again", [(), ("--resume",)])
-def test_one_process_at_a_time_trains_in_a_run(data, tmp_path, again):
+def test_one_process_at_a_time_trains_in_a_run(data, tmp_path):
     run = tmp_path / "run"
     launch = start_stage("std", run, "--max-steps", 2000, data=data)
-    metrics = run / "metrics.csv"
-    while not metrics.exists() or metrics.read_text().count("\n") < 4:
-        time.sleep(0.01)
+    wait_for_rows(run, 3)
     record = (run / "hyperparameters.json").read_bytes()
-    refused(train("std", run, *again, data=data),
-            "another process trains in this run", "another --run")
+    for again in ((), ("--resume",)):
+        refused(train("std", run, *again, data=data),
+                "another process trains in this run", "another --run")
     assert (run / "hyperparameters.json").read_bytes() == record
     launch.signal(signal.SIGKILL)
-    assert launch.wait()[0].status == -signal.SIGKILL
-    rows = metrics.read_text().count("\n") - 1
+    rows = len(launch.result(run).rows)
     done = train("std", run, "--resume", "--max-steps", rows + 2)
     assert done.status == 0 and done.column("step") == list(range(rows + 2))
-
-
-def test_resume_of_an_empty_folder_starts_afresh(data, tmp_path):
-    result = train("std", tmp_path / "new", "--preset", "tiny", "--resume",
-                   "--max-steps", 2, data=data)
-    assert result.status == 0 and result.column("step") == [0, 1]
 
 
 def test_init_starts_from_other_weights(data, tmp_path, single):
@@ -450,66 +395,45 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
 # --------------------------------------------------------------- bad input
 
 
-def refused(result, *words):
-    """One line of ours with these words, no traceback, a status above 0."""
-    assert result.status == 1, (result.status, result.out, result.err)
-    lines = [line for line in result.err.splitlines()
-             if not line.startswith("warning: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.err
-    for word in words:
-        assert word in lines[0]
-
-
 @pytest.mark.parametrize(("flags", "words"), [
     (["--sequence-length", 33], ["longer than the 32 positions"]),
     (["--device", "tpu"], ["--device tpu", "cpu"]),
     (["--max-steps", "many"], ["--max-steps", "many"]),
     (["--preset", "huge"], ["preset huge", "tiny, nano, gpt2, gpt2-xl"]),
     (["--max-steps", -1], ["--max-steps"]),
-    (["--microbatch-size", -1], ["--microbatch-size"]),
+    (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
+    (["--data", "BAD"], ["vocabulary.json: damaged"]),
+    (["--run", "FILE/run"], ["FILE"]),
 ])
-def test_bad_flags(data, tmp_path, flags, words):
+def test_bad_flags(data, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").mkdir()
+    Path("FILE").touch()
+    (make_dataset(Path("BAD")) / "vocabulary.json").write_text("{}")
     refused(train("std", tmp_path / "run", *flags, data=data), *words)
+    assert not (tmp_path / "run").exists()
 
 
-def test_bad_folders(data, tmp_path):
-    run = tmp_path / "run"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(train("std", run, data=empty), "no shard *_train_*.npy")
-    file = tmp_path / "file"
-    file.touch()
-    refused(train("std", file / "run", data=data), str(file))
-    assert not run.exists()
+SECOND = "test_train_000002.npy"
 
 
-def make_bad(folder, kind):
-    shard = folder / "test_train_000002.npy"
-    if kind == "dtype":
-        np.save(shard, np.arange(100, dtype=np.int64))
-    elif kind == "truncated":
-        np.save(shard, np.zeros(1000, np.uint16))
-        os.truncate(shard, 500)
-    elif kind == "short":
-        write_shards(folder, [[1] * 8] * 3, [1] * 100)
-    elif kind == "token":
-        np.save(folder / "test_train_000001.npy",
-                np.full(2500, 257, np.uint16))
-    elif kind == "vocabulary":
-        (folder / "vocabulary.tiktoken").write_text("not base64")
-    return folder
-
-
-@pytest.mark.parametrize(("kind", "words"), [
-    ("dtype", ["test_train_000002.npy", "int64", "not a list of uint16"]),
-    ("truncated", ["test_train_000002.npy", "make it again"]),
-    ("short", ["24 tokens of train are too few"]),
-    ("token", ["token 257", "vocabulary of 257"]),
-    ("vocabulary", ["the vocabulary is damaged"]),
-])
-def test_bad_shards(tmp_path, kind, words):
-    data = make_bad(make_dataset(tmp_path / "data"), kind)
-    refused(train("std", tmp_path / "run", data=data), *words)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda data: np.save(data / SECOND, np.arange(100)),
+     [SECOND, "int64", "not a list of uint16"]),
+    (lambda data: os.truncate(data / SECOND, 139), [SECOND, "make it again"]),
+    (lambda data: write_shards(data, [[1] * 8] * 3, [1] * 100),
+     ["24 tokens of train are too few"]),
+    (lambda data: write_shards(data, [[257] * 2500], [1] * 100),
+     ["token 257", "vocabulary of 257"]),
+    (lambda data: (data / "vocabulary.tiktoken").write_text("not base64"),
+     ["the vocabulary is damaged"]),
+], ids=["dtype", "truncated", "short", "token", "vocabulary"])
+def test_bad_shards(tmp_path, change, words):
+    data = make_dataset(tmp_path / "data")
+    change(data)
+    with pytest.raises(UserError) as error:
+        check_shards(data, 32)
+    assert all(word in str(error.value) for word in words)
 
 
 def test_a_token_that_no_look_has_found_is_one_line():
@@ -554,10 +478,3 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     assert result.status == 0, result.err
     assert result.err.count("nothing will be generated") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257
-
-
-def test_a_relative_folder_is_that_of_who_started_it(
-        data, tmp_path, monkeypatch):
-    monkeypatch.chdir(data.parent)
-    result = train("std", tmp_path / "run", "--max-steps", 1, data=data.name)
-    assert result.status == 0, result.err
