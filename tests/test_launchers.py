@@ -8,8 +8,16 @@ import sys
 import time
 
 import pytest
-from conftest import needs
-from stages import FOLDER, run_command, start_stage, tiny
+from conftest import edit, needs
+from stages import (
+    GOLDEN,
+    Result,
+    agree,
+    refused,
+    run_command,
+    start_stage,
+    tiny,
+)
 from test_mpi import mpich  # noqa: F401, a fixture
 
 from backstage import ROOT, launchers
@@ -21,10 +29,9 @@ from backstage.launchers import (
     name_ranks,
 )
 from workshop import doctor_ranks
-from workshop.processes import OPEN_MPI, free_port
+from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
-GOLDEN = FOLDER / "golden"
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
 HYDRA = {**PMI, "MPI_LOCALRANKID": "1"}
@@ -32,11 +39,12 @@ PALS = {**PMI, "PALS_RANKID": "5"}
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-        "SLURM_STEP_NODELIST": "node[1-2]"}
+        "SLURM_STEP_NODELIST": "gpu[03-04,07]"}
 DAEMON = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
           "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
             "LOCAL_WORLD_SIZE": "4"}
+SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # of a job, in no step
 
 
 @pytest.mark.parametrize(("env", "launcher"), [
@@ -49,16 +57,29 @@ def test_who_has_started_it(env, launcher):
     assert find_launcher(env) == (launcher, 8)
 
 
-@pytest.mark.parametrize(("env", "launcher"), [
-    (STEP, "srun"), (TORCHRUN, "torchrun")])
-def test_names_without_mpi(env, launcher):
-    named = {"MASTER_ADDR": "127.0.0.1", **env}
-    assert join_world(named) == launcher
-    assert {name: named[name] for name in TORCHRUN} == TORCHRUN
+@pytest.mark.parametrize(("tasks", "nodes", "node"), [
+    ("4(x2)", "gpu[03-04,07]", "gpu03"), ("4", "gpu3", "gpu3"),
+    ("2(x2)", "a1,b[1-2]", "a1"), ("4(x2)", "n-[7,9]-gpu", "n-7-gpu")])
+def test_names_of_a_step(tasks, nodes, node):
+    named = {**SHELL, **STEP, "SLURM_STEP_TASKS_PER_NODE": tasks,
+             "SLURM_STEP_NODELIST": nodes}
+    assert join_world(named) == "srun"
+    assert named | TORCHRUN | {
+        "LOCAL_WORLD_SIZE": tasks[0], "MASTER_ADDR": node} == named
+
+
+def test_what_is_named_already_or_by_nobody_stays():
+    for env in (SHELL, {"PMI_RANK": "0", "PMI_SIZE": "1"},
+                {**STEP, "RANK": "2"}, {**STEP, **TORCHRUN}):
+        named = dict(env)
+        name_ranks(named)
+        assert named == env
+    with pytest.raises(UserError, match="as many on each"):
+        name_ranks({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4,3"})
 
 
 @pytest.mark.parametrize(("env", "words"), [
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "no launcher has started"),
+    (SHELL, "no launcher has started"),
     ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "how many there are")])
 def test_without_a_launcher_there_is_no_world(env, words):
     with pytest.raises(UserError, match=re.escape(words)):
@@ -74,22 +95,13 @@ def test_rank_0_is_not_where_it_is_said(host, words):
         find_rank_0({"RANK": "0", "MASTER_ADDR": host})
 
 
-def test_without_a_launcher_nothing_is_named():
-    for env in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
-                {"PMI_RANK": "0", "PMI_SIZE": "1"}):
-        named = dict(env)
-        name_ranks(named)
-        assert named == env
-
-
 @pytest.mark.parametrize("stage", ["std", "ddp"])
 def test_a_rank_of_mpi_does_not_train_alone(stage, tmp_path):
-    (rank,) = start_stage(stage, tmp_path / "run", data=GOLDEN, env={
-        **os.environ, **OPEN, "OMPI_COMM_WORLD_RANK": "0"}).wait()
-    (line,) = rank.err.splitlines()
-    assert rank.status == 1 and not (tmp_path / "run").exists()
-    assert "Open MPI has started 8 processes" in line
-    assert "mpirun -n 8 python -m workshop.as_torchrun" in line
+    refused(start_stage(stage, tmp_path / "run", data=GOLDEN, env={
+        **os.environ, **OPEN, "OMPI_COMM_WORLD_RANK": "0"}).result(tmp_path),
+        "Open MPI has started 8 processes",
+        "mpirun -n 8 python -m workshop.as_torchrun")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
@@ -114,58 +126,48 @@ def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
 # -------------------------------------------------------- the real launchers
 
 
-MPIRUN = {"Open MPI": "mpirun", "MPICH": "mpiexec.mpich"}
-BARE = """\
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print(f"sum {int(total)}\\n", end="")
-dist.destroy_process_group()
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    """One that reads torchrun's variables."""
-    path = tmp_path / "bare.py"
-    path.write_text(BARE)
-    return path
-
-
-@pytest.fixture(params=MPIRUN)
+@pytest.fixture(params=["mpirun", "mpiexec.mpich"])
 def launcher(request, monkeypatch):
-    """The name of an MPI, whose library mpi4py takes."""
-    needs(MPIRUN[request.param])
-    more = (request.getfixturevalue("mpich") if request.param == "MPICH"
-            else OPEN_MPI)
-    for name, value in more.items():
-        monkeypatch.setenv(name, value)
+    """The program of an MPI, whose library mpi4py takes."""
+    needs(request.param)
+    if request.param == "mpiexec.mpich":
+        for name, value in request.getfixturevalue("mpich").items():
+            monkeypatch.setenv(name, value)
     return request.param
 
 
-@pytest.mark.whole
-def test_a_launcher_and_what_a_rank_says(launcher, script):
-    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
-                       "workshop.as_torchrun", "-v", script)
-    assert done.returncode == 0, done.stderr
-    said = sorted(done.stdout.splitlines())
-    for rank in range(2):
-        assert re.fullmatch(
-            rf"rank {rank} of 2, on {re.escape(socket.gethostname())} local "
-            rf"rank {rank} of 2, as {launcher} says; rank 0 is at 127\.0\.0\.1"
-            r":\d+", said[rank])
-    assert said[2:] == ["sum 2", "sum 2"]
+TORCH = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.mark.whole
-def test_without_the_translation_it_is_one_line(launcher, tmp_path):
-    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable,
-                       STAGES["ddp"].solution, *tiny(tmp_path / "run", GOLDEN))
-    errors = [line for line in done.stderr.splitlines()
-              if line.startswith("error")]
-    assert done.returncode == 1 and len(errors) == 1, done.stderr
-    assert launcher in errors[0] and "has started 2 processes" in errors[0]
+def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
+    """The README's command, with --max-restarts."""
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (
+        ROOT / "activate.sh").read_text()  # as run_command
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(edit(STAGES["ddp"].solution.read_text(), (
+        "        norm = nn.utils",
+        "        if step == 12 and rank == 1 and first_step == 0:\n"
+        "            os.kill(os.getpid(), 9)\n        norm = nn.utils")))
+    run = tmp_path / "run"
+    done = run_command(
+        *TORCH, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1,
+        "--", script, *tiny(run, data, "--resume", "--checkpoint-every", 5))
+    assert "resuming after step 9" in done.stdout
+    agree(Result(run, [Rank(done.returncode, "", done.stderr)]), single)
+
+
+@pytest.mark.whole
+def test_torchrun_says_an_error_once(data, tmp_path):
+    done = run_command(
+        *TORCH, "--nnodes", 1, "--nproc-per-node", 2, "--rdzv-backend",
+        "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--",
+        STAGES["ddp"].solution,
+        *tiny(tmp_path / "run", data, "--microbatch-size", 3))
+    assert done.returncode != 0
+    (line,) = (line for line in done.stderr.splitlines()
+               if line.startswith("error"))
+    assert "not divisible by 6" in line
 
 
 @pytest.mark.whole
@@ -176,19 +178,26 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path):
     script.write_text("import os, time\n"
                       f"if os.environ['RANK'] == '1':\n    os.{end}\n"
                       "time.sleep(300)\n")
-    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
-                       "workshop.as_torchrun", script)
-    assert done.returncode
+    assert run_command(launcher, "-n", 2, sys.executable, "-m",
+                       "workshop.as_torchrun", script).returncode
 
 
 @pytest.mark.whole
-def test_the_local_ranks_of_two_nodes(script, monkeypatch, request):
+def test_the_local_ranks_of_two_nodes(tmp_path, mpich):  # noqa: F811
     """MPICH can pretend that ranks of odd numbers are on another node."""
-    for name, value in {**request.getfixturevalue("mpich"),
-                        "MPIR_CVAR_ODD_EVEN_CLIQUES": "1"}.items():
-        monkeypatch.setenv(name, value)
-    done = run_command("mpiexec.mpich", "-n", 4, sys.executable, "-m",
-                       "workshop.as_torchrun", "-v", script)
+    script = tmp_path / "bare.py"
+    script.write_text("""
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"sum {int(total)}\\n", end="")
+dist.destroy_process_group()
+""")
+    done = run_command(
+        "mpiexec.mpich", "-n", 4, sys.executable, "-m",
+        "workshop.as_torchrun", "-v", script, **mpich,
+        MPIR_CVAR_ODD_EVEN_CLIQUES="1")
     assert done.returncode == 0, done.stderr
     here = socket.gethostname()
     said = re.findall(r"rank (\d) of 4, .* local rank (\d) of 2, as MPICH "
@@ -198,25 +207,13 @@ def test_the_local_ranks_of_two_nodes(script, monkeypatch, request):
     assert done.stdout.count("sum 4") == 4
 
 
-@pytest.mark.whole
-def test_the_library_of_another_mpi_is_one_line(script, monkeypatch):
-    """mpi4py finds Open MPI's; Debian's MPICH has a name of its own."""
-    needs("mpirun", "mpiexec.mpich")
-    done = run_command("mpiexec.mpich", "-n", 2, sys.executable, "-m",
-                       "workshop.as_torchrun", script)
-    errors = [line for line in done.stderr.splitlines()
-              if line.startswith("error")]
-    assert done.returncode == 1 and len(errors) == 1, done.stderr
-    assert "2 processes were started, but each is alone" in errors[0]
-
-
 # -------------------------------------------------------- doctor --ranks
 
 
 @pytest.mark.whole
 def test_the_doctor_asks_all_ranks(launcher):
-    done = run_command(MPIRUN[launcher], "-n", 2, sys.executable, "-m",
-                       "workshop", "doctor", "--ranks")
+    done = run_command(launcher, "-n", 2, sys.executable, "-m", "workshop",
+                       "doctor", "--ranks")
     assert done.returncode == 0, done.stderr
     here = re.escape(socket.gethostname())
     expected = [
@@ -227,12 +224,6 @@ def test_the_doctor_asks_all_ranks(launcher):
         "per rank", rf"{here} talks over \S.+"]
     for line, pattern in zip(done.stdout.splitlines(), expected, strict=True):
         assert re.fullmatch("ok     " + pattern, line)
-
-
-def test_the_doctor_needs_a_launcher_for_ranks():
-    done = run_command(sys.executable, "-m", "workshop", "doctor", "--ranks")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and "no launcher has started" in line
 
 
 def test_the_interface_of_a_connection(monkeypatch):
@@ -257,11 +248,6 @@ def test_what_a_network_is(tmp_path):
     assert doctor_ranks.describe("eth0", tmp_path) == (
         "eth0, not InfiniBand, although this node has mlx5_0")
     assert doctor_ranks.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
-    log = "n1:7:9 [0] NCCL INFO NET/{} : Using [0]{} [RO]; OOB eth0:10.1.1.1"
-    assert doctor_ranks.read_nccl_log(log.format("IB", "mlx5_0:1/IB")) == (
-        "mlx5_0, InfiniBand or RoCE, by NCCL between the nodes")
-    log = log.format("Socket", "eno9:10.1.1.1<0>")
-    assert doctor_ranks.read_nccl_log(log).startswith("eno9, ")
     assert "names no network" in doctor_ranks.read_nccl_log("")
 
 
@@ -282,6 +268,7 @@ def test_what_a_network_is(tmp_path):
     (["NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.1.1.1<0>",
       "NET/Socket : Using [0]eth0:10.1.1.1<0>", "Using network IB"],
      "mlx5_0, InfiniBand or RoCE, by NCCL"),
+    (["NET/Socket : Using [0]eno9:10.1.1.1<0>"], "eno9, by NCCL"),
 ])
 def test_the_network_that_nccl_names(lines, words):
     log = "".join(f"n1:7:9 [0] NCCL INFO {line}\n" for line in lines)
