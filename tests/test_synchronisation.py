@@ -1,17 +1,10 @@
-"""What a GPU would wait for, and what DDP would send: counted on the CPU."""
+"""What a GPU would wait for: counted on the CPU."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from conftest import needs
-from stages import train, with_layers
-
-from workshop.processes import launch
-from workshop.stages import STAGES
-
-# ------------------------------------------------ nothing waits for the device
+from stages import train
 
 
 class Waits:
@@ -110,10 +103,6 @@ def waits(folder, rank=0):
         yield step.count("forward"), inside, step[end:]
 
 
-FLAGS = ("--max-steps", 3, "--microbatch-size", 1, "--eval-every", 100,
-         "--generate-every", 100, "--checkpoint-every", 100)
-
-
 # The loss, and whether to stop, of all ranks; then the norm.
 REPORT = ["reduce", "wait tolist", "wait item"]
 
@@ -125,7 +114,8 @@ REPORT = ["reduce", "wait tolist", "wait item"]
                  marks=pytest.mark.whole)])
 def test_a_step_waits_for_the_device_once_its_report_is_reduced(
         data, tmp_path, stage, world_size, expected):
-    ended = train(stage, tmp_path / "run", *FLAGS, data=data,
+    ended = train(stage, tmp_path / "run", "--max-steps", 3,
+                  "--microbatch-size", 1, "--eval-every", 100, data=data,
                   world_size=world_size, observe=Waits(tmp_path))
     assert ended.status == 0, ended.err
     for rank in range(world_size or 1):
@@ -134,101 +124,3 @@ def test_a_step_waits_for_the_device_once_its_report_is_reduced(
         for microbatches, inside, end in steps[:2]:
             assert microbatches == 8 // (world_size or 1)
             assert inside == [] and end == expected
-
-
-# ------------------------------------------------------- the reducer of eight
-
-
-class RankOfEight:
-    """Lets the script be rank 0 of 8, of which it is the only one.
-
-    The backend "fake" sends nothing and returns at once; DDP and its reducer
-    are the real ones. Notes each bucket that the reducer gives to its
-    communication hook, and at the end what torch.compile has done.
-    """
-
-    def __init__(self, folder, megabytes=None):
-        self.folder, self.megabytes = Path(folder), megabytes
-
-    def __call__(self, rank):
-        import torch
-        import torch.distributed as dist
-        from torch._dynamo.utils import counters
-        from torch.nn.parallel import DistributedDataParallel
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook as after_update,
-        )
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        join = dist.init_process_group
-        dist.init_process_group = lambda *_, **__: join(
-            "fake", rank=0, world_size=8, store=FakeStore())
-        torch._dynamo.config.error_on_recompile = True
-        steps = [[]]
-
-        def note(_, bucket):
-            steps[-1].append(bucket.buffer().numel())
-            sent = torch.futures.Future()
-            sent.set_result(bucket.buffer())
-            return sent
-
-        wrap = DistributedDataParallel.__init__
-
-        def wrap_and_note(model, *args, **options):
-            if self.megabytes:
-                options["bucket_cap_mb"] = self.megabytes
-            wrap(model, *args, **options)
-            model.register_comm_hook(None, note)
-            self.parameters = sum(
-                weight.numel() for weight in model.parameters())
-
-        DistributedDataParallel.__init__ = wrap_and_note
-        after_update(lambda *_: steps.append([]))
-
-        def finish():
-            (self.folder / "eight.json").write_text(json.dumps({
-                "parameters": self.parameters, "steps": steps[:-1],
-                "graphs": counters["stats"]["unique_graphs"],
-                "breaks": list(counters["unimplemented"])}))
-
-        return finish
-
-
-def train_as_rank_of_eight(data, folder, *flags, script=None, megabytes=None):
-    """Three steps with four microbatches each; what the reducer did."""
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8",
-                 "LOCAL_WORLD_SIZE": "8"}
-    rank, = launch(
-        script or STAGES["ddp"].solution, "--preset", "tiny", "--device",
-        "cpu", "--data", data, "--run", folder / "run", "--minibatch-size",
-        64, "--microbatch-size", 2, "--max-steps", 3, "--eval-every", 100,
-        "--generate-every", 100, *flags, env={**os.environ, **variables},
-        observe=RankOfEight(folder, megabytes), timeout=280)
-    assert rank.status == 0, rank.err
-    assert "does not work here" not in rank.err
-    return json.loads((folder / "eight.json").read_text())
-
-
-def test_every_gradient_is_sent_once_a_step(data, tmp_path):
-    """In one bucket, or in several, whatever the number of microbatches."""
-    seen = train_as_rank_of_eight(data, tmp_path)
-    assert seen["steps"] == [[seen["parameters"]]] * 3
-    (tmp_path / "run").rename(tmp_path / "first")
-    several = train_as_rank_of_eight(data, tmp_path, megabytes=0.05)
-    first, *others = several["steps"]
-    assert first == [seen["parameters"]]  # DDP does not know the order yet
-    for buckets in others:
-        assert len(buckets) > 2 and sum(buckets) == seen["parameters"]
-
-
-@pytest.mark.whole
-def test_one_graph_and_no_recompilation(data, tmp_path):
-    """DDP around the compiled model, with and without no_sync."""
-    needs("g++")
-    seen = train_as_rank_of_eight(data, tmp_path, "--compile",
-                                  script=with_layers(1, "ddp", tmp_path))
-    assert seen["steps"] == [[seen["parameters"]]] * 3
-    # compile_model's trial, and the model
-    assert (seen["graphs"], seen["breaks"]) == (2, [])
-
-
