@@ -79,8 +79,6 @@ def test_a_decorator_belongs_to_the_change_of_what_it_decorates():
 @pytest.mark.parametrize("old, new, complaint", [
     ("B, T, _ = x.shape", "B, T, _ = x.size()",
      "no change for the hunk that begins with '-B, T, _ = x.shape'"),
-    ("    dist.all_reduce(loss)  # the sum over all ranks\n", "",
-     "'+dist.all_reduce(loss)' is in 0 lines"),
     ("loss.backward()", "dist.all_reduce(loss)", "is in 2 lines"),
 ])
 def test_a_lesson_that_drifts_from_its_solution_is_seen(
@@ -101,7 +99,7 @@ def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
         stage, look):
     lesson = load_lesson(stage)
     rng = random.Random(0)
-    for _ in range(4):
+    for _ in range(2):
         text = lesson.start.path.read_text()
         order = list(range(1, len(lesson.changes) + 1))
         rng.shuffle(order)
@@ -115,36 +113,23 @@ def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
 # ------------------------------------------------ scripts as they are edited
 
 
-def test_done_also_with_other_comments_blanks_and_line_ends(look):
-    variants = [
-        DDP,
-        DDP.replace("\n", "\r\n"),
-        DDP.replace("\n", "  \n") + "\n\n",
-        re.sub(r" *# (the sum|gradients are).*", "", DDP),
-        DDP.replace("    rank = int", "    # my own words\n    rank = int"),
-        DDP.replace("\n\n", "\n"),
-        DDP.rstrip(),
-        "\ufeff" + DDP,
-    ]
-    for text in variants:
-        diff = look(text)
-        assert not diff.left and not diff.others
-        done = f"Done: all {COUNT} changes are made"
-        assert render.headline(diff).startswith(done)
-        assert done in render.to_html(diff) and done in render.to_text(diff)
-
-
-def test_the_same_code_in_another_spelling_is_made(look):
-    text = edit(
-        DDP,
-        ('rank = int(os.environ["LOCAL_RANK"])',
-         "rank = int( os.environ['LOCAL_RANK'] )"),
-        ("dist.all_gather_object(\n                texts,",
-         "dist.all_gather_object(texts,"))
-    diff = look(edit(text, ("        loss += training_step", " " * 8 +
-                            "loss  += training_step")))
+@pytest.mark.parametrize("text", [
+    DDP, DDP.replace("\n", "\r\n"), DDP.replace("\n", "  \n") + "\n\n",
+    re.sub(r" *# (the sum|gradients are).*", "", DDP),
+    DDP.replace("    rank = int", "    # my own words\n    rank = int"),
+    DDP.replace("\n\n", "\n"), DDP.rstrip(), "\ufeff" + DDP,
+    re.sub("^( {4})+", lambda it: "\t" * (len(it[0]) // 4), DDP, flags=re.M),
+    edit(DDP, ('rank = int(os.environ["LOCAL_RANK"])',
+               "rank = int( os.environ['LOCAL_RANK'] )"),
+         ("dist.all_gather_object(\n                texts,",
+          "dist.all_gather_object(texts,"))], ids=range(10))
+def test_done_also_in_another_spelling(look, text):
+    diff = look(text)
     assert not diff.left and not diff.others
-    # and so it is while other changes are left
+    done = f"Done: all {COUNT} changes are made"
+    assert render.headline(diff).startswith(done)
+    assert done in render.to_html(diff) and done in render.to_text(diff)
+    # and so it is while another change is left
     diff = look(edit(text, ('Run("ddp"', 'Run("std"')))
     assert numbers(diff) == [made_by('Run("ddp"')] and not diff.others
 
@@ -233,16 +218,6 @@ def test_moved_lines_are_told(look):
     assert 1 <= len(diff.others) <= 3
 
 
-def test_tabs_are_python_or_a_syntax_error(look):
-    tabs = re.sub("^( {4})+", lambda it: "\t" * (len(it[0]) // 4), DDP,
-                  flags=re.MULTILINE)
-    assert render.headline(look(tabs)).startswith("Done")
-    mixed = edit(DDP, ("        dist.all_reduce(report)",
-                       "\tdist.all_reduce(report)"))
-    diff = look(mixed)
-    assert diff.yours.syntax_error and "Done" not in render.headline(diff)
-
-
 def test_a_syntax_error_is_one_line_that_says_where(look):
     broken = edit(DDP, ("dist.all_reduce(report)", "dist.all_reduce(report"))
     diff = look(broken)
@@ -251,6 +226,9 @@ def test_a_syntax_error_is_one_line_that_says_where(look):
     assert f"line {line}" in complaint and "\n" not in complaint
     assert complaint in render.to_text(diff)
     assert numbers(diff) == [made_by("report = torch")] and not diff.others
+    mixed = edit(DDP, ("        dist.all_reduce(report)",
+                       "\tdist.all_reduce(report)"))
+    assert "Done" not in render.headline(look(mixed))
 
 
 def test_scripts_that_are_none(look, tmp_path):
@@ -335,7 +313,11 @@ def test_the_view_takes_the_keyboard_and_is_read_aloud(look):
 
 def test_the_terminals_colours_are_the_pages(look):
     """Blue and orange, which can be read on white and on black."""
-    painted = render.to_text(look(STD), colour=True)
+    diff = look(STD)
+    plain, painted = (re.sub(r"\d+ seconds? ago", "", render.to_text(diff, on))
+                      for on in (False, True))
+    assert "\033" not in plain
+    assert re.sub(r"\033\[[\d;]+m", "", painted) == plain
     for sign, code in (("+", render.TERMINAL_BLUE),
                        ("-", render.TERMINAL_ORANGE)):
         assert re.search(rf"^ +\d* +\033\[{code}m\{sign}\033\[0m ", painted,
@@ -348,7 +330,6 @@ def test_the_terminals_colours_are_the_pages(look):
             (0.2126, 0.7152, 0.0722),
             linear_light(f"#{red:02x}{green:02x}{blue:02x}"), strict=True))
         assert 1.05 / (bright + 0.05) > 3 < (bright + 0.05) / 0.05
-    assert not re.search(r"\033\[3[12]m", painted)
 
 
 def test_marks_of_markdown_are_not_shown():
@@ -403,16 +384,14 @@ def test_a_question_has_its_answer_folded(look):
     assert any(item.checked for item in look(STD).left)
 
 
-@pytest.mark.parametrize("value, folded", [
-    (None, False), ("yes", True), ("no", False), ("", False)])
+@pytest.mark.parametrize("value, folded", [("yes", True), ("no", False)])
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""
     for folder in ("backstage", "workshop", "solutions"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "code").mkdir()
     shutil.copy(STAGES["std"].solution, tmp_path / "code" / "train_gpt2.py")
-    if value is not None:
-        (tmp_path / "site.sh").write_text(f"export WORKSHOP_HINTS={value}\n")
+    (tmp_path / "site.sh").write_text(f"export WORKSHOP_HINTS={value}\n")
     env = {key: value for key, value in os.environ.items()
            if key not in ("PYTHONPATH", "WORKSHOP_HINTS")}
 
@@ -422,7 +401,7 @@ def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
                               check=True).stdout
 
     cell = "from workshop.notebook.cells import diff; print(diff('ddp'{}))"
-    set_for_all = {} if value is None else {"WORKSHOP_HINTS": value}
+    set_for_all = {"WORKSHOP_HINTS": value}
     for shown in (show("-c", cell.format("")),
                   show("-m", "workshop", "diff", "ddp", **set_for_all)):
         assert ("gradient_as_bucket" not in shown) == folded
@@ -442,15 +421,6 @@ def test_the_script_of_another_stage_is_told_where_to_start(
     if start:
         assert advice.startswith("This is the stage std")
         assert f"`python -m workshop reset {start}`" in advice
-
-
-def test_terminal_output_has_colours_only_on_request(look):
-    diff = look(STD)
-    assert "\033" not in render.to_text(diff)
-    plain, alike = (
-        re.sub(r"\033\[[\d;]+m|\d+ seconds? ago", "", render.to_text(diff, on))
-        for on in (True, False))
-    assert plain == alike
 
 
 # ------------------------------------------------------------- other Pythons
