@@ -4,7 +4,6 @@ A model that is made for many devices is never whole on one of them. There is
 no GPU here: what would move to it is counted, on rank 0 of a pretended group.
 """
 
-import math
 import sys
 import weakref
 from contextlib import contextmanager
@@ -27,9 +26,6 @@ import train_gpt2_std as std
 
 CONFIG = std.GPTConfig(
     block_size=64, vocab_size=512, n_layer=8, n_head=4, n_embd=64)
-BLOCK = 12 * 64**2 + 13 * 64  # parameters, of which each takes 4 bytes
-
-
 @contextmanager
 def rank_of(size, rank=0):
     """This process as a rank of a group in which nothing is sent."""
@@ -42,48 +38,39 @@ def rank_of(size, rank=0):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of weights that are on the CPU at the same time.
+    """The most bytes of new numbers that are on the CPU at a time: `most`.
 
-    Without the states of the random numbers: 5 kB for each weight.
+    Of a DTensor, the part that is here. Without integers, and so without the
+    states of random numbers, which take 5 kB for each weight.
     """
 
-    def __init__(self):
+    def __init__(self, known=()):
         super().__init__()
-        self.live, self.most = {}, 0
+        self.alive, self.now, self.most = {}, 0, 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
 
-    @property
-    def now(self):
-        return sum(self.live.values())
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
             if (isinstance(tensor, torch.Tensor)
-                    and not isinstance(tensor, DTensor)  # only its part is
+                    and not isinstance(tensor, DTensor)
                     and tensor.device.type == "cpu"
                     and tensor.is_floating_point()):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(
-                        storage, self.live.pop, storage._cdata, None)
-        self.most = max(self.most, self.now)
-        return result
+                key = storage._cdata
+                if key not in self.alive and key not in self.known:
+                    self.alive[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.free, key)
+                    self.most = max(self.most, self.now)
+        return out
+
+    def free(self, key):
+        self.now -= self.alive.pop(key, 0)
 
 
-@pytest.mark.parametrize("stage", ["fsdp", "tp", "3d"])
-def test_a_sharded_model_is_not_moved_whole(stage):
-    text = (ROOT / "solutions" / f"train_gpt2_{stage}.py").read_text()
-    assert "raw_model = make_shapes(" in text and ".to(device)" not in text
-
-
-def names_of(model):
-    return [name for name, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("rank", range(0, 16, 5))
-@pytest.mark.parametrize("stages, dp, tp", [
-    (1, 16, 1), (1, 4, 4), (1, 8, 2), (4, 2, 2)])
+@pytest.mark.parametrize("rank", [0, 5, 15])
+@pytest.mark.parametrize("stages, dp, tp", [(1, 16, 1), (1, 4, 4), (4, 2, 2)])
 def test_a_rank_makes_its_own_part(stages, dp, tp, rank):
     """As fsdp, tp and 3d do: a block and the shards are all there ever is."""
     torch.manual_seed(3)
@@ -127,7 +114,8 @@ def test_shapes_get_the_weights_of_the_whole_model():
     torch.manual_seed(5)
     model = make_shapes(std.GPT, CONFIG)
     assert all(weight.is_meta for weight in model.parameters())
-    assert names_of(model) == names_of(whole)
+    assert [*dict(model.named_parameters())] == [
+        *dict(whole.named_parameters())]
     del model.transformer.h[5:]  # nobody needs them
     assert torch.equal(torch.rand(3), then)
     draw_weights(model, model)
@@ -135,6 +123,3 @@ def test_shapes_get_the_weights_of_the_whole_model():
     good = whole.state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, good[name]), name
-    assert math.isclose(sum(w.numel() for w in model.parameters()),
-                        sum(w.numel() for w in whole.parameters())
-                        - 3 * BLOCK)

@@ -1,37 +1,23 @@
 """Activation checkpointing and the model that needs it: gpt2-xl."""
 
-import weakref
-
 import pytest
 import torch
-from conftest import needs
-from stages import agree, train, with_layers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from stages import agree, train
+from test_memory_of_making import Peak
 
 from backstage.flops import num_parameters
 from workshop import arithmetic
 from workshop.notebook.sharding import saved_bytes, std
 
 
-@pytest.mark.parametrize("precision, flags", [
-    ("fp32", []), ("bf16", []),
-    pytest.param("fp32", ["--compile"], marks=pytest.mark.whole)], ids=str)
-def test_one_device_computes_exactly_the_same(data, tmp_path, precision,
-                                              flags):
-    if flags:
-        needs("g++")
-    script = with_layers(1, "std", tmp_path) if flags else None
-    kept, again = (train("std", tmp_path / name, "--precision", precision,
-                         *flags, *more, data=data, script=script, timeout=290)
-                   for name, more in (("kept", []),
-                                      ("again", ["--recompute"])))
+def test_one_device_computes_exactly_the_same(data, tmp_path):
+    """In bf16; in fp32 a run goes on without it: see below."""
+    kept, again = (train("std", tmp_path / str(len(more)), "--precision",
+                         "bf16", *more, data=data)
+                   for more in ([], ["--recompute"]))
     assert again.status == 0, again.err
-    assert "does not work here" not in again.err
-    tolerance = 1e-6 if flags else 0
     for column in ("loss", "norm"):
-        assert again.column(column) == pytest.approx(
-            kept.column(column), rel=tolerance, abs=0)
+        assert again.column(column) == kept.column(column)
 
 
 FEWER = ("--max-steps", 8)
@@ -63,7 +49,8 @@ def test_a_run_goes_on_with_it_or_without_it(data, single, tmp_path):
     assert half.status == 0, half.err
     sorted((run / "checkpoints").glob("*.pt"))[-1].unlink()
     assert train("std", run, "--no-recompute", "--resume").status == 0
-    assert half.column("loss") == single.column("loss")
+    for column in ("loss", "norm"):
+        assert half.column(column) == single.column(column)
 
 
 @pytest.mark.parametrize("L, H, C, B", [(6, 4, 64, 2), (4, 3, 192, 3)])
@@ -80,32 +67,6 @@ def test_only_the_inputs_of_the_blocks_are_kept(L, H, C, B):
     assert saved_bytes(again, x, y) == L * 4 * B * T * C + ends
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of new tensors that are there at a time: `most`."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.alive, self.now, self.most = {}, 0, 0
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                if (key not in self.alive
-                        and storage.data_ptr() not in self.known):
-                    self.alive[key] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.free, key)
-                    self.most = max(self.most, self.now)
-        return out
-
-    def free(self, key):
-        self.now -= self.alive.pop(key, 0)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_where_a_sample_takes_most(recompute):
     """At the gradient of the logits, of which the decisions know."""
@@ -115,7 +76,7 @@ def test_where_a_sample_takes_most(recompute):
     model(x, y).backward()
     known = [tensor for weight in model.parameters()
              for tensor in (weight, weight.grad)]
-    with Peak([*known, x]) as peak:
+    with Peak(known) as peak:
         model(x, y).backward()
     assert peak.most / 4 == pytest.approx(
         arithmetic.at_most(vars(config), recompute), rel=0.01)
@@ -128,11 +89,3 @@ def test_gpt2_xl_has_1558_million_parameters():
     number = sum(weight.numel() for weight in model.parameters())
     assert number == num_parameters(config) == 1_557_686_400
     assert std.PRESETS["gpt2-xl"].recompute
-
-
-def test_25_heads_have_no_half(data, tmp_path):
-    result = train("tp", tmp_path / "run", "--preset", "gpt2-xl", data=data,
-                   mesh=(1, 1, 2))
-    assert result.status != 0
-    assert ("the 25 heads of preset gpt2-xl are not divisible by "
-            "--tensor-parallel 2") in result.err
