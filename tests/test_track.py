@@ -1,6 +1,5 @@
 """The metrics: a line of the log, metrics.csv, and other tools."""
 
-import importlib.util
 import math
 import re
 import sys
@@ -8,7 +7,7 @@ import time
 
 import pytest
 from conftest import needs
-from stages import FOLDER, train
+from stages import GOLDEN, train
 
 from backstage import track
 from backstage.errors import UserError
@@ -16,31 +15,33 @@ from backstage.run import format_line, format_number
 from workshop.results import runs
 
 
-@pytest.mark.parametrize("val_loss", [None, 10.123456])
-@pytest.mark.parametrize("each", [None, 1_543_210.0])
-@pytest.mark.parametrize("mfu", [None, 0.456])
-@pytest.mark.parametrize("memory", [None, "139.8 GiB (100%)"])
-def test_a_line_of_the_log_fits_a_screen(val_loss, each, mfu, memory):
+@pytest.mark.parametrize(("each", "mfu", "val_loss", "memory", "words"), [
+    (1_543_210.0, 0.456, None, "139.8 GiB (100%)",
+     "| tok/s: 12,345,678 (1,543,210 each) | mfu: 45.6% | "
+     "mem: 139.8 GiB (100%) |"),
+    (1_543_210.0, 0.456, 10.123456, "139.8 GiB (100%)", "bits/byte: 3.1"),
+    (None, None, None, None, "| tok/s: 12,345,678 |")])
+def test_a_line_of_the_log_fits_a_screen(each, mfu, val_loss, memory, words):
     """With the largest numbers that a long run on many GPUs has."""
     line = format_line(18691, 18692, 10.123456, 6e-4, 12.3456, 1.2345,
                        12_345_678.0, each, mfu, val_loss, 4.6, memory)
-    assert len(line) <= 165
-    assert line.endswith("| mem: 139.8 GiB (100%) |") == (memory is not None)
-    assert ("bits/byte: 3.1" in line) == (val_loss is not None)
-    if val_loss is None:
-        assert ("tok/s: 12,345,678 (1,543,210 each) |" in line) == (
-            each is not None)
-        assert ("mfu: 45.6%" in line) == (mfu is not None)
+    assert len(line) <= 165 and words in line
 
 
-def test_the_memory_is_in_the_log_and_in_the_metrics(tmp_path):
-    """Of a CPU: the process's own, and of which rank it is the most."""
+def test_the_log_and_the_metrics_of_two_devices(tmp_path):
+    """With memory: a CPU's is the process's own; and which rank's is most."""
     flags = ("--max-steps", 3, "--eval-every", 3)
-    result = train("ddp", tmp_path / "run", *flags, data=FOLDER / "golden",
+    result = train("ddp", tmp_path / "run", *flags, data=GOLDEN,
                    mesh=(1, 2, 1))
     assert result.status == 0, result.err
     used = result.column("memory")
     assert used == sorted(used) and 2**25 < used[0] and used[-1] < 2**40
+    for row in result.rows:
+        assert row["samples_per_second"] == pytest.approx(
+            8 / row["seconds"], rel=1e-6)
+        assert row["tokens_per_second_per_device"] == pytest.approx(
+            row["tokens_per_second"] / 2, rel=1e-6)
+    assert " each) |" in result.out
     assert result.column("memory_reserved") == [None] * 3
     lines = [line for line in result.out.splitlines() if "| step" in line]
     assert all(re.search(r"\| mem: \d+\.\d GiB \|$", line) for line in lines)
@@ -52,7 +53,7 @@ def test_the_memory_is_in_the_log_and_in_the_metrics(tmp_path):
 
 def test_an_older_run_goes_on_without_a_memory(tmp_path):
     run, flags = tmp_path / "run", ("--max-steps", 4, "--checkpoint-every", 2)
-    train("std", run, *flags, data=FOLDER / "golden")
+    train("std", run, *flags, data=GOLDEN)
     (run / "checkpoints" / "step_00000004.pt").unlink()
     file = run / "metrics.csv"
     rows = file.read_text().splitlines()
@@ -64,27 +65,10 @@ def test_an_older_run_goes_on_without_a_memory(tmp_path):
     assert [value is None for value in result.column("memory")] == [
         True, True, False, False]
     assert runs.read(run).memory == result.column("memory")[3]
-    # what is read is written the same again
-    (run / "checkpoints" / "step_00000004.pt").unlink()
-    train("std", run, "--resume", "--max-steps", 4)
-    kept = [row.split(",") for row in file.read_text().splitlines()]
-    assert [row[:5] for row in kept] == [row.split(",")[:5] for row in rows]
-    assert [row[-2:] for row in kept[1:3]] == [["", ""]] * 2
-    assert kept[3][-2].isdigit()
+    kept = file.read_text().splitlines()  # and the rest as it was
+    assert [row.split(",")[:5] for row in kept[:3]] == [
+        row.split(",")[:5] for row in rows[:3]]
     assert format_number(17_179_869_185.0) == "17179869185"
-
-
-def test_the_figures_of_each_device(tmp_path):
-    result = train("ddp", tmp_path / "run", "--max-steps", 3,
-                   data=FOLDER / "golden", mesh=(1, 2, 1))
-    assert result.status == 0, result.err
-    for row in result.rows:
-        assert row["samples_per_second"] == pytest.approx(
-            8 / row["seconds"], rel=1e-6)
-        assert row["tokens_per_second_per_device"] == pytest.approx(
-            row["tokens_per_second"] / 2, rel=1e-6)
-    assert " each) |" in result.out
-    assert not list((tmp_path / "run").glob("*tfevents*"))
 
 
 @pytest.mark.parametrize("name", track.TOOLS)
@@ -103,7 +87,7 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
 
     run, flags = tmp_path / "run", ("--track", "tensorboard")
     result = train("std", run, "--max-steps", 4, *flags,
-                   data=FOLDER / "golden")
+                   data=GOLDEN)
     assert result.status == 0, result.err
     events = EventAccumulator(str(run)).Reload()
     names = set(events.Tags()["scalars"])
@@ -124,14 +108,3 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
     seen = EventAccumulator(str(run)).Reload().Scalars("loss")
     assert [point.step for point in seen] == [0, 1, 2]
     assert seen[-1].value == 1.0 and not math.isnan(seen[0].value)
-
-
-def test_wandb_writes_without_a_network(tmp_path, monkeypatch):
-    if importlib.util.find_spec("wandb") is None:
-        pytest.skip("wandb is not installed, in CI either: it is large")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    result = train("std", tmp_path / "run", "--max-steps", 2, "--track",
-                   "wandb", data=FOLDER / "golden")
-    assert result.status == 0, result.err
-    written, = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"tokens_per_second_per_device" in written.read_bytes()
