@@ -122,12 +122,16 @@ def test_apply_works_beside_a_syntax_error(repo):
 
 
 def test_reset_undo_and_back_by_date(repo):
-    mine = solution(repo, "std") + b"# mine\n"
+    mine = solution(repo, "std") + b"print(1)\n"
     script(repo).write_bytes(mine)
     out = workshop(repo, "reset", "ddp")
     assert script(repo).read_bytes() == solution(repo, "ddp")
     first, = backups(repo)
     assert first.read_bytes() == mine and "reopen it" in out
+    listed = workshop(repo, "reset", "--list")
+    assert re.search(r"^code/train_gpt2\.py +ddp$", listed, re.MULTILINE)
+    assert re.search(rf"^{first.name.split('.')[1]} +std, with 1 lines? of "
+                     "code changed$", listed, re.MULTILINE)
     assert "already ddp" in workshop(repo, "reset", "ddp")
     assert backups(repo) == [first]
     workshop(repo, "reset", "--undo")
@@ -142,7 +146,7 @@ def test_reset_undo_and_back_by_date(repo):
 
 def test_many_resets_within_a_second_lose_nothing(repo):
     texts = set()
-    for k in range(12):
+    for k in range(6):
         text = f"# version {k}\n".encode()
         texts.add(text)
         script(repo).write_bytes(text)
@@ -150,32 +154,28 @@ def test_many_resets_within_a_second_lose_nothing(repo):
     assert {file.read_bytes() for file in backups(repo)} == texts
     # the newest one, not the last in the alphabet
     workshop(repo, "reset", "--undo")
-    assert script(repo).read_bytes() == b"# version 11\n"
+    assert script(repo).read_bytes() == b"# version 5\n"
 
 
 def test_resets_at_the_same_time_lose_nothing(repo):
-    command = [sys.executable, "-m", "workshop", "reset"]
     script(repo).write_bytes(b"# mine\n")
-    both = [subprocess.Popen([*command, stage], cwd=repo,
-                             stdout=subprocess.DEVNULL)
-            for stage in ("std", "ddp") * 3]
+    both = [subprocess.Popen(
+        [sys.executable, "-m", "workshop", "reset", stage], cwd=repo,
+        stdout=subprocess.DEVNULL) for stage in ("std", "ddp") * 2]
     assert not any(process.wait() for process in both)
     assert b"# mine\n" in [file.read_bytes() for file in backups(repo)]
 
 
 def test_applies_at_the_same_time_lose_no_change(repo):
-    command = [sys.executable, "-m", "workshop", "apply", "ddp"]
     numbers = range(1, N + 1, 2)
-    for _ in range(3):
-        workshop(repo, "reset", "std")
-        together = [subprocess.Popen([*command, str(number)], cwd=repo,
-                                     stdout=subprocess.DEVNULL)
-                    for number in numbers]
-        assert not any(process.wait() for process in together)
-        left = workshop(repo, "diff", "ddp")
-        assert f"{N - len(numbers)} of {N} changes left" in left
-        assert not re.search(rf"^({'|'.join(map(str, numbers))}) of {N}: ",
-                             left, re.MULTILINE)
+    together = [subprocess.Popen(
+        [sys.executable, "-m", "workshop", "apply", "ddp", str(number)],
+        cwd=repo, stdout=subprocess.DEVNULL) for number in numbers]
+    assert not any(process.wait() for process in together)
+    left = workshop(repo, "diff", "ddp")
+    assert f"{N - len(numbers)} of {N} changes left" in left
+    assert not re.search(rf"^({'|'.join(map(str, numbers))}) of {N}: ", left,
+                         re.MULTILINE)
 
 
 def test_what_an_editor_saves_meanwhile_stays(repo):
@@ -216,15 +216,20 @@ def test_apply_says_which_lines_of_ones_own_gave_way(repo):
     assert "were replaced" not in workshop(repo, "apply", "ddp", "--all")
 
 
-@pytest.mark.parametrize("words", [
-    ("diff", "ddp"), ("apply", "ddp", "3"), ("apply", "ddp", "--all")])
-def test_a_null_byte_is_one_line(repo, words):
+def test_a_null_byte_or_no_script_is_one_line(repo):
     broken = solution(repo, "std").replace(b"class MLP", b"class\0MLP")
     line = broken[:broken.index(b"\0")].count(b"\n") + 1
+    words = ("diff", "ddp"), ("apply", "ddp", "3"), ("apply", "ddp", "--all")
     script(repo).write_bytes(broken)
-    assert f"has a null byte in line {line}," in workshop(
-        repo, *words, status=1)
+    for command in words:
+        assert f"has a null byte in line {line}," in workshop(
+            repo, *command, status=1)
     assert script(repo).read_bytes() == broken and not backups(repo)
+    script(repo).unlink()
+    for command in words:
+        assert "reset std" in workshop(repo, *command, status=1)
+    workshop(repo, "reset", "std")
+    assert script(repo).read_bytes() == solution(repo, "std")
 
 
 def test_what_cannot_be_read_does_not_break_the_list(repo):
@@ -253,31 +258,12 @@ def test_a_home_that_cannot_be_written_makes_no_noise(repo, monkeypatch):
     for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/dev/null/home")
-    runs = sorted(map(str, (ROOT / "example-logs").glob("*-*")))
     for words in (("diff", "ddp"), ("apply", "ddp", "--all"),
-                  ("reset", "std"), ("reset", "--undo"), ("reset", "--list"),
-                  ("plot", *runs)):
+                  ("reset", "std"), ("reset", "--list"),
+                  ("plot", ROOT / "example-logs" / "ddp-2")):
         end = subprocess.run([sys.executable, "-m", "workshop", *words],
                              cwd=repo, capture_output=True, text=True)
         assert end.returncode == 0 and not end.stderr, end.stderr
-
-
-def test_list_shows_the_desk_and_the_backups(repo):
-    script(repo).write_bytes(solution(repo, "std") + b"print(1)\n")
-    workshop(repo, "reset", "ddp")
-    out = workshop(repo, "reset", "--list")
-    backup, = backups(repo)
-    assert re.search(r"^code/train_gpt2\.py +ddp$", out, re.MULTILINE)
-    assert re.search(rf"^{backup.name.split('.')[1]} +std, with 1 lines? of "
-                     "code changed$", out, re.MULTILINE)
-
-
-def test_a_lost_script_is_found_again(repo):
-    script(repo).rename(repo / "code" / "moved.py")
-    for words in (("diff", "ddp"), ("apply", "ddp", "--all")):
-        assert "reset std" in workshop(repo, *words, status=1)
-    workshop(repo, "reset", "std")
-    assert script(repo).read_bytes() == solution(repo, "std")
 
 
 def test_a_full_disk_keeps_the_script(repo):
@@ -294,17 +280,14 @@ def test_a_full_disk_keeps_the_script(repo):
 @pytest.mark.parametrize("words, complaint", [
     (("dif", "ddp"), "invalid choice: 'dif'"),
     (("diff",), "stage"),
-    (("diff", "dpp"), "invalid choice: 'dpp'"),
     (("diff", "std"), "invalid choice: 'std'"),
     (("check", "std"), "invalid choice: 'std'"),
     (("apply", "ddp"), "give the numbers of changes, or --all"),
     (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
-    (("apply", "ddp", "0"), f"has changes 1 to {N}"),
     (("apply", "ddp", "x"), "invalid int value: 'x'"),
     (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
     (("reset",), "name a stage"),
     (("reset", "ddp", "--undo"), "name a stage"),
-    (("reset", "dpp"), "choose from std, mpi, ddp, lit"),
     (("reset", "../../x"), "choose from std, mpi, ddp, lit"),
     (("reset", "20200101-000000"), "reset --list"),
     (("reset", "--undo"), "nothing to undo"),
