@@ -15,21 +15,18 @@ from stages import Result, tiny
 
 from workshop.stages import STAGES
 
-WIDTH = 80
-QUIET = ("--eval-every", "1000", "--generate-every", "1000",
-         "--checkpoint-every", "1000")
+QUIET = ("--generate-every", "1000", "--checkpoint-every", "1000")
 
 
 def in_terminal(*flags, term="xterm"):
     """Run the stage std in a pseudo-terminal: (status, output, seconds)."""
     ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, WIDTH, 0, 0))
-    env = {name: value for name, value in os.environ.items()
-           if name not in ("COLUMNS", "LINES")}
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    env = {**os.environ, "COLUMNS": "", "LINES": "", "TERM": term}
     begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, STAGES["std"].solution, *map(str, flags)],
-        stdin=its, stdout=its, stderr=its, env={**env, "TERM": term})
+        stdin=its, stdout=its, stderr=its, env=env)
     os.close(its)
     output = b""
     try:
@@ -70,7 +67,7 @@ def steps(rows):
 def test_one_line_shows_the_steps_and_a_few_stay(data, tmp_path):
     run = tmp_path / "run"
     status, output, seconds = in_terminal(
-        *tiny(run, data, "--max-steps", 60, *QUIET[2:], "--eval-every", 25))
+        *tiny(run, data, "--max-steps", 60, *QUIET, "--eval-every", 25))
     assert status == 0, output
     rows = screen(output)
     shown = steps(rows)
@@ -87,8 +84,7 @@ def test_one_line_shows_the_steps_and_a_few_stay(data, tmp_path):
 
 def test_an_error_has_a_row_of_its_own(data, tmp_path):
     status, output, _ = in_terminal(*tiny(
-        tmp_path / "run", data, "--max-steps", 60, *QUIET,
-        "--learning-rate", "1e30"))
+        tmp_path / "run", data, "--max-steps", 60, "--learning-rate", "1e30"))
     rows = screen(output)
     assert status == 1 and rows[-2].startswith("error: step "), output
     last = int(re.match(r"error: step (\d+)", rows[-2])[1]) - 1
