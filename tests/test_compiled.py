@@ -6,10 +6,11 @@ differentiates the graphs, and takes DTensors apart.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from stages import agree, train, with_layers
+from stages import agree, run_command, train, with_layers
 
 LAYERS = 12  # more than the 8 times that torch compiles a function again
 PRODUCTS = 4  # of each block: c_attn, c_proj, c_fc, c_proj
@@ -105,3 +106,14 @@ def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
     assert seen["steps"][1] == 2 * (of_blocks + of_head)
     # in validation nothing is recomputed; a pipeline tries its shapes
     assert seen["steps"][2] <= 3 * (LAYERS * PRODUCTS + of_head)
+
+
+@pytest.mark.whole
+def test_without_a_compiler_it_goes_on(tmp_path):
+    program = ("import torch; from backstage.device import compile_model; "
+               "m = torch.nn.Linear(1, 1); "
+               "print(compile_model(m, torch.device('cpu')) is m)")
+    done = run_command(sys.executable, "-c", program, CXX="/no/such/compiler",
+                       TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.stdout == "True\n"
+    assert done.stderr.count("warning: torch.compile does not work here") == 1

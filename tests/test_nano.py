@@ -1,13 +1,11 @@
 """The README's second command: GPT-2 learns to write in minutes."""
 
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from stages import Result
+from stages import Result, run_command
 
 from backstage import ROOT, vocabulary
 from workshop.processes import Rank
@@ -24,14 +22,11 @@ def test_an_eighth_of_the_default_run(tmp_path):
     """
     if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
-    env = os.environ.copy()
-    # two threads cost a quarter more in all, and other tests want a core
-    env["OMP_NUM_THREADS"] = "1"
-    end = subprocess.run(
-        [sys.executable, ROOT / "code" / "train_gpt2.py", "--run",
-         tmp_path / "run", "--device", "cpu", "--max-steps", "250",
-         "--warmup-steps", "100", "--eval-every", "125"],
-        env=env, capture_output=True, text=True)
+    # with one thread: two cost a quarter more, and other tests want a core
+    end = run_command(
+        sys.executable, ROOT / "code" / "train_gpt2.py", "--run",
+        tmp_path / "run", "--device", "cpu", "--max-steps", 250,
+        "--warmup-steps", 100, "--eval-every", 125, timeout=3600)
     result = Result(tmp_path / "run",
                     [Rank(end.returncode, end.stdout, end.stderr)])
     assert result.status == 0, result.err
