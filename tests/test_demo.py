@@ -1,7 +1,6 @@
 """The demo dataset: honest, the same every time, complete or absent."""
 
 import json
-import os
 import random
 import resource
 import signal
@@ -11,27 +10,9 @@ import time
 
 import numpy as np
 import pytest
+from test_fineweb import FOLDER, contents, refuses, run, start, succeeds
 
-from backstage import ROOT, vocabulary
-
-DEMO = ROOT / "fineweb" / "demo.py"
-
-
-def start(*args, **options):
-    return subprocess.Popen(
-        [sys.executable, DEMO, *map(str, args)], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-def run(*args, **options):
-    """Run demo.py to its end: (exit status, stdout, stderr)."""
-    process = start(*args, **options)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+from backstage import vocabulary
 
 
 def documents(path, encoding):
@@ -47,8 +28,7 @@ def documents(path, encoding):
 def demo(tmp_path_factory):
     """The default dataset, built once."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
-    status, _, err = run("--out", folder)
-    assert status == 0, err
+    succeeds("demo", "--out", folder)
     return folder
 
 
@@ -93,32 +73,9 @@ def test_the_default_dataset(demo):
             for token in (encoding.eot_token, *encoding.encode_ordinary(text))]
 
 
-def test_a_second_run_does_nothing(demo):
-    before = {path: path.stat().st_mtime_ns for path in demo.iterdir()}
-    process = subprocess.run(
-        [sys.executable, "-X", "importtime", DEMO, "--out", demo],
-        capture_output=True, text=True, timeout=60)
-    assert process.returncode == 0
-    assert process.stdout == f"{demo}: the dataset is already there\n"
-    assert before == {path: path.stat().st_mtime_ns
-                      for path in demo.iterdir()}
-    # a second run would be slow if it imported what it does not need
-    for heavy in "numpy", "rustbpe", "torch", "tqdm":
-        assert f" {heavy}\n" not in process.stderr
-
-
-def test_the_same_text_gives_the_same_bytes(demo, tmp_path):
-    again = tmp_path / "again"
-    status, _, err = run("--out", again,
-                         env={**os.environ, "PYTHONHASHSEED": "1"})
-    assert status == 0, err
-    assert contents(again) == contents(demo)
-
-
 def test_text_of_ones_own(texts, tmp_path):
     out = tmp_path / "out"
-    status, _, err = run(*texts, "--out", out, "--vocabulary-size", 300)
-    assert status == 0, err
+    succeeds("demo", *texts, "--out", out, "--vocabulary-size", 300)
     encoding = vocabulary.load(out)
     assert encoding.n_vocab == 300
     found = [text for path in out.glob("*.npy")
@@ -129,14 +86,20 @@ def test_text_of_ones_own(texts, tmp_path):
             assert any(paragraph in text for text in found)
 
 
+def test_the_same_text_gives_the_same_bytes(demo, tmp_path):
+    again = tmp_path / "again"
+    succeeds("demo", "--out", again, env={"PYTHONHASHSEED": "1"})
+    assert contents(again) == contents(demo)
+
+
 def test_two_at_once(texts, tmp_path):
     out = tmp_path / "out"
-    both = [start(*texts, "--out", out) for _ in range(2)]
+    both = [start("demo", *texts, "--out", out) for _ in range(2)]
     for process in both:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     alone = tmp_path / "alone"
-    assert run(*texts, "--out", alone)[0] == 0
+    succeeds("demo", *texts, "--out", alone)
     assert contents(out) == contents(alone)
     assert not list(tmp_path.glob(".*"))
 
@@ -145,61 +108,59 @@ def test_two_at_once(texts, tmp_path):
 def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
     whole = tmp_path / "whole"
     begun = time.monotonic()
-    assert run(*texts, "--out", whole)[0] == 0
+    succeeds("demo", *texts, "--out", whole)
     took = time.monotonic() - begun
     rng = random.Random(0)
     for i in range(6):
         out = tmp_path / str(i)
-        process = start(*texts, "--out", out)
+        process = start("demo", *texts, "--out", out)
         try:
             process.wait(rng.uniform(0.2, 1.0) * took)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not out.exists() or contents(out) == contents(whole)
-        assert run(*texts, "--out", out)[0] == 0
+        succeeds("demo", *texts, "--out", out)
         assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize("make, flags, message", [
+@pytest.mark.parametrize("text, flags, message", [
     (None, [], "no such file or folder"),
-    (lambda path: path.mkdir(), [], "holds no text"),
-    (lambda path: path.write_bytes(b"plain \xff\xfe" * 9999), [],
-     "byte 6 is not UTF-8"),
-    (lambda path: path.write_bytes(b"\0" * 99999), [], "is not text"),
-    (lambda path: path.write_text("too short"), [], "too little text"),
-    (lambda path: path.write_text(""), [], "too little text"),
-    (lambda path: path.write_text("text"), ["--vocabulary-size", "256"],
+    ("a folder", [], "holds no text"),
+    (b"plain \xff\xfe" * 9999, [], "byte 6 is not UTF-8"),
+    (b"\0" * 99999, [], "is not text"),
+    (b"too short", [], "too little text"),
+    (b"text", ["--vocabulary-size", "65537"],
      "--vocabulary-size must be from 257"),
-    (lambda path: path.write_text("text"), ["--vocabulary-size", "65537"],
-     "--vocabulary-size must be from 257"),
-    (lambda path: path.write_text("text"), ["--colour", "red"], "--colour"),
-])
-def test_bad_input(make, flags, message, tmp_path):
+    (b"text", ["--colour", "red"], "--colour"),
+], ids=lambda value: str(value)[:20])
+def test_bad_input(text, flags, message, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    if make:
-        make(source)
-    status, _, err = run(source, "--out", out, *flags)
-    assert status == 1
-    assert err.splitlines()[-1].startswith("error: ")
-    assert message in err.splitlines()[-1]
-    assert "Traceback" not in err
+    if text == "a folder":
+        source.mkdir()
+    elif text:
+        source.write_bytes(text)
+    assert refuses(run("demo", source, "--out", out, *flags), message)
     assert not out.exists()
 
 
-def test_a_folder_of_something_else_is_left_alone(demo, texts, tmp_path):
-    before = contents(demo)
-    status, _, err = run(*texts, "--out", demo)
-    assert status == 1
-    assert "holds another dataset" in err
-    assert contents(demo) == before
-
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
-    status, _, err = run(*texts, "--out", tmp_path / "mine")
-    assert status == 1
-    assert "is not a dataset" in err
-    assert [*contents(tmp_path / "mine")] == ["thesis.txt"]
+def test_a_folder_that_is_there_is_left_alone(demo, texts, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in demo.iterdir()}
+    assert refuses(run("demo", *texts, "--out", demo), "holds another dataset")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("irreplaceable")
+    assert refuses(run("demo", *texts, "--out", mine), "is not a dataset")
+    assert [*contents(mine)] == ["thesis.txt"]
+    # a second run would be slow if it imported what it does not need
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", FOLDER / "demo.py", "--out",
+         demo], capture_output=True, text=True, timeout=60)
+    assert process.stdout == f"{demo}: the dataset is already there\n"
+    for heavy in "numpy", "rustbpe", "torch", "tqdm":
+        assert f" {heavy}\n" not in process.stderr
+    assert before == {path: path.stat().st_mtime_ns
+                      for path in demo.iterdir()}
 
 
 def test_no_space_for_a_shard(texts, tmp_path):
@@ -207,9 +168,6 @@ def test_no_space_for_a_shard(texts, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     out = tmp_path / "out"
-    status, _, err = run(*texts, "--out", out, preexec_fn=limit)
-    assert status == 1
-    assert err.splitlines()[-1].startswith(f"error: {tmp_path}")
-    assert "File too large" in err
-    assert not out.exists()
-    assert not list(tmp_path.glob(".*"))
+    assert refuses(run("demo", *texts, "--out", out, preexec_fn=limit),
+                   "File too large")
+    assert not out.exists() and not list(tmp_path.glob(".*"))
