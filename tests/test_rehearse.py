@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from cluster import copy_course
+from cluster import clone_course
 from conftest import needs
 from test_pbs import FLAGS
 
@@ -85,7 +85,7 @@ def test_the_job_is_for_the_scheduler_that_is_there(program, first):
 def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
     needs("mpiexec")
     clone, qsub = tmp_path / "gpt2-workshop", tmp_path / "qsub"
-    copy_course(clone)
+    clone_course(clone)
     qsub.write_text(QSUB)
     qsub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

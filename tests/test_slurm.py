@@ -50,15 +50,21 @@ def agree(result, single):
                            single.checkpoint()["model"]) <= 0.02 * 3e-3
 
 
+def world(result):
+    """How many nodes and processes trained, as the run says."""
+    record = json.loads((result.folder / "hyperparameters.json").read_text())
+    return record["nodes"], record["world_size"]
+
+
 def trained(slurm, name, job, single):
     """Wait for a job that trains as one device does; its world size."""
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     assert slurm.job(job)["Restarts"] == "0"
     result = slurm.result(name, job)
     agree(result, single(*FEW))
-    record = json.loads((result.folder / "hyperparameters.json").read_text())
-    assert record["nodes"] == int(name[-4])
-    return record["world_size"]
+    nodes, size = world(result)
+    assert nodes == int(name[-4])
+    return size
 
 
 @contextmanager
