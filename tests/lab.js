@@ -1,4 +1,4 @@
-// What the tests of JupyterLab ask of a page.
+// What the tests ask of a page of JupyterLab, or of a slide.
 
 function pane() {
   return document.querySelector(".jp-NotebookPanel:not(.lm-mod-hidden) "
@@ -30,10 +30,9 @@ function overflowing() {
     .map(view => view.innerText.slice(0, 80));
 }
 
-// The texts in the lesson's views whose contrast is below 4.5:1: the colours
-// as the browser computes them, over all that is painted beneath.
-// least: how many texts there have to be.
-function faint_texts(least) {
+// The texts whose contrast is below 4.5:1: the colours as the browser computes
+// them, over all that is painted beneath. least: how many there have to be.
+function faint_texts(least, where = ".ws") {
   const read = colour => {
     const [r, g, b, a = 1] = colour.match(/[\d.]+/g).map(Number);
     return [r, g, b, a];
@@ -65,7 +64,7 @@ function faint_texts(least) {
     const ratio = (a + .05) / (b + .05);
     if (ratio < 4.5) faint.push(`${words}: ${ratio.toFixed(2)}`);
   };
-  for (const view of document.querySelectorAll(".ws")) {
+  for (const view of document.querySelectorAll(where)) {
     const walk = document.createTreeWalker(view, NodeFilter.SHOW_TEXT);
     while (walk.nextNode()) {
       const node = walk.currentNode.parentElement, words =

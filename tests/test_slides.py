@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import linear_light, needs
-from test_lab import CHROMIUM, FAINT, SWITCHES
+from test_lab import CHROMIUM, SWITCHES
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -447,14 +447,14 @@ def browser():
 @pytest.mark.parametrize("deck", DECKS)
 def test_every_slide_fits_and_can_be_read(deck, built, browser):
     page = browser.new_page()
+    page.add_init_script(path=ROOT / "tests" / "lab.js")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((built / f"{deck}.html").as_uri())
     page.wait_for_selector(".bespoke-marp-active")
     count = len(text.pages(DECKS[deck]))
     assert page.locator("svg[data-marpit-svg]").count() == count
-    faint = FAINT.replace('".ws"', '".bespoke-marp-active section"').replace(
-        "seen < 50", "seen < 1")
+    faint = 'faint_texts(1, ".bespoke-marp-active section")'
     for k, (width, height) in enumerate(SIZES):
         page.set_viewport_size({"width": width, "height": height})
         for number in range(1, count + 1):
