@@ -127,8 +127,8 @@ def test_what_follows_from_an_entry_is_up_to_date(path, text):
 
 
 KNOW = {"stages.py",  # the registry
-        "lightning.py", "pictures.py", "runs.py", "command.py",  # Lightning's
-        "causes.py",  # torch's backend of that name
+        "pictures.py", "runs.py", "trial.py",  # Lightning's
+        "process.py",  # torch's backend of that name
         "rehearse.py",  # an attendee's hour is the lesson of DDP
         "sharding.py", "pipelines.py"}  # the lesson that compares them
 
