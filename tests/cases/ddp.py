@@ -120,7 +120,7 @@ CASES = (
           "optimizer updates another model"),
     wrong("the learning rate times the world size", "ddp",
           (('group["lr"] = lr', 'group["lr"] = lr * world_size'),),
-          "the learning rate of step 0"),
+          "the optimizer has lr="),
     wrong("a head left out of the optimizer", "ddp",
           ((OPTIMIZER, OPTIMIZER +
             "    optimizer.param_groups[1]['params'].pop()\n"),),

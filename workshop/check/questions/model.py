@@ -1,5 +1,7 @@
 """Questions about the model: its weights, gradients and updates."""
 
+import numpy as np
+
 from workshop.check.findings import fail, ok, percent, warn
 from workshop.check.questions.question import (
     ask_about,
@@ -24,9 +26,9 @@ def optimizer(trial, reference):
             return fail(f"rank {rank}'s optimizer updates another model than "
                         "the one that is trained")
         for name in sorted(good.keys() & mine.keys()):
-            for key in ("weight_decay", "betas", "eps"):
+            for key in ("weight_decay", "betas", "eps", "lr"):
                 value = mine[name].get(key, good[name][key])
-                if value != good[name][key]:
+                if not np.allclose(value, good[name][key], 1e-6, 0):
                     return fail(f"the optimizer has {key}={value} for {name},"
                                 f" not {good[name][key]}")
     missing = good.keys() - updated
