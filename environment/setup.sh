@@ -215,6 +215,9 @@ metadata.language_info.pygments_lexer metadata.language_info.version'"
     if [ -e .git ] && [ -x "$venv/bin/nbstripout" ] &&
         git rev-parse 2>/dev/null && # not another user's clone
         [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then
+        # Git does not trust the times in the index of a new clone, and would
+        # filter each notebook for the first status: look without the filter
+        git -c filter.nbstripout.clean=cat update-index -q --refresh || true
         git config filter.nbstripout.clean "$filter"
     fi
 }
