@@ -53,6 +53,11 @@
 # clone. Later, only `WORKSHOP_INSTALL=yes source activate.sh` changes it.
 #
 #   WORKSHOP_VENV=/shared/workshop/venv
+#
+# Or an archive of it (environment/archive.sh), which each node unpacks on its
+# own disk, in $TMPDIR or /tmp: faster where the shared disk is slow.
+#
+#   WORKSHOP_VENV=/shared/workshop/venv.tar.zst
 
 # --- The site's own PyTorch, from a module above, instead of a downloaded one
 #   WORKSHOP_SITE_PACKAGES=yes

@@ -102,7 +102,9 @@ then
     fail "archive.sh needs pack or unpack, and the name of an archive such" \
         "as venv.tar.gz"
 fi
-archive=$(cd -P "$(dirname "$2")" 2>/dev/null && pwd)/${2##*/}
+archive=$(cd -P "$(dirname "$2")" 2>/dev/null && pwd) ||
+    fail "there is no folder $(dirname "$2"), where $2 is to be"
+archive=$archive/${2##*/}
 [ "$1" = pack ] || [ -r "$archive" ] ||
     fail "$2 cannot be read: \`environment/archive.sh pack\` makes it"
 "$1" "$archive"

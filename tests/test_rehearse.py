@@ -9,6 +9,8 @@ import sys
 import pytest
 from cluster import clone_course
 from conftest import needs
+from test_activate import set_up as set_up  # a fixture
+from test_activate import source
 from test_pbs import FLAGS
 
 from workshop import rehearse
@@ -79,6 +81,27 @@ def test_the_job_is_for_the_scheduler_that_is_there(program, first):
     job, = (step for step in steps if step.name == "job")
     assert " ".join(job.command).startswith(first)
     assert "--seed 3" in " ".join(job.command)
+
+
+def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
+    """It took a second of CPU time for each: the doctor asks git, too."""
+    needs("git")
+    (repo, venv), ask = set_up(tmp_path), "git describe --always --dirty"
+    (repo / ".gitattributes").write_text("*.ipynb filter=nbstripout\n")
+    (repo / "one.ipynb").write_text("{}")
+    git = ["git", "-C", repo, "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    nbstripout = venv / "bin" / "nbstripout"
+    nbstripout.write_text('#!/bin/sh\ntouch "$0.called"; cat\n')
+    nbstripout.chmod(0o755)
+    os.utime(repo / "one.ipynb", (1, 1))  # as if git did not know the time
+    out, err = source(repo, f"cd '{repo}'; {ask}")
+    assert re.search(r"status=0\n[0-9a-f]+\n$", out), out + err
+    assert not (venv / "bin" / "nbstripout.called").exists()
+    (repo / "one.ipynb").write_text("[]")
+    assert source(repo, f"cd '{repo}'; {ask}")[0].endswith("-dirty\n")
+    assert (venv / "bin" / "nbstripout.called").exists()
 
 
 @pytest.mark.whole
