@@ -560,15 +560,28 @@ def version_mpi():
 
 
 @figure
+def version_kernels():
+    return version("Kernels: one process, operations of our own", 1, "",
+                   kernels=True)
+
+
+@figure
+def version_mpi_kernels():
+    return version("MPI with kernels: what each of them changes, at once", 4,
+                   "Allreduce, one message for each parameter", kernels=True)
+
+
+@figure
 def version_nccl():
     return version("DDP and NCCL: buckets, during the backward pass", 4,
                    "all-reduce in buckets, from GPU to GPU", during=True)
 
 
-def version(title, ranks, message, during=False):
+def version(title, ranks, message, during=False, kernels=False):
     """What each process does in a step, and what is sent.
 
-    during: while the backward pass goes on, not after it.
+    during: while the backward pass goes on, not after it. kernels: whether
+    its operations are our own.
     """
     wide, out, left = 132, [], 96
     names = ("samples", "forward", "backward", "update")
@@ -580,6 +593,8 @@ def version(title, ranks, message, during=False):
             x = left + rank * (wide + 10)
             words = {"samples": f"those of rank {rank}",
                      "update": "the same"} if message else {"samples": "all"}
+            if kernels:
+                words |= {"forward": "our kernels", "backward": "our kernels"}
             out.append(box(x, y, wide, 34, COLOURS[rank],
                            words.get(name, "")))
     whole = ranks * (wide + 10) - 10
@@ -589,7 +604,8 @@ def version(title, ranks, message, during=False):
     when = "meanwhile" if during else "then"
     return svg(total, 190 + shift, out, title,
                f"{pictures.plural(ranks, 'process', 'es')} in a step: "
-               "read samples, forward, backward, "
+               "read samples, forward, backward"
+               + " (by kernels of our own)" * kernels + ", "
                + (f"{when} {message}, " if message else "") + "then the update"
                + (", the same on all ranks." if ranks > 1 else "."))
 

@@ -4,14 +4,17 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from conftest import needs
+from conftest import edit, needs
+from stages import train
 
 from backstage import ROOT, vocabulary
 from backstage.errors import UserError
+from workshop import combine
 from workshop.results import plot
 from workshop.results import runs as results
 
@@ -62,20 +65,86 @@ def test_all_rungs_compute_the_same(tmp_path):
     rungs = {rung["name"]: rung for rung in record["rungs"]}
     first = rungs["std, 1 thread"]["losses"]
     assert {"mpi, 2 processes", "ddp, 2 processes"} < rungs.keys()
+    if find_spec("triton"):
+        assert {"kernels, 1 process, interpreted",
+                "mpi with kernels, 2 processes, interpreted"} < rungs.keys()
     for rung in rungs.values():
+        short = "kernels" in rung["stage"]  # one step, of two samples
         both = list(zip(rung["losses"], first, strict=False))
-        assert len(both) > 1 and rung["plain"] and rung["cached"]
-        for loss, expected in both:
+        assert len(both) > (not short) and rung["samples"] == 8 - 6 * short
+        assert rung["plain"] and rung["cached"]
+        for loss, expected in both[:0 if short else None]:
             assert loss == pytest.approx(expected, rel=1e-5)
         assert f"| ours: {rung['name']} |" in done.stdout
     assert record["same"] is True and record["distance"] <= 1e-5
     assert f"{len(first)} of 10,250 steps" in done.stdout
 
+    # those with kernels again: the others stay as they were
+    subprocess.run([sys.executable, SCRIPT, "--model", "tiny", "--tokens", "0",
+                    "--processes", "2", "--only-kernels", "--output", output],
+                   cwd=tmp_path, check=True)
+    again = json.loads(output.read_text())["rungs"]
+    assert [rung["name"] for rung in again] == [*rungs]
+    for rung in again:
+        assert (rung == rungs[rung["name"]]) == ("kern" not in rung["name"])
 
-def test_losses_that_differ_are_seen(ladder):
-    rungs = [ladder.Rung("std", 1, 1, "cpu", losses) for losses in (
-        [5.0, 4.0, 3.0], [5.0, 4.0004])]
+
+def test_what_differs_is_seen(ladder):
+    rungs = [ladder.Rung("std", 1, 1, "cpu", 8, *numbers) for numbers in (
+        ([5.0, 4.0, 3.0], [2.0, 1.0]), ([5.0, 4.0004], [2.0]),
+        ([5.0], [2.002]))]
     assert ladder.distance(rungs[1], rungs[0]) == pytest.approx(1e-4)
+    assert ladder.distance(rungs[2], rungs[0]) == pytest.approx(1e-3)
+    texts = ["a cat", "a dog", "", "b"]
+    assert ladder.is_same(["a c", "a d", "", ""], texts)
+    assert not ladder.is_same(["a c", "a c", "", ""], texts)
+    assert not ladder.is_same(texts[:3], texts)
+
+
+@pytest.mark.whole
+def test_mpi_with_kernels_trains_as_std(tmp_path, data):
+    """As one process and as two; with a mistake in either part it does not.
+    """
+    needs("mpirun", "triton")
+    small = ("--minibatch-size", 2, "--microbatch-size", 1, "--max-steps", 2,
+             "--sequence-length", 16, "--eval-minibatches", 1)
+    right = tmp_path / "right.py"
+    combine.main(("mpi", "kernels"), right)
+    text = right.read_text()
+    single = train("std", tmp_path / "std", *small, data=data)
+
+    def differs(script, world_size, name):
+        run = train("mpi", tmp_path / name, *small, data=data, script=script,
+                    world_size=world_size)
+        assert run.status == 0, run.err
+        assert run.checkpoint()["stage"] == "mpi-kernels"
+        return any(row[key] != pytest.approx(one[key], rel=1e-5)
+                   for row, one in zip(run.rows, single.rows, strict=True)
+                   for key in ("loss", "norm", "val_loss")
+                   if one[key] is not None)
+
+    assert not differs(right, None, "one") and not differs(right, 2, "two")
+    for k, (size, old, new) in enumerate((
+            (2, "        average_gradients(raw_model, comm)  # once a step\n",
+             ""),
+            (None, "tile * tl.sigmoid(2 * u)", "tile * tl.sigmoid(u)"))):
+        wrong = tmp_path / f"wrong{k}.py"
+        wrong.write_text(edit(text, (old, new)))
+        assert differs(wrong, size, str(k))
+
+
+def test_stages_that_change_the_same_lines(tmp_path):
+    assert combine.combine("mpi", "kernels").splitlines()[1:] == (
+        combine.combine("kernels", "mpi").replace(
+            "kernels-mpi", "mpi-kernels").splitlines()[1:])
+    with pytest.raises(UserError, match="both change line"):
+        combine.combine("mpi", "ddp")
+    with pytest.raises(UserError, match="there is no solutions/train_gpt2_x"):
+        combine.combine("mpi", "x")
+    file = tmp_path / "mine.py"
+    file.touch()
+    with pytest.raises(UserError, match="exists already"):
+        combine.main(("mpi", "kernels"), file)
 
 
 def test_the_rungs_of_a_machine_with_gpus(ladder, monkeypatch):
@@ -90,7 +159,8 @@ def test_the_rungs_of_a_machine_with_gpus(ladder, monkeypatch):
         ("std, 1 thread", 1), ("std, 8 threads", 8),
         ("mpi, 2 processes", 4), ("mpi, 4 processes", 2),
         ("ddp, 2 processes", 4), ("ddp, 4 processes", 2),
-        ("std, 1 GPU", 8), ("ddp, 2 GPUs", 4)]
+        ("std, 1 GPU", 8), ("kernels, 1 GPU", 8),
+        ("mpi with kernels, 2 GPUs", 4), ("ddp, 2 GPUs", 4)]
     assert not lacks
     command = " ".join(rungs[-1].command("script.py", "--tokens", 3))
     assert command.endswith(

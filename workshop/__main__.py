@@ -55,6 +55,8 @@ def main():
         export(args.run, args.folder)
     elif args.command == "take-home":
         take_home(args.stage, args.file)
+    elif args.command == "combine":
+        combine(args.stage, args.file)
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
     elif args.command == "why":
@@ -162,6 +164,10 @@ def parse():
                "imports nothing of the course.")
     home.add_argument("stage", choices=STAGES, help="the stage")
     home.add_argument("file", help="the file to write, such as my_train.py")
+    both = add("combine", "Write a script with what two stages change of std, "
+               "such as mpi and kernels; its losses have to be std's.")
+    both.add_argument("stage", nargs=2, help="their names")
+    both.add_argument("file", help="the file to write")
     add("rehearse", "For the instructor: do what an attendee does in an hour, "
         "in a fresh clone, and say how long each step takes. What follows -- "
         "are the flags of the job's script, in place of --max-steps 100.")
@@ -246,6 +252,13 @@ def take_home(stage, file):
     from workshop.take_home import main as write
 
     write(stage, file)
+
+
+def combine(stages, file):
+    """Hand over to what merges the scripts, from Python 3.10 on."""
+    from workshop.combine import main as write
+
+    write(stages, file)
 
 
 def plot(output, folders):

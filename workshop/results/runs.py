@@ -37,7 +37,7 @@ UNIVERSITY = {
     "CUDA": (429, 8.0), "CUDA and MPI": (226, 7.8),
 }
 
-# What each stage of benchmarks/ladder.py does otherwise than std.
+# What each rung of benchmarks/ladder.py does otherwise than std.
 RUNGS = {
     "std": "one process makes the weights, reads all samples and makes the "
            "update",
@@ -45,7 +45,12 @@ RUNGS = {
            "rank makes the same weights from the same seed, reads its own "
            "samples and sends each gradient in a message of its own, after "
            "the backward pass",
-    "ddp": "the same, but DDP broadcasts rank 0's weights at the start, and "
+    "kernels": "one process, as std; GELU, LayerNorm, cross-entropy and "
+               "attention are kernels of our own, in Triton",
+    "mpi-kernels": "the ranks and messages of mpi, the kernels of kernels; "
+                   "rank 0 makes and broadcasts what it does in mpi, and each "
+                   "rank compiles the kernels for itself",
+    "ddp": "as mpi, but DDP broadcasts rank 0's weights at the start, and "
            "sends the gradients in buckets, during the backward pass",
 }
 
