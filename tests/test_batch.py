@@ -77,3 +77,6 @@ def test_the_picture_of_the_noise_scale():
     assert plot.missing(plot.noise, [run]) == ("", False)
     assert "std x 1: from 20 to 20" in plot.themed(
         lambda ax: plot.noise(ax, [run]))
+    both = plot.themed(lambda ax: plot.critical(ax, [run]))
+    assert "std x 1: its noise scale: from 2560 to 2560" in both
+    assert "Kaplan" in both and "from 7.37" in both

@@ -62,6 +62,8 @@ def test_the_table_grows(tmp_path, monkeypatch):
         pytest.skip("fineweb/demo is not built: source activate.sh")
     monkeypatch.setattr(one_gpu, "find_peak", lambda _: (1e11, "planted"))
     file = tmp_path / "one_gpu.json"
+    one_gpu.limit(CPU, file)
+    monkeypatch.setattr(one_gpu, "find_peak", None)  # it is kept
     for name in "recompute", "fp32", "microbatch":
         record = one_gpu.add(name, CPU, SMALL, file)
     rows = record["rows"]

@@ -213,14 +213,23 @@ def add(name, device, size=None, file=RECORD):
     row = measure(name, device, size or sizes(device), record["peak"])
     rows = {**record["rows"], name: row}
     record["rows"] = {key: rows[key] for key in STEPS if key in rows}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
+    keep(record, file)
     return record
 
 
-def limit(device):
-    """Say how many tokens/s the device's peak would be."""
-    peak, source = find_peak(device)
+def keep(record, file):
+    """Write the record."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def limit(device, file=RECORD):
+    """Say how many tokens/s the device's peak would be.
+
+    The peak is kept: it is that of all rows.
+    """
+    record = read(device, file)
+    keep(record, file)
     preset = sizes(device)["--preset"]
     T, config = std.PRESETS[preset].sequence_length, std.MODELS[preset]
     if preset == "nano":
@@ -228,9 +237,9 @@ def limit(device):
                 "activate.sh`")
         config = replace(config, vocab_size=vocabulary.size(DEMO))
     each = flops_per_token(config, T)
-    print(f"{hardware(device)}\npeak: {peak / 1e12:.3g} TFLOP/s ({source})\n"
+    print(f"{record['hardware']}\n"
           f"preset {preset}: {each / 1e6:,.1f} MFLOP a token\n"
-          f"at most {peak / each:,.0f} tokens/s")
+          f"at most {record['peak'] / each:,.0f} tokens/s")
 
 
 def main():

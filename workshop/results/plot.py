@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from backstage.errors import UserError, require, run_main
+from workshop.arithmetic import critical_tokens
 from workshop.results import runs as results
 from workshop.stages import STAGES
 
@@ -223,6 +224,25 @@ def noise(ax, runs):
     ax.legend()
 
 
+def critical(ax, runs):
+    """The noise scale as the loss falls, beside a published curve."""
+    ax.set(title="how large a minibatch pays, as the loss falls",
+           xlabel="loss (nats a token)", ylabel="tokens in a minibatch",
+           yscale="log", xlim=(8, 2))
+    losses = [2 + k / 10 for k in range(61)]
+    ax.plot(losses, [critical_tokens(loss) for loss in losses], "--",
+            color=INK, label="critical minibatch of language models\n"
+                             "(Kaplan et al., 2020)")
+    for run in runs:
+        rows = [row for row in run.rows if row["noise_scale"]]
+        T = run.hyperparameters["sequence_length"]
+        if rows:
+            ax.plot([row["loss"] for row in rows],
+                    [T * row["noise_scale"] for row in rows], ".",
+                    color=colour(run), label=f"{run.name}: its noise scale")
+    ax.legend()
+
+
 def ladder(ax, runs, record=None):
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
@@ -232,7 +252,8 @@ def ladder(ax, runs, record=None):
     rows = [(f"theirs: {name}", INK, training, texts, None) for
             name, (training, texts) in results.UNIVERSITY.items()]
     rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
-              rung["plain"], rung["cached"]) for rung in record["rungs"]]
+              rung["plain"], rung["cached"]) for rung in record["rungs"]
+             if "interpreted" not in rung["name"]]  # their time says nothing
     for y, (_, color, training, texts, cached) in enumerate(rows):
         ax.plot(training, y, "o", color=color)
         ax.annotate(f"{training:,.0f}", (training, y), (7, 0), va="center",
@@ -253,7 +274,7 @@ def ladder(ax, runs, record=None):
 PANELS = {panel.__name__: panel
           for panel in (loss, speed, scaling, model, parts, published, gpus)}
 IN_NOTEBOOK = {  # for some runs, or not about the runs
-    **PANELS, "noise": noise, "ladder": ladder}
+    **PANELS, "noise": noise, "critical": critical, "ladder": ladder}
 
 
 # ----------------------------------------------------------------- helpers
