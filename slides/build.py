@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from base64 import b64encode
 from pathlib import Path
 
 from backstage import ROOT
@@ -86,6 +87,13 @@ def embed(markdown):
     def inline(match):
         drawing = figures.draw(match[1]).replace("\n", " ")
         return f"<figure>\n{drawing}\n</figure>"
+
+    def photo(match):
+        data = b64encode((SLIDES / match[2]).read_bytes()).decode()
+        return (f'<figure><img alt="{match[1]}" '
+                f'src="data:image/png;base64,{data}"></figure>')
+    markdown = re.sub(r"^!\[(.*)\]\((.+\.png)\)$", photo, markdown,
+                      flags=re.M)
     return re.sub(r"^!\[.*\]\(svg/(.+)\.svg\)$", inline, markdown,
                   flags=re.M)
 

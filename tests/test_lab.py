@@ -535,6 +535,56 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
     assert git("diff", "notebooks") == ""
 
 
+def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
+    """`WORKSHOP_PICTURES=docs pytest tests/test_lab.py -k portal`
+
+    draws those of the slides anew.
+    """
+    home, shell = tmp_path / "portal", tmp_path / "home"
+    for folder in home, shell:
+        folder.mkdir()
+    repo.rename(home / "gpt2-workshop")
+    for name in (".bashrc", ".bash_profile"):  # it notes each prompt
+        (shell / name).write_text(
+            "PS1='\\W$ '; PROMPT_COMMAND='echo >> ~/prompts'\n")
+    page.set_viewport_size({"width": 960, "height": 460})
+    drawn = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path))
+
+    def keep(number):
+        page.wait_for_timeout(500)
+        file = drawn / f"portal-{number}.png"
+        page.screenshot(path=file)
+        image = Image.open(file).quantize(64)
+        image.save(file, optimize=True)
+        kept = Image.open(ROOT / "docs" / file.name)
+        assert image.size == kept.size == (960, 460)
+
+    page.goto(f"{lab(root=home, SHELL='/bin/bash')}/lab")
+    files, tile = page.locator(".jp-FileBrowser"), page.locator(
+        ".jp-LauncherCard", has_text="Terminal")
+    tile.scroll_into_view_if_needed(timeout=60_000)
+    folder = files.locator(".jp-DirListing-item", has_text="gpt2-workshop")
+    folder.wait_for()
+    keep(1)
+    tile.click()
+    for number, line in enumerate(("cd gpt2-workshop\n",
+                                   "source activate.sh")):
+        wait_for(lambda n=number: (shell / "prompts").exists() and len(
+            (shell / "prompts").read_text()) > n, 60)
+        page.locator(".jp-Terminal").click()
+        page.keyboard.type(line)
+    keep(2)
+    folder.dblclick()
+    for name in ("notebooks", "start_here.ipynb"):
+        files.locator(".jp-DirListing-item", has_text=name).dblclick()
+    lesson = Lesson(page)
+    assert "Traceback" not in lesson.run("import sys")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+Home")
+    page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()
+    keep(3)
+
+
 def follow_command(page, lab, folder, *words, **options):
     """Where `python -m workshop lab` leads the browser."""
     opened = folder / "opened"
