@@ -183,6 +183,15 @@ def test_the_commands(tmp_path):
     assert f"{N} of {N} changes left" in said["python -m workshop diff ddp"]
 
 
+@pytest.mark.whole
+def test_lightning_refuses_what_the_slide_says():
+    lightning = pytest.importorskip("lightning")
+    assert '| `"fsdp"` | all three | Lightning refuses |' in (
+        DECKS["course-120"])
+    with pytest.raises(ValueError, match="requires a GPU"):
+        lightning.Trainer(accelerator="cpu", strategy="fsdp")
+
+
 # ----------------------------------------------------------------- figures
 
 
@@ -403,6 +412,11 @@ MEASURE = """() => {
     const size = parseFloat(getComputedStyle(parent).fontSize) * (
       matrix ? Math.hypot(matrix.a, matrix.b) : scale);
     least[drawing ? 1 : 0] = Math.min(least[drawing ? 1 : 0], size);
+  }
+  for (const image of slide.querySelectorAll("figure img")) {
+    const box = image.getBoundingClientRect();
+    if (!inside(box, frame, 8 * scale) || box.height < frame.height / 2)
+      out.push(image.alt);
   }
   return [out, ...least];
 }"""
