@@ -175,7 +175,8 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
     assert "Change 1 is made as the les" in shown['check("mpi", 1)']
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
 
-    assert "rank 3: rank 3 of 4, local 3" in said_by(shown, "Split_type")
+    assert "rank 3: rank 3 of 4, local 3" in said_by(shown, "node.rank}")
+    assert said_by(shown, "Read_at_all").count("right: True") == 4
     assert said_by(shown, "10.0**rank", "Allreduce").count(">1111<") == 16
     for rank in range(4):
         assert (f"rank {rank}: did not finish: it still waits in line 4"
