@@ -1,16 +1,19 @@
 """Triton and its language, ready for the device that is here.
 
-    from backstage.triton import tl, triton
+    from backstage.triton import INTERPRETED, tl, triton
 
 is `import triton` and `import triton.language as tl`. Without a GPU, or with
 `--device cpu`, Triton's interpreter runs the kernels on the CPU, one program
-after the other: the results are the same, but it takes much longer. Triton
-reads in its first import whether it is to do so.
+after the other: the results are the same, but it takes much longer, and
+`INTERPRETED` is true. Triton reads in its first import whether it is to do so.
 """
 
 import os
 import sys
+from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import torch
 
 from backstage.errors import UserError, leave, report
@@ -25,6 +28,7 @@ def is_interpreted():
 def load():
     """Triton's module; raises a `UserError` where it is not installed."""
     os.environ.setdefault("TRITON_INTERPRET", str(int(is_interpreted())))
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it has been
     for name in [*sys.modules]:  # torch may have imported it already
         if f"{name}.".startswith("triton.") and "._C" not in name:
             del sys.modules[name]
@@ -34,31 +38,37 @@ def load():
         raise UserError("Triton is not installed, which compiles the kernels "
                         "of this script: pip install triton") from error
     if triton.knobs.runtime.interpret:
-        mend_products()
+        mend_interpreter()
     return triton
 
 
-def mend_products():
-    """Let the interpreter multiply tiles in bf16.
+def mend_interpreter():
+    """Let it multiply tiles in bf16, be twice as fast, and print nothing.
 
-    Triton 3.9 keeps them as whole numbers there, and multiplies these.
+    Triton 3.9 keeps bf16 as whole numbers there, and multiplies these, with
+    threads of NumPy's own. It replaces its language's functions whenever one
+    of ours is called, and checks all whole numbers for an overflow.
     """
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder as Builder
+    from triton.runtime import interpreter
 
-    multiply = Builder.create_dot
+    builder = interpreter.interpreter_builder
 
-    def multiply_in_fp32(builder, a, b, *rest):
-        a, b = (builder.cast_impl(tile, tl.float32)
-                if tile.dtype.scalar == tl.bfloat16 else tile
+    def multiply(a, b, total, *_):
+        a, b = (torch.from_numpy(builder.cast_impl(tile, tl.float32).data)
                 for tile in (a, b))
-        return multiply(builder, a, b, *rest)
+        return interpreter.TensorHandle(
+            (a @ b).numpy() + total.data, total.dtype.scalar)
 
-    Builder.create_dot = multiply_in_fp32
+    np.seterr(all="ignore")  # as on a GPU: exp() may become infinite
+    builder.create_dot = multiply
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda scope: None
 
 
 try:
     triton = load()
-    tl = triton.language
+    tl, INTERPRETED = triton.language, triton.knobs.runtime.interpret
 except UserError as error:  # no main() has begun that would say it
     leave(report(error))

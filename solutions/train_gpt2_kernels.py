@@ -21,32 +21,17 @@ from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
 from backstage.process import prepare_process
 from backstage.run import Run
-from backstage.triton import tl, triton
+from backstage.triton import INTERPRETED, tl, triton
 
 # ------------------------------------------------------ kernels
 
 # Many programs of a kernel run at once, each on its own tiles: pieces of a
 # matrix whose dimensions are powers of two. What is beyond the matrix is
-# masked: neither read nor written.
-TILE = 4096  # the numbers in a tile; attention has tiles of its own
-BLOCK = 64  # rows of a tile of queries, or of keys
-
-
-@triton.jit
-def load(x, rows, columns, M, N):
-    """These rows and columns of x, (M, N); zeros beyond it."""
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    # 64 bits: a batch's logits are more than 2**31 numbers
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    return tl.load(x + at, inside, other=0.0)
-
-
-@triton.jit
-def store(x, tile, rows, columns, M, N):
-    """Write a tile to these rows and columns of x, (M, N)."""
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(x + at, tile, inside)
+# masked: neither read nor written. Without a GPU an interpreter runs one
+# program after the other, and there a few large tiles are faster.
+TILE = 2**15 if INTERPRETED else 2**12  # the numbers in a tile
+BLOCK = 256 if INTERPRETED else 64  # attention: queries, or keys, of a tile
+ROWS, COLUMNS = TILE // 1024, 1024  # of a tile of logits
 
 
 @triton.jit
@@ -91,6 +76,23 @@ class Gelu(torch.autograd.Function):
 
 
 gelu = Gelu.apply
+
+
+@triton.jit
+def load(x, rows, columns, M, N):
+    """These rows and columns of x, (M, N); zeros beyond it."""
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    # 64 bits: a batch's logits are more than 2**31 numbers
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    return tl.load(x + at, inside, other=0.0)
+
+
+@triton.jit
+def store(x, tile, rows, columns, M, N):
+    """Write a tile to these rows and columns of x, (M, N)."""
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(x + at, tile, inside)
 
 
 @triton.jit
@@ -214,8 +216,8 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets):
         M, N = logits.shape
         losses, sums = torch.empty(2, M, device=logits.device)
-        cross_entropy_forward[(triton.cdiv(M, 4),)](
-            logits, targets, losses, sums, M, N, 4, TILE // 4)
+        cross_entropy_forward[(triton.cdiv(M, ROWS),)](
+            logits, targets, losses, sums, M, N, ROWS, COLUMNS)
         ctx.save_for_backward(logits, targets, sums)
         return losses.mean()
 
@@ -224,8 +226,8 @@ class CrossEntropy(torch.autograd.Function):
         logits, targets, sums = ctx.saved_tensors
         M, N = logits.shape
         cross_entropy_backward[
-            (triton.cdiv(M, 4), triton.cdiv(N, TILE // 4))](
-            logits, targets, sums, dloss, M, N, 4, TILE // 4)
+            (triton.cdiv(M, ROWS), triton.cdiv(N, COLUMNS))](
+            logits, targets, sums, dloss, M, N, ROWS, COLUMNS)
         return logits, None
 
 
@@ -238,33 +240,35 @@ def product(a, b):
 
 
 @triton.jit
-def get_scores(q, k, queries, keys, scale):
+def get_scores(q, k, queries, keys, T, scale):
     """The scores of a tile of queries and one of keys."""
     scores = product(q, tl.trans(k)) * scale
-    # a query sees no later key
-    return tl.where(queries[:, None] >= keys[None, :], scores, float("-inf"))
+    # a query sees no later key, and none of another head
+    seen = (queries[:, None] >= keys[None, :]) & (
+        (queries // T)[:, None] == (keys // T)[None, :])
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
-def attention_forward(q, k, v, y, sums, T, D, scale, BLOCK: tl.constexpr,
+def attention_forward(q, k, v, y, sums, M, T, D, scale, BLOCK: tl.constexpr,
                       COLUMNS: tl.constexpr):
     """A tile of y, and log(sum(exp(scores))) of its queries.
 
-    q, k, v, y: (heads, T, D); sums: (heads, T).
+    q, k, v, y: (M, D), with T rows of each head; sums: (M,).
     """
-    first_query, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = head.to(tl.int64) * T * D
-    queries = first_query + tl.arange(0, BLOCK)
-    d = tl.arange(0, COLUMNS)
-    q_tile = load(q + start, queries, d, T, D)
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    first_query = tl.program_id(0) * BLOCK
+    queries, d = first_query + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    q_tile = load(q, queries, d, M, D)
+    # not -inf: a query may see no key of a tile
+    largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     y_tile = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for first in range(0, first_query + BLOCK, BLOCK):  # no later keys
+    first_key = first_query // T * T  # of the head
+    for first in range(first_key, first_query + BLOCK, BLOCK):
         keys = first + tl.arange(0, BLOCK)
-        k_tile = load(k + start, keys, d, T, D)
-        v_tile = load(v + start, keys, d, T, D)
-        scores = get_scores(q_tile, k_tile, queries, keys, scale)
+        k_tile = load(k, keys, d, M, D)
+        v_tile = load(v, keys, d, M, D)
+        scores = get_scores(q_tile, k_tile, queries, keys, T, scale)
         larger = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp(largest - larger)
         p = tl.exp(scores - larger[:, None])
@@ -272,84 +276,86 @@ def attention_forward(q, k, v, y, sums, T, D, scale, BLOCK: tl.constexpr,
         y_tile *= shrink[:, None]
         y_tile += product(p.to(v_tile.dtype), v_tile)
         largest = larger
-    store(y + start, y_tile / total[:, None], queries, d, T, D)
-    tl.store(sums + head * T + queries, largest + tl.log(total), queries < T)
+    store(y, y_tile / total[:, None], queries, d, M, D)
+    tl.store(sums + queries, largest + tl.log(total), queries < M)
 
 
 @triton.jit
-def attention_backward_kv(q, k, v, dy, sums, delta, dk, dv, T, D, scale,
+def get_ds(q, k, v, dy, sums, delta, queries, keys, M, T, scale):
+    """The probabilities of a tile of scores, and the scores' gradient."""
+    scores = get_scores(q, k, queries, keys, T, scale)
+    total = tl.load(sums + queries, queries < M, other=0.0)
+    mean = tl.load(delta + queries, queries < M, other=0.0)
+    p = tl.exp(scores - total[:, None])
+    return p, p * (product(dy, tl.trans(v)) - mean[:, None])
+
+
+@triton.jit
+def attention_backward_kv(q, k, v, dy, sums, delta, dk, dv, M, T, D, scale,
                           BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of dk and of dv: the sum over the queries that see it."""
-    first_key, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = head.to(tl.int64) * T * D
-    keys = first_key + tl.arange(0, BLOCK)
-    d = tl.arange(0, COLUMNS)
-    k_tile = load(k + start, keys, d, T, D)
-    v_tile = load(v + start, keys, d, T, D)
+    first_key = tl.program_id(0) * BLOCK
+    keys, d = first_key + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    k_tile = load(k, keys, d, M, D)
+    v_tile = load(v, keys, d, M, D)
     dk_tile = tl.zeros((BLOCK, COLUMNS), tl.float32)
     dv_tile = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for first in range(first_key, T, BLOCK):
+    last_key = tl.minimum(first_key + BLOCK, M) - 1
+    end = (last_key // T + 1) * T  # of its head
+    for first in range(first_key, end, BLOCK):
         queries = first + tl.arange(0, BLOCK)
-        at = head * T + queries
-        q_tile = load(q + start, queries, d, T, D)
-        dy_tile = load(dy + start, queries, d, T, D)
-        total = tl.load(sums + at, queries < T, other=0.0)
-        scores = get_scores(q_tile, k_tile, queries, keys, scale)
-        p = tl.exp(scores - total[:, None])
+        q_tile = load(q, queries, d, M, D)
+        dy_tile = load(dy, queries, d, M, D)
+        p, ds = get_ds(q_tile, k_tile, v_tile, dy_tile, sums, delta, queries,
+                       keys, M, T, scale)
         dv_tile += product(tl.trans(p.to(dy_tile.dtype)), dy_tile)
-        dp = product(dy_tile, tl.trans(v_tile))
-        ds = p * (dp - tl.load(delta + at, queries < T, other=0.0)[:, None])
         dk_tile += product(tl.trans(ds.to(q_tile.dtype)), q_tile)
-    store(dk + start, dk_tile * scale, keys, d, T, D)
-    store(dv + start, dv_tile, keys, d, T, D)
+    store(dk, dk_tile * scale, keys, d, M, D)
+    store(dv, dv_tile, keys, d, M, D)
 
 
 @triton.jit
-def attention_backward_q(q, k, v, dy, sums, delta, dq, T, D, scale,
+def attention_backward_q(q, k, v, dy, sums, delta, dq, M, T, D, scale,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of dq: the sum over the keys that it sees."""
-    first_query, head = tl.program_id(0) * BLOCK, tl.program_id(1)
-    start = head.to(tl.int64) * T * D
-    queries = first_query + tl.arange(0, BLOCK)
-    at = head * T + queries
-    d = tl.arange(0, COLUMNS)
-    q_tile = load(q + start, queries, d, T, D)
-    dy_tile = load(dy + start, queries, d, T, D)
-    total = tl.load(sums + at, queries < T, other=0.0)
-    mean = tl.load(delta + at, queries < T, other=0.0)
+    first_query = tl.program_id(0) * BLOCK
+    queries, d = first_query + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    q_tile = load(q, queries, d, M, D)
+    dy_tile = load(dy, queries, d, M, D)
     dq_tile = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for first in range(0, first_query + BLOCK, BLOCK):
+    first_key = first_query // T * T
+    for first in range(first_key, first_query + BLOCK, BLOCK):
         keys = first + tl.arange(0, BLOCK)
-        k_tile = load(k + start, keys, d, T, D)
-        v_tile = load(v + start, keys, d, T, D)
-        scores = get_scores(q_tile, k_tile, queries, keys, scale)
-        p = tl.exp(scores - total[:, None])
-        ds = p * (product(dy_tile, tl.trans(v_tile)) - mean[:, None])
+        k_tile = load(k, keys, d, M, D)
+        v_tile = load(v, keys, d, M, D)
+        _, ds = get_ds(q_tile, k_tile, v_tile, dy_tile, sums, delta, queries,
+                       keys, M, T, scale)
         dq_tile += product(ds.to(k_tile.dtype), k_tile)
-    store(dq + start, dq_tile * scale, queries, d, T, D)
+    store(dq, dq_tile * scale, queries, d, M, D)
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        grid, shape = attention_shape(q)
+        programs, shape = attention_shape(q)
         y, sums = torch.empty_like(q), q.new_empty(
             q.shape[:-1], dtype=torch.float32)
-        attention_forward[grid](q, k, v, y, sums, *shape)
+        attention_forward[(programs,)](q, k, v, y, sums, *shape)
         ctx.save_for_backward(q, k, v, y, sums)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, y, sums = ctx.saved_tensors
-        grid, shape = attention_shape(q)
+        programs, shape = attention_shape(q)
         dy = dy.contiguous()
         delta = (dy.float() * y).sum(-1)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        attention_backward_kv[grid](
+        attention_backward_kv[(programs,)](
             q, k, v, dy, sums, delta, dk, dv, *shape)
-        attention_backward_q[grid](q, k, v, dy, sums, delta, dq, *shape)
+        attention_backward_q[(programs,)](
+            q, k, v, dy, sums, delta, dq, *shape)
         return dq, dk, dv
 
 
@@ -358,10 +364,11 @@ def attention_shape(q):
 
     A product takes tiles of 16 columns at least.
     """
-    B, heads, T, D = q.shape
+    T, D = q.shape[-2:]
+    M = q.numel() // D
     columns = max(triton.next_power_of_2(D), 16)
-    return ((triton.cdiv(T, BLOCK), B * heads),
-            (T, D, 1 / math.sqrt(D), BLOCK, columns))
+    return triton.cdiv(M, BLOCK), (
+        M, T, D, 1 / math.sqrt(D), BLOCK, columns)
 
 
 attention = Attention.apply

@@ -59,6 +59,8 @@ NEIGHBOURS = [group.split() for group in (
     "bf16-mixed 32-true", "step epoch", "start_time seconds",
     "ddp fsdp2", "world_size num_nodes", "x y", "loss target",
     "// * / %", "+ -", "== !=", "< <= >", "> >=", "and or", "in is", "min max",
+    "rows columns", "M N", "M T D", "queries keys", "largest larger",
+    "first_query first_key", "ROWS COLUMNS", "forward backward",
     "True False", "+= -= =", "/= *=", "step eval", "stage num_stages")]
 CALLS = {  # a collective -> what is called in its place; {0}, {1}: arguments
     "dist.all_reduce": ("dist.all_reduce({}, op=dist.ReduceOp.MAX)",
@@ -113,6 +115,15 @@ EQUIVALENT = (
     ("lit", r"batch, batch_idx.* -> .*batch_idx, batch", "neither is used"),
     ("lit", r"max_steps - 1.*-> .*max_steps( - 0)?\), max",
      "the rate after the last step is never used"),
+    ("kernels", r"(TILE|BLOCK|ROWS|COLUMNS)(, COLUMNS)? = .* -> ",
+     "tiles of another size"),
+    ("kernels", r"if INTERPRETED else .* -> ", "tiles of another size"),
+    ("kernels", r"\.to\(tl\.int64\).* -> (?!.*int64)",
+     "wrong only where there are more than 2**31 numbers"),
+    ("kernels", "input_precision=.* -> ",
+     "wrong only on a GPU, which rounds to TF32 without it"),
+    ("kernels", r"-> .*max\(TILE // columns, [02]\)|-> .*\(x.*TILE // columns",
+     "wrong only for rows that are longer than a tile"),
     ("ddp", "DistributedDataParallel.*as_bucket_view=True.* -> .*",
      "the same gradients, in other memory"),
 )

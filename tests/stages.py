@@ -134,6 +134,8 @@ def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
     options["preload"] = modules_of(stage)
     if options["mpirun"]:
         needs("mpirun")
+    if STAGES[stage].kernels:
+        needs("triton")
     return StageLaunch(script or STAGES[stage].solution, *given, *flags,
                        **options)
 

@@ -288,7 +288,7 @@ def test_a_full_disk_keeps_the_script(repo):
     (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
     (("reset",), "name a stage"),
     (("reset", "ddp", "--undo"), "name a stage"),
-    (("reset", "../../x"), "choose from std, mpi, ddp, lit"),
+    (("reset", "../../x"), "choose from std, mpi, kernels, ddp"),
     (("reset", "20200101-000000"), "reset --list"),
     (("reset", "--undo"), "nothing to undo"),
 ])

@@ -41,6 +41,8 @@ def fewer_steps(stage):
     """Flags: a step with DTensors takes long; 12 reach the third shard."""
     if stage == "starter":
         return ("--max-steps", 20, "--eval-every", 10)
+    if STAGES[stage].kernels:  # Triton's interpreter takes long, too
+        return ("--max-steps", 12, "--microbatch-size", 8)
     return ("--max-steps", 12) if STAGES[stage].shards else ()
 
 

@@ -27,6 +27,7 @@ class Stage:
     launcher: str  # of its processes: "python", "torchrun" or "mpirun"
     meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
     tried: tuple = ()  # those of them on which a check tries it (): all
+    kernels: bool = False  # whether its operations are kernels of its own
     trainer: bool = False  # whether Lightning's Trainer has the loop
     split: str = ""  # what is split over the devices: see arithmetic.py
     jobs: dict = field(  # its batch files: size -> flags of the script
@@ -53,6 +54,9 @@ STAGES = {stage.name: stage for stage in (
           "python", ((1, 1, 1),), jobs=dict.fromkeys(SIZES[:2], "")),
     Stage("mpi", "std", "MPI", "gradients averaged by hand, with MPI",
           "#1792a4", "mpirun", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    Stage("kernels", "std", "Kernels", "kernels of its own, in Triton",
+          "#9a7b00", "python", ((1, 1, 1),), kernels=True,
+          jobs=dict.fromkeys(SIZES[:1], "")),
     Stage("ddp", "std", "DDP", "a process for each device, with DDP",
           "#3b7dd8", "torchrun", ((1, 1, 1), (1, 2, 1), (1, 4, 1)),
           split="samples"),

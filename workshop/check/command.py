@@ -238,8 +238,12 @@ class Check:
                  f"preset tiny, fp32, {STEPS} steps")
         bench.reference = find_reference(bench)
         right = all(map(self.try_out, self.plan))
+        *others, last = [str(row.mesh.size) for row in self.plan.values()
+                         if row.kind == "whole"]
+        several = last != "1"
         if right and self.change:
-            self.say("\nRight, as far as 2 processes show it. Without a "
+            self.say(f"\nRight, as far as {last} process"
+                     f"{'es show' if several else ' shows'} it. Without a "
                      "number, the check tries everything.")
         elif self.change:
             tried = documents.load(bench.stage)[self.change - 1]
@@ -248,11 +252,10 @@ class Check:
             self.localise()
         else:
             self.out.show_table()
-            *others, last = [str(row.mesh.size) for row in self.plan.values()
-                             if row.kind == "whole"]
             self.say("Right: " + " and ".join(
                 part for part in (", ".join(others), last) if part)
-                + " processes compute what the single device computes."
+                + f" process{'es compute' if several else ' computes'} what "
+                "the single device computes."
                 + " Mind the warning." * bool(self.warned))
         if not right:
             self.say("\nNot yet." + ("" if self.verbose else self.out.more))
@@ -268,8 +271,7 @@ class Check:
 
     def repeat(self, column):
         """Make that trial again, and before it what it needs."""
-        return (column != "resumed" or self.try_out(next(iter(self.plan)))
-                ) and self.try_out(column)
+        return (column != "resumed" or self.try_out("1")) and self.try_out(column)
 
     def judge(self, trial, kind):
         """Tell what came of a trial; whether it is right."""

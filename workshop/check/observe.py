@@ -130,15 +130,20 @@ class Observer:
         self.watch_pipelines()
 
     def watch_evaluation(self):
-        compute = F.cross_entropy
+        for name in ("cross_entropy", "gelu", "layer_norm",
+                     "scaled_dot_product_attention"):
+            compute = getattr(F, name)
 
-        @functools.wraps(compute)
-        def visible_compute(logits, targets, *args, **kwargs):
-            if not (torch.is_grad_enabled() or self.inferring):
-                self.seen["evaluated"] += targets.numel() // T
-            return compute(logits, targets, *args, **kwargs)
+            @functools.wraps(compute)
+            def visible_compute(*args, name=name, compute=compute, **kwargs):
+                if ("pytorch", name) not in self.seen["asked"]:
+                    self.asked("pytorch", name)
+                if name == "cross_entropy" and not (
+                        torch.is_grad_enabled() or self.inferring):
+                    self.seen["evaluated"] += args[1].numel() // T
+                return compute(*args, **kwargs)
 
-        F.cross_entropy = visible_compute
+            setattr(F, name, visible_compute)
 
     def watch_pipelines(self):
         from torch.distributed.pipelining import PipelineStage

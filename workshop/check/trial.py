@@ -17,6 +17,7 @@ import torch
 
 from backstage import vocabulary
 from backstage.errors import UserError, require
+from workshop.check import operations
 from workshop.check.observe import SAMPLES, Observer, T
 from workshop.processes import Launch, modules_of
 from workshop.stages import STAGES
@@ -35,6 +36,9 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
          "--learning-rate", LEARNING_RATE, "--eval-every", EVERY,
          "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
          "--checkpoint-every", RESUMED)
+
+# what Triton's interpreter takes long for is each program of a kernel
+FEW = ("--microbatch-size", MINIBATCH // 2)
 
 LONGEST = 48  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
@@ -178,11 +182,14 @@ class Bench:
         about = STAGES[self.stage]
         meshes = [Mesh(*sizes) for sizes in about.tried or about.meshes]
         pair = next((mesh for mesh in meshes if mesh.size == 2), meshes[0])
-        rows = [Row(str(mesh), "whole", mesh) for mesh in (
+        rows = [Row("operations", "operations", Mesh(),
+                    about=", each operation alone")] * about.kernels
+        rows += [Row(str(mesh), "whole", mesh) for mesh in (
             [pair] if quickly else meshes)]
-        rows.append(Row("uneven", "uneven", Mesh(dp=2),
-                        ("--minibatch-size", UNEVEN),
-                        f", a minibatch of {UNEVEN} samples"))
+        if pair.size > 1:
+            rows.append(Row("uneven", "uneven", Mesh(dp=2),
+                            ("--minibatch-size", UNEVEN),
+                            f", a minibatch of {UNEVEN} samples"))
         if quickly:
             return rows
         rows += [  # in another world; with flags that compute the same
@@ -204,6 +211,9 @@ class Bench:
 
     def make(self, row):
         """The `Trial` of a row of the plan."""
+        if row.kind == "operations":
+            return self.try_out(row.column, row.mesh, self.script,
+                                script=Path(operations.__file__))
         state = None
         if row.kind == "resumed":  # the first run, as it was in the middle
             run = shutil.copytree(self.folder / "1", self.folder / row.column)
@@ -218,15 +228,17 @@ class Bench:
             trial.first_step, trial.resumed = RESUMED, state
         return trial
 
-    def try_out(self, name, mesh, *flags, terminated=None):
+    def try_out(self, name, mesh, *flags, terminated=None, script=None):
         """Run the script under observation, with more flags: a `Trial`."""
+        script = script or self.script
+        few = FEW if STAGES[self.stage].kernels else ()
         run, observed = self.folder / name, self.folder / f"{name}-seen"
         observed.mkdir()
         begin = time.monotonic()
 
         def start():
             launch = Launch(
-                self.script, *FLAGS, "--data", self.folder / "data",
+                script, *FLAGS, *few, "--data", self.folder / "data",
                 "--run", run, *mesh.flags(), *flags,
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
@@ -244,7 +256,7 @@ class Bench:
             require(patience.reason != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
                     f"print {mesh.size} lines?")
-        trial = Trial(self.stage, mesh, self.script, ranks, flags)
+        trial = Trial(self.stage, mesh, script, ranks, flags)
         trial.gave_up, trial.cpu = patience.reason, patience.cpu
         trial.seconds = time.monotonic() - begin
         self.collect(trial, run, observed)

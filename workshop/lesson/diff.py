@@ -89,9 +89,22 @@ class Script:
 
 
 def differences(a, b):
-    """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2]."""
-    matcher = SequenceMatcher(None, a, b, autojunk=False)
-    return [op[1:] for op in matcher.get_opcodes() if op[0] != "equal"]
+    """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2].
+
+    What is put in, or left out, begins with its decorators, not with what is
+    below them: it does not end with those of what follows.
+    """
+    matcher, found = SequenceMatcher(None, a, b, autojunk=False), []
+    for kind, *ends in matcher.get_opcodes():
+        code, k = (b, 2) if kind == "insert" else (a, 0)
+        while kind in ("insert", "delete") and ends[k] > (
+                found[-1][k + 1] if found else 0) and code[
+                    ends[k] - 1] == code[ends[k + 1] - 1] and code[
+                        ends[k] - 1].lstrip()[:1] == "@":
+            ends = [end - 1 for end in ends]
+        if kind != "equal":
+            found.append(tuple(ends))
+    return found
 
 
 def read_stages():

@@ -590,6 +590,12 @@ def why():
     said_meanwhile("-m", "workshop", "why", planted[1])
 
 
+@in_one_line
+def occupancy():
+    """What a GPU has to keep for each of the stage's kernels."""
+    said_meanwhile("-m", "workshop.notebook.kernels")
+
+
 def unplant():
     """End the job that runs with a fault, if there is one."""
     if planted:

@@ -24,6 +24,7 @@ The cell's code can use `torch`, `dist`, `time`, `rank`, `world_size`, and
 
 import datetime
 import json
+import linecache
 import os
 import re
 import sys
@@ -123,9 +124,12 @@ def run_cell(cell, folder, seconds, mpirun=None):
     names = {"torch": torch, "time": time, "rank": rank, **messages,
              "world_size": world_size, "show": show, "plot": plot,
              "timeline": said["events"].extend}
-    failed = False
+    failed, text = False, Path(cell).read_text("utf-8")
+    # Triton asks for the source of a kernel
+    linecache.cache["cell"] = (
+        len(text), None, text.splitlines(keepends=True), "cell")
     try:
-        exec(compile(Path(cell).read_text("utf-8"), "cell", "exec"), names)
+        exec(compile(text, "cell", "exec"), names)
     except Exception as error:
         failed = True
         lines = [frame.lineno for frame in traceback.extract_tb(

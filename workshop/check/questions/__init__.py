@@ -7,6 +7,7 @@ place in the files, which are asked in the order of the imports here.
 
 # isort: off
 from workshop.check.questions.question import QUESTIONS
+from workshop.check.questions import operations
 from workshop.check.questions import process
 from workshop.check.questions import data
 from workshop.check.questions import model
@@ -15,7 +16,8 @@ from workshop.check.questions import state
 # isort: on
 from workshop.check.findings import fail, ok
 
-__all__ = ["QUESTIONS", "ask", "data", "model", "process", "report", "state"]
+__all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
+           "report", "state"]
 
 
 def ask(trial, reference, kind="whole"):
