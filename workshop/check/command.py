@@ -271,7 +271,8 @@ class Check:
 
     def repeat(self, column):
         """Make that trial again, and before it what it needs."""
-        return (column != "resumed" or self.try_out("1")) and self.try_out(column)
+        return (column != "resumed" or self.try_out("1")
+                ) and self.try_out(column)
 
     def judge(self, trial, kind):
         """Tell what came of a trial; whether it is right."""
