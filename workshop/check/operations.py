@@ -169,11 +169,12 @@ def main(script):
                     value.__code__.co_names):
                 raise NameError("@triton.jit is missing above "
                                 f"{value.__name__}")
-        memory = Memory()
+        memory = None  # needs Triton, which an unchanged script does not
         for name in make_inputs():
             said[name] = None
             if name not in names:
                 break
+            memory = memory or Memory()
             found = compare(names[name], name)
             if not found and name in AUTOCAST:
                 found = compare(names[name], name, 2e-2, torch.bfloat16)
