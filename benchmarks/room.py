@@ -6,8 +6,9 @@ One after the other: JupyterLab with a kernel that has shown the diff, the
 script, and a check of the finished stage ddp. Then that many checks at once,
 and again beside six processes that compute without a pause. A fair share of
 the cores is what one check's CPU time takes if every check and every busy
-process gets as much as any other. Memory is PSS: pages that processes share
-are divided among them. Other programs' load counts for nobody.
+process gets as much as any other; what else the machine does, its load at the
+start, counts as so many busy processes. Memory is PSS: pages that processes
+share are divided among them.
 """
 
 import os
@@ -109,6 +110,7 @@ def main(attendees=10):
         show((name, f"{seconds:.0f}", f"{cpu:.0f}", f"{memory / 1e6:,.0f}"))
         return seconds, cpu
 
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         clones = [Path(folder, str(n)) for n in range(attendees)]
         for clone in clones:
@@ -123,14 +125,13 @@ def main(attendees=10):
         check = "-m", "workshop", "check", "ddp"
         _, cpu = row("one check", run(clones[0], *check))
         for others in (0, BUSY):
-            load = os.getloadavg()[0]
             with busy(others), ThreadPoolExecutor(attendees) as pool:
                 seconds, _ = row(
                     f"{attendees} checks beside {others}",
                     *pool.map(lambda clone: run(clone, *check), clones))
-            share = cpu * (attendees + others) / count_cores()
+            share = cpu * (attendees + others + load) / count_cores()
             print(f"a fair share is {share:.0f} s: {seconds / share:.1f} times"
-                  f" as long, at most (load before: {load:.1f})", flush=True)
+                  f" as long, at most (load at the start: {load:.1f})", flush=True)
 
 
 if __name__ == "__main__":
