@@ -130,8 +130,9 @@ def main(attendees=10):
                     f"{attendees} checks beside {others}",
                     *pool.map(lambda clone: run(clone, *check), clones))
             share = cpu * (attendees + others + load) / count_cores()
-            print(f"a fair share is {share:.0f} s: {seconds / share:.1f} times"
-                  f" as long, at most (load at the start: {load:.1f})", flush=True)
+            print(f"a fair share is {share:.0f} s: {seconds / share:.1f} "
+                  f"times as long, at most (load at the start: {load:.1f})",
+                  flush=True)
 
 
 if __name__ == "__main__":
