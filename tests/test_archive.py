@@ -4,8 +4,10 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from test_activate import PACKAGES, environment, refused, source, tiny_clone
@@ -30,9 +32,12 @@ def archives(tmp_path_factory, set_up):
 @pytest.fixture
 def node(tmp_path):
     """A function that sources activate.sh where TMPDIR is a node's disk."""
-    repo, disk = tiny_clone(tmp_path), tmp_path / "disk"
-    disk.mkdir()
+    # a short path, for an environment's: pytest's may be too long
+    with tempfile.TemporaryDirectory() as disk:
+        yield node_with(tiny_clone(tmp_path), Path(disk))
 
+
+def node_with(repo, disk):
     def call(archive, then="", disk=disk, **changes):
         (repo / "site.sh").write_text(
             f"WORKSHOP_VENV={shlex.quote(str(archive))}\n")

@@ -326,7 +326,7 @@ class Check:
             diff = Diff(stage, script, localise.rename(
                 script.read_text("utf-8"),
                 STAGES[stage].solution.read_text("utf-8")).encode())
-        except (UserError, tokenize.TokenError):
+        except (UnicodeDecodeError, UserError, tokenize.TokenError):
             return  # it cannot be compared
         if 2 * len(diff.left) > diff.total:
             left = f"{len(diff.left)} of {diff.total} changes are left"
