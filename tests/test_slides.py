@@ -183,15 +183,6 @@ def test_the_commands(tmp_path):
     assert f"{N} of {N} changes left" in said["python -m workshop diff ddp"]
 
 
-@pytest.mark.whole
-def test_lightning_refuses_what_the_slide_says():
-    lightning = pytest.importorskip("lightning")
-    assert '| `"fsdp"` | all three | Lightning refuses |' in (
-        DECKS["course-120"])
-    with pytest.raises(ValueError, match="requires a GPU"):
-        lightning.Trainer(accelerator="cpu", strategy="fsdp")
-
-
 # ----------------------------------------------------------------- figures
 
 
