@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # a time; the others follow by name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
     "lab", "slurm", "check", "why", "contract", "slurm_ends", "notebooks",
-    "activate", "verify", "ladder", "predictions", "traffic", "pbs", "nano",
-    "std", "slides", "starter", "meshes", "take_home", "stages")]
+    "ladder", "activate", "verify", "rehearse", "benchmarks", "predictions",
+    "traffic", "pbs", "nano", "std", "slides", "starter", "meshes", "kernels",
+    "take_home", "stages")]
 
 
 ENVIRONMENT = (  # what activate.sh needs

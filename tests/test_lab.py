@@ -462,7 +462,7 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo):
     url = lab()
     shutil.copytree(ROOT / "example-logs", repo / "example-logs")
     for name in ("results", "collectives", "sharding",
-                 "diff_mpi", "your_model"):
+                 "diff_mpi", "diff_kernels", "your_model"):
         lesson = Lesson(page, url, name)
         cells = [cell.source for cell in nbformat.read(
             ROOT / "notebooks" / f"{name}.ipynb", 4).cells
@@ -470,8 +470,8 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo):
         left = ["show(", "plot(", "run_pipeline("]  # in cells of ranks
         for index, source in enumerate(cells):
             text = source.startswith((  # these show plain text, or a job
-                "#", "check(", "submit(", "train(", "torchrun(", "verify(",
-                "%%mpi")) and source != "verify(1)"
+                "#", "check(", "submit(", "occupancy(", "train(",
+                "torchrun(", "verify(", "%%mpi")) and source != "verify(1)"
             if source.startswith("%%ranks"):  # one of each kind
                 drawn = [call for call in left if call in source]
                 text, left = not drawn, [
