@@ -13,7 +13,7 @@ import signal
 import pytest
 import torch
 from stages import (
-    FOLDER,
+    GOLDEN,
     DieAfter,
     agree,
     same_state,
@@ -24,8 +24,6 @@ from stages import (
 
 from workshop.check.observe import Observer
 from workshop.stages import STAGES
-
-GOLDEN = FOLDER / "golden"  # the tokens, and what was computed from them
 
 CORE = ("std", "ddp", "lit", "starter")  # `pytest` tries all of it
 
