@@ -5,6 +5,17 @@ function pane() {
     + ".jp-WindowedPanel-outer");
 }
 
+// Whether every notebook in sight has a kernel, and is connected to it.
+function kernels_are_idle() {
+  const shown = [...document.querySelectorAll(
+    "#jp-main-dock-panel .lm-TabBar-tab.lm-mod-current")].map(
+    tab => tab.innerText.trim()).filter(name => name.endsWith(".ipynb"));
+  return fetch("/api/sessions").then(answer => answer.json()).then(
+    open => shown.length && shown.every(name => open.some(
+      session => session.name === name && session.kernel.connections
+        && session.kernel.execution_state === "idle"))).catch(() => false);
+}
+
 // Whether words that a cell has put out are in sight.
 function readable(words) {
   const around = pane().getBoundingClientRect();
@@ -95,4 +106,5 @@ function faint_texts(least, where = ".ws") {
   return seen < least ? ["there is too little text"] : faint;
 }
 
-Object.assign(window, { readable, overflowing, faint_texts });
+Object.assign(window, {
+  readable, overflowing, faint_texts, kernels_are_idle });

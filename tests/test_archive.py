@@ -85,7 +85,7 @@ def test_two_shells_at_once(archives, node):
 
 
 def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
-    bad, odd, full = tmp_path / "bad.tar", tmp_path / "a b", tmp_path / "full"
+    bad, odd, full = tmp_path / "bad.tar", tmp_path / "a b", node.disk / "full"
     refused(node(tmp_path / "no.tar.gz"), "no.tar.gz cannot be read")
     refused(node(tmp_path / "no" / "a.tar"), "there is no folder .*/no,")
     whole = (archives / "venv.tar").read_bytes()

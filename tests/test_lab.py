@@ -130,7 +130,9 @@ class Lesson:
             self.put_side_by_side()
 
     def wait_for_kernel(self):
-        # The toolbar says idle before there is a kernel; this does not.
+        # The toolbar says idle before there is a kernel, and the status bar
+        # may still speak of the notebook that was shown before.
+        self.page.wait_for_function("kernels_are_idle()", timeout=90_000)
         self.expect(self.page.locator("#jp-bottom-panel")).to_contain_text(
             "| Idle", timeout=90_000)
 
