@@ -14,6 +14,19 @@ from workshop.check.trial import STEPS, UNEVEN, B
 from workshop.parts import names
 
 
+@question("the optimizer updates the model that is trained", early=True)
+def updated(trial, reference):
+    """Whether any of its weights are the model's: asked first, since it may
+    be the checkpoint that fails.
+    """
+    for rank, seen in enumerate(trial.seen):
+        groups = seen["optimizers"] if seen else None
+        if groups and all(set(group["names"]) <= {"?"} for group in groups):
+            return fail(f"rank {rank}'s optimizer updates another model than "
+                        "the one that is trained")
+    return None
+
+
 @question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
           early=True)
 def how_it_ends(trial, reference):
