@@ -1,15 +1,22 @@
 """`python -m workshop launch`: where it is, and the command it becomes."""
 
+import os
 import re
+import socket
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from cluster import FLAGS
+from conftest import needs
 from test_slurm import world
 
+from backstage import ROOT
 from backstage.errors import UserError
 from workshop import __main__ as workshop
 from workshop import launch
+from workshop.processes import OPEN_MPI
 from workshop.stages import STAGES
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
@@ -113,5 +120,21 @@ def test_a_job_of_two_nodes(slurm):
     assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
                      + " ".join(slurm.nodes), log, re.M), log
     assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
-    said = type("Said", (), {"folder": run})
-    assert world(said) == (2, 4)
+    assert world(SimpleNamespace(folder=run)) == (2, 4)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", ["ddp", "mpi"])
+def test_a_job_of_pbs(data, tmp_path, stage):
+    """As typed in its shell, with a real mpiexec."""
+    needs("mpiexec")
+    run, nodes = tmp_path / "run", tmp_path / "nodes"
+    nodes.write_text(f"{socket.gethostname()}\n" * 2)
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop", "launch", stage, "--", *map(
+            str, FLAGS), "--data", data, "--max-steps", "6", "--run", run],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | OPEN_MPI | {
+            "PBS_JOBID": "3.pbs", "PBS_NODEFILE": str(nodes)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "place     PBS job 3.pbs: 1 x 2 processes" in done.stdout
+    assert world(SimpleNamespace(folder=run)) == (1, 2)

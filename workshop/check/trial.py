@@ -39,6 +39,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 
 # what Triton's interpreter takes long for is each program of a kernel
 FEW = ("--microbatch-size", MINIBATCH // 2)
+INTERPRETED = 5  # times as much CPU time, at least
 
 LONGEST = 48  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
@@ -246,7 +247,9 @@ class Bench:
                 observe=Observer(observed, run, terminated, self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload, place=self.place, within=self.folder)
-            patience = Patience(launch, observed, self.reference, self.say)
+            patience = Patience(
+                launch, observed, self.reference, self.say,
+                INTERPRETED if STAGES[self.stage].kernels else 1)
             return launch.wait(900, patience), patience
 
         ranks, patience = start()
@@ -290,9 +293,12 @@ class Patience:
 
     steps, endless, sleep = STEPS, 3 * STEPS, ASLEEP
 
-    def __init__(self, launch, observed, reference, say):
+    def __init__(self, launch, observed, reference, say, slow=1):
+        """slow: how many times as much CPU time as others the stage needs.
+        """
         self.launch, self.observed, self.say = launch, observed, say
-        self.allowed = 6 * max(1.0, reference.cpu if reference else 20.0)
+        self.allowed = slow * 6 * max(1.0, reference.cpu if reference
+                                      else 20.0)
         self.reason, self.cpu, self.spent = "", 0.0, 0.0
         self.begun = not launch.mpirun
         self.tasks, self.updates = {}, 0
