@@ -29,7 +29,7 @@ CASES = (
     wrong("the optimizer made before", "fsdp",
           ((FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD),
            *ON_THE_CPU),
-          "optimizer updates another model", suite=True),
+          "optimizer updates another model"),
     wrong("the blocks alone", "fsdp",
           ((FSDP_LOOP, "for module in raw_model.transformer.h:"),
            *ON_THE_CPU,

@@ -9,7 +9,7 @@ CASES = (
           (("self.c_proj(gelu(self.c_fc(x)))",
             "self.c_proj(nn.functional.gelu(\n"
             "            self.c_fc(x), approximate=\"tanh\"))"),),
-          "it trains with PyTorch's gelu", suite=True),
+          "it trains with PyTorch's gelu"),
     # masks
     wrong("no mask of what is written", "kernels",
           (("tile * tl.sigmoid(2 * u), i < N)", "tile * tl.sigmoid(2 * u))"),),

@@ -50,7 +50,7 @@ CASES = (
     wrong("Reduce for Allreduce", "mpi",
           ((MPI_REDUCE, """\
         comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
-"""),), "gradients of step 0 differ", suite=True),
+"""),), "gradients of step 0 differ"),
     wrong("rank 0 alone averages", "mpi",
           ((MPI_AVERAGE, "        if rank == 0:\n            "
             "average_gradients(raw_model, comm)\n"),),
