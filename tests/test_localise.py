@@ -63,6 +63,8 @@ def test_other_names_are_no_difference():
     for kept in ("def f(a, b):\n    c = a + b\n    return d * a\n",
                  "def f(a, b):\n    d = a + b\n    return c * a\n"):
         assert localise.rename(kept, goal) == kept  # an undefined name
+    other = "total = comm.reduce(part)\n"  # another function of a library's
+    assert localise.rename(other, "total = comm.allreduce(part)\n") == other
 
 
 def said_of(script, tmp_path, capsys, stage="ddp"):

@@ -63,8 +63,9 @@ def find(items, symptom):
 def rename(yours, goal):
     """The script with the lesson's names, where its own are only others.
 
-    A name that the lesson does not have, at whose places the lesson has
-    always the same name, which the script does not have. Lines stay lines.
+    A name that the script itself defines and the lesson does not have, at
+    whose places the lesson has always the same name, which the script does not
+    have. Lines stay lines.
     """
     yours_tokens, goal_tokens = map(tokens, (yours, goal))
     words = [[token.string for token in some]
@@ -76,9 +77,10 @@ def rename(yours, goal):
             for own, other in zip(words[0][i1:i2], words[1][j1:j2],
                                   strict=True):
                 pairs.setdefault(own, set()).add(other)
+    mine = defined(yours)
     names = {own: min(others) for own, others in pairs.items()
              if len(others) == 1 and own not in words[1]
-             and own.isidentifier() and min(others).isidentifier()
+             and own in mine and min(others).isidentifier()
              and min(others) not in words[0]}
     lines = io.StringIO(yours).readlines()
     for token in reversed(yours_tokens):
@@ -87,6 +89,21 @@ def rename(yours, goal):
             line = lines[row - 1]
             lines[row - 1] = line[:begin] + names[token.string] + line[end:]
     return "".join(lines)
+
+
+def defined(text):
+    """The names that a script gives to something."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname)
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            names.add(getattr(node, "id", getattr(node, "attr", None)))
+    return names
 
 
 def tokens(text):
