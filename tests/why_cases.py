@@ -65,6 +65,9 @@ KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}
 # Tells each rank the name of another node
 NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"
         '$PMI_RANK}})); exec "$@"')
+# The hook's thread begins before the script, which blocks only itself
+ALONE = ('[ "${RANK-$OMPI_COMM_WORLD_RANK}" != 1 ] || set -- unshare '
+         f'-{"r" * (os.getuid() > 0)}n "$@"; exec "$@"')
 # Of MPI's processes: they do not meet at an address of ours.
 MEET = ("blocked port", "wrong MASTER_ADDR")
 
@@ -168,8 +171,9 @@ class Plain:
 
     def launch(self, launcher, fault, script, *flags, **variables):
         python, env = [sys.executable], environment(**variables)
-        if fault == "dead node":
-            python[:0] = ["bash", "-c", NODE, "-"]
+        wrapper = {"dead node": NODE, "blocked port": ALONE}.get(fault)
+        if wrapper:
+            python[:0] = ["bash", "-c", wrapper, "-"]
         if launcher == "mpich":
             (self.folder / "libmpi.so.12").symlink_to(MPICH)
             env["LD_LIBRARY_PATH"] = str(self.folder)
