@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import ENVIRONMENT, copy_course, needs
+from conftest import ENVIRONMENT, copy_course, git, needs
 from stages import Result, make_dataset
 
 from backstage import ROOT
@@ -131,9 +131,8 @@ def start():
     (repo / "bin" / "nvidia-smi").chmod(0o755)
     (repo / "site.sh").write_text(
         f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
-    git = ["git", "-C", repo, "-c", "user.name=x", "-c", "user.email=x"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
+    for command in ("init -q", "add -A", "commit -qm x"):
+        git(repo, *command.split())
     make_dataset(folder / "data")
     cluster = Slurm(folder / "lab", repo)
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,6 +124,26 @@ def copy_course(clone, *names):
             shutil.copytree(ROOT / name, clone / name, ignore=made)
         else:
             shutil.copy(ROOT / name, clone / name)
+
+
+def workshop(repo, *words, status=0):
+    """What `python -m workshop words...` prints there."""
+    env = {key: value for key, value in os.environ.items()
+           if key != "PYTHONPATH"}
+    end = subprocess.run([sys.executable, "-m", "workshop", *words], cwd=repo,
+                         env=env, capture_output=True, text=True)
+    assert end.returncode == status, end.stdout + end.stderr
+    if status:  # one line
+        assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
+    return end.stdout + end.stderr
+
+
+def git(folder, *words, **variables):
+    """What git prints there, whoever one is."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True,
+                          env=os.environ | variables, capture_output=True,
+                          text=True).stdout
 
 
 def edit(text, *pairs):

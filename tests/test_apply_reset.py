@@ -1,15 +1,13 @@
 """python -m workshop apply and reset, in a repository of their own."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import edit
+from conftest import copy_course, edit, workshop
 
-from backstage import ROOT
 from workshop.lesson import documents
 
 TITLES = [change.title for change in documents.load("ddp")]
@@ -21,26 +19,11 @@ BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
 @pytest.fixture
 def repo(tmp_path):
     """A copy of what the tools work on, with std on the desk."""
-    for folder in ("backstage", "workshop", "solutions"):
-        shutil.copytree(ROOT / folder, tmp_path / folder,
-                        ignore=shutil.ignore_patterns("__pycache__"))
+    copy_course(tmp_path, "backstage", "workshop", "solutions")
     (tmp_path / "code").mkdir()
     shutil.copy(tmp_path / "solutions" / "train_gpt2_std.py",
                 tmp_path / "code" / "train_gpt2.py")
     return tmp_path
-
-
-def workshop(repo, *words, status=0):
-    """What `python -m workshop words...` prints there."""
-    env = {key: value for key, value in os.environ.items()
-           if key != "PYTHONPATH"}
-    end = subprocess.run([sys.executable, "-m", "workshop", *words], cwd=repo,
-                         env=env, capture_output=True, text=True)
-    assert end.returncode == status, end.stdout + end.stderr
-    if status:  # one line
-        assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
-        return end.stderr
-    return end.stdout
 
 
 def script(repo):
@@ -157,15 +140,6 @@ def test_many_resets_within_a_second_lose_nothing(repo):
     assert script(repo).read_bytes() == b"# version 5\n"
 
 
-def test_resets_at_the_same_time_lose_nothing(repo):
-    script(repo).write_bytes(b"# mine\n")
-    both = [subprocess.Popen(
-        [sys.executable, "-m", "workshop", "reset", stage], cwd=repo,
-        stdout=subprocess.DEVNULL) for stage in ("std", "ddp") * 2]
-    assert not any(process.wait() for process in both)
-    assert b"# mine\n" in [file.read_bytes() for file in backups(repo)]
-
-
 def test_applies_at_the_same_time_lose_no_change(repo):
     numbers = range(1, N + 1, 2)
     together = [subprocess.Popen(
@@ -234,36 +208,20 @@ def test_a_null_byte_or_no_script_is_one_line(repo):
 
 def test_what_cannot_be_read_does_not_break_the_list(repo):
     folder = repo / "code"
-    (folder / "train_gpt2.20260101-000001.py").write_bytes(b"\xff\xfe\0")
-    (folder / "train_gpt2.20260101-000002.py").write_bytes(b"a\0b\n")
-    (folder / "train_gpt2.20260101-000003.py").mkdir()
-    (folder / "train_gpt2.20260101-000004.py").symlink_to("nowhere")
-    (folder / "train_gpt2.20260101-000005.py").write_bytes(
+    (folder / "train_gpt2.20260101-000001.py").write_bytes(b"a\0b\n")
+    (folder / "train_gpt2.20260101-000002.py").symlink_to("nowhere")
+    (folder / "train_gpt2.20260101-000003.py").write_bytes(
         solution(repo, "ddp"))
     script(repo).write_bytes(solution(repo, "std").decode().encode("utf-16"))
     lines = workshop(repo, "reset", "--list").splitlines()
     for k, (name, what) in enumerate((
             ("code/train_gpt2.py", "is not UTF-8"),
-            ("20260101-000001", "is not UTF-8"),
-            ("20260101-000002", "null byte"),
-            ("20260101-000003", "cannot be read"),
-            ("20260101-000004", "is not there"),
-            ("20260101-000005", "ddp")), 1):
+            ("20260101-000001", "null byte"),
+            ("20260101-000002", "is not there"),
+            ("20260101-000003", "ddp")), 1):
         assert lines[k].startswith(name) and what in lines[k]
     workshop(repo, "reset", "--undo")  # past those, to the newest
     assert script(repo).read_bytes() == solution(repo, "ddp")
-
-
-def test_a_home_that_cannot_be_written_makes_no_noise(repo, monkeypatch):
-    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/dev/null/home")
-    for words in (("diff", "ddp"), ("apply", "ddp", "--all"),
-                  ("reset", "std"), ("reset", "--list"),
-                  ("plot", ROOT / "example-logs" / "ddp-2")):
-        end = subprocess.run([sys.executable, "-m", "workshop", *words],
-                             cwd=repo, capture_output=True, text=True)
-        assert end.returncode == 0 and not end.stderr, end.stderr
 
 
 def test_a_full_disk_keeps_the_script(repo):
@@ -279,15 +237,11 @@ def test_a_full_disk_keeps_the_script(repo):
 
 @pytest.mark.parametrize("words, complaint", [
     (("dif", "ddp"), "invalid choice: 'dif'"),
-    (("diff",), "stage"),
-    (("diff", "std"), "invalid choice: 'std'"),
     (("check", "std"), "invalid choice: 'std'"),
     (("apply", "ddp"), "give the numbers of changes, or --all"),
     (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
     (("apply", "ddp", "x"), "invalid int value: 'x'"),
-    (("apply", "ddp", "3", "--all"), "give the numbers of changes, or"),
     (("reset",), "name a stage"),
-    (("reset", "ddp", "--undo"), "name a stage"),
     (("reset", "../../x"), "choose from std, mpi, kernels, ddp"),
     (("reset", "20200101-000000"), "reset --list"),
     (("reset", "--undo"), "nothing to undo"),

@@ -1,6 +1,5 @@
 """The lesson's diff, on scripts as attendees leave them."""
 
-import itertools
 import json
 import os
 import random
@@ -10,14 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import edit, linear_light
+from conftest import copy_course, edit
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.lesson import documents, render
-from workshop.lesson.diff import Diff, Lesson, Script, load_lesson
+from workshop.lesson import render
+from workshop.lesson.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
 STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
@@ -62,20 +60,6 @@ def test_every_hunk_has_a_change_and_every_change_a_hunk(stage, look):
     assert start.apply(numbers(start)) == lesson.goal.path.read_text()
 
 
-def test_a_decorator_belongs_to_the_change_of_what_it_decorates():
-    """Though the decorator's own line is there several times."""
-    start, goal = ("def a():\n    pass\n" + text for text in (
-        "", "@cache\ndef b():\n    pass\n@cache\n@c(1)\ndef d():\n"
-        "    pass\n"))
-    lesson = object.__new__(Lesson)
-    lesson.stage = "x"
-    lesson.start, lesson.goal = (
-        Script("x.py", text.encode()) for text in (start, goal))
-    lesson.changes = [documents.Change("", "", (anchor,))
-                      for anchor in ("+def b():", "+def d():")]
-    assert lesson.find_anchors() == [(0, None, 2), (1, None, 5)]
-
-
 @pytest.mark.parametrize("old, new, complaint", [
     ("B, T, _ = x.shape", "B, T, _ = x.size()",
      "no change for the hunk that begins with '-B, T, _ = x.shape'"),
@@ -83,8 +67,7 @@ def test_a_decorator_belongs_to_the_change_of_what_it_decorates():
 ])
 def test_a_lesson_that_drifts_from_its_solution_is_seen(
         tmp_path, old, new, complaint):
-    for folder in ("backstage", "workshop", "solutions"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    copy_course(tmp_path, "backstage", "workshop", "solutions")
     script = tmp_path / "solutions" / "train_gpt2_ddp.py"
     script.write_text(edit(DDP, (old, new)))
     end = subprocess.run(
@@ -135,12 +118,10 @@ def test_done_also_in_another_spelling(look, text):
 
 
 @pytest.mark.parametrize("place, old, new", [
-    ("DataIterator.__init__", "self.num_samples = (", "self.num_sample = ("),
     ("main", "train_data.seek(first_step * S)", "train_data.seek(first_step)"),
     ("MLP", "class MLP(nn.Module)", "class MPL(nn.Module)"),
     ("get_lr", "        return max_lr * (step + 1)",
-     "    return max_lr * (step + 1)"),
-])
+     "    return max_lr * (step + 1)")])
 def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
     for text, left in ((STD, COUNT), (DDP, 0)):
         diff = look(edit(text, (old, new)))
@@ -157,10 +138,7 @@ def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
 @pytest.mark.parametrize("old, new", [
     ('"WORLD_SIZE"])', '"WORLDSIZE"])'),
     ("import nullcontext", "import nulcontext"),
-    ("device, local_rank)", "device, lokal_rank)"),
     ("rank * B, world_size", "rank + B, world_size"),
-    ("+= self.stride", "+= self.strid"),
-    ("DistributedDataParallel(model", "DistributedDataParallell(model"),
     ("if is_last_microbatch else", "if not is_last_microbatch else"),
     ("    dist.all_reduce(report)", "    dist.al_reduce(report)"),
     ("if rank == 0 and save:", "if rank = 0 and save:"),
@@ -210,14 +188,6 @@ def test_own_lines_are_differences_of_their_own_and_stay(look):
     assert "check ddp" in render.advice(made)
 
 
-def test_moved_lines_are_told(look):
-    block = re.search(r"class MLP.*?\n\n\n", STD, re.DOTALL)[0]
-    diff = look(edit(STD, (block, ""), ("class GPTConfig", block +
-                                        "class GPTConfig")))
-    assert numbers(diff) == list(range(1, COUNT + 1))
-    assert 1 <= len(diff.others) <= 3
-
-
 def test_a_syntax_error_is_one_line_that_says_where(look):
     broken = edit(DDP, ("dist.all_reduce(report)", "dist.all_reduce(report"))
     diff = look(broken)
@@ -240,12 +210,6 @@ def test_scripts_that_are_none(look, tmp_path):
     assert len(look("print('hello')\n" * 300).left) == COUNT
 
 
-def test_any_pair_of_stages_can_be_compared(look):
-    for stage, other in itertools.product(LESSONS, STAGES):
-        if stage != other:
-            render.to_html(look(STAGES[other].solution.read_text(), stage))
-
-
 # ------------------------------------------------------------------ the view
 
 
@@ -260,13 +224,11 @@ def test_html_shows_lines_and_marks_the_words_that_differ(look):
     new, = (row for row in rows if row[0] == "add")
     assert new[1:3] == ("", "+") and "<mark>" not in new[3]
     # the signs are text, for those who listen and for an export without the
-    # style sheet; nothing but code can be selected
+    # style sheet
     assert {sign for sign in re.findall(r"<b>[ \d]{5} (.) </b>", html)} == {
         " ", "+", "-"}
     assert html.count('class="del" role="deletion"') == 1
     assert html.count('class="add" role="insertion"') == 1
-    for part in (r"code b", r"\.del"):
-        assert re.search(part + r" \{[^}]*user-select: none", html)
 
 
 def test_only_the_next_change_is_unfolded(look):
@@ -298,50 +260,10 @@ def test_the_view_takes_the_keyboard_and_is_read_aloud(look):
     assert len(boxes) == COUNT - 3 and boxes == [
         f' tabindex="0" role="region" aria-label="The code of change {number}"'
         for number in numbers(diff)]
-    ids = re.findall(r'<(h3|details) id="(.*?)"', html)
-    assert ids == [("details" if k else "h3", f"ws-ddp-{number}")
-                   for k, number in enumerate(numbers(diff))]
-    assert re.findall(r'<a class="\w+" [^>]*href="#(.*?)"', html) == [
-        name for _, name in ids]
-    made = re.findall(r'class="unseen">(\d+): [^<]* \((\w+)\)</span>', html)
-    assert made == [("1", "made"), ("2", "made"), ("4", "made")]
+    ids = re.findall(r'<(?:h3|details) id="(.*?)"', html)
+    assert re.findall(r'<a class="\w+" [^>]*href="#(.*?)"', html) == ids
     assert html.count(json.dumps(render.headline(diff))) == 1
     assert html.count('setAttribute("role", "status")') == 1
-    broken = look("def main(:")
-    assert json.dumps(render.syntax(broken)) in render.to_html(broken)
-
-
-def test_the_terminals_colours_are_the_pages(look):
-    """Blue and orange, which can be read on white and on black."""
-    diff = look(STD)
-    plain, painted = (re.sub(r"\d+ seconds? ago", "", render.to_text(diff, on))
-                      for on in (False, True))
-    assert "\033" not in plain
-    assert re.sub(r"\033\[[\d;]+m", "", painted) == plain
-    for sign, code in (("+", render.TERMINAL_BLUE),
-                       ("-", render.TERMINAL_ORANGE)):
-        assert re.search(rf"^ +\d* +\033\[{code}m\{sign}\033\[0m ", painted,
-                         re.M)
-        red, green, blue = (int(level) * 40 + 55 * (level != "0") for level in
-                            np.base_repr(int(code.split(";")[2]) - 16, 6)
-                            .zfill(3))
-        assert (blue > red) == (sign == "+")  # as in render.BLUE and ORANGE
-        bright = sum(share * part for share, part in zip(
-            (0.2126, 0.7152, 0.0722),
-            linear_light(f"#{red:02x}{green:02x}{blue:02x}"), strict=True))
-        assert 1.05 / (bright + 0.05) > 3 < (bright + 0.05) / 0.05
-
-
-def test_marks_of_markdown_are_not_shown():
-    assert render.quote("a * b, **all** of *it*: `2 < 3 * 4 * 5` ` 6") == (
-        "a * b, <strong>all</strong> of <em>it</em>: "
-        "<code>2 &lt; 3 * 4 * 5</code> ` 6")
-    for stage in LESSONS:  # as far as the lessons use them
-        for change in documents.load(stage):
-            for text in (change.why, change.predict, change.answer):
-                plain = re.sub("<code>.*?</code>", "", "".join(
-                    map(render.quote, text.split("\n\n"))))
-                assert not re.search(r"[*`]|\]\(", plain), plain
 
 
 def test_hints_keep_the_code_one_click_away(look):
@@ -371,24 +293,15 @@ def test_a_question_has_its_answer_folded(look):
         assert ("Predict:" in html) == ("Predict:" in text) == asked
         assert ("<summary>Answer</summary>" in html) == asked
         assert not asked or item.answer not in text
-        text = " ".join(text.split())
-        assert render.quote(item.predict) in html and item.predict in text
-        assert (f"(the answer: workshop/lessons/ddp.md, change {item.number})"
-                in text) == asked
         tries = f"check(&quot;ddp&quot;, {item.number})</code> tries it"
         assert (tries in html) == item.checked
-        assert (f"`python -m workshop check ddp {item.number}` tries it"
-                in text) == item.checked
-        assert f"</summary><p class=\"\">{render.quote(item.answer)}</p>" in (
-            html) or not asked
     assert any(item.checked for item in look(STD).left)
 
 
 @pytest.mark.parametrize("value, folded", [("yes", True), ("no", False)])
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""
-    for folder in ("backstage", "workshop", "solutions"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    copy_course(tmp_path, "backstage", "workshop", "solutions")
     (tmp_path / "code").mkdir()
     shutil.copy(STAGES["std"].solution, tmp_path / "code" / "train_gpt2.py")
     (tmp_path / "site.sh").write_text(f"export WORKSHOP_HINTS={value}\n")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import copy_course, needs
+from conftest import copy_course, git, needs
 from stages import BYTES, write_shards
 
 from backstage import vocabulary
@@ -75,19 +75,13 @@ def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
     assert doctor.ask_course() == (
         "commit unknown, not a git clone that you may read; site file none, "
         f"there is no {repo}/site.sh")
-
-    def git(*words):
-        return subprocess.run(
-            ["git", "-c", "user.name=me", "-c", "user.email=me@here", *words],
-            cwd=repo, check=True, capture_output=True, text=True).stdout
-
     (repo / "site.sh").touch()
     for words in ("init", "add site.sh", "commit -m all"):
-        git(*words.split())
+        git(repo, *words.split())
     (repo / "site.sh").write_text("# edited")
     said = re.fullmatch(r"commit (\w{7,})-dirty; site file (.+)",
                         doctor.ask_course())
-    assert git("rev-parse", "HEAD").startswith(said[1])
+    assert git(repo, "rev-parse", "HEAD").startswith(said[1])
     assert said[2] == f"{repo}/site.sh"
 
 
@@ -133,32 +127,6 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
         doctor.ask_device()
-
-
-def test_the_libraries_that_are_loaded_are_named(tmp_path, monkeypatch):
-    """A module for CUDA has some of its own, which come first."""
-    for owner, name, value in (
-            (torch.accelerator, "current_accelerator", torch.device("cuda")),
-            (torch.accelerator, "device_count", 4),
-            (torch.cuda, "get_device_name", "NVIDIA A100"),
-            (torch.cuda.nccl, "version", (2, 29, 7)),
-            (torch.backends.cudnn, "version", 91002)):
-        monkeypatch.setattr(owner, name, lambda *_, value=value, **__: value)
-    plain = "NCCL 2.29.7, cuDNN 9.10.2"
-    assert doctor.ask_device().endswith(f"4 x NVIDIA A100, {plain}")
-
-    maps, line = tmp_path / "maps", "7f00-7f01 r-xp 0000 08:01 42     {}\n"
-    packages = tmp_path / "site-packages"
-    mine = [packages / "nvidia/nccl/lib/libnccl.so.2",
-            packages / "nvidia/cudnn/lib/libcudnn.so.9"]
-    other = "/apps/CUDA 12/lib/libcudnn.so.9"
-    for loaded, words in (
-            ([*mine, "", "[heap]"], plain),
-            ([mine[0], other], f"{plain} (of {other}, not the one that pip "
-             "has installed)")):
-        maps.write_text("".join(map(line.format, loaded)))
-        assert doctor.name_libraries(packages, maps) == words
-    assert doctor.name_libraries(packages, tmp_path / "none") == plain
 
 
 def test_room_for_two_checkpoints_and_a_part(monkeypatch):

@@ -1,14 +1,10 @@
 """The lesson about one fast device: its rows, at a small size."""
 
 import json
-import re
 
-import nbformat
 import pytest
 import torch
 
-from backstage import ROOT
-from backstage.errors import UserError
 from backstage.flops import flops_per_token
 from workshop.notebook import one_gpu
 from workshop.notebook.sharding import std
@@ -40,20 +36,6 @@ def test_each_row_has_one_change_more(monkeypatch):
     monkeypatch.setattr(one_gpu, "has_bf16", lambda device: False)
     assert "stays in fp32" in one_gpu.lacks("bf16", CPU)
     assert "bf16" not in flags("recompute")
-
-
-def test_the_cells_call_the_rows_in_their_order():
-    notebook = nbformat.read(ROOT / "notebooks" / "one_gpu.ipynb", 4)
-    called = re.findall(r'^step\("(\w+)"\)$', "\n".join(
-        cell.source for cell in notebook.cells
-        if cell.cell_type == "code"), re.MULTILINE)
-    assert called == ["limit", *one_gpu.STEPS]
-
-
-def test_a_script_without_the_line_is_named(monkeypatch):
-    monkeypatch.setitem(one_gpu.EDITS, "rows", ("not there", ""))
-    with pytest.raises(UserError, match="no such line: not there"):
-        one_gpu.edited("rows")
 
 
 @pytest.mark.whole

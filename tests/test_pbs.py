@@ -55,12 +55,6 @@ def test_a_file_asks_for_what_its_name_says(file):
     assert stage == "doctor" or f'"$(stage {stage})"' in text
 
 
-def test_a_job_of_every_kind_is_there():
-    names = {file.stem.removeprefix("batch-") for file in FILES}
-    assert names >= {"doctor", "fineweb", "std-1n1g", "mpi-1n4g", "mpi-2n4g",
-                     "ddp-2n4g"}
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of the repository that submits, and the nodes' programs."""

@@ -108,22 +108,6 @@ def charged(step, least):
             profile.total(step.charge(least)).items() if seconds}
 
 
-def test_what_lies_on_top_is_charged():
-    assert profile.cover([[(2, 3, "a"), (2, 4, "a")], [(0, 5, "b")]]) == [
-        (0, 2, "b"), (2, 3, "a"), (3, 4, "a"), (4, 5, "b")]
-    step = profile.Step(
-        0, 10, [(0, 4, "forward"), (4, 10, "backward")], [(5, 6, None)],
-        [], [(4, 9, "gloo:all_reduce")])
-    others = [[("gloo:all_reduce", 2)], [("gloo:send", 1)]]
-    least = profile.shortest([step.sent, *others], step.sent)
-    assert least == [2]
-    assert charged(step, least) == {
-        "forward": 4, "backward": 2, "waiting": 2, "all-reduce": 2}
-    # between the stages of a pipeline all is waiting
-    step.messages = [(4, 9, "gloo:recv")]
-    assert profile.shortest([step.sent], step.sent) == [0]
-
-
 def test_kernels_are_charged_to_the_part_that_asked_for_them():
     """The events of a GPU: it is busy later than the program."""
     def event(begin, end, name, cat, correlation=None, tid=1):
@@ -144,18 +128,6 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
     assert charged(step, [1]) == {
         "data": 3, "forward": 6, "backward": 4, "waiting": 2,
         "all-reduce": 1, "optimizer": 4}
-    # MPI sends from the CPU; the GPU shows the marks once more
-    step, = profile.find_steps([
-        mark(0, 3, "data"), mark(5, 7, "backward"), mark(20, 20, "end"),
-        event(6, 6, "cudaLaunchKernel", "cuda_runtime", 1),
-        event(7, 9, "gemm", "kernel", 1),
-        event(7, 9, profile.MARK + "backward", "gpu_user_annotation"),
-        event(10, 16, "mpi:Allreduce", "user_annotation"),
-        event(17, 18, "mpi:Allreduce", "gpu_user_annotation")])
-    assert step.sent == [("mpi:Allreduce", 6)]
-    assert charged(step, [2]) == {
-        "data": 3, "forward": 2, "backward": 4, "waiting": 4,
-        "all-reduce": 2, "optimizer": 5}
 
 
 @pytest.mark.whole

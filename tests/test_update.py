@@ -7,16 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import copy_course
+from conftest import copy_course, git
 
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
-
-
-def git(folder, *words):
-    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    return subprocess.run(["git", *who, *words], cwd=folder, check=True,
-                          capture_output=True, text=True).stdout
 
 
 @pytest.fixture
