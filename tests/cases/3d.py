@@ -29,7 +29,7 @@ CASES = (
           "gradients of step 0 are off"),
     wrong("data by the global rank", "3d",
           ((GROUPS, RANKS),),
-          "the logged loss of step"),
+          "samples of step 1: rank 0 reads 32"),
     wrong("a block left out", "3d",
           ((D3_PLACE, D3_PLACE[:-2]
             + "\n        and not 0 < stage == i - 1})"),),
