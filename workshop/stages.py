@@ -75,7 +75,8 @@ STAGES = {stage.name: stage for stage in (
           "pipeline stages, with tp and FSDP in each", "#c2375a",
           "torchrun", ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2),
                        (2, 2, 2)),
-          tried=((1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 2)), split="layers",
+          tried=((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 1, 2), (2, 2, 2)),
+          split="layers",
           jobs={"2n4g": "--pipeline-parallel 2 --tensor-parallel 2"}),
 )}
 FIRST = next(iter(STAGES))  # where the course starts
