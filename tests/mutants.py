@@ -113,7 +113,7 @@ EQUIVALENT = (
     ("lit", "FSDPModule.* -> if self.device_mesh:",
      "fit() calls configure_model once in Lightning 2.6"),
     ("lit", r"batch, batch_idx.* -> .*batch_idx, batch", "neither is used"),
-    ("lit", r"max_steps - 1.*-> .*max_steps( - 0)?\), max",
+    ("lit", r"max_steps - 1.*-> .*max_steps( [-+] [01])?\), max",
      "the rate after the last step is never used"),
     ("kernels", r"(TILE|BLOCK|ROWS|COLUMNS)(, COLUMNS)? = .* -> ",
      "tiles of another size"),

@@ -446,6 +446,8 @@ IN_MEETING = [["/home/me/train.py", 12, "main"], [
     TORCH + "distributed/distributed_c10d.py", 9, "init_process_group"]]
 LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
            "message": "Connection closed by peer", "stack": IN_REDUCE}
+IN_PIPELINE = [*AT_WORK, [TORCH + "distributed/pipelining/schedules.py", 8,
+                          "_wait_batch_p2p"]]
 GONE = {"alive": False}
 STACK = ("Stack (most recent call first):\n"
          '  File "/home/me/train.py", line 41 in train\n')
@@ -523,6 +525,14 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     # ranks without a record of their messages
     ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
      "different lines", "rank 1 waited in line 30 of train.py"),
+    # of 40 looks; a pipeline's messages are not recorded
+    ({"still": 0, "looks": [[31, IN_PIPELINE], [9, AT_WORK]]},
+     {"still": 0, "looks": [[7, IN_PIPELINE], [33, AT_WORK]]}, "straggler",
+     "rank 1 on node1 waits 18% of the time, and the others 78% or more; it "
+     "is mostly in line 30"),
+    ({"still": 0, "looks": [[14, IN_PIPELINE], [26, AT_WORK]]},
+     {"still": 0, "looks": [[7, IN_PIPELINE], [33, AT_WORK]]}, "",
+     "the ranks move on"),
     # no faults: all of them wait for a short time, or work
     ({"still": 9}, {"still": 9, "stack": AT_WORK}, "", "the ranks move on"),
     ({"still": 9}, {"still": 9, "alive": None, "fresh": False,

@@ -9,7 +9,7 @@ Each fault is planted in a copy of a stage's script or of somebody else's
 on the throw-away cluster of cluster.py, by the stage's batch file. From the
 first sign of the fault on, `why` is asked again and again: its first complaint
 has to be the right one, within a minute. About a sound run it must not
-complain. why_cases.txt is what came of it, and what has not been tried yet.
+complain. why_cases.txt is what came of it.
 """
 
 import contextlib
@@ -353,7 +353,8 @@ SOUND = (("ddp", "torchrun", "", 0), ("fsdp", "torchrun", "", 6),
          ("ddp", "torchrun", "slow", 0), ("mpi", "mpirun", "slow", 6),
          ("mpi", "mpich", "", 6), ("ddp", "as_torchrun", "", 0),
          ("ddp", "srun", "", 6), ("fsdp", "srun", "slow", 0),
-         ("nano.py", "torchrun", "", 6), ("ddp.py", "torchrun", "slow", 6),
+         ("3d", "torchrun", "", 6), ("nano.py", "torchrun", "", 6),
+         ("ddp.py", "torchrun", "slow", 6),
          ("lightning_trainer.py", "torchrun", "", 0))
 
 

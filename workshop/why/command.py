@@ -5,7 +5,7 @@ from collections import Counter
 
 from backstage.errors import require
 from workshop.why.evidence import ask_about, collect, find
-from workshop.why.judge import judge
+from workshop.why.judge import is_waiting, judge
 from workshop.why.slow import explain
 
 
@@ -43,7 +43,7 @@ def print_times(rank, most=4):
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
         rank.stack = stack
-        lines[rank.where + " (waits for other ranks)" * rank.waits_now] += (
+        lines[rank.where + " (waits for other ranks)" * is_waiting(stack)] += (
             times)
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "

@@ -16,6 +16,7 @@ from backstage.witness import find_line
 
 PATIENCE = 30  # seconds without a move that are no longer normal
 SHARE = 0.3  # of the time that the others wait for a straggler
+MOSTLY, RARE = 0.7, 0.3  # of its time that a rank waits, in a pipeline
 # What an error says where another rank was the first to end
 LOST = re.compile(
     r"[Cc]onnection (closed|reset) by|Broken pipe|[Rr]emote (peer|process)"
@@ -580,6 +581,39 @@ def check_straggler(ranks, waited):
         [rank])
 
 
+def check_pipeline(ranks, waited):
+    """The same in a pipeline, whose messages gloo does not record: one rank
+    hardly waits, and the others do nothing else.
+    """
+    if len(ranks) < 2 or not all(rank.ending == "runs" and "/pipelining/" in
+                                 str(rank.looks) for rank in ranks):
+        return None
+    *others, least = sorted(ranks, key=share_waited, reverse=True)
+    if share_waited(least) > RARE or share_waited(others[-1]) < MOSTLY:
+        return None
+    _, least.stack = max(least.looks)
+    return Answer(
+        "straggler", f"rank {least.rank} on {least.host} waits "
+        f"{100 * share_waited(least):.0f}% of the time, and the others "
+        f"{100 * share_waited(others[-1]):.0f}% or more; it is mostly in "
+        f"{least.where}",
+        "has its pipeline stage more to compute than the others, or does it "
+        "share its cores or its GPU with another process?", [least])
+
+
+def share_waited(rank):
+    """The share of the looks in which it waited for other ranks."""
+    return sum(times for times, stack in rank.looks if is_waiting(stack)) / (
+        sum(times for times, _ in rank.looks))
+
+
+def is_waiting(stack):
+    """Whether the innermost function is one of torch.distributed's."""
+    return "torch/distributed/" in next(
+        (file for file, *_ in reversed(stack)
+         if not file.endswith("torch/_ops.py")), "")
+
+
 def find_last(times):
     """(the rank that others wait for, their share of time, seconds each).
 
@@ -621,4 +655,4 @@ def check_rest(ranks, waited):
 
 
 RULES = (check_meeting, check_collectives, check_ends, check_late,
-         check_straggler, check_rest)
+         check_straggler, check_pipeline, check_rest)

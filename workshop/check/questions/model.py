@@ -19,7 +19,7 @@ GRADIENT = 1e-3  # relative
 def optimizer(trial, reference):
     """What it updates, and how: groups of parameters by name."""
     good, updated = by_name(reference.seen[0]["optimizers"]), set()
-    for rank, seen in enumerate(trial.seen):
+    for seen in trial.seen:
         mine = by_name(seen["optimizers"] or [])
         updated |= mine.keys()
         for name in sorted(good.keys() & mine.keys()):
