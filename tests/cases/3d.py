@@ -54,7 +54,6 @@ CASES = (
     right("another plan", "3d",
           ((TP_ATTENTION, ""),)),
     right("blocks cut unevenly", "3d",
-          ((D3_PLACE, "if min(num_stages - 1, (i == 1)\n"
-            "               + i * num_stages // model.config.n_layer) == "
-            "stage})"),)),
+          ((D3_PLACE, "if (i + (i == 1 and num_stages == 2)) * num_stages\n"
+            "               // model.config.n_layer == stage})"),)),
 )
