@@ -15,7 +15,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from conftest import ENVIRONMENT, copy_course, needs
+from conftest import ENVIRONMENT, copy_course, git, needs
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -490,11 +490,9 @@ def test_a_path_that_no_environment_may_have(tmp_path):
 
 def commit(repo, date):
     """Make the clone one of this date."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "-q"],
-                  ["commit", "-q", "--allow-empty", "-m", "new"]):
-        subprocess.run([*git, *words], cwd=repo, check=True, env={
-            **os.environ, "GIT_COMMITTER_DATE": f"{date} +0000"})
+    git(repo, "init", "-q")
+    git(repo, "commit", "-q", "--allow-empty", "-m", "new",
+        GIT_COMMITTER_DATE=f"{date} +0000")
 
 
 @pytest.mark.whole
@@ -694,9 +692,7 @@ def test_the_pins_are_for_any_patch_release_of_python():
 
 
 def tracked():
-    ran = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True,
-                         capture_output=True, text=True)
-    return [name for name in ran.stdout.split("\n")
+    return [name for name in git(ROOT, "ls-files").split("\n")
             if (ROOT / name).is_file()]
 
 

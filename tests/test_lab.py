@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, copy_course, needs
+from conftest import ENVIRONMENT, copy_course, git, needs
 from PIL import Image
 
 from backstage import ROOT
@@ -495,15 +495,8 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
     script = repo / "code" / "train_gpt2.py"
     script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
 
-    def git(*words):
-        return subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@example.org",
-             *words], cwd=repo, check=True, capture_output=True,
-            text=True).stdout
-
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-q", "-m", "all")
+    for command in ("init -q", "add -A", "commit -qm all"):
+        git(repo, *command.split())
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     page.goto(f"{lab(root=repo.parent)}/lab/tree/repo/notebooks/"
               "diff_ddp.ipynb")
@@ -532,9 +525,9 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
     page.locator(".jp-NotebookPanel .jp-Cell").first.click()
     page.keyboard.press("Control+s")
     wait_for(lambda: "changes left" in notebook.read_text(), 60)
-    assert "codemirror_mode" in git("diff", "notebooks")
+    assert "codemirror_mode" in git(repo, "diff", "notebooks")
     subprocess.run(["bash", "-c", "source activate.sh"], cwd=repo, check=True)
-    assert git("diff", "notebooks") == ""
+    assert git(repo, "diff", "notebooks") == ""
 
 
 def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):

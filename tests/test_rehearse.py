@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from cluster import clone_course
-from conftest import needs
+from conftest import git, needs
 from test_activate import set_up as set_up  # a fixture
 from test_activate import source
 from test_pbs import FLAGS
@@ -89,9 +88,8 @@ def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
     (repo, venv), ask = set_up(tmp_path), "git describe --always --dirty"
     (repo / ".gitattributes").write_text("*.ipynb filter=nbstripout\n")
     (repo / "one.ipynb").write_text("{}")
-    git = ["git", "-C", repo, "-c", "user.name=x", "-c", "user.email=x"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
+    for command in ("init -q", "add -A", "commit -qm x"):
+        git(repo, *command.split())
     nbstripout = venv / "bin" / "nbstripout"
     nbstripout.write_text('#!/bin/sh\ntouch "$0.called"; cat\n')
     nbstripout.chmod(0o755)
@@ -129,9 +127,8 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
 @pytest.mark.whole
 def test_the_hour_on_slurm(slurm):
     """In a clone without a dataset, which activate.sh makes."""
-    git = ["git", "-C", slurm.repo, "-c", "user.name=x", "-c", "user.email=x"]
-    subprocess.run([*git, "rm", "-rq", "fineweb/demo"], check=True)
-    subprocess.run([*git, "commit", "-qm", "no data"], check=True)
+    git(slurm.repo, "rm", "-rq", "fineweb/demo")
+    git(slurm.repo, "commit", "-qm", "no data")
     done = slurm(sys.executable, "-m", "workshop", "rehearse", "--",
                  "--preset", "tiny", "--device", "cpu", "--max-steps", 6,
                  check=False, PYTHONPATH=str(slurm.repo))

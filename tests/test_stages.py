@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_course, edit
+from conftest import copy_course, edit, workshop
 
 from backstage import ROOT
 from workshop import jobs
@@ -39,16 +39,6 @@ def clone(tmp_path_factory):
     registry.write_text(edit(
         registry.read_text(), (")}\nFIRST", f"{ENTRY})}}\nFIRST")))
     return clone
-
-
-def workshop(clone, *words, status=0):
-    """What `python -m workshop words...` prints there."""
-    env = {key: value for key, value in os.environ.items()
-           if key != "PYTHONPATH"}
-    end = subprocess.run([sys.executable, "-m", "workshop", *words],
-                         cwd=clone, env=env, capture_output=True, text=True)
-    assert end.returncode == status, end.stdout + end.stderr
-    return end.stdout + end.stderr
 
 
 def test_a_new_stage_has_a_lesson_and_can_be_put_on_the_desk(clone):

@@ -608,10 +608,14 @@ def share_waited(rank):
 
 
 def is_waiting(stack):
-    """Whether the innermost function is one of torch.distributed's."""
-    return "torch/distributed/" in next(
-        (file for file, *_ in reversed(stack)
-         if not file.endswith("torch/_ops.py")), "")
+    """Whether the innermost function is one of torch.distributed's.
+
+    A module of its that is being loaded is none.
+    """
+    file, _, name = next((frame for frame in reversed(stack)
+                          if not frame[0].endswith("torch/_ops.py")),
+                         ("", 0, ""))
+    return "torch/distributed/" in file and name != "<module>"
 
 
 def find_last(times):
