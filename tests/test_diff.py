@@ -298,6 +298,14 @@ def test_a_question_has_its_answer_folded(look):
     assert any(item.checked for item in look(STD).left)
 
 
+def test_one_change_alone(look):
+    text = render.to_text(look(STD), number=3)
+    assert f"\n3 of {COUNT}: " in text and f"\n4 of {COUNT}: " not in text
+    assert "Change 3 is made." in render.to_text(look(DDP), number=3)
+    with pytest.raises(UserError, match=f"has changes 1 to {COUNT}"):
+        render.to_text(look(STD), number=COUNT + 1)
+
+
 @pytest.mark.parametrize("value, folded", [("yes", True), ("no", False)])
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""

@@ -34,7 +34,7 @@ def main():
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         left = Diff(args.stage)
         classroom.note_diff(left)
-        print(render.to_text(left, colour, args.hints))
+        print(render.to_text(left, colour, args.hints, args.number))
     elif args.command == "check":
         check(args.stage, args.verbose, args.events, args.number)
     elif args.command == "apply":
@@ -94,6 +94,8 @@ def parse():
             help="the stage that the lesson makes (left out: start_here)")
     diff = add("diff", "Show what is left to change in your script, and why.")
     add_stage(diff)
+    diff.add_argument("number", nargs="?", type=int,
+                      help="show this change alone")
     diff.add_argument("--hints", action=argparse.BooleanOptionalAction,
                       default=render.wants_hints(),
                       help="the place and the reason, without the code")

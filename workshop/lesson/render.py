@@ -243,10 +243,11 @@ def syntax(diff):
 # ----------------------------------------------------------------- terminal
 
 
-def to_text(diff, colour=False, hints=False):
+def to_text(diff, colour=False, hints=False, number=None):
     """The view as text; colour: with a terminal's escape sequences.
 
-    hints: without the code.
+    hints: without the code. number: only that change, a `UserError` if the
+    lesson does not have it.
     """
     def paint(text, *codes):
         start = "".join(f"\033[{code}m" for code in codes)
@@ -256,14 +257,21 @@ def to_text(diff, colour=False, hints=False):
     if diff.yours.syntax_error:
         out.append(paint(syntax(diff), TERMINAL_ORANGE))
     out.append(f"{saved(diff.yours.path)} {advice(diff)}")
-    for item in diff.left + diff.others:
+    shown = diff.left + diff.others
+    if number is not None:
+        diff.require_change(number)
+        shown = [item for item in diff.left if item.number == number]
+        if not shown:
+            out += ["", f"Change {number} is made."]
+    for item in shown:
         name, where = title(diff, item)
         out += ["", f"{paint(name, 1)} ({where})",
                 *wrap(item.why)]
         if item.predict:
             stage = diff.lesson.stage
             tries = (f" `python -m workshop check {stage} {item.number}` "
-                     "tries it." if item.checked else "")
+                     "tries it: before you make the change."
+                     if item.checked else "")
             out += ["", *wrap(f"Predict: {item.predict}{tries}"), *wrap(
                 f"(the answer: {show_path(find(stage).lesson)}, change "
                 f"{item.number})")]
@@ -277,7 +285,7 @@ def to_text(diff, colour=False, hints=False):
                            for part, differs in parts)
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())
-    if hints and diff.left + diff.others:
+    if hints and shown:
         out += ["", "The code: `python -m workshop diff "
                 f"{diff.lesson.stage} --no-hints`"]
     return "\n".join(out)
@@ -367,7 +375,8 @@ def change(diff, item, hints):
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
         tries = (f" <code>check(&quot;{diff.lesson.stage}&quot;, "
-                 f"{item.number})</code> tries it." if item.checked else "")
+                 f"{item.number})</code> tries it: before you make the "
+                 "change." if item.checked else "")
         why += [paragraph("<strong>Predict:</strong> "
                           f"{quote(item.predict)}{tries}", "ask"),
                 folded("Answer", paragraph(quote(item.answer)))]
