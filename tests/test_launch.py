@@ -2,9 +2,12 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +124,53 @@ def test_a_job_of_two_nodes(slurm):
                      + " ".join(slurm.nodes), log, re.M), log
     assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
     assert world(SimpleNamespace(folder=run)) == (2, 4)
+
+
+@pytest.mark.whole
+def test_each_node_unpacks_an_archive(slurm, tmp_path):
+    """Both a job of a batch file and launch: each node has its own disk."""
+    if slurm.mode != "ns":
+        pytest.skip("the nodes share their disks here")
+    venv, folder = tmp_path / "venv", slurm.repo.parent
+    disk, archive, script = (
+        folder / name for name in ("disk", "venv.tar", "job.sh"))
+    disk.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv],
+                   check=True)
+    site, = venv.glob("lib/python*/site-packages")
+    (site / "all.pth").write_text(sysconfig.get_path("purelib"))
+    for name in "workshop-base", "bin/torchrun":
+        (venv / name).write_text(Path(sys.prefix, name).read_text().replace(
+            sys.prefix, str(venv)))
+    (venv / "bin" / "torchrun").chmod(0o755)
+    pack = "bash", ROOT / "environment" / "archive.sh", "pack", archive
+    subprocess.run(pack, check=True,
+                   env=os.environ | {"VIRTUAL_ENV": str(venv)})
+    shutil.rmtree(venv)
+    script.write_text(f"""#!/bin/bash
+        #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1
+        set -e
+        srun mount -t tmpfs tmpfs '{disk}'
+        export TMPDIR='{disk}' WORKSHOP_VENV='{archive}' WORKSHOP_INSTALL=no
+        cd '{slurm.repo}'
+        sed -i '/^WORKSHOP_VENV=/d' site.sh
+        . ./activate.sh
+        python -m workshop launch ddp -- {" ".join(map(str, FLAGS))} \\
+            --data ../data --max-steps 6 --run runs/unpacked
+        srun rm -r '{disk}/gpt2-workshop-{os.getuid()}'
+        """.replace("\n        ", "\n"))
+    by_hand = slurm("sbatch", "--parsable", "--output=%j.log",
+                    script).stdout.strip()
+    assert slurm.wait(by_hand)["JobState"] == "COMPLETED", slurm.log(by_hand)
+    batch = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
+                  slurm.repo / "batchfiles" / "batch-ddp-1n1g.sh", *FLAGS,
+                  "--max-steps", 6, TMPDIR=str(disk),
+                  WORKSHOP_VENV=str(archive)).stdout.strip()
+    assert slurm.wait(batch)["JobState"] == "COMPLETED", slurm.log(batch)
+    for job, run in (by_hand, "unpacked"), (batch, f"ddp-1n1g-{batch}"):
+        assert slurm.log(job).count("unpacking") == 2  # once on each node
+        assert world(SimpleNamespace(folder=slurm.repo / "runs" / run)) == (
+            2, 2)
 
 
 @pytest.mark.whole

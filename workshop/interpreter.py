@@ -1,9 +1,11 @@
 """Find and run the workshop's own Python from another, a portal's kernel."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
@@ -46,6 +48,13 @@ def find():
             return command
     require(False, "the workshop's environment does not exist yet: run "
             f"`source activate.sh` in a terminal, in {ROOT}")
+
+
+def archive():
+    """The archive from which this Python's environment was unpacked, or ""."""
+    marker = Path(sys.prefix, "workshop-base")
+    said = marker.read_text() if marker.exists() else ""
+    return next(iter(re.findall("^archive=(.*)$", said, re.M)), "")
 
 
 def variables():

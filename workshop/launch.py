@@ -13,8 +13,11 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from tempfile import gettempdir
 
+from backstage import ROOT
 from backstage.errors import UserError, require
+from workshop import interpreter
 from workshop.lesson import desk
 from workshop.stages import find
 
@@ -70,6 +73,7 @@ def make_command(place, stage, script, flags, env):
     program, total = [script, *flags], len(place.hosts) * place.per_host
     if stage.launcher == "python":
         return ["python", *program]
+    mpi = stage.launcher == "mpirun"
     if place.scheduler == "SLURM":
         cores = (env.get("SLURM_CPUS_ON_NODE")  # salloc has the other
                  or env.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -77,23 +81,32 @@ def make_command(place, stage, script, flags, env):
         cores = max(1, min(int(count or place.per_host) for count in counts)
                     // place.per_host)
         # each process asks srun for its rank: see prepare_process()
-        return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
-                f"--ntasks-per-node={place.per_host}",
-                f"--cpus-per-task={cores}", "--overlap",
-                "--kill-on-bad-exit=1", "python", *program]
-    mpi = stage.launcher == "mpirun"
+        return [*on_each_host(place, place.per_host, cores), "python",
+                *program]
     python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
     if place.scheduler == "PBS":
-        per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
-        if "Open" in ask("mpiexec", "--version"):
-            per_host = ["-x", "PATH", "-x", "PYTHONPATH", "--bind-to", "none",
-                        "-N"]
-        return ["mpiexec", "-n", str(total), *per_host, str(place.per_host),
-                *python, *program]
+        return [*on_each_host(place, place.per_host), *python, *program]
     if mpi:
         return ["mpirun", "-n", str(total), *python, *program]
     return ["torchrun", "--standalone", "--nproc-per-node", str(total), "--",
             *program]
+
+
+def on_each_host(place, processes, cores=1):
+    """What starts a program so many times on each of the job's nodes.
+
+    cores: of each of the processes, where the scheduler divides them.
+    """
+    total = len(place.hosts) * processes
+    if place.scheduler == "SLURM":
+        return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
+                f"--ntasks-per-node={processes}", f"--cpus-per-task={cores}",
+                "--overlap", "--kill-on-bad-exit=1"]
+    per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
+    if "Open" in ask("mpiexec", "--version"):
+        per_host = ["-x", "PATH", "-x", "PYTHONPATH", "--bind-to", "none",
+                    "-N"]
+    return ["mpiexec", "-n", str(total), *per_host, str(processes)]
 
 
 def main(name, flags, dry):
@@ -109,6 +122,13 @@ def main(name, flags, dry):
     if place.scheduler == "SLURM" and command[0] == "srun":
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}
+    archive = interpreter.archive()
+    if place.scheduler and archive:  # another node has not unpacked it yet
+        unpack = subprocess.run([
+            *on_each_host(place, 1), "env", f"TMPDIR={gettempdir()}", "bash",
+            str(ROOT / "environment" / "archive.sh"), "unpack", archive],
+            env=env, stdout=subprocess.DEVNULL)
+        require(unpack.returncode == 0, f"a node cannot unpack {archive}")
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:

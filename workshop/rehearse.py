@@ -23,6 +23,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError
+from workshop import interpreter
 
 PATIENCE = 4  # after so many times the expected seconds a step is ended
 ACTIVATED = 'source activate.sh >/dev/null && exec "$@"'
@@ -52,7 +53,8 @@ def steps(flags, which=shutil.which):
     elif which("qsub"):
         job = Step("job", 300, (
             "qsub", "-W", "block=true", "-o", "job.txt", "-v",
-            f"WORKSHOP_VENV={environment()},FLAGS={' '.join(flags)}",
+            f"WORKSHOP_VENV={interpreter.archive() or sys.prefix},"
+            f"FLAGS={' '.join(flags)}",
             batch.format("pbs/", 4)), "qdel")
     else:
         job = Step("job", 300, ours("launch", "ddp", "--", *flags))
@@ -70,14 +72,6 @@ def notebook(name):
     return ("jupyter", "nbconvert", "--log-level=ERROR", "--execute",
             "--to=notebook", "--output-dir=executed",
             f"notebooks/{name}.ipynb")
-
-
-def environment():
-    """The active one, or the archive from which this node has unpacked it."""
-    marker = Path(sys.prefix, "workshop-base")
-    said = marker.read_text() if marker.exists() else ""
-    archive = re.search(r"^archive=(.*)$", said, re.M)
-    return archive[1] if archive else sys.prefix
 
 
 def main(flags):
@@ -143,7 +137,8 @@ def run(step, clone, log):
     """Do a step, with what it says in the log; returns its exit status."""
     env = {name: value for name, value in os.environ.items()
            if name not in ("PYTHONPATH", "WORKSHOP_INSTALL", "VIRTUAL_ENV")}
-    env["WORKSHOP_VENV"] = environment()  # unless site.sh names another
+    # unless site.sh names another
+    env["WORKSHOP_VENV"] = interpreter.archive() or sys.prefix
     with open(log, "w+b") as out:
         process = subprocess.Popen(
             ["bash", "-c", ACTIVATED, "bash", *step.command], cwd=clone,
