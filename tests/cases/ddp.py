@@ -169,7 +169,7 @@ CASES = (
     wrong("another optimizer restored", "ddp",
           ((RESTORE, "    first_step = run.restore(raw_model, "
             "raw_model.configure_optimizers(hp))\n"),),
-          "gradients of step 4", suite=True),
+          "gradients of step 4"),
     wrong("another model restored", "ddp",
           ((RESTORE, "    other = GPT(config)\n    first_step = run.restore("
             "other, other.configure_optimizers(hp))\n"),),
@@ -189,7 +189,7 @@ CASES = (
           (("        mean_loss, stop = (report",
             "        stop = run.stop_requested\n        mean_loss, _ = "
             "(report"),),
-          "and a signal to rank 0: it hangs", suite=True),
+          "and a signal to rank 0: it hangs"),
     # files
     wrong("all ranks write a checkpoint of their own", "ddp",
           ((SAVE, "        if save:\n            torch.save(raw_model."

@@ -22,7 +22,7 @@ CASES = (
     # the changes of the lesson, each left out alone
     wrong("rank 0 alone saves", "fsdp",
           ((SAVE_ALL, "        if rank == 0 and save:\n"),),
-          "save", suite=True),
+          "save"),
     # another stage's script
     wrong("the DDP script", "fsdp", "ddp", "rank 0 keeps all of transf"),
     # sharding

@@ -20,8 +20,7 @@ CASES = (
     wrong("configure_model shards nothing", "lit",
           (("            for module in (*self.transformer.h, self):\n",
             "            for module in ():\n"),),
-          "with --strategy fsdp2 every rank keeps the whole model",
-          suite=True),
+          "with --strategy fsdp2 every rank keeps the whole model"),
     wrong("the DDP script", "lit", "ddp", "trainer.fit() is never called"),
     # the Trainer's arguments, each left out alone
     wrong("no accelerator but the CPU", "lit",
