@@ -77,8 +77,8 @@ def parse(Hyperparameters, presets, models):
     saved = read_hyperparameters(choice, Hyperparameters)
     device = find_device(choice.device or saved.get("device") or "auto")
 
-    fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
-    accelerated, has_fineweb = device.type != "cpu", fineweb.is_dir()
+    accelerated = device.type != "cpu"
+    has_fineweb = find_data("gpt2") is not DEMO
     why = []
     preset = choice.preset or saved.get("preset")
     data = choice.data or saved.get("data")
@@ -89,9 +89,8 @@ def parse(Hyperparameters, presets, models):
     require(preset in presets, f"there is no preset {preset}: choose from "
             f"{', '.join(presets)}")
     if not data:
-        real = has_fineweb and preset.startswith("gpt2")
-        data = fineweb if real else DEMO
-        if not real:
+        data = find_data(preset)
+        if data is DEMO:
             why += ["no FineWeb folder" if not has_fineweb else
                     "the demo dataset suits the preset"]
     data = Path(data).resolve()
@@ -140,6 +139,13 @@ def parse(Hyperparameters, presets, models):
               + (f", world size {os.environ['WORLD_SIZE']}"
                  if "WORLD_SIZE" in os.environ else ""), flush=True)
     return hp
+
+
+def find_data(preset):
+    """The dataset of a preset: FineWeb for the large ones, if it is here."""
+    fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
+    real = preset.startswith("gpt2") and fineweb.is_dir()
+    return fineweb if real else DEMO
 
 
 def divide_processes(hp, config, world_size):

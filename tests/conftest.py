@@ -11,6 +11,7 @@ import time
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -178,6 +179,29 @@ def single(data, tmp_path_factory):
     from stages import train
 
     return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch take this machine for one with GPUs, as it is told."""
+    import torch
+
+    def fake(count=4, name="NVIDIA A100-SXM4-40GB", gibibytes=39.4,
+             bf16=True):
+        accelerator = torch.device("cuda")
+        for owner, attribute, value in (
+                (torch.accelerator, "current_accelerator",
+                 lambda check_available=False: accelerator),
+                (torch.accelerator, "device_count", lambda: count),
+                (torch.accelerator, "set_device_index", lambda index: None),
+                (torch.cuda, "get_device_name", lambda device: name),
+                (torch.cuda, "is_bf16_supported",
+                 lambda including_emulation=True: bf16 or including_emulation),
+                (torch.cuda, "get_device_properties",
+                 lambda device: SimpleNamespace(
+                     total_memory=int(gibibytes * 2**30)))):
+            monkeypatch.setattr(owner, attribute, value)
+    return fake
 
 
 @pytest.fixture(scope="module")

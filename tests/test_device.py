@@ -36,27 +36,6 @@ def plain_environment(monkeypatch):
     os.environ.pop("OMP_NUM_THREADS", None)  # use_cores sets it
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Makes torch take this machine for one with GPUs, as it is told."""
-    def fake(count=4, name="NVIDIA A100-SXM4-40GB", gibibytes=39.4,
-             bf16=True):
-        accelerator = torch.device("cuda")
-        for owner, attribute, value in (
-                (torch.accelerator, "current_accelerator",
-                 lambda check_available=False: accelerator),
-                (torch.accelerator, "device_count", lambda: count),
-                (torch.accelerator, "set_device_index", lambda index: None),
-                (torch.cuda, "get_device_name", lambda device: name),
-                (torch.cuda, "is_bf16_supported",
-                 lambda including_emulation=True: bf16 or including_emulation),
-                (torch.cuda, "get_device_properties",
-                 lambda device: SimpleNamespace(
-                     total_memory=int(gibibytes * 2**30)))):
-            monkeypatch.setattr(owner, attribute, value)
-    return fake
-
-
 # ------------------------------------------- no silent training on the CPU
 
 

@@ -1,10 +1,14 @@
 """The lesson about one fast device: its rows, at a small size."""
 
 import json
+import sys
 
 import pytest
 import torch
+from stages import GOLDEN
 
+from backstage import vocabulary
+from backstage.flags import DEMO, parse
 from backstage.flops import flops_per_token
 from workshop.notebook import one_gpu
 from workshop.notebook.sharding import std
@@ -18,11 +22,17 @@ def flags(name, device=CPU):
     return " ".join(one_gpu.flags_of(name, device, one_gpu.sizes(device)))
 
 
-def test_each_row_has_one_change_more(monkeypatch):
-    monkeypatch.setattr(one_gpu, "has_bf16", lambda device: True)
-    rows = [flags(name, GPU) for name in one_gpu.STEPS]
+def test_each_row_has_one_change_more(monkeypatch, gpu):
+    gpu()
+    monkeypatch.setenv("WORKSHOP_DATA", str(GOLDEN))
+    rows, compiled = [flags(name, GPU) for name in one_gpu.STEPS], []
+    for row in rows:  # as the stage reads it
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *row.split()])
+        hp = parse(std.Hyperparameters, std.PRESETS, std.MODELS)
+        compiled.append(hp.compile)
+    assert compiled == [False] * 3 + [True] * 6
     assert rows[0].endswith("--microbatch-size 4 --max-steps 15 "
-                            "--device cuda --precision fp32")
+                            "--device cuda --no-compile --precision fp32")
     assert rows[0] == rows[1] and "bf16 --compile" in rows[3]
     assert "--microbatch-size 16" in rows[6] and rows[6] == rows[7]
     assert rows[8] == f"{rows[7]} --recompute"
@@ -38,9 +48,20 @@ def test_each_row_has_one_change_more(monkeypatch):
     assert "bf16" not in flags("recompute")
 
 
+def test_the_limit_is_that_of_the_rows_dataset(
+        tmp_path, monkeypatch, capsys, gpu):
+    gpu()
+    for folder, size in ((GOLDEN, vocabulary.size(GOLDEN)), (tmp_path, 50257)):
+        monkeypatch.setenv("WORKSHOP_DATA", str(folder))
+        one_gpu.limit(GPU, tmp_path / "one_gpu.json")
+        config = std.replace(std.MODELS["gpt2"], vocab_size=size)
+        each = flops_per_token(config, 1024) / 1e6
+        assert f"{each:,.1f} MFLOP" in capsys.readouterr().out
+
+
 @pytest.mark.whole
 def test_the_table_grows(tmp_path, monkeypatch):
-    if not one_gpu.DEMO.exists():
+    if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
     monkeypatch.setattr(one_gpu, "find_peak", lambda _: (1e11, "planted"))
     file = tmp_path / "one_gpu.json"

@@ -25,7 +25,7 @@ from backstage.cores import count_cores
 from backstage.device import device_name, find_device, has_bf16
 from backstage.errors import require, run_main
 from backstage.files import write_atomically
-from backstage.flags import DEMO
+from backstage.flags import find_data
 from backstage.flops import flops_per_token, peak_flops
 from backstage.schema import read_json
 from workshop.notebook.sharding import std
@@ -88,7 +88,7 @@ def lacks(name, device):
 
 def flags_of(name, device, size):
     """The flags of a row: its own and those of the rows before it."""
-    flags = {**size, "--device": device.type}
+    flags = {**size, "--device": device.type, "--no-compile": None}
     for other, step in STEPS.items():
         # a CPU compiles for half a minute: there this is no row's but its own
         if (step.flags and not lacks(other, device) and (
@@ -97,6 +97,7 @@ def flags_of(name, device, size):
             flag, *value = step.flags
             if value == ["*4"]:
                 value = [4 * flags[flag]]
+            flags.pop(f"--no-{flag[2:]}", None)  # its opposite
             flags[flag] = value[0] if value else None
         if other == name:
             break
@@ -231,12 +232,10 @@ def limit(device, file=RECORD):
     record = read(device, file)
     keep(record, file)
     preset = sizes(device)["--preset"]
-    T, config = std.PRESETS[preset].sequence_length, std.MODELS[preset]
-    if preset == "nano":
-        require(DEMO.is_dir(), f"{DEMO} is not there: run `source "
-                "activate.sh`")
-        config = replace(config, vocab_size=vocabulary.size(DEMO))
-    each = flops_per_token(config, T)
+    data = find_data(preset)
+    require(data.is_dir(), f"{data} is not there: run `source activate.sh`")
+    config = replace(std.MODELS[preset], vocab_size=vocabulary.size(data))
+    each = flops_per_token(config, std.PRESETS[preset].sequence_length)
     print(f"{record['hardware']}\n"
           f"preset {preset}: {each / 1e6:,.1f} MFLOP a token\n"
           f"at most {record['peak'] / each:,.0f} tokens/s")
