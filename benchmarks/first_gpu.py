@@ -57,6 +57,7 @@ SHARED = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
 # Under torchrun a shell for each rank first does this, in the item's folder.
 SHARE_GPU = "export NCCL_HOSTID=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1\n"
 SAY_PID = 'echo $$ >"$(dirname "$0")/$RANK"\nexec "$@"\n'
+ONE_GPU = 900  # seconds that all rows of notebooks/one_gpu.ipynb may take
 TO_END = 60  # seconds that the ranks have after a signal to one of them
 GPU = "it needs a GPU"
 
@@ -178,6 +179,14 @@ class Bench:
         self.found[name] = {"seconds": round(time.monotonic() - begin, 1),
                             "graphs": int(graphs[-1]) if graphs else None}
 
+    def ask(self, *words):
+        """How `python words...` ended; logs.txt has what it printed."""
+        end = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, text=True, timeout=self.left,
+            capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        self.log(" ".join(words), end.stdout + end.stderr)
+        return end
+
     def log(self, title, text):
         """Add the end of a text to logs.txt."""
         with open(self.output / "logs.txt", "a", encoding="utf-8") as file:
@@ -241,6 +250,8 @@ def need(stage):
     """Leave an item out if a stage cannot run here."""
     if STAGES[stage].trainer and not find_spec("lightning"):
         raise LeftOut("Lightning is not installed")
+    if STAGES[stage].kernels and not find_spec("triton"):
+        raise LeftOut("Triton is not installed")
     if STAGES[stage].launcher == "mpirun" and (
             not shutil.which("mpirun") or subprocess.run(
                 [sys.executable, "-c", "from mpi4py import MPI"],
@@ -253,10 +264,7 @@ def need(stage):
 
 def ask_doctor(bench):
     """The doctor finds the device, and two processes reach each other."""
-    end = subprocess.run(
-        [sys.executable, "-m", "workshop", "doctor"], cwd=ROOT, text=True,
-        capture_output=True, timeout=bench.left)
-    bench.log("doctor", end.stdout + end.stderr)
+    end = bench.ask("-m", "workshop", "doctor")
     for name in ("device", "processes"):
         require(re.search(f"^ok +{name}: ", end.stdout, re.M),
                 f"the doctor has something to say of {name}: see logs.txt")
@@ -276,6 +284,26 @@ def train_on_both(bench):
     if not bench.gpu:
         raise LeftOut(GPU)
     compare(bench, "std")
+
+
+def try_kernels(bench):
+    """The stage kernels trains as std does; each kernel beside PyTorch's."""
+    if not bench.gpu:
+        raise LeftOut(f"{GPU}: the interpreter takes minutes")
+    compare(bench, "kernels")
+    end = bench.ask("benchmarks/kernels.py", "--output",
+                    str(bench.output.resolve() / "kernels.json"))
+    require(end.returncode == 0, "no kernel was timed: see logs.txt")
+
+
+def make_fast(bench):
+    """The rows of notebooks/one_gpu.ipynb, in runs/one_gpu.json."""
+    if not bench.gpu:
+        raise LeftOut(GPU)
+    if bench.left < ONE_GPU:
+        raise LeftOut(f"name it alone, with --seconds {ONE_GPU + 100}")
+    end = bench.ask("-m", "workshop.notebook.one_gpu", "all")
+    require(end.returncode == 0, "not all rows were measured: see logs.txt")
 
 
 def compare(bench, stage, mesh=(1, 1, 1), flags=()):
@@ -428,6 +456,7 @@ ITEMS = {  # name -> (seconds at most, function)
     "doctor": (90, ask_doctor),
     "doctor --ranks": (60, ask_ranks),
     "both devices": (90, train_on_both),
+    "kernels": (150, try_kernels),
     "mpi x 2": (90, partial(compare, stage="mpi", mesh=(1, 2, 1))),
     "ddp x 2": (90, partial(compare, stage="ddp", mesh=(1, 2, 1))),
     "lit x 2": (90, partial(compare, stage="lit", mesh=(1, 2, 1))),
@@ -449,6 +478,7 @@ ITEMS = {  # name -> (seconds at most, function)
     "3d": (120, partial(train_sized, stage="3d")),
     "lit": (120, partial(train_sized, stage="lit")),
     "speeds": (10, compare_speeds),
+    "one_gpu": (ONE_GPU + 100, make_fast),
 }
 MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 

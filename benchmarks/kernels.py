@@ -1,24 +1,37 @@
 """The kernels of train_gpt2_kernels.py beside PyTorch's own.
 
-    python benchmarks/kernels.py
+    python benchmarks/kernels.py    # writes runs/kernels.json, too
 
 Forward and backward, at the size of gpt2 on a GPU. The sides take turns.
 Without a GPU, Triton's interpreter runs them on small shapes, which only
 shows that they run.
 """
 
+import json
 import runpy
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch.nn import functional as F
+from turns import processor
 
 from backstage import ROOT
+from backstage.command_line import parse_flags
 from backstage.errors import run_main
+from backstage.files import show_path, write_atomically
 
 ROUNDS = 20
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"
+
+
+@dataclass
+class Flags:
+    """Measure each kernel beside PyTorch's own."""
+
+    output: Path = ROOT / "runs" / "kernels.json"  # the figures
 
 
 def operations(B, T, C, V, heads, device, dtype):
@@ -50,10 +63,15 @@ def seconds(function, inputs, device):
     begin = time.perf_counter()
     output = function(*inputs)
     wait(device)
-    middle = time.perf_counter()
-    output.backward(torch.ones_like(output))
+    forward = time.perf_counter() - begin
+    # up to the inputs alone: no product, and no sum into a .grad
+    inputs = [x for x in inputs if x.requires_grad]
+    dy = torch.ones_like(output)
     wait(device)
-    return middle - begin, time.perf_counter() - middle
+    begin = time.perf_counter()
+    torch.autograd.grad(output, inputs, dy)
+    wait(device)
+    return forward, time.perf_counter() - begin
 
 
 def wait(device):
@@ -62,10 +80,14 @@ def wait(device):
 
 
 def main():
-    ours = runpy.run_path(str(SCRIPT))
+    flags, ours = parse_flags(Flags), runpy.run_path(str(SCRIPT))
+    record = {"device": processor(), "torch": torch.__version__,
+              "triton": ours["triton"].__version__,
+              "date": time.strftime("%Y-%m-%d"), "milliseconds": {}}
     if torch.cuda.is_available():
         device, rounds = torch.device("cuda"), ROUNDS
-        print(f"{torch.cuda.get_device_name()}, B = 16, T = 1024, gpt2")
+        record["device"] = torch.cuda.get_device_name()
+        print(f"{record['device']}, B = 16, T = 1024, gpt2")
         shape = (16, 1024, 768, 50304, 12, device, torch.bfloat16)
     else:
         device, rounds = torch.device("cpu"), 1
@@ -85,6 +107,13 @@ def main():
             ratio = median(turn[0][k] / turn[1][k] for turn in turns)
             print(f"{name + ' ' + part:24}{1000 * mine:10.3f}"
                   f"{1000 * theirs:10.3f}{ratio:8.2f}", flush=True)
+            record["milliseconds"][f"{name} {part}"] = {
+                "ours": 1000 * mine, "PyTorch": 1000 * theirs,
+                "ratio": ratio}
+    flags.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        flags.output, json.dumps(record, indent=1).encode() + b"\n")
+    print(f"written: {show_path(flags.output, Path.cwd())}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from conftest import needs
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -17,6 +18,7 @@ from backstage.errors import UserError
 sys.path.append(str(ROOT / "solutions"))
 sys.path.append(str(ROOT / "benchmarks"))
 import first_gpu
+import kernels
 import speed
 import turns
 
@@ -92,6 +94,21 @@ def test_a_side_that_fails_is_shown():
     assert end.returncode == 1 and end.stderr.startswith("error: ")
 
 
+def test_each_kernel_is_timed_alone(tmp_path, monkeypatch, capsys):
+    needs("triton")
+    x = torch.ones(3, requires_grad=True)
+    assert min(kernels.seconds(torch.sin, [x], torch.device("cpu"))) > 0
+    assert x.grad is None  # the backward pass has ended before it
+    file = tmp_path / "kernels.json"
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--output", str(file)])
+    kernels.main()
+    record, said = json.loads(file.read_text()), capsys.readouterr().out
+    assert record["torch"] == torch.__version__ and record["triton"]
+    assert len(record["milliseconds"]) == 8
+    for name, row in record["milliseconds"].items():
+        assert f"{name:24}{row['ours']:10.3f}{row['PyTorch']:10.3f}" in said
+
+
 # ------------------------------------------------- what one GPU can prove
 
 
@@ -107,7 +124,8 @@ def test_without_a_gpu_it_goes_as_far_as_a_cpu(tmp_path):
     assert list(items) == names
     left_out = {name for name, item in items.items()
                 if item["status"] == "left out"}
-    assert left_out - {"mpi x 2"} == {"both devices", "std, eager", "speeds"}
+    assert left_out - {"mpi x 2"} == {
+        "both devices", "kernels", "std, eager", "speeds", "one_gpu"}
     for name, item in items.items():
         assert item["status"] == ("left out" if name in left_out else "ok")
         assert f"\n{item['status']:8}  {name}: " in end.stdout
