@@ -61,7 +61,7 @@ SIZES = {"ladder": ("nano", 256, 16), "tiny": ("tiny", 32, 8)}  # preset, T, S
 TEXTS = 4  # which each rung writes
 FEW_TOKENS, FEW_SAMPLES = 8, 2  # where the kernels are interpreted
 RECORD = {"date": str, "hardware": str, "load": float, "distance": float,
-          "rungs": [{"name": str}]}
+          "model": str, "rungs": [{"name": str}]}
 SOLUTIONS, WRITER = ROOT / "solutions", ROOT / "code" / "generate.py"
 KERNELS = SOLUTIONS / "train_gpt2_kernels.py"
 
@@ -340,16 +340,21 @@ def table(record):
             f"{measured * rung['samples']} of "
             f"{record['steps'] * whole:,} samples",
             seconds(rung["plain"], part), seconds(rung["cached"], part)))
+    with_norms = sum(bool(rung["norms"]) for rung in record["rungs"])
+    compared = ("Losses and norms of the rungs" if with_norms == len(
+        record["rungs"]) else "Losses of the rungs, and the norms of "
+        f"{with_norms} of the {len(record['rungs'])},")
     lines += ["", f"{record['date']}, {record['hardware']}, load average "
-              f"{record['load']:.1f} at the start. Losses and norms of the "
-              f"rungs differ by {record['distance']:.0e} at most (relative), "
+              f"{record['load']:.1f} at the start. {compared} "
+              f"differ by {record['distance']:.0e} at most (relative), "
               + {True: "their texts not at all.", False: "and so do the "
                  "texts.", None: "no texts were written."}[record["same"]]]
     later = [rung for rung in record["rungs"]
              if rung["date"] != record["date"]]
     if later:
-        lines += ["", f"{', '.join(rung['name'] for rung in later)}: "
-                  f"{later[0]['date']}, load average {later[0]['load']:.1f}."]
+        lines += ["", "; ".join(
+            f"{rung['name']}: {rung['date']}, load average {rung['load']:.1f}"
+            for rung in later) + "."]
     stages = dict.fromkeys(rung["stage"] for rung in record["rungs"])
     lines += ["", "What differs:", ""]
     lines += [textwrap.fill(f"- {stage.replace('-', ' with ')}: "
@@ -373,6 +378,10 @@ def main():
     kept = {"rungs": [], "distance": 0, "same": None}
     if flags.only_kernels:
         kept = read_json(flags.output, RECORD, "measure all rungs")
+        require((kept["hardware"], kept["model"]) == (
+            hardware(), flags.model), f"{show_path(flags.output)} has rungs "
+            f"of model {kept['model']} on {kept['hardware']}, which do not "
+            "belong beside others: measure all rungs")
         rungs = [rung for rung in rungs if rung.has_kernels]
     short = Rung("std", 1, 1, "cpu", FEW_SAMPLES)
     if any(rung.is_interpreted for rung in rungs):

@@ -8,7 +8,7 @@ import ast
 import math
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 
 import jinja2
@@ -149,7 +149,6 @@ def facts():
     small, large = (num_parameters(model) for model in (
         arithmetic.GPT2, arithmetic.XL))
     flop = flops_per_token(config, T)
-    nano = std.GPT(std.MODELS["nano"])
     waiting = schedules.idle(schedules.events(
         schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
     rows = {path.name: runs.read(path)
@@ -170,7 +169,8 @@ def facts():
         "university": runs.UNIVERSITY, "rungs": runs.RUNGS,
         "ladder": runs.read_ladder(example=True),
         "critical": arithmetic.critical_tokens, "bills": arithmetic.bills,
-        "messages": len(list(nano.parameters())),
+        "messages": lambda **changes: len([*std.GPT(replace(
+            std.MODELS["nano"], **changes)).parameters()]),
         "unread": lambda ranks: (1 - 1 / ranks) ** ranks,
         "speedup": lambda name: (runs.PUBLISHED[name][1] / min(
             runs.PUBLISHED[name].values())),

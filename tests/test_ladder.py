@@ -164,6 +164,24 @@ def test_the_table_shows_the_figures_of_the_example(ladder):
     assert ladder.table(record) in readme
 
 
+def test_rungs_of_another_time_or_machine(ladder, tmp_path, monkeypatch):
+    record = json.loads((ROOT / "example-logs" / "ladder.json").read_text())
+    for k, rung in enumerate(record["rungs"]):
+        rung |= {"norms": [1.0], "load": float(k), "date": "2026-01-01"}
+    said = ladder.table(record)
+    assert "Losses and norms of the rungs differ" in said
+    for k, rung in enumerate(record["rungs"]):
+        assert f"{rung['name']}: 2026-01-01, load average {k}.0" in said
+    file = tmp_path / "ladder.json"
+    for other in ({"hardware": "an abacus"}, {"model": "tiny"}):
+        file.write_text(json.dumps(
+            record | {"hardware": ladder.hardware()} | other))
+        monkeypatch.setattr(sys, "argv", [
+            "ladder.py", "--only-kernels", "--output", str(file)])
+        with pytest.raises(UserError, match=next(iter(other.values()))):
+            ladder.main()
+
+
 def test_the_picture_shows_both_sides(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RUNS", tmp_path)
     shown = plot.themed(lambda ax: plot.ladder(ax, []))
