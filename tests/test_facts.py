@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,15 @@ def numbers_of_lessons():
         f"states | {gb(P * (4 + 12 / 8))} | {gb(P_xl * (4 + 12 / 8))} |",
         f"gradients, too | {gb(P * (2 + 14 / 8))} | "
         f"{gb(P_xl * (2 + 14 / 8))} |"))
+    (*_, late, cheap), *_, (*_, soon, dear) = arithmetic.bills(3.3)
+    critical = arithmetic.critical_tokens(3.3) / 16 / 1024  # GPUs
+    costs = [int(row[4].replace(",", "")) for row in arithmetic.bills(
+        3.3, 1e18, gpus=[critical * 2**k for k in range(4)])]
+    first, second, third = (f"{b / a:.3g}" for a, b in pairwise(costs))
+    yield from (("notebooks/batch.ipynb", words) for words in (
+        f"need {soon} minutes instead of {late}, a sixth, and {dear} "
+        f"GPU-hours instead of {cheap},",
+        f"cost {first}, {second}, {third} times as much"))
 
 
 @pytest.mark.parametrize("path, words", [*numbers_of_lessons()])
