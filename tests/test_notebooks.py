@@ -351,6 +351,34 @@ def test_hangs_are_named(ready, execute):
 
 
 @pytest.mark.whole
+def test_kernels_run_in_their_cells(ready, execute):
+    """And the exercise is right with the solution that is folded there."""
+    needs("triton")
+    file = ready / "notebooks" / "diff_kernels.ipynb"
+    book = nbformat.read(file, as_version=4)
+    solution, = re.findall(
+        r"Solution</summary>\n\n```python\n(.*?)```",
+        "\n".join(cell.source for cell in book.cells), re.DOTALL)
+    book.cells = [book.cells[1], *(cell for cell in book.cells
+                                   if cell.source.startswith("%%ranks"))]
+    exercise = book.cells[-1].source
+    solved = re.sub("(.*# yours\n)+", lambda _: solution, exercise)
+    book.cells.append(nbformat.v4.new_code_cell(solved))
+    nbformat.write(book, file)
+    shown = execute("diff_kernels.ipynb")
+    tiles = said_by(shown, "program * 100")
+    for tile in "[0, 1, 2, 3]", "[104, 105, 106, 107]", "[208, 209]":
+        assert f"rank 0: {tile}\n" in tiles
+    assert "rank 0: " in said_by(shown, "__global__")  # whatever nvcc says
+    assert "rank 0: not yet: off by " in shown[exercise]
+    assert "rank 0: right" in shown[solved]
+    for words, lines in (
+            ("composed", 2), ("{count} pieces", 8), ("{count} messages", 5)):
+        said = said_by(shown, words)
+        assert len(re.findall(r"rank 0: .*: [\d.]+ ms", said)) == lines, said
+
+
+@pytest.mark.whole
 @pytest.mark.timeout(600)
 def test_your_model_says_what_its_answers_quote(ready, execute):
     needs("transformers")
