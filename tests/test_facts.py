@@ -123,6 +123,11 @@ def numbers_of_lessons():
         f"states | {gb(P * (4 + 12 / 8))} | {gb(P_xl * (4 + 12 / 8))} |",
         f"gradients, too | {gb(P * (2 + 14 / 8))} | "
         f"{gb(P_xl * (2 + 14 / 8))} |"))
+    kept, again = (arithmetic.activations(small, recompute)
+                   for recompute in (False, True))
+    yield "notebooks/one_gpu.ipynb", (
+        f"keeps {gb(kept, 2)} for the backward pass, recomputed "
+        f"{gb(again, 2)}")
     (*_, late, cheap), *_, (*_, soon, dear) = arithmetic.bills(3.3)
     critical = arithmetic.critical_tokens(3.3) / 16 / 1024  # GPUs
     costs = [int(row[4].replace(",", "")) for row in arithmetic.bills(
