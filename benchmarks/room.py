@@ -1,6 +1,8 @@
 """What attendees need of a node that they share: memory, CPU time, patience.
 
-    python benchmarks/room.py [ATTENDEES]      its own command, 10 attendees
+    python benchmarks/room.py               10 attendees
+    python benchmarks/room.py 20
+    python benchmarks/room.py 10 venv.tar   only: they unpack this archive
 
 One after the other: JupyterLab with a kernel that has shown the diff, the
 script, and a check of the finished stage ddp. Then that many checks at once,
@@ -103,7 +105,40 @@ def session(clone):
     return tuple(a + b for a, b in zip(found, more, strict=True))
 
 
-def main(attendees=10):
+def unpack(archive, attendees):
+    """Print how long it takes one attendee, and all of them at once."""
+    script = ROOT / "environment" / "archive.sh"
+
+    def call(*command, folder):
+        begin = time.monotonic()
+        end = subprocess.run(
+            command, env=os.environ | {"TMPDIR": folder},
+            text=True, capture_output=True)
+        require(end.returncode == 0, f"{command}: {end.stderr[-500:]}")
+        return end.stdout.strip(), time.monotonic() - begin
+
+    for number in (1, attendees):
+        with (tempfile.TemporaryDirectory() as parent,
+              ThreadPoolExecutor(number) as pool):
+            folders = [Path(parent, str(n)) for n in range(number)]
+            for folder in folders:
+                folder.mkdir()
+            made = [*pool.map(lambda folder: call(
+                "bash", script, "unpack", archive, folder=folder), folders)]
+            used = [*pool.map(lambda place: call(
+                f"{place[0]}/bin/python", "-c", "import torch, lightning",
+                folder=parent), made)]
+        show((f"{number} at once", *(
+            f"{max(seconds for _, seconds in each):.0f}"
+            for each in (made, used))))
+
+
+def main(attendees=10, archive=None):
+    if archive:
+        show((f"{Path(archive).stat().st_size / 1e9:.2f} GB", "to unpack, s",
+              "to import, s"))
+        return unpack(archive, attendees)
+
     def row(name, *found):
         seconds, cpu, memory = (
             max(column) for column in zip(*found, strict=True))
@@ -136,4 +171,4 @@ def main(attendees=10):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

@@ -14,6 +14,8 @@ from test_activate import PACKAGES, environment, refused, source, tiny_clone
 from test_activate import mount as mount  # fixtures
 from test_activate import set_up as set_up
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory, set_up):

@@ -34,6 +34,7 @@ def test_eight_times_the_minibatch(data):
     assert "32 a step: times 8: from " in drawn and "currentColor" in drawn
 
 
+@pytest.mark.whole
 def test_the_way_to_a_loss(data, capsys):
     curves = batch.critical(data, sizes=(2, 8), target=4, samples=800)
     few, many = (len(curve.losses) for curve in curves)

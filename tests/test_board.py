@@ -43,6 +43,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys):
     assert heights[0] > line > max(heights[1:])  # y counts downwards
 
 
+@pytest.mark.whole
 def test_a_picture_of_the_samples(tmp_path, capsys):
     """From the script itself: every rank reads rank 0's samples."""
     board = board_of(plant(tmp_path, (RANKS, "0, " + RANKS[6:])), capsys)
@@ -60,6 +61,7 @@ def test_a_picture_of_the_samples(tmp_path, capsys):
     assert about.startswith("step 0: rank 0 read 0 1 2 3 4 5 6")
 
 
+@pytest.mark.whole
 def test_the_same_in_a_terminal(tmp_path, capsys):
     assert main("ddp", plant(tmp_path))
     out = capsys.readouterr().out

@@ -82,9 +82,9 @@ BLOCKS, FSDP2 = {"fsdp", "tp", "3d"}, ("--strategy", "fsdp2")
 
 
 @pytest.mark.parametrize(("stage", "flags"), [
-    ("std", ("--recompute",)), ("ddp", ()), ("fsdp", ("--recompute",)),
-    *(pytest.param(*case, marks=pytest.mark.whole) for case in (
-        ("fsdp", ()), ("tp", ("--recompute",)), ("3d", ()), ("lit", ()),
+    ("ddp", ()), *(pytest.param(*case, marks=pytest.mark.whole) for case in (
+        ("std", ("--recompute",)), ("fsdp", ("--recompute",)), ("fsdp", ()),
+        ("tp", ("--recompute",)), ("3d", ()), ("lit", ()),
         ("lit", (*FSDP2, "--recompute"))))], ids=str)
 def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
                                                flags):

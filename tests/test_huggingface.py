@@ -134,6 +134,7 @@ def course(*words):
 
 
 @torch.no_grad()
+@pytest.mark.whole
 def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     folder = tmp_path / "out"
     export = ("-m", "workshop", "export", single.folder, folder)

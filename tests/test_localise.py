@@ -81,6 +81,7 @@ def change(title, stage="ddp"):
                 if change.title.startswith(title))
 
 
+@pytest.mark.whole
 def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
     script = edit(
         STAGES["ddp"].solution.read_text().replace("raw_model", "net").replace(

@@ -143,6 +143,7 @@ class MessagesOfSave:
         dist.new_group, run.gather_state = new, gather_state
 
 
+@pytest.mark.whole
 def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     """And the pipeline says who writes its texts."""
     result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,

@@ -82,6 +82,7 @@ def test_the_job_is_for_the_scheduler_that_is_there(program, first):
     assert "--seed 3" in " ".join(job.command)
 
 
+@pytest.mark.whole
 def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
     """It took a second of CPU time for each: the doctor asks git, too."""
     needs("git")

@@ -39,6 +39,7 @@ print("as before")
 """
 
 
+@pytest.mark.whole
 def test_it_goes_by_how_long_the_process_waits():
     if not os.path.exists("/proc/self/schedstat"):
         pytest.skip("the system does not say how long a process waits")

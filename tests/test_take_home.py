@@ -84,6 +84,7 @@ def test_it_keeps_what_people_read(bag):
     assert "# NFS locks only what may be written" not in text  # nobody calls
 
 
+@pytest.mark.whole
 def test_it_runs_without_the_course(bag):
     file = bag("ddp")
     env = {name: value for name, value in os.environ.items()

@@ -116,6 +116,7 @@ def in_meeting(size):
         rank.inside("init_process_group") for rank in found.values())
 
 
+@pytest.mark.whole
 def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "PATIENCE", 1)
     launch(setting={2: None})
@@ -283,6 +284,7 @@ def test_how_a_script_of_others_ends(last, status, error, tmp_path):
     assert record["ended"].get("error") == error
 
 
+@pytest.mark.whole
 def test_a_limit_that_is_set_later(tmp_path):
     """As --timeout does, after the hook has begun."""
     end, (record,) = run_watched(tmp_path, """\
