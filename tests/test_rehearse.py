@@ -13,6 +13,7 @@ from test_activate import source
 from test_pbs import FLAGS
 
 from workshop import rehearse
+from workshop.notebook import cells
 from workshop.processes import OPEN_MPI
 from workshop.rehearse import Step
 
@@ -61,6 +62,21 @@ def test_a_step_that_fails_is_one_line_and_the_last(
     assert err.count("\n") == 1 and not (clone / "next").exists()
 
 
+def test_a_cell_that_complains_is_no_success(clone, capsys):
+    """Training failed, say, and the notebook went on to its end."""
+    shown = cells.complaint("the training failed: `python -m workshop why`")
+    output = {"data": {"text/html": shown.html.splitlines(True),
+                       "text/plain": [repr(shown)]}}
+    (clone / "out.ipynb").write_text(json.dumps({"cells": [
+        {"source": []}, {"outputs": [{"text": ["fine"]}, output]}]}))
+    steps = [Step("start", 60, ("bash", "-c", "mkdir executed && cp out.ipynb "
+                                "executed", "notebooks/out.ipynb"))]
+    assert rehearse.rehearse(steps, clone) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("NO\n")
+    assert err.startswith("start: error: the training failed: `python -m work")
+
+
 def test_a_job_that_does_not_end_is_cancelled(clone, capsys, monkeypatch):
     monkeypatch.setattr(rehearse, "PATIENCE", 1)
     cancel = clone / "cancel"
@@ -101,6 +117,19 @@ def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
     (repo / "one.ipynb").write_text("[]")
     assert source(repo, f"cd '{repo}'; {ask}")[0].endswith("-dirty\n")
     assert (venv / "bin" / "nbstripout.called").exists()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "said"), [
+    ("start", "the training did not come to its end"),
+    ("results", "No run to show in runs/ yet")])
+def test_a_lesson_that_fails(name, said, tmp_path, capsys):
+    """In a clone without data and runs: what each cell shows is one line."""
+    clone_course(tmp_path)
+    step, = (step for step in rehearse.steps([]) if step.name == name)
+    assert rehearse.rehearse([step], tmp_path) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("NO\n") and err.startswith(f"{name}: error: {said}")
 
 
 @pytest.mark.whole

@@ -9,6 +9,7 @@ active. Run it as another user to see what an attendee may read and write.
 Only the standard library, from Python 3.9 on.
 """
 
+import json
 import os
 import re
 import shlex
@@ -117,10 +118,12 @@ def rehearse(steps, clone):
         status = run(step, clone, log)
         took = time.monotonic() - begin
         late = took > step.seconds
+        wrong = complaints(clone / "executed" / Path(step.command[-1]).name)
+        failed = status or wrong
         print(f"{step.name:8} {step.seconds:8} s {took:8.1f} s   "
-              + ("NO" if status else "slow" if late else "yes"), flush=True)
-        if status:
-            said = log.read_text("utf-8", "replace")
+              + ("NO" if failed else "slow" if late else "yes"), flush=True)
+        if failed:
+            said = wrong + log.read_text("utf-8", "replace")
             if step.cancel and (clone / "job.txt").exists():
                 said += (clone / "job.txt").read_text("utf-8", "replace")
             print(f"{step.name}: {reason(said)}: try `cd {clone} && source "
@@ -154,6 +157,17 @@ def run(step, clone, log):
         finally:
             if process.poll() is None:
                 end(process, step, log)
+
+
+def complaints(notebook):
+    """What its cells complain of: to nbconvert such a cell has succeeded."""
+    cells = json.loads(notebook.read_text("utf-8"))["cells"] if (
+        notebook.exists()) else []
+    shown = (output.get("data", {}) for cell in cells
+             for output in cell.get("outputs", []))
+    return "".join(f"error: {''.join(data['text/plain'])}\n"
+                   for data in shown if '<p class="bad">' in "".join(
+                       data.get("text/html", "")))
 
 
 def end(process, step, log):

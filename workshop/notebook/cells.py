@@ -452,7 +452,9 @@ def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
     require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
             "`python -m workshop reset std` makes a new one")
-    interpreter.run(str(DESK), *flags)
+    status = interpreter.run(str(DESK), *flags)
+    require(status == 0, "the training did not come to its end: what it "
+            "printed says why")
 
 
 @in_one_line
@@ -464,9 +466,8 @@ def gpus():
                                  check=False)
             print(run.stdout or run.stderr)
             return None
-    return complaint("There is no GPU here (neither nvidia-smi nor xpu-smi): "
-                     "all lessons work on the CPU, and a batch job may have "
-                     "a GPU.")
+    return said("There is no GPU here (neither nvidia-smi nor xpu-smi):\nall "
+                "lessons work on the CPU, and a batch job may have a GPU.")
 
 
 # ------------------------------------------------------------- collectives
@@ -727,8 +728,8 @@ def plot(panel, *folders):
         output = Path(folder, "panel.svg")
         interpreter.run("-m", "workshop.results.plot", str(output), panel,
                         *(str(Path(name).resolve()) for name in folders))
-        if not output.exists():
-            return None
+        require(output.exists(), "there is no picture: what is printed says "
+                "why")
         drawn = output.read_text("utf-8")
         return picture(drawn) if drawn.startswith("<svg") else said(
             f"There is no picture yet: {drawn}.")
