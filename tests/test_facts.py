@@ -59,6 +59,16 @@ def test_the_byte_tables_name_their_model(lesson):
                 rows[name]][1] for size in sizes], row
 
 
+def test_the_tables_of_decisions_have_one_order():
+    """Of which one takes the first row that fits."""
+    rows = "fits on one GPU|on.* one node|several nodes|layer is too large|" \
+        "FSDP waits for the network|3D|even when .*sharded"
+    for table in (str(arithmetic.decisions()), read(
+            "notebooks/start_here.ipynb").partition("The table<")[2]):
+        at = [re.search(row, table).start() for row in rows.split("|")]
+        assert at == sorted(at)
+
+
 def numbers_of_lessons():
     """(a document, its words), in which the numbers are computed."""
     small, large = arithmetic.GPT2, arithmetic.XL

@@ -187,15 +187,15 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"{activations(XL, True) / 1e9:.2f} GB; with the gradients of the "
          f"logits, {free // at_most(XL):.0f} or "
          f"{free // at_most(XL, True):.0f} samples at once"),
-        ("The state does not fit, or leaves too little", "FSDP",
+        ("The state does not fit, or leaves too little, on one node",
+         "FSDP, tensor parallelism or a pipeline: measure",
          f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB; each of "
-         f"{n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while it "
-         f"accumulates, {state(XL, n) / 1e9:.1f} GB if it reduces in each "
+         f"{gpus} keeps about {state(XL, gpus) / 1e9:.1f} GB; without fast "
+         "links between the GPUs a pipeline, which sends least"),
+        ("The same, on several nodes", "FSDP",
+         f"each of {n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while "
+         f"it accumulates, {state(XL, n) / 1e9:.1f} GB if it reduces in each "
          f"microbatch; {gathered(XL) / 1e9:.2f} GB are gathered at a time"),
-        ("It does not fit even when sharded, or there is only one GPU",
-         "FSDP with offload to the CPU",
-         f"{FP32 * parameters / n / 1e9:.2f} GB down and up in a step; at "
-         f"25 GB/s that is {2e3 * FP32 * parameters / n / 25e9:.0f} ms"),
         ("A layer is too large, or there are more GPUs than samples",
          "tensor parallelism, inside a node",
          f"{(4 * L + 2) * FP32 * T * C / 1e9:.2f} GB a sample into "
@@ -211,6 +211,11 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"on {nodes} x {gpus} GPUs: {nodes} pipeline stages x {gpus} shards; "
          f"{(whole + 12 * parameters / n) / 1e9:.1f} GB each while they "
          f"accumulate, and up to {whole / 1e9:.1f} GB are gathered"),
+        ("It does not fit even when sharded, or there is only one GPU",
+         "offload: to the CPU (FSDP), or to NVMe disks (DeepSpeed)",
+         f"{FP32 * parameters / n / 1e9:.2f} GB down and up in a step; at "
+         f"25 GB/s that is {2e3 * FP32 * parameters / n / 25e9:.0f} ms, and "
+         "disks are slower"),
     ]
 
 
