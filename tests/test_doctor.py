@@ -154,7 +154,8 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
     assert doctor.ask_slurm().endswith(
         ", SBATCH_ACCOUNT=course SBATCH_PARTITION=gpu")
     slurm.write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"^sbatch fails: [^\n]+$"):
+    with pytest.raises(UserError, match=r"^sbatch fails: [^\n]+: the lessons "
+                       "do not need it: `python -m workshop launch ddp`"):
         doctor.ask_slurm()
     monkeypatch.setenv("PATH", "/nowhere")
     assert "torchrun" in doctor.ask_slurm()

@@ -225,8 +225,9 @@ def ask_slurm():
         return "not on this machine: start runs with torchrun"
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
-    require(version.returncode == 0,
-            "sbatch fails: " + version.stderr.strip().rpartition("\n")[2])
+    require(version.returncode == 0, "sbatch fails: "
+            + version.stderr.strip().rpartition("\n")[2] + ": the lessons do "
+            "not need it: `python -m workshop launch ddp` starts the script")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",
