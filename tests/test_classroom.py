@@ -99,12 +99,15 @@ def test_the_page_says_what_there_is_to_do(tmp_path):
           {"time": 900, "right": False, "mistake": "<b>wrong</b>"})
     write(tmp_path, "b", {"time": 0, "left": [7]}, {"time": 900, "left": []})
     write(tmp_path, "c", {"time": 5, "left": [1]}, {"time": 9, "right": True})
+    write(tmp_path, "d", {"time": 600, "left": []},  # all made, but wrong
+          {"time": 990, "right": False, "mistake": "<b>wrong</b>"})
     people = classroom.read(tmp_path)
     page = classroom.draw(people, "Jobs: 1 waits", 1000)
-    assert "1 of 3 have passed the check" in page
-    assert "1 made no further change in the last 5 minutes" in page
-    assert "<strong>&lt;b&gt;wrong&lt;/b&gt;</strong> (1)" in page
+    assert "1 of 4 have passed the check" in page
+    assert "2 made no further change in the last 5 minutes" in page
+    assert "<strong>&lt;b&gt;wrong&lt;/b&gt;</strong> (2)" in page
     assert "not right yet, 17 min" in page and "Jobs: 1 waits" in page
+    assert "not right yet, 7 min" in page
     assert page.index(">right<") < page.index("17 min")
 
 

@@ -161,7 +161,8 @@ def draw(people, jobs, now):
 
 
 def is_long(person, now):
-    return bool(person.left) and now - person.since > LONG
+    """Whether somebody waits: also with all changes, if they are not right."""
+    return not person.right and now - person.since > LONG
 
 
 def table(stage, people, now):
