@@ -80,7 +80,7 @@
 #
 #   export WORKSHOP_CLASS=/shared/workshop/class
 
-# --- SLURM: what your site asks for, for sbatch and srun --------------------
+# --- SLURM: what your site asks for, for sbatch and salloc ------------------
 # sbatch reads these from the shell that has sourced activate.sh.
 #
 # Baskerville (4 x A100-40 per node):
@@ -93,6 +93,10 @@
 #
 # A plain cluster:
 #   export SBATCH_PARTITION=gpu
+#
+# salloc has names of its own: repeat for it what you have set, for example
+#   export SALLOC_ACCOUNT=$SBATCH_ACCOUNT SALLOC_PARTITION=$SBATCH_PARTITION
+#   export SALLOC_RESERVATION=$SBATCH_RESERVATION
 
 # --- Network: if the processes of several nodes do not find each other ------
 # The interface that connects the nodes (`ip address` lists them):
