@@ -347,7 +347,9 @@ def submit(name, flags=""):
     command = f"sbatch batch-{name}.sh {flags}".strip()
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
-        return said(f"Nothing is submitted: `{command}` needs a y.")
+        return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
+                    "JupyterLab runs no other cell, press Enter in the "
+                    "box above.")
     return ask("sbatch", ROOT / "batchfiles" / f"batch-{name}.sh",
                *shlex.split(flags))
 
