@@ -188,10 +188,10 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"logits, {free // at_most(XL):.0f} or "
          f"{free // at_most(XL, True):.0f} samples at once"),
         ("The state does not fit, or leaves too little, on one node",
-         "FSDP, tensor parallelism or a pipeline: measure",
-         f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB; each of "
-         f"{gpus} keeps about {state(XL, gpus) / 1e9:.1f} GB; without fast "
-         "links between the GPUs a pipeline, which sends least"),
+         "FSDP, tensor parallelism or a pipeline",
+         f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB, about "
+         f"{state(XL, gpus) / 1e9:.1f} GB on each of {gpus} is not; a pipeline "
+         "needs no fast links"),
         ("The same, on several nodes", "FSDP",
          f"each of {n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while "
          f"it accumulates, {state(XL, n) / 1e9:.1f} GB if it reduces in each "
@@ -212,10 +212,9 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"{(whole + 12 * parameters / n) / 1e9:.1f} GB each while they "
          f"accumulate, and up to {whole / 1e9:.1f} GB are gathered"),
         ("It does not fit even when sharded, or there is only one GPU",
-         "offload: to the CPU (FSDP), or to NVMe disks (DeepSpeed)",
-         f"{FP32 * parameters / n / 1e9:.2f} GB down and up in a step; at "
-         f"25 GB/s that is {2e3 * FP32 * parameters / n / 25e9:.0f} ms, and "
-         "disks are slower"),
+         "offload to CPU or NVMe",
+         f"{FP32 * parameters / n / 1e9:.2f} GB down and up in a step: "
+         f"{2e3 * FP32 * parameters / n / 25e9:.0f} ms at 25 GB/s"),
     ]
 
 
