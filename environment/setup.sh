@@ -124,10 +124,10 @@ must_change() {
         fi
         return 0
     elif ! usable; then
-        fail "the shared environment $venv is not complete, or was moved:" \
-            "its owner has to create an empty folder there and source" \
-            "activate.sh, or to run \`WORKSHOP_INSTALL=yes source" \
-            "activate.sh\`"
+        fail "the shared environment $venv is not complete, was moved, or" \
+            "needs a Python that you may not run: its owner has to create" \
+            "an empty folder there and source activate.sh with a Python for" \
+            "all, or to run \`WORKSHOP_INSTALL=yes source activate.sh\`"
     elif [ "$marked" ] && ! good_requirements; then
         say "the shared environment $venv was made for other requirements" \
             "than this clone's: if something is missing, ask its owner to" \
