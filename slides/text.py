@@ -4,7 +4,6 @@ A source is a Jinja template: `{{ ... }}` asks for a number, a list of changes
 or a diff. So what stands on a slide is computed, or is a lesson's own text.
 """
 
-import ast
 import math
 import re
 import textwrap
@@ -344,24 +343,6 @@ def stage_table():
                       "|---|---|---|---:|", *rows])
 
 
-def script_map():
-    """Sections of the first stage's script, its classes and functions."""
-    source = STAGES[FIRST].solution.read_text("utf-8")
-    heads = [(number, match[1]) for number, row in
-             enumerate(source.splitlines(), 1)
-             if (match := re.fullmatch(r"# -{3,} (.+)", row))]
-    ends = [*(number for number, _ in heads[1:]), source.count("\n") + 1]
-    items = [node for node in ast.parse(source).body
-             if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    rows = ["| lines | section | what is in it |", "|---:|---|---|"]
-    for (begin, name), end in zip(heads, ends, strict=True):
-        names = [f"`{node.name}`" for node in items
-                 if begin < node.lineno < end]
-        rows.append(f"| {begin} to {end - 1} | {name} | "
-                    f"{', '.join(names) or '-'} |")
-    return "\n".join(rows)
-
-
 def terms():
     """The README's table of terms."""
     text = (ROOT / "README.md").read_text("utf-8")
@@ -484,7 +465,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         figure=image, changes=changes, count=count, change=title,
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
-        stage_table=stage_table, script_map=script_map, terms=terms,
+        stage_table=stage_table, terms=terms,
         excerpt=excerpt, hunk=hunk, log=log, checklist=checklist,
         references=references, site=site(site_file))
     clock.close()
