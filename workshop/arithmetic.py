@@ -190,8 +190,8 @@ def decisions(memory=80e9, nodes=2, gpus=4):
         ("The state does not fit, or leaves too little, on one node",
          "FSDP, tensor parallelism or a pipeline",
          f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB, about "
-         f"{state(XL, gpus) / 1e9:.1f} GB on each of {gpus} is not; a pipeline "
-         "needs no fast links"),
+         f"{state(XL, gpus) / 1e9:.1f} GB on each of {gpus} is not; a "
+         "pipeline needs no fast links"),
         ("The same, on several nodes", "FSDP",
          f"each of {n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while "
          f"it accumulates, {state(XL, n) / 1e9:.1f} GB if it reduces in each "
