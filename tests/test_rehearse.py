@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from cluster import clone_course
-from conftest import git, needs
+from conftest import copy_course, git, needs
 from test_activate import set_up as set_up  # a fixture
 from test_activate import source
 from test_pbs import FLAGS
@@ -158,6 +158,8 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
 def test_the_hour_on_slurm(slurm):
     """In a clone without a dataset, which activate.sh makes."""
     git(slurm.repo, "rm", "-rq", "fineweb/demo")
+    copy_course(slurm.repo, "example-logs")  # which results draws
+    git(slurm.repo, "add", "example-logs")
     git(slurm.repo, "commit", "-qm", "no data")
     done = slurm(sys.executable, "-m", "workshop", "rehearse", "--",
                  "--preset", "tiny", "--device", "cpu", "--max-steps", 6,
