@@ -304,7 +304,6 @@ class Observer:
         mpi = sys.modules.get("workshop.sleeping_mpi")
         if mpi:
             mpi.SleepingComm.on_call = staticmethod(self.on_message)
-            mpi.SleepingComm.on_abort = staticmethod(self.finish)
 
     def on_message(self, name, elements, group=None):
         self.say(call=name, elements=elements, lines=self.place()[:6],
