@@ -2,7 +2,8 @@
 
 In a job of SLURM or PBS it starts a process for each of its GPUs on all of its
 nodes, elsewhere one for each GPU of this machine. It prints the command before
-it becomes that command, so that you can type it yourself the next time.
+it becomes that command, so that you can type it yourself the next time, and
+the one before it by which each node unpacks an archive of the environment.
 Only the standard library, from Python 3.9 on.
 """
 
@@ -115,20 +116,24 @@ def main(name, flags, dry):
     place = find_place(env, count_devices)
     script, why = desk.choose(name)
     command = make_command(place, stage, str(script), flags, env)
-    print(f"place     {place}", why, f"command   {shlex.join(command)}",
-          sep="\n", flush=True)
+    archive, first = interpreter.archive(), []
+    if archive and command[0] in ("srun", "mpiexec"):
+        # another node may not have unpacked it yet
+        first = [*on_each_host(place, 1), "env", f"TMPDIR={gettempdir()}",
+                 "bash", str(ROOT / "environment" / "archive.sh"), "unpack",
+                 archive]
+    print(f"place     {place}", why,
+          *[f"first     {shlex.join(first)}"] * bool(first),
+          f"command   {shlex.join(command)}", sep="\n", flush=True)
     if dry:
         return
     if place.scheduler == "SLURM" and command[0] == "srun":
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}
-    archive = interpreter.archive()
-    if place.scheduler and archive:  # another node has not unpacked it yet
-        unpack = subprocess.run([
-            *on_each_host(place, 1), "env", f"TMPDIR={gettempdir()}", "bash",
-            str(ROOT / "environment" / "archive.sh"), "unpack", archive],
-            env=env, stdout=subprocess.DEVNULL)
-        require(unpack.returncode == 0, f"a node cannot unpack {archive}")
+    if first:
+        done = subprocess.run(first, env=env, stdout=subprocess.DEVNULL)
+        require(done.returncode == 0, f"not every node could unpack {archive}:"
+                " what is printed above says why")
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:

@@ -87,8 +87,8 @@ class SleepingComm(MPI.Intracomm):
     def Abort(self, errorcode=0):
         """End all ranks: mpirun does so when one ends with an error.
 
-        Not by MPI's own: it waits for mpirun, with Python's lock in its hand,
-        and mpirun may have gone already, if another rank has called it.
+        MPI's own Abort waits for mpirun and holds Python's lock meanwhile. It
+        might wait for ever if another rank has made mpirun end already.
         """
         os._exit(errorcode or 1)
 

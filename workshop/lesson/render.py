@@ -270,7 +270,7 @@ def to_text(diff, colour=False, hints=False, number=None):
         if item.predict:
             stage = diff.lesson.stage
             tries = (f" `python -m workshop check {stage} {item.number}` "
-                     "tries it: before you make the change."
+                     "tries it, before you make the change."
                      if item.checked else "")
             out += ["", *wrap(f"Predict: {item.predict}{tries}"), *wrap(
                 f"(the answer: {show_path(find(stage).lesson)}, change "
@@ -286,8 +286,8 @@ def to_text(diff, colour=False, hints=False, number=None):
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())
     if hints and shown:
-        out += ["", "The code: `python -m workshop diff "
-                f"{diff.lesson.stage} --no-hints`"]
+        which = diff.lesson.stage + (f" {number}" if number else "")
+        out += ["", f"The code: `python -m workshop diff {which} --no-hints`"]
     return "\n".join(out)
 
 
@@ -375,7 +375,7 @@ def change(diff, item, hints):
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
         tries = (f" <code>check(&quot;{diff.lesson.stage}&quot;, "
-                 f"{item.number})</code> tries it: before you make the "
+                 f"{item.number})</code> tries it, before you make the "
                  "change." if item.checked else "")
         why += [paragraph("<strong>Predict:</strong> "
                           f"{quote(item.predict)}{tries}", "ask"),

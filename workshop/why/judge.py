@@ -610,7 +610,7 @@ def share_waited(rank):
 def is_waiting(stack):
     """Whether the innermost function is one of torch.distributed's.
 
-    A module of its that is being loaded is none.
+    A module of torch.distributed that is being loaded does not count.
     """
     file, _, name = next((frame for frame in reversed(stack)
                           if not frame[0].endswith("torch/_ops.py")),
