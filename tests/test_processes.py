@@ -30,6 +30,15 @@ def test_a_number_that_the_system_gives_again(tmp_path):
     assert again == processes.Rank(3, f"{pid}\n", "")
 
 
+def test_temporary_files_are_where_its_environment_says(tmp_path):
+    """Not where the server's are: verify removes its folder at the end."""
+    script = tmp_path / "script.py"
+    script.write_text("import tempfile\nprint(tempfile.gettempdir())\n")
+    rank, = processes.launch(
+        script, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert rank == processes.Rank(0, f"{tmp_path}\n", "")
+
+
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_a_port_that_is_free_and_stays_so(monkeypatch, family):
     """Others get none of these: the system gives them higher ones."""

@@ -433,6 +433,7 @@ def run_script(script, flags, variables, output, rank, observe, threads,
             target=mpirun_proxy.follow, args=(link,), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR may be another than the server's
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(f"{output}.{name}",
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
