@@ -115,8 +115,8 @@ def test_each_kernel_is_timed_alone(tmp_path, monkeypatch, capsys):
 @pytest.mark.whole
 def test_without_a_gpu_it_goes_as_far_as_a_cpu(tmp_path):
     folder, again = tmp_path / "run", (  # of another stage or signal
-        "lit x 2", "fsdp x 2", "3d x 4", "SIGTERM", "ddp", "fsdp", "3d",
-        "lit")
+        "lit x 2", "fsdp x 2", "tp x 4", "3d x 4", "SIGTERM", "ddp", "fsdp",
+        "3d", "lit")
     names = [name for name in first_gpu.ITEMS if name not in again]
     end = run("first_gpu.py", "--output", folder, *names)
     assert end.returncode == 0, end.stdout + end.stderr

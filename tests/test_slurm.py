@@ -180,7 +180,7 @@ def test_srun_tells_mpi(slurm, single):
 
 def test_from_inside_another_job(slurm, single):
     """As from a portal's JupyterLab: its variables are not the new job's."""
-    file = slurm.repo / "batchfiles" / "batch-ddp-2n4g.sh"
+    file = slurm.repo / "batchfiles" / "batch-ddp-2n2g.sh"
     outer = slurm("sbatch", "--parsable", "--output=outer.log", "--ntasks=3",
                   "--mem-per-cpu=10", "--wrap", f"""
         srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_TRES_PER_TASK=cpu:3 \
@@ -191,15 +191,15 @@ def test_from_inside_another_job(slurm, single):
     said = slurm.repo.parent / "outer.log"
     wait_for(lambda: said.exists() and said.read_text().strip(), 30)
     job = said.read_text().strip()
-    assert trained(slurm, "ddp-2n4g", job, single) == 8
+    assert trained(slurm, "ddp-2n2g", job, single) == 4
     slurm("scancel", outer)
     log = (slurm.repo.parent / "inner.log").read_text()
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
-    for what in (f"ddp-2n4g {job}: 2 x 4 GPUs, on", f" {commit.stdout[:-1]}",
+    for what in (f"ddp-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
                  "solutions/train_gpt2_ddp.py --run", "torch 2.",
-                 "world size 8", "preset tiny, data data, "):
+                 "world size 4", "preset tiny, data data, "):
         assert what in log[:log.index("| step")]
-    files = list((slurm.repo / "runs" / f"ddp-2n4g-{job}").glob("gpus-*.txt"))
+    files = list((slurm.repo / "runs" / f"ddp-2n2g-{job}").glob("gpus-*.txt"))
     assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
     assert all("dmon" in file.read_text() for file in files)
     wait_for(lambda: not slurm.processes(job), 10)
