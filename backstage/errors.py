@@ -11,6 +11,9 @@ import traceback
 from backstage import terminal, witness
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KILLED = ("the system ended a process, most likely because the memory is "
+          "full: end other programs and the kernels of other notebooks, or "
+          "ask for a session with more memory (a check needs 1.5 GB)")
 
 
 class UserError(Exception):

@@ -201,6 +201,31 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
 
 
 @pytest.mark.whole
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
+@pytest.mark.parametrize("victim", ["server", "rank"])
+def test_killed_as_where_the_memory_is_full(tmp_path, victim):
+    """It is no verdict on the script, and nothing is left."""
+    run = start(plant(tmp_path, HANG), tmp_path / "tmp")
+    while "2 processes" not in run.stdout.readline():
+        assert run.poll() is None
+    pid, = children(run.pid)  # the server
+    if victim == "rank":
+        wait_for(lambda: len(children(pid)) == 2, 20)
+        pid = children(pid)[1]
+    os.kill(pid, signal.SIGKILL)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "FAIL" not in out
+    assert out.splitlines()[-1].startswith(
+        "error: the system ended a process, most likely because the memory")
+    assert "Traceback" not in out and not left_in(tmp_path / "tmp")
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+@pytest.mark.whole
 def test_saved_during_the_check_in_an_odd_place(tmp_path):
     """It is read once, with what lies beside it, and nothing is left.
 

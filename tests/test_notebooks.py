@@ -132,6 +132,14 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     assert not any("<" in line for line in lines)
 
 
+def test_what_a_cell_started_was_killed():
+    """As where a portal's session has too little memory."""
+    lines = []
+    status = cells.interpreter.run(
+        "-c", "import os; os.kill(os.getpid(), 9)", on_line=lines.append)
+    assert status == -9 and lines[0].startswith("error: the system ended a")
+
+
 def test_a_tables_headings_name_rows_and_columns():
     drawn = cells.table([("run", "steps"), ("ddp", 20), ("lit", 30)])
     assert re.findall('<th scope="(.*?)">(.*?)</th>', drawn) == [

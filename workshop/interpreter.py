@@ -3,12 +3,13 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import require
+from backstage.errors import KILLED, require
 
 PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
@@ -106,6 +107,8 @@ def run(*arguments, on_line=None):
         except KeyboardInterrupt:  # the kernel's stop button
             process.terminate()
             print("interrupted")
+    if process.returncode == -signal.SIGKILL:
+        (on_line or print)(f"error: {KILLED}")
     return process.returncode
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from backstage.errors import require
+from backstage.errors import KILLED, UserError, require
 from backstage.launchers import without_slurm
 from workshop import mpirun_proxy
 from workshop.stages import STAGES
@@ -279,8 +279,7 @@ class Server:
             try:
                 event, job, value = self.link.recv()
             except (EOFError, OSError):
-                raise RuntimeError(
-                    "the server of the processes has ended") from None
+                raise UserError(KILLED) from None
             if event == "started":
                 self.pids.append(value)
                 return

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from backstage import vocabulary
-from backstage.errors import UserError, require
+from backstage.errors import KILLED, UserError, require
 from workshop.check import operations
 from workshop.check.observe import SAMPLES, Observer, T
 from workshop.processes import Launch, modules_of
@@ -270,6 +271,9 @@ class Bench:
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
+        # mpirun kills the others of a rank that has failed
+        require(trial.about.launcher == "mpirun" or all(
+            one.status != -signal.SIGKILL for one in trial.ranks), KILLED)
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))
