@@ -248,6 +248,9 @@ def extract(function, number, rng):
     words = ", ".join(sorted(names_in(chosen.value, ast.Load) & known))
     helper, = ast.parse(f"def {name}({words}):\n"
                         f"    return {ast.unparse(chosen.value)}").body
+    helper.decorator_list = [  # a kernel calls only such functions
+        decorator for decorator in function.decorator_list
+        if ast.unparse(decorator) == "triton.jit"]
     chosen.value = ast.parse(f"{name}({words})", mode="eval").body
     return helper
 

@@ -179,6 +179,9 @@ CASES = [
     wrong("DDP", "minibatch multiplied", "warn  an update has 64 samples, "
           "with one process 32; the learning rate is the same",
           ("32 // size", "32"), suite=True),
+    wrong("DDP", "killed", "rank 1 was ended by SIGKILL (is the memory full?)",
+          ("        loss.backward()\n", "        loss.backward()\n"
+           "        import os; rank and os.kill(os.getpid(), 9)\n")),
     wrong("DDP", "around the wrapper", AROUND, ("model(x)",
                                                 "model.module(x)")),
     wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "

@@ -54,7 +54,9 @@ def last_words(trial, rank):
     ours = [line for line in lines if line.startswith("error")]
     if (status or 0) < 0 and not ours:  # not by an error of Python
         name = {one.value: one.name for one in signal.Signals}.get(-status)
-        return f"was ended by {name or -status}, {where(trial, rank)}"
+        name = f"{name or -status}" + (
+            " (is the memory full?)" * (status == -signal.SIGKILL))
+        return f"was ended by {name}, {where(trial, rank)}"
     if ours:
         return f"ended with an error: {ours[-1].split(': ', 1)[1]}"
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"

@@ -4,6 +4,7 @@ A question is a function of a `Case`; it gives findings. It knows nothing of
 the script but what `watch` has recorded.
 """
 
+import signal
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -73,6 +74,8 @@ def verify(try_out, size, steps, more=()):
         return [ended], ["all else: it has to train as one process first"]
     case = Case(alone, try_out(size, steps), size)
     ended = how_it_ends(case.together, f"as {size} processes ")
+    if any(rank.status == -signal.SIGKILL for rank in case.together.ranks):
+        return [ended], ["all else: not all ranks came to their end"]
     findings = counts(case)
     if findings or (ended and not all(
             seen and seen["updates"] for seen in case.together.seen)):
