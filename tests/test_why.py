@@ -432,6 +432,8 @@ def test_what_has_ended_or_never_began(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "ask_slurm",
                         lambda *_: f"JobId=4711\n   StdOut={log}\n")
     assert evidence.find("99999999") == (folder, [])
+    job = folder.parent.rename(folder.parent.with_name("ddp-1n4g-12")) / "why"
+    assert evidence.find("12") == evidence.find("12.server") == (job, [])
     with pytest.raises(UserError, match="does not reach 192"):
         evidence.find("471100000")
 

@@ -38,6 +38,11 @@ def find(target):
 
     target: a run's folder, a job's id, or that of a process.
     """
+    number = target.partition(".")[0]  # PBS's jobs are 123.server
+    if number.isdigit():
+        jobs = sorted((ROOT / "runs").glob(f"*-{number}/why"))
+        if jobs:  # a process may have the same number as a job
+            return jobs[-1], []
     if not target.isdigit():
         folder = Path(target)
         require(folder.is_dir(), f"{folder}: no such folder: name a run's "
@@ -47,9 +52,6 @@ def find(target):
                 "evidence there: the run is older, or was one process; give "
                 "the process's id instead while it runs")
         return folder, []
-    jobs = sorted((ROOT / "runs").glob(f"*-{target}/why"))
-    if jobs:  # a process may have the same number as a job
-        return jobs[-1], []
     if Path(f"/proc/{target}").is_dir():
         processes = descendants(int(target))
         for pid in processes:
