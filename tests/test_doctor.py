@@ -157,5 +157,11 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
     with pytest.raises(UserError, match=r"^sbatch fails: [^\n]+: the lessons "
                        "do not need it: `python -m workshop launch ddp`"):
         doctor.ask_slurm()
-    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def test_without_slurm_it_may_be_pbs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert "torchrun" in doctor.ask_slurm()
+    (tmp_path / "qsub").write_text("#!/bin/sh\n")
+    (tmp_path / "qsub").chmod(0o755)
+    assert "but PBS is" in doctor.ask_slurm()

@@ -222,7 +222,9 @@ def ask_write_access():
 def ask_slurm():
     """Which SLURM is here, and what the environment sets for it."""
     if not shutil.which("sbatch"):
-        return "not on this machine: start runs with torchrun"
+        return "not on this machine" + (
+            ", but PBS is: see batchfiles/README.md" if shutil.which("qsub")
+            else ": start runs with torchrun")
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
     require(version.returncode == 0, "sbatch fails: "
