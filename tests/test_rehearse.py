@@ -77,14 +77,18 @@ def test_a_cell_that_complains_is_no_success(clone, capsys):
     assert err.startswith("start: error: the training failed: `python -m work")
 
 
-def test_a_job_that_does_not_end_is_cancelled(clone, capsys, monkeypatch):
+def test_a_job_that_does_not_end_is_cancelled(clone, capfd, monkeypatch):
     monkeypatch.setattr(rehearse, "PATIENCE", 1)
     cancel = clone / "cancel"
-    cancel.write_text(f'#!/bin/sh\necho "$1" > {clone}/cancelled\n')
+    cancel.write_text(f'#!/bin/sh\necho "$1" > {clone}/cancelled\n'
+                      'echo qdel: Job has finished "$1" >&2; exit 35\n')
     cancel.chmod(0o755)
-    job = Step("job", 1, ("bash", "-c", "echo 17; sleep 1000"), str(cancel))
+    waits = ("echo 17; trap 'echo qsub: wait for job 17 interrupted by "
+             "signal 15; exit 1' TERM; sleep 1000 & wait")  # as qsub says it
+    job = Step("job", 1, ("bash", "-c", waits), str(cancel))
     assert rehearse.rehearse([job], clone) == 1
-    assert "error: it had not ended after 1 s" in capsys.readouterr().err
+    assert capfd.readouterr().err.startswith(
+        "job: error: it had not ended after 1 s: try")
     assert (clone / "cancelled").read_text() == "17\n"
 
 

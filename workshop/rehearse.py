@@ -153,6 +153,7 @@ def run(step, clone, log):
             out.seek(0, os.SEEK_END)
             out.write(b"\nerror: it had not ended after "
                       b"%d s\n" % (PATIENCE * step.seconds))
+            out.flush()  # before qsub says that it was ended
             return 1
         finally:
             if process.poll() is None:
@@ -176,7 +177,9 @@ def end(process, step, log):
     process.wait()
     job = re.match(r"[\w.\[\]-]+", log.read_text("utf-8", "replace"))
     if step.cancel and job:
-        subprocess.run([step.cancel, job[0]], check=False)
+        # qsub has ended its job already, and qdel would complain
+        subprocess.run([step.cancel, job[0]], check=False,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def reason(text):
