@@ -5,6 +5,7 @@
 #PBS -l select=1:ncpus=32
 #PBS -l walltime=04:00:00
 #PBS -j oe
+#PBS -k doe
 #PBS -r n
 
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1

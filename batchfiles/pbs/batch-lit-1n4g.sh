@@ -5,6 +5,7 @@
 #PBS -l place=scatter
 #PBS -l walltime=01:00:00
 #PBS -j oe
+#PBS -k doe
 #PBS -r n
 
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
