@@ -1,8 +1,9 @@
-"""The batch files for PBS, run as PBS would: no PBS server can be here.
+"""The batch files for PBS, run as PBS would, without its server.
 
 The variables and the node file are what PBS sets. mpiexec, the processes, the
 signal before the time limit and the checkpoints are real. `qstat` and `qsub`
-are programs that say a time limit, and write down what was submitted.
+are programs that say what OpenPBS 23.06 says of a job, with its line breaks,
+and write down what was submitted.
 """
 
 import json
@@ -29,7 +30,18 @@ FILES = sorted((ROOT / "batchfiles" / "pbs").glob("batch-*.sh"))
 
 QSTAT = """#!/bin/sh
 echo "Job Id: $2
-    Resource_List.walltime = 00:00:44"
+    Job_Name = ddp-1n4g
+    Account_Name = my-project
+    Resource_List.place = scatter
+    Resource_List.select = 1:ncpus=32:ngpus=4:mpiprocs=4
+    Resource_List.walltime = 00:00:44
+    schedselect = 1:ncpus=32:ngpus=4:mpiprocs=4
+    Submit_arguments = -A my-project -qworkq -l walltime=00:00:44,
+	place=scatter -v FLAGS=--preset tiny --device cpu --microbatch-size 1 -
+	-max-steps 100000 -l filesystems=home:eagl
+	e batchfiles/pbs/batch-ddp-1n4g.sh
+    project = _pbs_project_default
+"
 """
 QSUB = """#!/bin/sh
 for word; do echo "$word"; done > "$SUBMITTED"
@@ -105,7 +117,10 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
                LD_LIBRARY_PATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     (steps,) = re.findall(r"a new job goes on after (\d+) steps", done.stdout)
-    option, variables, file = submitted.read_text().splitlines()
+    *options, option, variables, file = submitted.read_text().splitlines()
+    assert options == ["-A", "my-project", "-qworkq", "-l",
+                       "walltime=00:00:44,place=scatter", "-l",
+                       "filesystems=home:eagle"]
     assert option == "-v" and variables == (
         f"WORKSHOP_RUN={folder},FLAGS={flags}")
     assert Path(file) == clone / "batchfiles" / "pbs" / "batch-ddp-1n4g.sh"

@@ -62,7 +62,9 @@ stage() {
 # it a few seconds; two minutes before we ask the run to save and end. If it
 # has saved a further step but not the last one, a new job goes on from there.
 train() {
-    local before after processes end ended=
+    local job before after processes end ended=
+    # qstat breaks long lines, and begins what is left of them with a tab
+    job=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g')
     before=$(progress)
     rm -rf "$WORKSHOP_WHY.before" # keep what the job before this one left
     mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
@@ -85,7 +87,11 @@ train() {
         exit 0
     fi
     after=$(progress)
-    local again=(qsub -v "WORKSHOP_RUN=$run,FLAGS=${flags[*]}"
+    local options # a site's project, queue and limits, as typed for this job
+    read -ra options < <(sed -n 's/^ *Submit_arguments = / /p' <<<"$job" |
+        grep -oE ' -[APlq] *[^ ]+' | tr -d '\n')
+    local again=(qsub "${options[@]}"
+        -v "WORKSHOP_RUN=$run,FLAGS=${flags[*]}"
         "$batchfiles/batch-$PBS_JOBNAME.sh")
     local advice="go on after $after steps with: cd $root && ${again[*]@Q}"
     if [ -n "$ended" ]; then
@@ -113,8 +119,7 @@ progress() {
 # two minutes before the time limit, if PBS says it.
 when_to_end() {
     local limit hours minutes seconds
-    limit=$(qstat -f "$PBS_JOBID" 2>/dev/null |
-        sed -n 's/^ *Resource_List.walltime = //p')
+    limit=$(sed -n 's/^ *Resource_List.walltime = //p' <<<"$job")
     IFS=: read -r hours minutes seconds <<<"$limit"
     if [ -n "$seconds" ]; then
         limit=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
