@@ -62,11 +62,13 @@ def test_in_a_slurm_job(programs, more, per_node, cores):
 @pytest.mark.parametrize(("says", "options"), [
     ("HYDRA build details", "--ppn"),
     ("mpiexec (OpenRTE) 4, Open MPI",
-     "-x PATH -x PYTHONPATH --bind-to none -N")])
+     "-x OMP_NUM_THREADS -x WORKSHOP_DATA --bind-to none -N")])
 def test_in_a_pbs_job(programs, tmp_path, says, options):
     programs(mpiexec=says)
     (tmp_path / "nodes").write_text("b\nb\na\na\n")
-    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "3.pbs"}
+    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "3.pbs",
+           "OMP_NUM_THREADS": "3", "NCPUS": "8", "WORKSHOP_DATA": "/data",
+           "CUDA_VISIBLE_DEVICES": "GPU-1"}  # the other node's is another
     place = launch.find_place(env, lambda: 0)
     assert str(place) == "PBS job 3.pbs: 2 x 2 processes, on b a"
     start = f"mpiexec -n 4 {options} 2 python"

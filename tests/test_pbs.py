@@ -21,6 +21,7 @@ from conftest import needs
 from stages import FOLDER, Result
 
 from backstage import ROOT
+from workshop import launch
 from workshop.processes import OPEN_MPI
 from workshop.stages import STAGES
 
@@ -147,6 +148,23 @@ def test_without_torchruns_names(clone, tmp_path, name, n):
     said = json.loads((tmp_path / "run" / "hyperparameters.json").read_text())
     assert said["world_size"] == n
     assert done.stderr.count(" is not bound (") == (n if n > 1 else 0)
+
+
+def test_open_mpi_sends_other_nodes_the_settings(clone, tmp_path):
+    """Of what it is started with, that which `launch` sends as well."""
+    (tmp_path / "mpiexec").write_text(
+        "#!/bin/sh\nif [ $1 = --version ]; then echo Open MPI; exit; fi\n"
+        f"env -0 | cut -zd= -f1 | tr '\\0' '\\n' > '{tmp_path}/names'\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "LD_LIBRARY_PATH": "/opt/lib",
+                "OMP_NUM_THREADS": "32", "WORKSHOP_DATA": str(GOLDEN),
+                "ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "HOSTNAME": "first",
+                "CUDA_VISIBLE_DEVICES": "GPU-1"}  # a name on this node alone
+    done = run(clone, "ddp-1n4g", bin=str(tmp_path), **settings)
+    sent = re.findall(r" -x (\w+)", done.stdout)
+    assert {*settings} - {*sent} == {"HOSTNAME", "CUDA_VISIBLE_DEVICES"}
+    names = (tmp_path / "names").read_text().split()
+    assert sorted(sent) == sorted(filter(launch.SENT.fullmatch, names))
 
 
 @pytest.mark.whole

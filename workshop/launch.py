@@ -1,9 +1,10 @@
 """Starts a stage with what is here: python -m workshop launch STAGE -- FLAGS
 
-In a job of SLURM or PBS it starts a process for each of its GPUs on all of its
-nodes, elsewhere one for each GPU of this machine. It prints the command before
-it becomes that command, so that you can type it yourself the next time, and
-the one before it by which each node unpacks an archive of the environment.
+In a job of SLURM it starts a process for each of its GPUs on all of its nodes,
+in one of PBS as many on each node as the job's mpiprocs, elsewhere one for
+each GPU of this machine. It prints the command before it becomes that command,
+so that you can type it yourself the next time, and the one before it by which
+each node unpacks an archive of the environment.
 Only the standard library, from Python 3.9 on.
 """
 
@@ -25,6 +26,11 @@ from workshop.stages import find
 # Of a job's variables srun may see these. The others are options of whatever
 # this shell was started with, such as a portal's JupyterLab.
 KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
+# Open MPI gives the processes on other nodes only the variables that it is
+# told to. batchfiles/pbs/job.sh has the same ones.
+SENT = re.compile(
+    r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
+    r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
 
 
 @dataclass
@@ -82,18 +88,19 @@ def make_command(place, stage, script, flags, env):
         cores = max(1, min(int(count or place.per_host) for count in counts)
                     // place.per_host)
         # each process asks srun for its rank: see prepare_process()
-        return [*on_each_host(place, place.per_host, cores), "python",
+        return [*on_each_host(place, place.per_host, env, cores), "python",
                 *program]
     python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
     if place.scheduler == "PBS":
-        return [*on_each_host(place, place.per_host), *python, *program]
+        return [*on_each_host(place, place.per_host, env), *python,
+                *program]
     if mpi:
         return ["mpirun", "-n", str(total), *python, *program]
     return ["torchrun", "--standalone", "--nproc-per-node", str(total), "--",
             *program]
 
 
-def on_each_host(place, processes, cores=1):
+def on_each_host(place, processes, env, cores=1):
     """What starts a program so many times on each of the job's nodes.
 
     cores: of each of the processes, where the scheduler divides them.
@@ -105,8 +112,8 @@ def on_each_host(place, processes, cores=1):
                 "--overlap", "--kill-on-bad-exit=1"]
     per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
     if "Open" in ask("mpiexec", "--version"):
-        per_host = ["-x", "PATH", "-x", "PYTHONPATH", "--bind-to", "none",
-                    "-N"]
+        per_host = [word for name in env if SENT.fullmatch(name)
+                    for word in ("-x", name)] + ["--bind-to", "none", "-N"]
     return ["mpiexec", "-n", str(total), *per_host, str(processes)]
 
 
@@ -119,9 +126,9 @@ def main(name, flags, dry):
     archive, first = interpreter.archive(), []
     if archive and command[0] in ("srun", "mpiexec"):
         # another node may not have unpacked it yet
-        first = [*on_each_host(place, 1), "env", f"TMPDIR={gettempdir()}",
-                 "bash", str(ROOT / "environment" / "archive.sh"), "unpack",
-                 archive]
+        first = [*on_each_host(place, 1, env), "env",
+                 f"TMPDIR={gettempdir()}", "bash",
+                 str(ROOT / "environment" / "archive.sh"), "unpack", archive]
     print(f"place     {place}", why,
           *[f"first     {shlex.join(first)}"] * bool(first),
           f"command   {shlex.join(command)}", sep="\n", flush=True)

@@ -36,12 +36,21 @@ export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # How this mpiexec is told the number of processes on each node. Open MPI would
-# also bind each process to a core, or to a part of the node's cores.
+# also bind each process to a core, or to a part of the node's cores. It sends
+# the other nodes only the variables that are named (workshop/launch.py has the
+# same ones), and those of a node's GPUs should stay there.
 per_node=(--ppn) # PALS, MPICH and Intel MPI
 if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
-    per_node=(-x PATH -x PYTHONPATH -x MASTER_ADDR -x MASTER_PORT
-        -x OMP_NUM_THREADS -x WORKSHOP_WHY -x WORKSHOP_TIMEOUT
-        -x TORCH_FR_BUFFER_SIZE -x NCCL_DEBUG --bind-to none -N)
+    per_node=(-x OMP_NUM_THREADS) # the batch file sets it later
+    for name in $(compgen -e); do
+        case $name in
+        OMP_NUM_THREADS) ;;
+        PATH | PYTHONPATH | LD_LIBRARY_PATH | TIKTOKEN_CACHE_DIR | \
+            FI_* | GLOO_* | MASTER_* | MPI4PY_* | NCCL_* | OMP_* | TORCH_* | \
+            UCX_* | WORKSHOP_* | ZE_FLAT_*) per_node+=(-x "$name") ;;
+        esac
+    done
+    per_node+=(--bind-to none -N)
 fi
 
 # Each node unpacks the environment if WORKSHOP_VENV is an archive.
