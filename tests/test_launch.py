@@ -75,6 +75,9 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
     assert command("mpi", env) == f"{start} s.py --seed 1"
     assert command("fsdp", env) == (
         f"{start} -m workshop.as_torchrun s.py --seed 1")
+    # PBS has counted the node's cores, which two processes share
+    assert command("mpi", env | {"OMP_NUM_THREADS": "8"}) == start.replace(
+        "python", "env OMP_NUM_THREADS=4 python s.py --seed 1")
 
 
 @pytest.mark.parametrize(("stage", "devices", "expected"), [

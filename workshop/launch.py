@@ -92,6 +92,11 @@ def make_command(place, stage, script, flags, env):
                 *program]
     python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
     if place.scheduler == "PBS":
+        cores = env.get("NCPUS", "")  # of a node
+        if cores.isdecimal() and cores == env.get("OMP_NUM_THREADS"):
+            # PBS has set it, for one process on each node
+            cores = max(1, int(cores) // place.per_host)
+            python = ["env", f"OMP_NUM_THREADS={cores}", *python]
         return [*on_each_host(place, place.per_host, env), *python,
                 *program]
     if mpi:
