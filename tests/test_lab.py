@@ -297,7 +297,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     one = page.locator(".ws pre.code span").first.bounding_box()["height"]
     lines = [line.bounding_box() for line in box.locator("span").all()]
     assert max(line["height"] for line in lines) > 1.5 * one
-    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth"
+                        " && box.scrollHeight <= box.clientHeight")
     assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
     page.set_viewport_size({"width": 1280, "height": 720})
 
@@ -314,6 +315,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.save()
     lesson.expect(page.locator(".ws .add mark")).to_have_text(["model"])
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
+    lesson.readable(f"1 of {total} changes left")  # though it was clicked
     assert page.locator(".ws h3").count() == 1
     checked = lesson.run('check("ddp")', key="Shift+Enter")
     assert checked.startswith("Not yet.")
@@ -454,6 +456,8 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     log = slurm.repo / "notebooks" / f"slurm-{job}.out"
     assert end["JobState"] == "COMPLETED", log.read_text()
     go("log()", "finished:")
+    said = "\n".join(lesson.output.all_inner_texts())
+    assert "passed the check" in said and "| step" in said, said
     follow("Results", "results.ipynb")
     go("import sys")
     go("runs()", f"ddp-1n2g-{job}")

@@ -164,6 +164,14 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
     for cell in ("queue()", 'submit("ddp-1n2g", "--max-steps 100")'):
         assert "There is no SLURM" in shown[cell]
     assert "no job of yours has written a log yet" in shown["log()"]
+    job = [f"script {i}" for i in range(9)]
+    job += [f"| step {i:4}/50 | loss 7" for i in range(50)]
+    (script.parents[1] / "slurm-1.out").write_text("\n".join(
+        job + [f"> text {i}" for i in range(30)] + ["finished: here"]))
+    said = execute("diff_ddp.ipynb", only="log()")["log()"].splitlines()
+    assert [said.index(line) for line in (
+        "script 0", "...", "| step   42/50 | loss 7", "finished: here")] == [
+        1, 9, 10, len(said) - 1], said
     script.write_text(STAGES["ddp"].solution.read_text().replace("def main():",
                                                           "def main()"))
     shown = execute("diff_ddp.ipynb", only='diff("ddp")')

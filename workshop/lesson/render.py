@@ -38,9 +38,8 @@ STYLE = """<style>
   border: 1px solid currentColor; border-radius: 3px; color: inherit }
 .ws .strip .made { background: rgb(BLUE); color: #fff }
 .ws .strip .next { outline: 2px solid rgb(ORANGE); font-weight: 700 }
-.ws pre.code { margin: 4px 0; padding: 0; max-height: 26em; overflow: auto;
-  border: 1px solid rgba(128, 128, 128, .35); background: none;
-  font: inherit; color: inherit }
+.ws pre.code { margin: 4px 0; padding: 0; overflow: auto; border: 1px solid
+  rgba(128, 128, 128, .35); background: none; font: inherit; color: inherit }
 .ws pre.code code { display: block; padding: 0; background: none;
   font: inherit; color: inherit }
 .ws pre.code span { display: block; white-space: pre-wrap;
@@ -71,6 +70,8 @@ STYLE = """<style>
   align-items: flex-start }
 .ws .beside > div { flex: 1 1 420px; max-width: 600px; min-width: 0 }
 .ws .wide { overflow-x: auto }
+.ws .wide td, .ws .wide th { padding: 3px 4px; font-family:
+  var(--jp-ui-font-family, sans-serif) }
 .ws table.check { margin: 4px 0; font-family:
   var(--jp-ui-font-family, sans-serif); font-size: 12px }
 .ws .unseen, .ws table.check caption { position: absolute; width: 1px;
@@ -91,11 +92,16 @@ STYLE = """<style>
 
 # Shift+Enter scrolls on to the next cell, before the output is there. This
 # brings the top of the view back, if some of it is still in sight. After
-# Ctrl+Enter the cell stays the active one, and nothing moves.
+# Ctrl+Enter, or a click into the view, the cell is the active one: then the
+# top comes back only when another change is the next one to make.
 KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   const view = script.closest(".ws"), cell = script.closest(".jp-Cell");
   const pane = script.closest(".jp-WindowedPanel-outer");
-  if (!pane || cell.classList.contains("jp-mod-active")) return;
+  if (!pane) return;
+  const next = view.querySelector("h3")?.id ?? "";
+  const same = (cell.dataset.next ?? next) === next;
+  cell.dataset.next = next;
+  if (same && cell.classList.contains("jp-mod-active")) return;
   const {top, bottom} = view.getBoundingClientRect();
   const edge = pane.getBoundingClientRect().top;
   if (top < edge && bottom > edge) pane.scrollTop += top - edge - 4;

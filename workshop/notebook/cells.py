@@ -370,7 +370,8 @@ def answer(question, seconds=60):
 def queue():
     """My jobs: PD waits, with the reason; R runs, with its nodes."""
     require(shutil.which("squeue"), NO_SLURM)
-    return ask("squeue", "--me")
+    # as wide as a lesson beside the script
+    return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
 
 
 def ask(*command):
@@ -381,8 +382,11 @@ def ask(*command):
 
 
 @in_one_line
-def log(lines=25):
-    """The end of my newest job's log."""
+def log(lines=8):
+    """My newest job's log: its first lines, its newest steps, its last lines.
+
+    lines: how many of each, and twice as many at the end, where the texts are.
+    """
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
             if path.stat().st_uid == os.getuid()]
@@ -390,7 +394,12 @@ def log(lines=25):
             "begins where the job begins")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
     text = newest.read_text("utf-8", "replace").splitlines()
-    print(f"{show_path(newest)}:", *text[-lines:], sep="\n")
+    steps = [i for i, line in enumerate(text) if line.startswith("| step")]
+    shown = {*range(len(text))[:lines], *steps[-lines:],
+             *range(len(text))[-2 * lines:]}
+    print(f"{show_path(newest)}:", *(
+        text[i] if i in shown else "..." for i in range(len(text))
+        if i in shown or i - 1 in shown), sep="\n")
 
 
 # ---------------------------------------------------------------- pictures
