@@ -309,6 +309,19 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
         f"Ln {number}, Col 1", timeout=30_000)
 
+    # the end of a long change was in sight: the next one begins in sight
+    lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 5)))
+    lesson.save()
+    lesson.readable(f"5 of {total}: ")
+    page.wait_for_timeout(500)  # it has been brought there
+    view.evaluate("""view => {
+        const pane = view.closest(".jp-WindowedPanel-outer");
+        pane.scrollTop += view.getBoundingClientRect().bottom
+            - pane.getBoundingClientRect().top - 60; }""")
+    lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 6)))
+    lesson.save()
+    lesson.readable(f"6 of {total}: ")
+
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))

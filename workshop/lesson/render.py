@@ -93,7 +93,8 @@ STYLE = """<style>
 # Shift+Enter scrolls on to the next cell, before the output is there. This
 # brings the top of the view back, if some of it is still in sight. After
 # Ctrl+Enter, or a click into the view, the cell is the active one: then the
-# top comes back only when another change is the next one to make.
+# top comes back only when another change is the next one to make. The view may
+# be much shorter then, and all of it out of sight.
 KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   const view = script.closest(".ws"), cell = script.closest(".jp-Cell");
   const pane = script.closest(".jp-WindowedPanel-outer");
@@ -104,7 +105,8 @@ KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   if (same && cell.classList.contains("jp-mod-active")) return;
   const {top, bottom} = view.getBoundingClientRect();
   const edge = pane.getBoundingClientRect().top;
-  if (top < edge && bottom > edge) pane.scrollTop += top - edge - 4;
+  const reach = same ? edge : edge - 2 * pane.clientHeight;
+  if (top < edge && bottom > reach) pane.scrollTop += top - edge - 4;
 }, 100))(document.currentScript)</script>"""
 
 
