@@ -15,6 +15,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from backstage.flops import num_parameters
 from workshop.notebook import cells
+from workshop.results import plot as panels
 from workshop.results import runs as results
 
 EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
@@ -218,6 +219,16 @@ def test_a_single_run_is_drawn_as_one(tmp_path):
     svg = panel("scaling")
     assert "there is no run on one process" in svg
     assert "only runs on one" not in svg
+
+
+def test_runs_of_other_lengths_part_after_the_warm_up():
+    """Their learning rates decay at another pace."""
+    both = [results.read(results.EXAMPLES / name)
+            for name in ("std-1", "ddp-2")]
+    title = "loss: on top of each other"
+    assert title in panels.themed(lambda ax: panels.loss(ax, both))
+    both[0].hyperparameters["max_steps"] += 1
+    assert title not in panels.themed(lambda ax: panels.loss(ax, both))
 
 
 @pytest.mark.parametrize("arguments, message", [

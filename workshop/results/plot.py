@@ -36,12 +36,19 @@ matplotlib.rcParams.update({
 })
 
 
+# runs that differ in these part, though they train the same minibatches
+SCHEDULE = ("seed", "learning_rate", "warmup_steps", "max_steps")
+
+
 # ---------------------------------------- the panels: panel(axes, results)
 
 
 def loss(ax, runs):
     """The loss curves on top of each other: wide below, narrow above."""
-    title = "loss: on top of each other" if len(runs) > 1 else "loss"
+    others = {tuple(run.hyperparameters.get(key) for key in SCHEDULE)
+              for run in runs}
+    title = "loss: on top of each other" if len(runs) > 1 == len(others) else (
+        "loss")
     ax.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     for i, run in enumerate(runs):
         steps = [row["step"] for row in run.rows]
