@@ -131,14 +131,18 @@ def talk(deck, section):
     return sum(float(span[2]) - float(span[1]) for span in spans if span)
 
 
+def read(lesson, begin=0):
+    """The words of its changes, with their questions and answers."""
+    return sum(len(f"{change.why} {change.predict} {change.answer}".split())
+               for change in lesson.changes[begin:])
+
+
 def typed():
-    """(words, lines) of DDP's changes, with their questions and answers."""
+    """(words, lines) of DDP's changes that nobody applies."""
     lesson = load_lesson("ddp")
-    words = sum(len(f"{change.why} {change.predict} {change.answer}".split())
-                for change in lesson.changes[APPLIED:])
     std = STAGES["std"].solution
     desk = Diff("ddp", std).apply(range(1, APPLIED + 1)).encode()
-    return words, sum(j2 - j1 for *_, j1, j2 in differences(
+    return read(lesson, APPLIED), sum(j2 - j1 for *_, j1, j2 in differences(
         Script(std, desk).code, lesson.goal.code))
 
 
@@ -161,6 +165,31 @@ def test_talk_reading_typing_and_waiting_fit_the_plan(length):
         if length == 60:
             assert [float(cell or 0) for cell in row[1:4] + row[5:]] == [
                 said, words, lines, round(needs), left], row
+
+
+def test_lightning_fits_the_second_hour():
+    """All reasons are read, four changes typed; at the end, what is folded
+    and the job are left out. A minute each for the cells: they took 45 s and
+    56 s on two busy cores (load 5 to 8).
+    """
+    plan, lesson = slides.read_plan(), load_lesson("lit")
+    cells = json.loads((ROOT / "notebooks" / "diff_lit.ipynb").read_text())
+    text = " ".join("".join(cell["source"]) for cell in cells["cells"])
+    assert "two hours, type changes 1 to 3 and 7." in text
+    ddp = STAGES["ddp"].solution
+    made = Diff("lit", ddp).apply([1, 2, 3, 7]).encode()
+    lines = sum(j2 - j1 for *_, j1, j2 in differences(
+        Script(ddp).code, Script(ddp, made).code))
+    words = read(lesson) + words_between(
+        "diff_lit", "# From", "## Is it right?")
+    needs = talk("course-120", "diff_lit") + words / 200 + lines / 3 + 1
+    assert needs <= plan["diff_lit"].minutes[120]
+
+    assert "two hours, go on with *Other strategies*" in text
+    words = sum(words_between("diff_lit", *span) for span in (
+        ("## Is it right?", "## Submit it"), ("## Other", "### 2.")))
+    needs = talk("course-120", "diff_lit end") + words / 200 + 1
+    assert needs <= plan["diff_lit end"].minutes[120]
 
 
 def test_the_answer_key_is_whole(capsys):
