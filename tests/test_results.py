@@ -92,6 +92,19 @@ def test_the_newest_of_what_trains_the_same_is_shown(runs):
     assert len(notes) == 1 and notes[0].startswith("Left out: 1 run")
 
 
+def test_another_strategy_is_not_the_newest_run_with_lightning(runs):
+    """It has its own row, bar and line, and does not hide the run with DDP."""
+    for name in ("copies", "shards"):
+        shutil.copytree(results.EXAMPLES / "lit-2", runs / name)
+    change(runs / "shards", strategy="fsdp2")
+    shutil.copytree(results.EXAMPLES / "std-1", runs / "single")
+    found, _ = results.find()
+    assert [run.name for run in found] == [
+        "std x 1", "ddp x 2", "lit x 2", "lit fsdp2 x 2"]
+    assert list(results.efficiency(found)) == [
+        "std", "ddp", "lit", "lit fsdp2"]
+
+
 def test_the_table_has_the_memory(runs):
     """The peak, wherever it was."""
     file = runs / "mine" / "metrics.csv"

@@ -94,21 +94,21 @@ def scaling(ax, runs):
            ylabel="tokens/s per process ÷ tokens/s of one alone")
     ax.axhline(1, color=INK, linestyle=":", label="ideal")
     most, found = 1, results.efficiency(runs)
-    for stage, points in found.items():
+    for kind, points in found.items():
         most = max(most, *points)
-        ax.plot(points.keys(), points.values(), "o-", label=stage,
-                color=COLOURS.get(stage))
-        model = results.fit_stage(runs, stage)
+        first = next(run for run in runs if run.kind == kind)
+        ax.plot(points.keys(), points.values(), "o-", label=kind,
+                color=colour(first))
+        model = results.fit_kind(runs, kind)
         if model:
-            first = next(run for run in runs if run.stage == stage)
             microbatches = first.accumulation * first.world_size
-            on_node = node_size(runs, stage)
+            on_node = node_size(runs, kind)
             xs = [n for n in powers_of_two(first)
                   if n <= 4 * max(points)]
             one = model.seconds(1, microbatches)
             ax.plot(xs, [one / n / model.seconds(
                 n, microbatches / n, 1 + (n - 1) // on_node) for n in xs],
-                "--", color=COLOURS.get(stage), label=f"{stage}, the model")
+                "--", color=colour(first), label=f"{kind}, the model")
             most = max(most, *xs)
     ax.set_ylim(0, 1.15)
     count_axis(ax, most)
@@ -124,13 +124,13 @@ def model(ax, runs):
     ax.set(title="a step: A·t_microbatch + t_optimizer + t_exposed",
            xlabel="ms per step")
     stage = next((stage for stage in STAGES
-                  if results.fit_stage(runs, stage)), None)
+                  if results.fit_kind(runs, stage)), None)
     if stage is None:
         ax.set_axis_off()
         return note(ax, "this needs one stage on three numbers\n"
                         "of processes, for example 1, 2 and 4")
-    fitted = results.fit_stage(runs, stage)
-    runs = [run for run in runs if run.stage == stage]
+    fitted = results.fit_kind(runs, stage)
+    runs = [run for run in runs if run.kind == stage]
     names = ("A microbatches", "optimizer", "exposed all-reduce")
     left = [0.0] * len(runs)
     parts = [fitted.parts(run.world_size, run.accumulation, run.nodes)
@@ -288,8 +288,8 @@ IN_NOTEBOOK = {  # for some runs, or not about the runs
 
 
 def colour(run):
-    """The colour of the run's stage."""
-    return COLOURS.get(run.stage, "#a457c4")
+    """The colour of the run's stage; another strategy has its own."""
+    return COLOURS.get(run.kind, "#a457c4")
 
 
 def note(ax, text, y=0.5):
@@ -307,9 +307,9 @@ def missing(panel, runs):
     return text, not ax.axison
 
 
-def node_size(runs, stage):
+def node_size(runs, kind):
     """How many processes a node takes; without end if all had room on one."""
-    runs = [run for run in runs if run.stage == stage]
+    runs = [run for run in runs if run.kind == kind]
     if all(run.nodes == 1 for run in runs):
         return math.inf
     return max(run.world_size // run.nodes for run in runs)
@@ -413,7 +413,7 @@ def write_panel():
     def draw(ax):
         panel(ax, runs)
         if examples:
-            ax.set_title(f"{ax.get_title()} (examples: yours are too few)")
+            ax.set_title(f"{ax.get_title()}\n(examples: yours are too few)")
 
     Path(output).write_text(text if blank else themed(draw), encoding="utf-8")
 

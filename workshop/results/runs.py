@@ -69,8 +69,19 @@ class Result:
     rows: list = field(repr=False)  # a dictionary of floats for each step
 
     @property
+    def strategy(self):
+        return self.hyperparameters.get("strategy", "ddp")
+
+    @property
+    def kind(self):
+        """What is compared: the stage, and Lightning's strategy if it is
+        another than DDP.
+        """
+        return self.stage + f" {self.strategy}" * (self.strategy != "ddp")
+
+    @property
     def name(self):
-        return f"{self.stage} x {self.world_size}"
+        return f"{self.kind} x {self.world_size}"
 
     @property
     def preset(self):
@@ -96,7 +107,7 @@ class Result:
         Those of the stage of the pipeline that sends most; None if unknown.
         """
         hp = self.hyperparameters
-        if self.stage not in STAGES or hp.get("strategy", "ddp") != "ddp":
+        if self.kind not in STAGES:
             return None
         found = of_step(STAGES[self.stage].split, self.config, self.mesh,
                         self.accumulation, hp["microbatch_size"],
@@ -155,9 +166,9 @@ def find(folders=()):
     """The runs to show, and lines that say what is not shown and why.
 
     Without folders, these are the runs in runs/ that train the same as the
-    newest one; of several with the same stage and world size, the newest. If
-    runs/ holds none, they are the examples. Raises `UserError` if nothing can
-    be shown.
+    newest one; of several with the same stage, strategy and world size, the
+    newest. If runs/ holds none, they are the examples. Raises `UserError` if
+    nothing can be shown.
     """
     named = [Path(folder) for folder in folders]
     results, notes = read_all(named or list_folders(RUNS))
@@ -189,7 +200,7 @@ def select(results, notes, named=()):
     order = [*STAGES]
     results.sort(key=lambda result: (
         order.index(result.stage) if result.stage in order else len(order),
-        result.world_size))
+        result.kind, result.world_size))
     return results, notes
 
 
@@ -218,20 +229,20 @@ def list_folders(parent):
 
 
 def efficiency(results):
-    """Tokens/s per process, relative to one alone: {stage: {n: ratio}}.
+    """Tokens/s per process, relative to one alone: {kind: {n: ratio}}.
 
-    A stage is compared with its own run on one process, or else with the first
+    A kind is compared with its own run on one process, or else with the first
     stage; without either it is left out.
     """
-    single = {result.stage: result.tokens_per_second
+    single = {result.kind: result.tokens_per_second
               for result in results if result.world_size == 1}
-    stages = {}
+    kinds = {}
     for result in results:
-        one = single.get(result.stage, single.get(FIRST))
+        one = single.get(result.kind, single.get(FIRST))
         if one:
-            stages.setdefault(result.stage, {})[result.world_size] = (
+            kinds.setdefault(result.kind, {})[result.world_size] = (
                 result.tokens_per_second / result.world_size / one)
-    return stages
+    return kinds
 
 
 def traffic(n, num_bytes):
@@ -307,9 +318,9 @@ def fit(points, num_bytes):
     return Model(microbatch, optimizer, *per_byte, num_bytes, told_apart)
 
 
-def fit_stage(results, stage):
-    """The model of a stage's runs, or None if there are too few."""
-    runs = [result for result in results if result.stage == stage]
+def fit_kind(results, kind):
+    """The model of the runs of a kind, or None if there are too few."""
+    runs = [result for result in results if result.kind == kind]
     if not runs:
         return None
     points = {(run.world_size, run.accumulation, run.nodes): run.seconds
