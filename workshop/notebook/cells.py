@@ -92,7 +92,7 @@ def in_one_line(function):
 
 def picture(svg):
     """An SVG picture, for a notebook."""
-    return Shown(render.box(svg), "(a picture)")
+    return Shown(render.box(svg + render.KEEP_IN_SIGHT), "(a picture)")
 
 
 # ------------------------------------------------------------ every lesson
@@ -572,6 +572,7 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
                 parts.insert(0, pictures.tensors(answer["shown"]))
             if any(answer["events"]):
                 parts.insert(0, pictures.timeline(answer["events"]))
+            parts.append(render.KEEP_IN_SIGHT)
             state = Shown(render.box("".join(parts), took), took)
     show(now=True)
 
