@@ -132,6 +132,14 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     assert not any("<" in line for line in lines)
 
 
+def test_where_jobs_are_submitted_with_pbs(tmp_path, monkeypatch):
+    (tmp_path / "qsub").write_text("#!/bin/sh\n")
+    (tmp_path / "qsub").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for cell in (cells.slurm, cells.queue, lambda: cells.submit("ddp-1n2g")):
+        assert "PBS is here: submit the job in a term" in cell().html
+
+
 def test_what_a_cell_started_was_killed():
     """As where a portal's session has too little memory."""
     lines = []

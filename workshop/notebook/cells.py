@@ -313,7 +313,13 @@ def undo():
 
 # ------------------------------------------------------------------- SLURM
 
-NO_SLURM = ("There is no SLURM on this machine, so the cells that submit jobs "
+
+def no_slurm():
+    """Why the cells that submit jobs do nothing."""
+    if shutil.which("qsub"):
+        return ("These cells are for SLURM, but PBS is here: submit the job "
+                "in a terminal, as batchfiles/README.md shows.")
+    return ("There is no SLURM on this machine, so the cells that submit jobs "
             "do nothing. Read on: on a cluster's login node or in its portal "
             "they work.")
 
@@ -321,7 +327,7 @@ NO_SLURM = ("There is no SLURM on this machine, so the cells that submit jobs "
 def slurm():
     """Say whether SLURM is here, and what the site asks for."""
     if shutil.which("sbatch") is None:
-        return complaint(NO_SLURM)
+        return complaint(no_slurm())
     os.environ.update(interpreter.sbatch_variables())
     try:
         answer = ask_slurm()
@@ -337,7 +343,7 @@ def submit(name, flags=""):
     flags: for the script, as on the command line. Nobody answers where the
     notebook runs by itself, and nothing is submitted.
     """
-    require(shutil.which("sbatch"), NO_SLURM)
+    require(shutil.which("sbatch"), no_slurm())
     names = sorted(path.stem[len("batch-"):] for path in
                    (ROOT / "batchfiles").glob("batch-*.sh"))
     require(name in names, f"there is no batch file {name}: choose from "
@@ -369,7 +375,7 @@ def answer(question, seconds=60):
 @in_one_line
 def queue():
     """My jobs: PD waits, with the reason; R runs, with its nodes."""
-    require(shutil.which("squeue"), NO_SLURM)
+    require(shutil.which("squeue"), no_slurm())
     # as wide as a lesson beside the script
     return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
 
