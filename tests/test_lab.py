@@ -419,7 +419,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
             lesson.readable(words)
 
     go("import sys")
-    go("doctor()", "SLURM")
+    go("doctor()", "SBATCH_PARTITION=gpu")
     for picture in ("data_parallel()", "words()", "cadence()", "nodes()",
                     "script_map()"):
         go(picture)

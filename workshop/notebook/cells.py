@@ -432,6 +432,7 @@ def strategies():
 @in_one_line
 def doctor():
     """Does this machine have everything the workshop needs?"""
+    os.environ.update(interpreter.sbatch_variables())
     said_meanwhile("-m", "workshop", "doctor")
 
 
