@@ -318,9 +318,26 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
         const pane = view.closest(".jp-WindowedPanel-outer");
         pane.scrollTop += view.getBoundingClientRect().bottom
             - pane.getBoundingClientRect().top - 60; }""")
-    lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 6)))
+    # and so does what is left of it, which was above
+    five = Diff("ddp", STAGES["std"].solution).apply(range(1, 6))
+    lesson.paste(five.replace("= rank * B,", "= rank,"))
+    lesson.save()
+    lesson.readable("self.offset, self.stride = rank, ")
+    lesson.paste(five)
     lesson.save()
     lesson.readable(f"6 of {total}: ")
+
+    # what a cell says that makes a change is read first
+    lesson.run_instead("# remove a #", 'apply("ddp", 6)')
+    lesson.expect(view).to_contain_text(f"7 of {total}: ")
+    page.wait_for_timeout(500)
+    lesson.readable("click into the script first")
+    lesson.editor.click(position={"x": 200, "y": 5})
+    lesson.readable(f"7 of {total}: ")
+    page.locator(".lm-MenuBar-item", has_text="File").first.click()
+    with page.expect_response(re.compile("/api/contents/code/train_gpt2.py")):
+        page.locator(".lm-Menu-item", has_text="Reload Python File").click()
+    page.wait_for_timeout(500)  # it is shown
 
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
@@ -357,7 +374,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     subprocess.run([sys.executable, "-m", "workshop", "reset", "std"],
                    cwd=repo, check=True, stdout=subprocess.DEVNULL)
     lesson.expect(view).to_contain_text(everything)
-    backup, = (repo / "code").glob("train_gpt2.20*.py")
+    backup = max((repo / "code").glob("train_gpt2.20*.py"))
     assert backup.read_text() == ready
 
 
