@@ -137,7 +137,7 @@ RUN = ("python code/train_gpt2.py --preset tiny",
        'python code/generate.py --prompt "Return a"',
        "python -m workshop plot", "python -m workshop script ddp",
        *(f"python -m workshop diff {stage}" for stage in LESSONS),
-       "python -m workshop apply ddp 1 2 3 4",
+       "python -m workshop apply ddp 1 2 3 4 13",
        *(f"python -m workshop reset {stage}"
          for stage in ("ddp", "fsdp", "tp", "std")))
 
