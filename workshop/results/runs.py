@@ -70,6 +70,7 @@ class Result:
 
     @property
     def strategy(self):
+        """Lightning's; "ddp" where the run has none."""
         return self.hyperparameters.get("strategy", "ddp")
 
     @property
