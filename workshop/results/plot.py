@@ -45,10 +45,11 @@ SCHEDULE = ("seed", "learning_rate", "warmup_steps", "max_steps")
 
 def loss(ax, runs):
     """The loss curves on top of each other: wide below, narrow above."""
-    others = {tuple(run.hyperparameters.get(key) for key in SCHEDULE)
-              for run in runs}
-    title = "loss: on top of each other" if len(runs) > 1 == len(others) else (
-        "loss")
+    schedules = {tuple(run.hyperparameters.get(key) for key in SCHEDULE)
+                 for run in runs}
+    title = "loss"
+    if len(runs) > 1 == len(schedules):
+        title += ": on top of each other"
     ax.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     for i, run in enumerate(runs):
         steps = [row["step"] for row in run.rows]
