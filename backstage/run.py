@@ -102,11 +102,18 @@ class Run:
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.catch_signals()
+        sys.stdout = terminal.Output(sys.stdout, self._on_lost_output)
 
     def catch_signals(self):
-        """From now on, a signal only asks the run to stop. All ranks."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """From now on, a signal only asks the run to stop. All ranks.
+
+        SIGHUP, for a terminal that was closed, unless nohup ignores it.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
+                       signal.SIGHUP):
+            if number != signal.SIGHUP or (
+                    signal.getsignal(number) != signal.SIG_IGN):
+                signal.signal(number, self._on_signal)
 
     @property
     def stop_requested(self):
@@ -122,6 +129,9 @@ class Run:
             with contextlib.suppress(OSError):
                 os.write(1, b"\nCtrl-C: stopping after this step (press it "
                          b"again to stop at once, without a checkpoint)\n")
+
+    def _on_lost_output(self):
+        self.stop_signal = self.stop_signal or signal.SIGPIPE
 
     def _make_folder(self):
         hp = self.hp

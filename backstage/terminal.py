@@ -1,6 +1,10 @@
-"""The line of a terminal that is written again and again: how far a run is."""
+"""The output: how far a run is, in a terminal in one line; and where it ends.
+
+In a terminal, the line of a step is written in the place of the one before.
+"""
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -33,3 +37,32 @@ def keep():
         with contextlib.suppress(OSError):  # the terminal was closed
             print(BEGIN + shown, flush=True)
         shown = ""
+
+
+class Output:
+    """The standard output, which may end before the program does.
+
+    As where `tee` has ended, or the terminal was closed. Then all that is
+    printed is dropped, and `on_end` is called.
+    """
+
+    def __init__(self, stream, on_end):
+        self.stream, self.on_end = stream, on_end
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        return self._try(self.stream.write, text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, do, *arguments):
+        try:
+            return do(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            self.on_end()

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -221,10 +221,12 @@ def main():
         if last or (step + 1) % args.eval_every == 0:
             val_loss = evaluate(load(val_data, range(len(val_data) // S)))
         if rank == 0:
-            print(f"| step {step:4d}/{args.max_steps} | loss {loss:.6f} | lr: "
-                  f"{lr:.4e} | norm: {norm:.4f} | dt: {1000 * seconds:6.1f} ms"
-                  f" | samples/s: {S / seconds:,.0f} |"
-                  + " stopped by a signal" * bool(stop), flush=True)
+            with suppress(BrokenPipeError):  # Ctrl-C ends `| tee log`, too
+                print(f"| step {step:4d}/{args.max_steps} | loss {loss:.6f} | "
+                      f"lr: {lr:.4e} | norm: {norm:.4f} | dt: "
+                      f"{1000 * seconds:6.1f} ms | samples/s: "
+                      f"{S / seconds:,.0f} |"
+                      + " stopped by a signal" * bool(stop), flush=True)
             print(step, loss, val_loss, lr, norm, seconds, S / seconds,
                   sep=",", file=metrics, flush=True)
         if last or stop or (step + 1) % args.checkpoint_every == 0:

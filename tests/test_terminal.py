@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import termios
 import time
 
 import pytest
-from stages import Result, tiny
+from stages import STARTER, Result, tiny, train, wait_for_rows
 
 from workshop.stages import STAGES
 
@@ -106,3 +107,34 @@ def test_a_terminal_that_cannot_erase_gets_every_line(data, tmp_path):
         tmp_path / "run", data, "--max-steps", 60, *QUIET), term="dumb")
     assert status == 0 and "\x1b" not in output
     assert steps(screen(output)) == list(range(60))
+
+
+@pytest.mark.parametrize(("stage", "kind"), [
+    ("std", "pipe"), ("std", "terminal"), ("starter", "pipe"),
+    pytest.param("lit", "pipe", marks=pytest.mark.whole)])
+def test_where_the_output_ends_the_run_saves_and_can_go_on(
+        stage, kind, data, tmp_path):
+    """As where Ctrl-C ends `| tee log`, too, or the terminal is closed."""
+    run = tmp_path / "run"
+    script, flags = (STARTER, ["--run", run]) if stage == "starter" else (
+        STAGES[stage].solution, tiny(run, data, *QUIET))
+    ours, its = pty.openpty() if kind == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, *map(str, (script, *flags, "--max-steps", 5000,
+                                    "--eval-every", 5000))],
+        stdout=its, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: kind == "pipe" or fcntl.ioctl(
+            its, termios.TIOCSCTTY, 0))
+    os.close(its)
+    wait_for_rows(run, 3)
+    os.close(ours)
+    if stage == "starter":
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    rows = len(Result(run, []).rows)
+    saved, = run.glob("checkpoints/*.pt")
+    assert saved.name == f"step_{rows:08d}.pt" and rows < 5000
+    more = train(stage, run, "--resume", "--max-steps", rows + 2)
+    assert more.status == 0, more.err
+    assert more.column("step") == list(range(rows + 2))
