@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ def run_main(main):
     The status is 0, that of a `SystemExit`, 130 after Ctrl-C, or 1. Bugs keep
     their traceback.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
+        sys.stdout.reconfigure(errors="replace")
     try:
         main()
         status = 0

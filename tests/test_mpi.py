@@ -177,11 +177,9 @@ def one_line(done, *words):
 @pytest.mark.whole
 def test_an_error_of_one_rank_ends_all(tmp_path):
     needs("mpirun")
-    begin = time.monotonic()
     words = ["-n", 1, *MPI, *tiny(tmp_path / "run", GOLDEN)]
     one_line(run_command("mpirun", *words, ":", *words, "--data", "/nowhere"),
              "/nowhere")
-    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.whole

@@ -101,6 +101,14 @@ def test_a_wrong_flag_is_named(encoding, monkeypatch):
                                 "3: see --help\r\n")
 
 
+def test_texts_of_any_letters_in_a_terminal_without_utf8(
+        data, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    status, output, _ = in_terminal(*tiny(
+        tmp_path / "run", data, "--max-steps", 2))
+    assert status == 0 and "?" in output.partition("> Hello")[2], output
+
+
 @pytest.mark.whole
 def test_a_terminal_that_cannot_erase_gets_every_line(data, tmp_path):
     status, output, _ = in_terminal(*tiny(

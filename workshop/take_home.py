@@ -91,7 +91,7 @@ class Module:
     def __init__(self, path):
         self.path = path
         self.name = (path.parent if path.stem == "__init__" else path).stem
-        text = path.read_text()
+        text = path.read_text("utf-8")
         self.lines = text.encode().splitlines(keepends=True)
         tree = ast.parse(text)
         self.docstring = ast.get_docstring(tree)
