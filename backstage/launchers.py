@@ -78,6 +78,7 @@ def name_ranks(env=os.environ):
     processes: `join_world` names their ranks.
     """
     if "RANK" in env:
+        meet_here(env)
         return
     if "LOCAL_RANK" in env and "NODE_RANK" in env:  # started by Lightning
         env["RANK"] = env["LOCAL_RANK"]
@@ -91,6 +92,20 @@ def name_ranks(env=os.environ):
                  "work alone: put `-m workshop.as_torchrun` between python "
                  f"and the script (mpirun -n {size} python -m "
                  "workshop.as_torchrun code/train_gpt2.py)", env)
+
+
+def meet_here(env):
+    """Let the ranks of one node meet there, if its name leads nowhere.
+
+    torchrun lets them meet at the name of the machine, which a laptop in a
+    strange network may not know itself: they would wait for ever.
+    """
+    if "MASTER_ADDR" in env and (
+            env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")):
+        try:
+            socket.getaddrinfo(env["MASTER_ADDR"], None)
+        except OSError:
+            env["MASTER_ADDR"] = "127.0.0.1"
 
 
 def join_world(env=os.environ):

@@ -70,7 +70,8 @@ def test_names_of_a_step(tasks, nodes, node):
 
 def test_what_is_named_already_or_by_nobody_stays():
     for env in (SHELL, {"PMI_RANK": "0", "PMI_SIZE": "1"},
-                {**STEP, "RANK": "2"}, {**STEP, **TORCHRUN}):
+                {**STEP, "RANK": "2"}, {**STEP, **TORCHRUN},
+                {**TORCHRUN, "MASTER_ADDR": "nowhere.invalid"}):  # two nodes
         named = dict(env)
         name_ranks(named)
         assert named == env
@@ -141,7 +142,7 @@ TORCH = [sys.executable, "-m", "torch.distributed.run"]
 
 @pytest.mark.whole
 def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
-    """The README's command, with --max-restarts."""
+    """The README's command, with --max-restarts; nobody knows the machine."""
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (
         ROOT / "activate.sh").read_text()  # as run_command
     script = tmp_path / "train_gpt2.py"
@@ -151,8 +152,8 @@ def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
         "            os.kill(os.getpid(), 9)\n        norm = nn.utils")))
     run = tmp_path / "run"
     done = run_command(
-        *TORCH, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1,
-        "--", script, *tiny(run, data, "--resume", "--checkpoint-every", 5))
+        *TORCH, "--standalone", "--local-addr", "nowhere.invalid",
+        "--nproc-per-node", 2, "--max-restarts", 1, "--", script, *tiny(run, data, "--resume", "--checkpoint-every", 5))
     assert "resuming after step 9" in done.stdout
     agree(Result(run, [Rank(done.returncode, "", done.stderr)]), single)
 
