@@ -154,8 +154,9 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
     assert doctor.ask_slurm().endswith(
         ", SBATCH_ACCOUNT=course SBATCH_PARTITION=gpu")
     slurm.write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"^sbatch fails: [^\n]+: the lessons "
-                       "do not need it: `python -m workshop launch ddp`"):
+    with pytest.raises(UserError, match=r"^SLURM does not answer \([^\n]+\)\. "
+                       "The lessons do not need SLURM: in a terminal, "
+                       "`python -m workshop launch ddp -- --preset tiny`"):
         doctor.ask_slurm()
 
 

@@ -227,9 +227,10 @@ def ask_slurm():
             else ": start runs with torchrun")
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
-    require(version.returncode == 0, "sbatch fails: "
-            + version.stderr.strip().rpartition("\n")[2] + ": the lessons do "
-            "not need it: `python -m workshop launch ddp` starts the script")
+    require(version.returncode == 0, "SLURM does not answer ("
+            + version.stderr.strip().rpartition("\n")[2] + "). The lessons do "
+            "not need SLURM: in a terminal, `python -m workshop launch ddp -- "
+            "--preset tiny` starts the script")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",

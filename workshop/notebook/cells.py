@@ -67,7 +67,10 @@ def said_by(function, *args):
 
 
 def said_meanwhile(*arguments):
-    """Run `python arguments...`, and show what it prints as it comes."""
+    """Run `python arguments...`, and show what it prints as it comes.
+
+    Returns its exit status.
+    """
     lines = []
     show = live(lambda: said("".join(lines), "".join(lines[-1:]).strip()))
 
@@ -75,8 +78,9 @@ def said_meanwhile(*arguments):
         lines.append(line)
         show()
 
-    interpreter.run(*arguments, on_line=on_line)
+    status = interpreter.run(*arguments, on_line=on_line)
     show(now=True)
+    return status
 
 
 def in_one_line(function):
@@ -376,6 +380,7 @@ def answer(question, seconds=60):
 def queue():
     """My jobs: PD waits, with the reason; R runs, with its nodes."""
     require(shutil.which("squeue"), no_slurm())
+    ask_slurm()  # what squeue says of a wrong configuration is long
     # as wide as a lesson beside the script
     return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
 
@@ -397,7 +402,7 @@ def log(lines=8):
             for path in folder.glob("slurm-*.out")
             if path.stat().st_uid == os.getuid()]
     require(logs, "no job of yours has written a log yet (slurm-*.out): it "
-            "begins where the job begins")
+            "begins where the job begins. example-logs/job.txt is one to read")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
     text = newest.read_text("utf-8", "replace").splitlines()
     steps = [i for i, line in enumerate(text) if line.startswith("| step")]
@@ -470,7 +475,7 @@ def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
     require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
             "`python -m workshop reset std` makes a new one")
-    status = interpreter.run(str(DESK), *flags)
+    status = said_meanwhile(str(DESK), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")
 
