@@ -373,3 +373,14 @@ def test_runs_with_the_standard_library_alone(python):
         end = subprocess.run([python, "-S", *program], cwd=ROOT,
                              capture_output=True, text=True)
         assert end.returncode == 0, end.stderr
+
+
+@pytest.mark.parametrize("words", [
+    "check ddp 3", "verify tests/foreign/ddp.py", "plot", "export a b"])
+def test_what_needs_a_package_says_so_in_a_line(words):
+    end = subprocess.run(
+        [sys.executable, "-S", "-m", "workshop", *words.split()], cwd=ROOT,
+        capture_output=True, text=True)
+    assert end.returncode == 1
+    assert re.fullmatch(r"error: \S+ has no \w+: run `source activate\.sh` "
+                        r"first\n", end.stderr), end.stderr

@@ -28,6 +28,17 @@ class Parser(argparse.ArgumentParser):
 
 def main():
     args = parse()
+    try:
+        run(args)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in ("", "backstage", "workshop"):
+            raise
+        raise UserError(f"{sys.executable} has no {error.name}: run `source "
+                        "activate.sh` first") from error
+
+
+def run(args):
+    """Call the tool, and import what it needs: most need no package."""
     if args.command == "lab":
         lab.main(args.stage, args.flags)
     elif args.command == "diff":
@@ -36,7 +47,10 @@ def main():
         classroom.note_diff(left)
         print(render.to_text(left, colour, args.hints, args.number))
     elif args.command == "check":
-        check(args.stage, args.verbose, args.events, args.number)
+        from workshop.check.command import main as check
+
+        sys.exit(not check(args.stage, verbose=args.verbose,
+                           events=args.events, change=args.number))
     elif args.command == "apply":
         desk.apply(args.stage, args.number)
     elif args.command == "reset" and args.list:
@@ -50,19 +64,30 @@ def main():
         print(reason, file=sys.stderr, flush=True)
         print(path)
     elif args.command == "doctor":
-        sys.exit(examine(args.ranks))
+        sys.exit(doctor.main(args.ranks))
     elif args.command == "export":
+        from workshop.export import main as export
+
         export(args.run, args.folder)
     elif args.command == "take-home":
+        from workshop.take_home import main as take_home
+
         take_home(args.stage, args.file)
     elif args.command == "combine":
+        from workshop.combine import main as combine
+
         combine(args.stage, args.file)
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
     elif args.command == "why":
-        sys.exit(explain(args.job))
+        from workshop.why.command import main as why
+
+        sys.exit(why(args.job))
     elif args.command == "verify":
-        sys.exit(verify(args.program, args.n, args.steps, args.resume_with))
+        from workshop.verify.command import main as verify
+
+        sys.exit(not verify(
+            args.program, args.n, args.steps, args.resume_with))
     elif args.command == "rehearse":
         sys.exit(rehearse.main(args.flags))
     elif args.command == "launch":
@@ -72,6 +97,8 @@ def main():
     elif args.command == "update":
         update.main()
     elif args.command == "plot":
+        from workshop.results.plot import main as plot
+
         plot(args.output, args.run)
 
 
@@ -204,78 +231,6 @@ def parse():
             bool(args.name) + args.list + args.undo != 1):
         reset.error("name a stage, or --list or --undo")
     return args
-
-
-def check(stage, verbose, events, change):
-    """Hand over to the checker, which needs torch."""
-    try:
-        from workshop.check.command import main as run_check
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-    right = run_check(stage, verbose=verbose, events=events, change=change)
-    sys.exit(0 if right else 1)
-
-
-def examine(ranks):
-    """Ask the doctor, whose questions to all ranks need torch."""
-    try:
-        return doctor.main(ranks)
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-
-
-def explain(job):
-    """Hand over to the judge of jobs."""
-    from workshop.why.command import main as ask_why
-
-    return ask_why(job)
-
-
-def verify(program, size, steps, resume_with=None):
-    """Hand over to what watches any script, which needs torch."""
-    try:
-        from workshop.verify.command import main as run_verify
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-    return 0 if run_verify(program, size, steps, resume_with) else 1
-
-
-def export(run, folder):
-    """Hand over to what reads the checkpoints, which needs torch."""
-    try:
-        from workshop.export import main as write
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-    write(run, folder)
-
-
-def take_home(stage, file):
-    """Hand over to what reads the scripts, from Python 3.10 on."""
-    from workshop.take_home import main as write
-
-    write(stage, file)
-
-
-def combine(stages, file):
-    """Hand over to what merges the scripts, from Python 3.10 on."""
-    from workshop.combine import main as write
-
-    write(stages, file)
-
-
-def plot(output, folders):
-    """Hand over to the plots, which need matplotlib."""
-    try:
-        from workshop.results.plot import main as draw
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-    draw(output, folders)
-
-
-def missing(error):
-    """The error for a package that is not installed."""
-    return UserError(f"{sys.executable} has no {error.name}: run `source "
-                     "activate.sh` first")
 
 
 if __name__ == "__main__":
