@@ -153,7 +153,8 @@ def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
     run = tmp_path / "run"
     done = run_command(
         *TORCH, "--standalone", "--local-addr", "nowhere.invalid",
-        "--nproc-per-node", 2, "--max-restarts", 1, "--", script, *tiny(run, data, "--resume", "--checkpoint-every", 5))
+        "--nproc-per-node", 2, "--max-restarts", 1, "--", script,
+        *tiny(run, data, "--resume", "--checkpoint-every", 5))
     assert "resuming after step 9" in done.stdout
     agree(Result(run, [Rank(done.returncode, "", done.stderr)]), single)
 
