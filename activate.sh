@@ -46,6 +46,11 @@ _workshop_activate() {
         fi
     fi
     if [ -f "$_workshop_root/site.sh" ]; then
+        if grep -q $'\r' "$_workshop_root/site.sh"; then
+            echo "activate.sh: $_workshop_root/site.sh has the line ends of" \
+                "Windows, which become part of each value: dos2unix site.sh" >&2
+            return 1
+        fi
         # zsh restores its options by itself, when this function returns
         [ -z "${ZSH_VERSION-}" ] || setopt local_options
         # shellcheck disable=SC1091 # each site has its own

@@ -287,8 +287,11 @@ def test_a_module_added_later_is_found(desk):
             source {again}; echo $PATH""")
         assert out.split("\n")[-2].startswith(
             f"{desk}/.venv/bin:/some/module:")
-        site.write_text("false || return\n")
-        refused(source(desk), "site.sh")
+        for text, words in ("false || return\n", "site.sh failed"), (
+                "export SBATCH_ACCOUNT=a\r\n", "dos2unix"):
+            site.write_bytes(text.encode())
+            for shell in SHELLS:
+                refused(source(desk, shell=shell), words)
     finally:
         site.unlink()
 
