@@ -241,6 +241,7 @@ def test_a_full_disk_keeps_the_script(repo):
     (("apply", "ddp"), "give the numbers of changes, or --all"),
     (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
     (("apply", "ddp", "x"), "invalid int value: 'x'"),
+    (("launch", "ddp", "--preset", "tiny"), "tiny: the script's own come aft"),
     (("reset",), "name a stage"),
     (("reset", "../../x"), "choose from std, mpi, kernels, ddp"),
     (("reset", "20200101-000000"), "reset --list"),

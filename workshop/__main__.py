@@ -223,7 +223,9 @@ def parse():
         parser.print_help()
         sys.exit(2)
     if args.flags and args.command != "lab":
-        parser.error(f"unrecognized arguments: {' '.join(args.flags)}")
+        own = args.command in ("launch", "rehearse")
+        parser.error(f"unrecognized arguments: {' '.join(args.flags)}"
+                     + ": the script's own come after --" * own)
     args.flags += flags
     if args.command == "apply" and args.all == bool(args.number):
         apply.error("give the numbers of changes, or --all")
