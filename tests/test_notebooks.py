@@ -148,6 +148,23 @@ def test_what_a_cell_started_was_killed():
     assert status == -9 and lines[0].startswith("error: the system ended a")
 
 
+def test_the_stop_button_lets_a_run_say_how_to_go_on():
+    lines = []
+
+    def on_line(line):
+        lines.append(line)
+        if line == "begun\n":
+            raise KeyboardInterrupt
+
+    cells.interpreter.run("-c", """\
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
+print("begun", flush=True)
+time.sleep(60)
+""", on_line=on_line)
+    assert lines == ["begun\n", "saved\n"]
+
+
 def test_a_tables_headings_name_rows_and_columns():
     drawn = cells.table([("run", "steps"), ("ddp", 20), ("lit", 30)])
     assert re.findall('<th scope="(.*?)">(.*?)</th>', drawn) == [

@@ -98,14 +98,18 @@ def run(*arguments, on_line=None):
             [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
             errors="replace", stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        try:
+        def pass_on():
             for line in process.stdout:
                 if on_line:
                     on_line(line)
                 else:
                     print(line, end="", flush=True)
+
+        try:
+            pass_on()
         except KeyboardInterrupt:  # the kernel's stop button
             process.terminate()
+            pass_on()  # a run saves a checkpoint, and says how to go on
             print("interrupted")
     if process.returncode == -signal.SIGKILL:
         (on_line or print)(f"error: {KILLED}")
