@@ -200,7 +200,8 @@ def check(stage, change=None):
         try:
             board.update(json.loads(line))
         except ValueError:  # an error, in its one line
-            board.update({"finding": ["FAIL", line.strip(), ""]})
+            if line.strip() not in ("", "interrupted"):
+                board.update({"finding": ["FAIL", line.strip(), ""]})
         show()
 
     try:
