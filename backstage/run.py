@@ -105,15 +105,12 @@ class Run:
         sys.stdout = terminal.Output(sys.stdout, self._on_lost_output)
 
     def catch_signals(self):
-        """From now on, a signal only asks the run to stop. All ranks.
-
-        SIGHUP, for a terminal that was closed, unless nohup ignores it.
-        """
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
-                       signal.SIGHUP):
-            if number != signal.SIGHUP or (
-                    signal.getsignal(number) != signal.SIG_IGN):
-                signal.signal(number, self._on_signal)
+        """From now on, a signal only asks the run to stop. All ranks."""
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's
+            numbers.append(signal.SIGHUP)  # the terminal was closed
+        for number in numbers:
+            signal.signal(number, self._on_signal)
 
     @property
     def stop_requested(self):

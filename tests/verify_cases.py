@@ -90,7 +90,7 @@ def wrong(style, mistake, says, *changes, suite=False, resumes=False):
 
 def outcome(case, folder):
     """(exit status, what it prints), run in an empty folder."""
-    from workshop.__main__ import verify
+    from workshop.verify.command import main as verify
 
     script = Path(folder, "their_train.py")
     text = edit(STYLES[case.style], *case.changes)
@@ -100,12 +100,12 @@ def outcome(case, folder):
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(out):
-            status = verify([str(script), *FLAGS.get(case.style, [])], 2, 4,
-                            RESUMES[case.style] if case.resumes else None)
+            right = verify([str(script), *FLAGS.get(case.style, [])], 2, 4,
+                           RESUMES[case.style] if case.resumes else None)
     finally:
         os.chdir(before)
     assert script.read_text() == text
-    return status, out.getvalue()
+    return int(not right), out.getvalue()
 
 
 def problem(case, status, out):
