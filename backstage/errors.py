@@ -112,7 +112,7 @@ def drop_output():
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        terminal.drop()
 
 
 def explain(error):

@@ -73,9 +73,10 @@ def is_one_of_several(env=os.environ):
 def name_ranks(env=os.environ):
     """Set torchrun's RANK, LOCAL_RANK and WORLD_SIZE for other launchers.
 
-    Without a launcher they stay unset: plain python is one process, also
-    inside a SLURM allocation. Raises a `UserError` if MPI has started several
-    processes: `join_world` names their ranks.
+    Where they are set, only the address may change: see `meet_here`. Without a
+    launcher they stay unset: plain python is one process, also inside a SLURM
+    allocation. Raises a `UserError` if MPI has started several processes:
+    `join_world` names their ranks.
     """
     if "RANK" in env:
         meet_here(env)

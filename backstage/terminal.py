@@ -1,4 +1,4 @@
-"""The output: how far a run is, in a terminal in one line; and where it ends.
+"""The output of a run: in a terminal one line, and where nobody reads it.
 
 In a terminal, the line of a step is written in the place of the one before.
 """
@@ -39,6 +39,11 @@ def keep():
         shown = ""
 
 
+def drop():
+    """Drop what is printed from now on, and what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Output:
     """The standard output, which may end before the program does.
 
@@ -64,5 +69,5 @@ class Output:
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            drop()
             self.on_end()

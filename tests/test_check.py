@@ -133,12 +133,13 @@ def test_a_script_that_is_none(tmp_path):
         main("ddp", large)
 
 
-def start(script, temporary, **variables):
+def start(script, temporary, events=False, **variables):
     """A check as a program of its own, in a session of its own."""
     temporary.mkdir(exist_ok=True)
     code = ("import sys\nfrom backstage.errors import run_main\n"
             "from workshop.check.command import main\n"
-            f"run_main(lambda: sys.exit(not main('ddp', {str(script)!r})))")
+            f"run_main(lambda: sys.exit(not main('ddp', {str(script)!r}, "
+            f"events={events})))")
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -198,6 +199,16 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     while left := left_by(tmp_path / "tmp"):
         assert time.monotonic() < end, left
         time.sleep(0.05)
+
+
+def test_a_signal_adds_nothing_to_a_notebooks_events(tmp_path):
+    """What is no event is shown as wrong there."""
+    run = start(plant(tmp_path, HANG), tmp_path / "tmp", events=True)
+    first = run.stdout.readline()
+    run.terminate()
+    rest, _ = run.communicate()
+    assert run.returncode == 128 + signal.SIGTERM
+    assert all(map(json.loads, [first, *rest.splitlines()]))
 
 
 @pytest.mark.whole

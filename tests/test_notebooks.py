@@ -119,11 +119,11 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
     monkeypatch.setattr(cells.interpreter, "run", lambda *_, on_line: [
-        on_line(line) for line in (*map(json.dumps, (
+        on_line(json.dumps(event)) for event in (
             {"columns": ["1"]}, {"trial": "1"}, {"say": "1 process ..."},
             {"answer": ["it is right", "ok"]},
             {"say": "Right: </script> `python -m workshop reset std`"},
-            {"right": True})), "\n", "interrupted\n")])
+            {"right": True})])
     cells.check("ddp")
     assert "FAIL" not in shown[-1]
     lines = [re.search(r"\}\)\((.*)\)</script>", html)[1] for html in shown]

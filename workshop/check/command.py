@@ -40,7 +40,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     and with all the others made.
     """
     out = Events() if events else Terminal()
-    with ending_at_once() as folders:
+    with ending_at_once(out.interrupted) as folders:
         yours = data = read_script(script)
         if change is not None:
             data = make_others(stage, script, yours, change, out.say)
@@ -129,7 +129,7 @@ def lines_as_in(yours, tried):
 class Quiet:
     """Prints nothing."""
 
-    more = ""
+    more, interrupted = "", b""
     say = report = show_table = lambda self, *_, **event: None
 
 
@@ -137,6 +137,7 @@ class Terminal(Quiet):
     """Prints lines, and the table at the end."""
 
     more = " With -v it tells all that it saw."
+    interrupted = b"\ninterrupted\n"
 
     def __init__(self):
         self.board = Board()
@@ -176,8 +177,10 @@ class Events(Quiet):
 
 
 @contextlib.contextmanager
-def ending_at_once():
+def ending_at_once(word):
     """Ends everything on Ctrl-C, SIGTERM, or a closed terminal.
+
+    word: bytes that are written then.
 
     An exception would be lost where Python cannot raise one, as in a clean-up
     or while a module of torch is imported: the handler itself ends the
@@ -193,7 +196,7 @@ def ending_at_once():
             with contextlib.suppress(Exception):
                 end()
         with contextlib.suppress(Exception):
-            os.write(1, b"\ninterrupted\n")
+            os.write(1, word)
         os._exit(128 + number)
 
     if threading.current_thread() is threading.main_thread():

@@ -200,8 +200,7 @@ def check(stage, change=None):
         try:
             board.update(json.loads(line))
         except ValueError:  # an error, in its one line
-            if line.strip() not in ("", "interrupted"):
-                board.update({"finding": ["FAIL", line.strip(), ""]})
+            board.update({"finding": ["FAIL", line.strip(), ""]})
         show()
 
     try:

@@ -29,7 +29,7 @@ def main(program, size, steps, resume_with=None):
     data, out = read_script(script), Terminal()
     preload = [*processes.PRELOAD, *(module for module in PRELOAD
                                      if module.split(".")[0].encode() in data)]
-    with ending_at_once() as folders:
+    with ending_at_once(out.interrupted) as folders:
         processes.get_server(preload)  # imports torch while this one does
         from workshop.check import trial
         from workshop.verify import questions, resume
