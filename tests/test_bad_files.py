@@ -35,7 +35,7 @@ from backstage.errors import UserError
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, read_metrics, read_record
 from solutions import train_gpt2_std as std
-from workshop.check import trial
+from workshop import scratch
 from workshop.results import runs
 
 few = settings(max_examples=40, deadline=10_000, database=None,
@@ -428,7 +428,7 @@ def test_any_flags(data, pairs):
 def test_what_a_killed_check_has_left_is_removed(monkeypatch):
     with tempfile.TemporaryDirectory() as parent:  # of a short name
         monkeypatch.setattr("tempfile.gettempdir", lambda: parent)
-        mine, old = trial.make_folder(), trial.make_folder()
+        mine, old = scratch.make_folder(), scratch.make_folder()
         os.utime(old, (0, 0))
-        trial.make_folder()
+        scratch.make_folder()
         assert mine.exists() and not old.exists()

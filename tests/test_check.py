@@ -17,7 +17,7 @@ from conftest import needs
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import classroom, processes
+from workshop import classroom, patience, processes
 from workshop.check import trial
 from workshop.check.board import Board
 from workshop.check.command import main
@@ -301,7 +301,7 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
                       f'exec {shutil.which("mpirun")} "$@"\n')
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{mpirun.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(trial, "UNSTARTED", 2.0)
+    monkeypatch.setattr(patience, "UNSTARTED", 2.0)
     script = STAGES["mpi"].solution
     bench = trial.Bench(
         tmp_path / "bench", "mpi", script, script.read_bytes())

@@ -8,7 +8,6 @@ run, and sends a signal, as SLURM does.
     observe     what is recorded in each process, from outside
     trial       starts the script once, and collects what came
     questions   what is asked about a trial, causes before effects
-    findings    the answers
     endings     how a trial ended that did not end well
     localise    which change makes a script wrong
     board       the table of questions and trials

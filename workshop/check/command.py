@@ -1,33 +1,25 @@
 """The check: trials on each mesh of a stage, and one diagnosis."""
 
-import ast
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
-import threading
-import time
 import tokenize
 from collections import Counter
 from difflib import SequenceMatcher
-from functools import partial
-from pathlib import Path
 
 from backstage.errors import UserError, require
-from backstage.files import show_path
 from workshop import classroom, processes
 from workshop.check import localise
 from workshop.check.board import Board
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.lesson.render import advice
+from workshop.scratch import read_script, remove, scratch_folder
 from workshop.stages import DESK, FIRST, STAGES
 
-LARGEST = 1_000_000  # bytes of a script
 references = {}  # script -> Trial
 
 
@@ -40,7 +32,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     and with all the others made.
     """
     out = Events() if events else Terminal()
-    with ending_at_once(out.interrupted) as folders:
+    with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
         if change is not None:
             data = make_others(stage, script, yours, change, out.say)
@@ -51,8 +43,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         processes.get_server(processes.modules_of(stage))
         from workshop.check import trial
 
-        folders.append(trial.make_folder())
-        bench = trial.Bench(*folders, stage, script, data, out.say)
+        bench = trial.Bench(folder, stage, script, data, out.say)
         check = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = check.run()
     if change is None:
@@ -61,29 +52,6 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         title = check.wrong[0][0] if check.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right
-
-
-def read_script(script):
-    """Its bytes, read once: what is saved meanwhile is not mixed in."""
-    script = Path(script)
-    try:
-        size = script.stat().st_size
-        require(size <= LARGEST, f"{show_path(script)}: {size / 1e6:.0f} MB "
-                "are too large for a script: is it another file?")
-        data = script.read_bytes()
-        ast.parse(data, script.name)
-    except FileNotFoundError:
-        raise UserError(
-            f"{show_path(script)} is not there: was it moved? `python -m "
-            "workshop reset std` puts a new one in its place") from None
-    except OSError as error:
-        raise UserError(f"{show_path(script)}: {error.strerror}") from error
-    except (SyntaxError, ValueError, RecursionError) as error:
-        where = getattr(error, "lineno", None)
-        raise UserError(f"{show_path(script)}: "
-                        + (f"line {where}: " if where else "")
-                        + f"{getattr(error, 'msg', error)}") from error
-    return data
 
 
 def make_others(stage, script, data, change, say):
@@ -174,50 +142,6 @@ class Events(Quiet):
 
     def report(self, **event):
         print(json.dumps(event), flush=True)
-
-
-@contextlib.contextmanager
-def ending_at_once(word):
-    """Ends everything on Ctrl-C, SIGTERM, or a closed terminal.
-
-    word: bytes that are written then.
-
-    An exception would be lost where Python cannot raise one, as in a clean-up
-    or while a module of torch is imported: the handler itself ends the
-    processes, removes the folder, and leaves. Gives the list of folders.
-    """
-    folders, before = [], {}
-
-    def leave(number, frame):
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        for end in (processes.end_all, *(partial(remove, folder)
-                                         for folder in folders)):
-            with contextlib.suppress(Exception):
-                end()
-        with contextlib.suppress(Exception):
-            os.write(1, word)
-        os._exit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, leave)
-    try:
-        yield folders
-    finally:
-        for folder in folders:
-            remove(folder)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def remove(folder):
-    """Remove a folder, in which a process that is ending may still write."""
-    for _ in range(20):
-        if not folder.exists():
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.02)
 
 
 class Check:
@@ -401,7 +325,7 @@ def symptom_of(question, finding):
 
 def picture(trial, reference):
     """Who read what, and the losses, for a notebook's picture."""
-    from workshop.check.findings import number
+    from workshop.findings import number
 
     def losses(rows):
         values = [number(row, "loss") for row in rows]

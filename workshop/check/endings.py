@@ -4,8 +4,8 @@ import re
 import signal
 from itertools import zip_longest
 
-from workshop.check.findings import fail
 from workshop.check.trial import STEPS
+from workshop.findings import fail
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 EFFECT = re.compile(  # words about what another rank did, or did not

@@ -5,10 +5,8 @@ import ast
 import contextlib
 import csv
 import json
-import os
 import shutil
 import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,12 @@ import numpy as np
 import torch
 
 from backstage import vocabulary
-from backstage.errors import KILLED, UserError, require
+from backstage.errors import KILLED, require
 from workshop.check import operations
 from workshop.check.observe import SAMPLES, Observer, T
+from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
+from workshop.scratch import full, quiet_environment
 from workshop.stages import STAGES
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
@@ -42,16 +42,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
 
-LONGEST = 48  # characters of a folder in which sockets still have a place
-ROOM = 50e6  # bytes that a check may need
 LITTLE = 1e6  # with no more than that left, a file may not be whole
-ASLEEP = 3.0  # seconds without anything to do after which it hangs
-UNSTARTED = 20.0  # the same, before mpirun has started the script
-FLOOD = 20e6  # bytes of output: it prints without end
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
-             "TORCHELASTIC_")
-NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
-         "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -233,7 +224,11 @@ class Bench:
     def try_out(self, name, mesh, *flags, terminated=None, script=None):
         """Run the script under observation, with more flags: a `Trial`."""
         script = script or self.script
-        few = FEW if STAGES[self.stage].kernels else ()
+        few, slow = ((FEW, INTERPRETED) if STAGES[self.stage].kernels
+                     else ((), 1))
+        # several times what the single device needed for all its steps
+        allowed = slow * 6 * max(1.0, self.reference.cpu if self.reference
+                                 else 20.0)
         run, observed = self.folder / name, self.folder / f"{name}-seen"
         observed.mkdir()
         begin = time.monotonic()
@@ -248,9 +243,8 @@ class Bench:
                 observe=Observer(observed, run, terminated, self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload, place=self.place, within=self.folder)
-            patience = Patience(
-                launch, observed, self.reference, self.say,
-                INTERPRETED if STAGES[self.stage].kernels else 1)
+            patience = Patience(launch, observed, self.say, STEPS,
+                                allowed, endless=3 * STEPS)
             return launch.wait(900, patience), patience
 
         ranks, patience = start()
@@ -286,111 +280,9 @@ class Bench:
         shutil.rmtree(observed)
 
 
-class Patience:
-    """Whether to give the ranks up, by what they do and not by the clock.
-
-    On a busy machine everything takes longer, but not more seconds of a CPU:
-    they are given up when all sleep, though nobody will wake them, or when
-    they have used several times what the single device needed for all its
-    steps, without a step of theirs. Says what it waits for.
-    """
-
-    steps, endless, sleep = STEPS, 3 * STEPS, ASLEEP
-
-    def __init__(self, launch, observed, reference, say, slow=1):
-        """slow: how many times as much CPU time as others the stage needs.
-        """
-        self.launch, self.observed, self.say = launch, observed, say
-        self.allowed = slow * 6 * max(1.0, reference.cpu if reference
-                                      else 20.0)
-        self.reason, self.cpu, self.spent = "", 0.0, 0.0
-        self.begun = not launch.mpirun
-        self.tasks, self.updates = {}, 0
-        self.looks = []  # (time, seconds of a CPU since the last, who waits)
-        self.begin = self.last = self.stepped = time.monotonic()
-        self.said = self.begin
-
-    def __call__(self):
-        now = time.monotonic()
-        if now - self.last < 0.15:
-            return False
-        self.last = now
-        updates = sum(count_updates(file)
-                      for file in self.observed.glob("*.jsonl"))
-        if updates > self.updates:
-            self.updates, self.spent, self.stepped = updates, 0.0, now
-        self.reason = self.look(now, updates)
-        if now - self.said > 5 and not self.reason:
-            self.said = now
-            self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} of {self.steps * len(self.launch.jobs)} "
-                     "steps taken, over all ranks")
-        return bool(self.reason)
-
-    def look(self, now, updates):
-        """Why it is to end, "" if it is to go on."""
-        size = len(self.launch.jobs)
-        if self.launch.printed() > FLOOD:
-            return "flood"
-        if updates > self.endless * size:
-            return "endless"
-        activity = self.launch.activity()
-        if activity is None:  # no such figures on this system
-            return "asleep" if now - self.stepped > 60 else ""
-        tasks, eager = activity
-        used = sum(seconds - self.tasks.get(task, 0.0)
-                   for task, seconds in tasks.items())
-        self.tasks = tasks
-        self.cpu += used
-        self.spent += used
-        self.looks.append((now, used, eager))
-        if not self.begun and any(self.observed.glob("*.jsonl")):
-            self.begun, self.looks = True, self.looks[-1:]
-        if self.sleeps(self.sleep if self.begun else UNSTARTED):
-            return "asleep" if self.begun else "unstarted"
-        return "busy" if self.spent > self.allowed * size else ""
-
-    def sleeps(self, seconds):
-        """Whether no rank has done or wanted to do anything for so long."""
-        now = self.last
-        while now - self.looks[0][0] > seconds:
-            self.looks.pop(0)
-        watched = now - max(self.begin, self.looks[0][0])
-        busy = sum(used for _, used, _ in self.looks[1:])
-        wanted = sum(eager > 0 for _, _, eager in self.looks)
-        return (watched > 0.9 * seconds and busy < 0.05 * watched
-                and wanted < 0.2 * len(self.looks))
-
-
-def count_updates(file):
-    return file.read_bytes().count(b'{"update"')
-
-
 def read_events(file):
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]  # the complete ones
-
-
-def make_folder():
-    """The folder of a check: with room, and not too deep.
-
-    Those of checks that were killed (kill -9) are removed a day later.
-    """
-    parent = tempfile.gettempdir()
-    if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
-        parent = "/tmp"  # the address of a socket has 108 characters at most
-    for folder in Path(parent).glob("check-*"):
-        with contextlib.suppress(OSError):  # it has just been removed
-            if time.time() - folder.stat().st_mtime > 24 * 3600:
-                shutil.rmtree(folder)
-    if shutil.disk_usage(parent).free < ROOM:
-        raise full(parent)
-    return Path(tempfile.mkdtemp(prefix="check-", dir=parent))
-
-
-def full(folder):
-    return UserError(f"{folder} is full: make room there, or name another "
-                     "folder for temporary files, export TMPDIR=...")
 
 
 def make_dataset(folder):
@@ -408,11 +300,3 @@ def make_dataset(folder):
         "check", pat_str=r"[\s\S]",
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={vocabulary.END_OF_TEXT: 256}), folder)
-
-
-def quiet_environment(temporary):
-    """The environment, without a launcher's variables and the GPUs."""
-    return {key: value for key, value in os.environ.items()
-            if key not in NAMES and not key.startswith(LAUNCHERS)} | {
-                "CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "",
-                "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

@@ -5,7 +5,13 @@ from pathlib import Path
 
 from backstage.errors import require
 from workshop import processes
-from workshop.check.command import Terminal, ending_at_once, read_script
+from workshop.check.command import Terminal
+from workshop.patience import Patience
+from workshop.scratch import (
+    quiet_environment,
+    read_script,
+    scratch_folder,
+)
 from workshop.stages import STAGES
 
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
@@ -29,13 +35,10 @@ def main(program, size, steps, resume_with=None):
     data, out = read_script(script), Terminal()
     preload = [*processes.PRELOAD, *(module for module in PRELOAD
                                      if module.split(".")[0].encode() in data)]
-    with ending_at_once(out.interrupted) as folders:
+    with scratch_folder(out.interrupted) as folder:
         processes.get_server(preload)  # imports torch while this one does
-        from workshop.check import trial
         from workshop.verify import questions, resume
 
-        folder = trial.make_folder()
-        folders.append(folder)
         (folder / "tmp").mkdir()
 
         def try_out(size, steps, kind="", more=()):
@@ -79,12 +82,10 @@ def run(folder, script, flags, size, steps, kind, preload, say):
         script, *(flag.replace("{n}", str(size)).replace("{run}", name)
                   for flag in flags),
         world_size=size, observe=Watcher(seen, size, steps, kind),
-        env=trial.quiet_environment(folder / "tmp") | {
+        env=quiet_environment(folder / "tmp") | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
         preload=preload, within=folder)
-    patience = trial.Patience(launch, seen, None, say)
-    patience.steps, patience.endless = steps, float("inf")
-    patience.sleep, patience.allowed = SLEEP, SECONDS
+    patience = Patience(launch, seen, say, steps, SECONDS, SLEEP)
     ranks = launch.wait(SECONDS, patience)
     stage = next(name for name in STAGES  # it is started as these are
                  if STAGES[name].launcher == "torchrun")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from workshop.check import endings
-from workshop.check.findings import fail, ok, percent, warn
+from workshop.findings import fail, ok, percent, warn
 from workshop.parts import assemble, whole_here
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative

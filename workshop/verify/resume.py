@@ -8,7 +8,7 @@ with the run that was not interrupted.
 
 from collections import Counter
 
-from workshop.check.findings import fail, ok, percent, warn
+from workshop.findings import fail, ok, percent, warn
 from workshop.parts import assemble
 from workshop.verify import questions
 

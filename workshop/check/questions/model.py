@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from workshop.check.findings import fail, ok, percent, warn
 from workshop.check.questions.question import (
     ask_about,
     data_alone,
@@ -10,6 +9,7 @@ from workshop.check.questions.question import (
     question,
 )
 from workshop.check.trial import LEARNING_RATE, STEPS
+from workshop.findings import fail, ok, percent, warn
 from workshop.parts import LAST, TIED, assemble, describe, names
 
 GRADIENT = 1e-3  # relative

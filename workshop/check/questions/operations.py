@@ -3,8 +3,8 @@
 import json
 
 from workshop.check import endings
-from workshop.check.findings import fail
 from workshop.check.questions.question import question
+from workshop.findings import fail
 
 
 @question("each operation computes what PyTorch's does", ("operations",),

@@ -8,9 +8,9 @@ from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
 from workshop.check import endings
-from workshop.check.findings import fail, ok, warn
 from workshop.check.questions.question import question, several
 from workshop.check.trial import STEPS, UNEVEN, B
+from workshop.findings import fail, ok, warn
 from workshop.parts import names
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workshop.check.findings import fail, number, ok
 from workshop.check.trial import STEPS
+from workshop.findings import fail, number, ok
 
 QUESTIONS = []  # causes before their effects
 

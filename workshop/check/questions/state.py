@@ -1,9 +1,9 @@
 """Questions about what is saved, and when."""
 
 from workshop.check import endings
-from workshop.check.findings import fail, percent, warn
 from workshop.check.questions.question import question
 from workshop.check.trial import LEARNING_RATE, STEPS
+from workshop.findings import fail, percent, warn
 from workshop.parts import assemble, describe
 
 
