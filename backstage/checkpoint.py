@@ -173,8 +173,8 @@ def write_checkpoint(state, folder, step):
         write_atomically(folder / f"step_{step:08d}.pt",
                          lambda file: torch.save(state, file))
     except UserError as error:
-        raise UserError(f"{error}. The earlier checkpoints are complete: make "
-                        "room, and go on with --resume") from error
+        raise UserError(f"{error}. Mend that, and go on with --resume from an "
+                        "earlier checkpoint") from error
     for old in sorted(folder.glob("step_*.pt"))[:-2]:
         old.unlink()
 

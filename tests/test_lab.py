@@ -310,9 +310,11 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
         f"Ln {number}, Col 1", timeout=30_000)
 
     # the end of a long change was in sight: the next one begins in sight
+    page.locator(f"#ws-ddp-{total} > summary").click()
     lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 5)))
     lesson.save()
     lesson.readable(f"5 of {total}: ")
+    lesson.expect(page.locator(f"#ws-ddp-{total}[open]")).to_be_visible()
     page.wait_for_timeout(500)  # it has been brought there
     view.evaluate("""view => {
         const pane = view.closest(".jp-WindowedPanel-outer");

@@ -124,7 +124,19 @@ KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
 }, 100))(document.currentScript)</script>"""
 
 
-# A live view is replaced as a whole, and screen readers would read all of it,
+# A live view is replaced as a whole at each save: what was unfolded stays so.
+KEEP_UNFOLDED = """<script>(script => {
+  const cell = script.closest(".jp-Cell");
+  if (!cell) return;
+  const open = cell.unfolded ??= new Set();
+  for (const one of script.closest(".ws").querySelectorAll("details[id]")) {
+    one.open = open.has(one.id);
+    one.addEventListener("toggle", () =>
+      open[one.open ? "add" : "delete"](one.id));
+  }
+})(document.currentScript)</script>"""
+
+# For the same reason, screen readers would read all of it,
 # or nothing. So one line of the page, which stays, tells them what is new.
 ANNOUNCE = """<script>(words => {
   let line = document.getElementById("ws-status");
@@ -351,7 +363,7 @@ def to_html(diff, hints=False):
         else:
             out.append(folded(f"{name} {where}", change(diff, item, hints),
                               id))
-    return box("\n".join([*out, KEEP_IN_SIGHT]), syntax(diff)
+    return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]), syntax(diff)
                or headline(diff))
 
 
@@ -394,6 +406,10 @@ def link(diff, text, line=""):
 
 def change(diff, item, hints):
     """Why, what to predict, the answer folded, and the code."""
+    def fold(summary, content):
+        id = f"{anchor(diff, item.number)}-{summary.split()[-1].lower()}"
+        return folded(summary, content, f' id="{id}"' * bool(item.number))
+
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
         tries = (f" <code>check(&quot;{diff.lesson.stage}&quot;, "
@@ -401,7 +417,7 @@ def change(diff, item, hints):
                  "change." if item.checked else "")
         why += [paragraph("<strong>Predict:</strong> "
                           f"{quote(item.predict)}{tries}", "ask"),
-                folded("Answer", paragraph(quote(item.answer)))]
+                fold("Answer", paragraph(quote(item.answer)))]
     view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
     about = (f"change {item.number}" if item.number else
              "a difference that is not in the lesson")
@@ -409,8 +425,7 @@ def change(diff, item, hints):
     if hints:  # a step with each click
         before = code_box((row for row in view if row[1] != "+"),
                           f"The lines of {about}")
-        code = folded("Show the lines", before
-                      + folded("Show the code", code))
+        code = fold("Show the lines", before + fold("Show the code", code))
     return "".join(why) + code
 
 
