@@ -314,8 +314,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 5)))
     lesson.save()
     lesson.readable(f"5 of {total}: ")
-    lesson.expect(page.locator(f"#ws-ddp-{total}[open]")).to_be_visible()
     page.wait_for_timeout(500)  # it has been brought there
+    lesson.expect(page.locator(f"#ws-ddp-{total}[open]")).to_be_visible()
     view.evaluate("""view => {
         const pane = view.closest(".jp-WindowedPanel-outer");
         pane.scrollTop += view.getBoundingClientRect().bottom
