@@ -3,7 +3,7 @@
 # The settings are independent of each other; a laptop needs none of them.
 # shellcheck shell=bash disable=SC2034 # activate.sh uses them
 
-# --- Modules: Python 3.10 or newer, and what the GPUs need ------------------
+# --- Modules: Python 3.10 to 3.14, and what the GPUs need -------------------
 # `|| return` stops activate.sh if a module cannot be loaded.
 #
 # Baskerville (A100):

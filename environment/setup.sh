@@ -142,14 +142,15 @@ not_in_a_job() {
             "$PWD/activate.sh\` in a terminal first"
 }
 
+# For a newer one, some packages of constraints.txt have no file.
 find_python() {
-    for python in python3 python3.{13,12,11,10} python; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-            2>/dev/null; then
+    for python in python3 python3.{14,13,12,11,10} python; do
+        if "$python" -c 'import sys
+sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; then
             return
         fi
     done
-    fail "there is no Python 3.10 or newer here: install one, or load a" \
+    fail "there is no Python 3.10 to 3.14 here: install one, or load a" \
         "module for it in site.sh (see site.example.sh)"
 }
 

@@ -313,13 +313,22 @@ def test_a_site_file_with_options_and_names_of_its_own(desk, shell, before):
     assert out.endswith(f"{desk}\n") and f"status=0\n{options}" in out, out
 
 
-def test_needs_a_python(tmp_path):
+OLD = "#!/bin/sh\nexit 1\n"
+NEW = f"""#!/bin/sh
+exec "{sys.executable}" -c 'import sys
+sys.version_info = (3, 15)
+exec(sys.argv[1])' "$2"
+"""
+
+
+@pytest.mark.parametrize("python", [OLD, NEW])
+def test_needs_a_python(tmp_path, python):
     repo = tiny_clone(tmp_path / "clone")
-    tools = tmp_path / "tools"  # all there is, but for one old Python
+    tools = tmp_path / "tools"  # all there is, but for that Python
     tools.mkdir()
     for name in ("bash", "cat", "cksum", "dirname", "find", "ls"):
         (tools / name).symlink_to(shutil.which(name))
-    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "python3").write_text(python)
     (tools / "python3").chmod(0o755)
     refused(source(repo, PATH=str(tools)), r"Python 3\.10")
     assert not (repo / ".venv").exists()

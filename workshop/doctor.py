@@ -72,7 +72,7 @@ def ask_python():
     """Which Python this is."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     require(sys.version_info >= (3, 10), f"{version}, {sys.executable}: a run "
-            "needs 3.10 or newer: load a module for it in site.sh (see "
+            "needs 3.10 to 3.14: load a module for it in site.sh (see "
             "site.example.sh)")
     return f"{version}, {sys.executable}"
 
