@@ -138,16 +138,19 @@ def test_ranks_have_other_addresses(launch, tmp_path):
 
 
 @pytest.mark.whole
-def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "PATIENCE", 4)
+def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
+    """Asked before that is certain, it looks again."""
+    for name in ("judge", "command"):
+        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", 10)
+    monkeypatch.setattr("workshop.why.command.STILL", 0)
     launch([(REDUCE, "        if rank == 1 and step == 3:\n"
              "            time.sleep(1000)\n" + REDUCE)])
     wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
-        rank.calls and rank.still > 4 for rank in found.values()))
-    found = answer(tmp_path / "why")
-    assert found.fault == "a rank is late"
-    assert [rank.rank for rank in found.ranks] == [1]
-    assert "time.sleep(1000)" in found.reason
+        rank.calls for rank in found.values()))
+    assert ask_why(str(tmp_path)) == 1
+    found, said = capsys.readouterr()
+    assert re.match("a rank is late: rank 1 is in line .*time.sleep", found)
+    assert "looking again" in said
 
 
 def test_an_error(launch, tmp_path):
@@ -471,6 +474,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
 
 @pytest.mark.parametrize(("first", "second", "fault", "words"), [
     ({}, {"stack": IN_LOADER}, "the data loader waits", "num_workers=0"),
+    ({}, {"stack": [*IN_LOADER, ["/home/me/data.py", 3, "__getitem__"]]},
+     "a rank is late", "line 3 of data.py"),
     ({}, {"stack": AT_WORK, "state": "D"},
      "the file system does not answer", "line 30 of train.py"),
     ({}, {"stack": AT_WORK, "state": "T"}, "a stopped process",
@@ -504,6 +509,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "rank 0 is in line 41 of train.py, and rank 1 in line 30"),
     ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
      "rank 0 ended with status 0"),
+    ({"ended": LOST_IT}, {"ended": {"status": 0, "time": 5}},
+     "a rank ended early", "rank 1 ended with status 0, and left rank 0"),
     (GONE, GONE, "ended from outside", "SIGKILL"),
     ({"last": STACK}, {"last": STACK}, "ended from outside", "SIGTERM"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},

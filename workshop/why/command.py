@@ -1,21 +1,34 @@
 """python -m workshop why RUN|JOBID|PID: what is wrong, and what to do."""
 
+import sys
 import time
 from collections import Counter
 
 from backstage.errors import require
 from workshop.why.evidence import ask_about, collect, find
-from workshop.why.judge import is_waiting, judge
+from workshop.why.judge import PATIENCE, is_waiting, judge, standstill
 from workshop.why.slow import explain
+
+STILL = 5  # seconds without a move that are worth a word
 
 
 def main(target):
     """Print the answer; returns the exit status, 1 if something is wrong."""
     folder, processes = find(target)
-    ranks = collect(folder, processes)
-    require(ranks, f"{target}: no process there has said which rank it is")
-    alive = any(rank.alive or rank.fresh for rank in ranks)
-    answer = judge(ranks, time.time(), alive)
+    said = False
+    while True:
+        ranks = collect(folder, processes)
+        require(ranks, f"{target}: no process there has said which rank it is")
+        alive = any(rank.alive or rank.fresh for rank in ranks)
+        answer = judge(ranks, time.time(), alive)
+        still = standstill([rank for rank in ranks if rank.ending == "runs"])
+        if answer.fault or not STILL < still <= PATIENCE:
+            break
+        if not said:
+            print(f"a rank stands still for {still:.0f} s: looking again "
+                  f"until it moves, or for {PATIENCE} s", file=sys.stderr)
+            said = True
+        time.sleep(1)
     if answer.fault:
         print(f"{answer.fault}: {answer.reason}")
         print(f"try: {answer.advice}")
@@ -63,6 +76,6 @@ def describe(rank):
         return text
     if rank.calls:
         text += f", collective {rank.calls[-1]['number']}"
-    if rank.ending == "runs" and rank.still > 5:
+    if rank.ending == "runs" and rank.still > STILL:
         text += f", for {rank.still:.0f} s"
     return f"{text}, {rank.where}"

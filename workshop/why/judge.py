@@ -373,9 +373,9 @@ def check_ends(ranks, waited):
         return None
     if by["gone"] and len(by["gone"]) < len(ranks):
         return explain_gone(by["gone"], ranks)
-    if by["done"] and len(by["done"]) < len(ranks) and any(
-            rank.waits for rank in ranks if rank.ending != "done"):
-        left = [rank for rank in ranks if rank.waits]
+    left = [rank for rank in ranks if rank.ending == "lost"
+            or (rank.waits and rank.ending != "done")]
+    if by["done"] and left:
         return Answer(
             "a rank ended early", f"{name_ranks(by['done'])} ended with "
             f"status 0, and left {name_ranks(left)} waiting in "
@@ -473,7 +473,7 @@ def check_late(ranks, waited):
     waiting = [rank for rank in ranks if rank.waits]
     late = [rank for rank in ranks if not rank.waits
             and rank.ending in ("runs", "stopped")]
-    if not ranks or max(rank.still for rank in waiting or ranks) < max(
+    if not ranks or standstill(ranks) < max(
             PATIENCE, 3 * max(map(longest_gap, ranks))):
         return None
     mute = [rank for rank in ranks if rank.alive and not rank.fresh]
@@ -503,6 +503,12 @@ def check_late(ranks, waited):
             "python -m workshop doctor --ranks measures it; name the "
             "interface: export NCCL_SOCKET_IFNAME=...", ranks)
     return check_lines(ranks)
+
+
+def standstill(ranks):
+    """For how many seconds one has waited, or done nothing if none waits."""
+    waiting = [rank for rank in ranks if rank.waits]
+    return max((rank.still for rank in waiting or ranks), default=0)
 
 
 def check_lines(ranks):
@@ -537,7 +543,9 @@ def why_late(rank):
     if rank.state == "D":
         return ("the file system does not answer", "the process waits for a "
                 "disk: try `ls` on that node; tell the site's support")
-    if rank.inside(r"torch/utils/data/"):
+    loading = [bool(re.search("torch/utils/data/", file))
+               for file, *_ in rank.stack]
+    if any(loading[rank.stack.index(rank.frame):]):  # not the script itself
         return ("the data loader waits", "its workers bring no batch: try "
                 "num_workers=0, which shows their error; look at their memory "
                 "and the file system")
