@@ -128,6 +128,11 @@ def counts(case):
 # -------------------------------------------------------------------- samples
 
 
+def rows(updates):
+    """All samples of several updates, as often as they are read."""
+    return [row for update in updates for row in update["samples"]]
+
+
 def read(updates):
     """The distinct samples that each rank has read for an update."""
     return [set(update["samples"]) for update in updates]
@@ -169,18 +174,20 @@ def samples(case):
             return [warn("all ranks read the same samples", "right if they "
                          "are one group of tensor parallelism")]
         return [fail(f"all {case.size} ranks read the same samples", share)]
-    if twice > (0.05 * total if drawn_again(case) else 0):
+    group = case.size if case.still else 1
+    alone = [update for update in (
+        case.still or case.alone).seen[0]["updates"]
+        if update["optimizer"] == 0]
+    drawn = rows(alone)
+    usual = 0.05 if len(set(drawn)) < len(drawn) else 0.0
+    alone = [rows(alone[i:i + group]) for i in range(0, len(alone), group)]
+    if twice and within(map(rows, case.updates)) > within(alone) + usual:
         return [fail(f"{twice} of {total} samples are read by several ranks "
                      "in the same update", share)]
     texts = [ok(f"in each update the ranks read different samples "
                 f"({len(sets[0][0])} each)")]
     again = repeated([set.union(*one) for one in sets])
-    group = case.size if case.still else 1
-    alone = [set(update["samples"]) for update in (
-        case.still or case.alone).seen[0]["updates"]
-        if update["optimizer"] == 0]
-    before = repeated([set.union(*alone[i:i + group])
-                       for i in range(0, len(alone), group)])
+    before = repeated(list(map(set, alone)))
     words = (f"{percent(again)} of the samples were read in an earlier update "
              f"as well, with one process {percent(before)}")
     if again > before + 0.05:
@@ -189,14 +196,14 @@ def samples(case):
     elif again > 0.05:
         texts.append(warn(words, "right if the dataset is that small; or "
                           "does each worker of the DataLoader read all?"))
-    return texts + size_of_minibatch(case, sets[0])
+    return texts + size_of_minibatch(case)
 
 
-def drawn_again(case):
-    """Whether one process, too, reads some samples more than once."""
-    read = [row for update in case.alone.seen[0]["updates"]
-            for row in update["samples"]]
-    return len(set(read)) < len(read)
+def within(steps):
+    """Which part of the samples had been in the same update."""
+    steps = list(steps)
+    return 1 - sum(len(set(step)) for step in steps) / max(
+        sum(map(len, steps)), 1)
 
 
 def repeated(steps):
@@ -210,21 +217,23 @@ def repeated(steps):
     return count / max(later, 1)
 
 
-def size_of_minibatch(case, first):
-    alone = next((len(set(update["samples"])) for update
-                  in case.alone.seen[0]["updates"] if update["samples"]), 0)
-    now = len(set.union(*first))
-    rates = [one.seen[0]["updates"][0]["rates"][:1]
-             for one in (case.alone, case.together)]
+def size_of_minibatch(case):
+    alone, now = (next(filter(None, (len(rows(step)) for step in steps)), 0)
+                  for steps in (zip(case.alone.seen[0]["updates"],
+                                    strict=True), case.updates))
+    same = not alone or abs(now / alone - 1) < 0.1
+    rates = [[f"{rate:.3g}" for one in pair for rate in one["rates"][:1]]
+             for pair in zip(case.alone.seen[0]["updates"],
+                             case.together.seen[0]["updates"], strict=False)]
+    step, pair = next(((step, pair) for step, pair in enumerate(
+        rates if same else rates[:1]) if len(set(pair)) > 1), (0, []))
     rate = "the learning rate is " + (
-        "the same" if rates[0] == rates[1] else
-        f"{rates[1][0]:.3g}, with one process {rates[0][0]:.3g}")
-    if not alone or abs(now / alone - 1) < 0.02:
-        finding = (ok if rates[0] == rates[1] else warn)(
-            f"an update has {now} samples, as with one process; {rate}",
-            *([] if rates[0] == rates[1] else
-              ["with the same minibatch it need not change"]))
-        return [finding]
+        f"{pair[1]}, with one process {pair[0]}" if pair else "the same"
+        ) + f", in update {step}" * bool(step)
+    if same:
+        words = f"an update has {now} samples, as with one process; {rate}"
+        return [warn(words, "with the same minibatch it need not change")
+                if pair else ok(words)]
     return [warn(f"an update has {now} samples, with one process {alone}; "
                  f"{rate}", "keep the minibatch: divide the batch size, or "
                  "the accumulation steps, by the number of processes; or "

@@ -212,7 +212,8 @@ class Watcher(Observer):
         self.stream = self.stream or id(module)
         tensors = [one.detach().cpu() for one in tree_leaves(arguments)
                    if isinstance(one, torch.Tensor) and one.dim()
-                   and not one.requires_grad]
+                   and not isinstance(one, torch.nn.Parameter)
+                   and (one.is_leaf or not one.requires_grad)]
         if not tensors or self.stream != id(module):
             return
         rows = [hashlib.blake2b(digest_size=8) for _ in range(len(tensors[0]))]
