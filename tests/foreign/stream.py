@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+open("download.lock", "w").close()  # all ranks wait for it
 
 
 class Stream(IterableDataset):

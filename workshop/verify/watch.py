@@ -8,6 +8,7 @@ the check, and RANK.pt, a dictionary:
     dropout   whether it was switched off
     batchnorm whether statistics of a microbatch enter the loss
     low       whether it computes in bf16 or fp16
+    draws     whether the model draws random numbers, dropout apart
     saved     how many updates were recorded when it had saved something
     asked, written  as in the check
 """
@@ -28,7 +29,7 @@ from workshop.check.observe import Observer
 MOST = 8192  # elements of a tensor that are kept
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
             "feature_alpha_dropout")
-NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__")
+NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
 class Watcher(Observer):
@@ -54,8 +55,8 @@ class Watcher(Observer):
 
     def nothing_seen(self):
         return {"updates": [], "names": {}, "dropout": False,
-                "batchnorm": False, "low": False, "saved": None,
-                "asked": [], "written": []}
+                "batchnorm": False, "low": False, "draws": False,
+                "saved": None, "asked": [], "written": []}
 
     def finish(self):
         if not self.finished:
@@ -157,10 +158,12 @@ class Watcher(Observer):
                 return call(module, *args, **kwargs)
             self.on_root(module, (args, kwargs))
             self.inside = True
+            states = random_states()
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self.inside = False
+                self.seen["draws"] |= random_states() != states
 
         torch.nn.Module.__call__ = visible_call
 
@@ -207,8 +210,7 @@ class Watcher(Observer):
             and not isinstance(part, torch.nn.SyncBatchNorm)
             and part.training for part in module.modules())
         self.seen["low"] |= torch.is_autocast_enabled("cpu") or any(
-            weight.dtype in (torch.bfloat16, torch.float16)
-            for weight in module.parameters())
+            map(is_low, module.parameters()))
         self.stream = self.stream or id(module)
         tensors = [one.detach().cpu() for one in tree_leaves(arguments)
                    if isinstance(one, torch.Tensor) and one.dim()
@@ -228,7 +230,7 @@ class Watcher(Observer):
     def watch_dropout(self):
         """Switch it off: it draws other numbers on each rank.
 
-        It still draws one, which moves the generator on.
+        `record` draws one in its place, which moves the generator on.
         """
         import torch
         from torch.nn import functional as F
@@ -243,7 +245,6 @@ class Watcher(Observer):
                                0.5 if key == "p" else 0.0)
                 if p > 0 and torch.is_grad_enabled():
                     self.seen["dropout"] = True
-                    torch.rand(1)
                 if args[place:]:
                     args[place] = 0.0
                 else:
@@ -300,6 +301,7 @@ class Watcher(Observer):
 
     def on_collective(self, name, tensors, function, args):
         super().on_collective(name, tensors, function, args)
+        self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
         if "reduce" in name:
             count = sum(tensor.numel() for tensor in tensors)
             self.calls += 1
@@ -314,6 +316,8 @@ class Watcher(Observer):
         weights: before it; gradients: of the parameters, before they are
         clipped; local: what this rank alone has computed of them.
         """
+        import torch
+
         if self.recorded:  # a closure may be called several times
             return
         self.recorded = True
@@ -366,6 +370,8 @@ class Watcher(Observer):
             for weight in weights.values():
                 weight.grad = None  # an optimizer leaves such a weight alone
         self.weights = state
+        if self.seen["dropout"]:
+            torch.rand(1)
         self.begin_update()
 
     def on_updated(self, optimizer):
@@ -408,6 +414,12 @@ def is_wrapper(module):
             or hasattr(module, "_orig_mod")
             or any(base.__name__ == "LightningModule"
                    for base in type(module).__mro__))
+
+
+def is_low(tensor):
+    import torch
+
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def kept(optimizer, weights):
