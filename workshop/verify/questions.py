@@ -88,7 +88,9 @@ def verify(try_out, size, steps, more=()):
         if how_it_ends(case.still, ""):
             case.still, kept = None, "the third run failed"
     case.apart = kept if isinstance(kept, str) else ""
-    for one in (*QUESTIONS, *more):
+    questions = (samples, samplers, files) if case.asked("FSDP1") else (
+        QUESTIONS)
+    for one in (*questions, *more):
         try:
             findings += one(case)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError,
@@ -149,14 +151,14 @@ def minibatch(case):
     together = [set.union(*read(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not any(alone) or not any(together):
-        return "no samples were seen"
+        return "no samples were seen, nor whether each rank reads its own"
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
         return 1
     first = set.union(*alone[:case.size])
     if together[0] == first and len(alone) >= case.size:
         return case.size
-    return ("one process reads other samples" if together[0] != alone[0]
-            else "after the first update one process reads other samples")
+    return "after the first update " * (together[0] == alone[0]) + (
+        "one process reads other samples, or pads them otherwise")
 
 
 def samples(case):
@@ -587,6 +589,9 @@ def not_seen(case, steps, resumes):
              "and without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
+    if case.asked("FSDP1"):
+        texts.append("gradients and weights: FullyShardedDataParallel keeps "
+                     "them in its own way; of fully_shard they are seen")
     if any(one["dropout"] for one in seen):
         texts.append("dropout: it was switched off, to compare")
     if case.apart:

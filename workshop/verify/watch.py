@@ -89,6 +89,7 @@ class Watcher(Observer):
         from torch.utils.data.distributed import DistributedSampler
 
         super().watch_training()
+        self.model = ()  # updates count without a module, too
         for name in ("clip_grad_norm_", "clip_grad_value_",
                      "clip_grads_with_norm_"):
             clip = self.watch_clip(getattr(nn.utils, name))
@@ -137,6 +138,14 @@ class Watcher(Observer):
             return shard(module, *args, **kwargs)
 
         fsdp.fully_shard = visible_shard
+        wrap = fsdp.FullyShardedDataParallel.__init__
+
+        @functools.wraps(wrap)
+        def visible_wrap(module, *args, **kwargs):
+            self.asked("FSDP1", None)
+            wrap(module, *args, **kwargs)
+
+        fsdp.FullyShardedDataParallel.__init__ = visible_wrap
 
     on_forward = watch_evaluation = watch_pipelines = lambda self, *_: None
 
@@ -376,6 +385,7 @@ class Watcher(Observer):
 
     def on_updated(self, optimizer):
         self.recorded = False
+        self.begin_update()  # of what a closure computes again, nothing
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.modules.values())
                    for name, buffer in module.named_buffers()
