@@ -112,8 +112,9 @@ class Observer:
             name = frame.f_code.co_name
             if frame.f_code.co_filename == self.script:
                 lines.append((frame.f_lineno, name, called))
-            if name not in ("wrapper", "decorate_context", "__call__",
-                            "_wrapped_call_impl", "_call_impl"):
+            if not name.startswith("visible_") and name not in (
+                    "wrapper", "decorate_context", "__call__",
+                    "_wrapped_call_impl", "_call_impl"):
                 called = name
             frame = frame.f_back
         return lines

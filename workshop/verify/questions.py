@@ -26,6 +26,8 @@ HINTS = (
      "find_unused_parameters=True"),
     ("exists", "verify runs it several times: {run} in a flag is another "
      "name each time, as in --run /tmp/run-{run}"),
+    ("multiprocessing.spawn", "verify starts the processes, as torchrun does: "
+     "read RANK and WORLD_SIZE of the environment, without mp.spawn"),
 )
 
 
@@ -113,7 +115,8 @@ def how_it_ends(trial, words):
         return finding
     if not all(seen and seen["updates"] for seen in trial.seen):
         return fail(f"{words}it makes no update by an optimizer of PyTorch",
-                    "does it train with these flags?")
+                    "does it train with these flags, and without starting "
+                    "processes of its own?")
     return None
 
 
@@ -336,9 +339,14 @@ def unused(case):
             for key in update["without"]}
     if not keys:
         return []
-    return [warn(f"{len(keys)} parameters got no gradient in some update: "
-                 f"{named(case, keys)}", "unused? DDP then needs "
-                 "find_unused_parameters=True")]
+    words = f"{len(keys)} parameters got no gradient in "
+    if not any(update["gradients"][part] for updates in case.updates
+               for update in updates for part in ("plain", "sharded")):
+        return [fail(f"{words}any update: {named(case, keys)}", "the "
+                     "optimizer has other parameters than the model: make it "
+                     "after fully_shard, which replaces them")]
+    return [warn(f"{words}some update: {named(case, keys)}", "unused? DDP "
+                 "then needs find_unused_parameters=True")]
 
 
 def equal(case):
@@ -454,7 +462,8 @@ def compare(case, error, mine, good, why):
             text = f"in update {step} {text}"
             return warn(f"{text}: {why[0]}", why[1]) if why else fail(
                 text, "the ranks read the samples of the single process: "
-                "what else differs, a scale, a seed, an order?")
+                "what else differs, a scale, a seed, an order, the number "
+                "that a mean is taken over?")
         largest = max(largest or 0.0, amount)
     if largest is None:
         return None
