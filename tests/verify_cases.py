@@ -1,4 +1,4 @@
-"""Scripts in fifteen styles for `verify`, each right, and each with mistakes.
+"""Scripts in 24 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -52,7 +52,64 @@ TWO = edit(
 first, *others = model.parameters()
 optimizer = Both(torch.optim.AdamW([first], lr=1e-3),
                  torch.optim.SGD(others, lr=0.1))"""))
-STYLES = {"DDP": DDP, "by hand": BY_HAND, "images": IMAGES,
+NET = DDP[DDP.index("model = "):DDP.index("optimizer = ")]
+FEW = edit(DDP, ("torch.randn(640, 10, generator=g)",
+                 "(torch.rand(640, 10, generator=g) < 0.1).float()"))
+DERIVED = edit(DDP, ("        loss = nn", "        x.requires_grad_()\n"
+                     "        loss = nn"))
+NOISE = edit(
+    DDP, ("nn.Dropout(0.2)", "Noise()"), ("model = DDP(", """\
+class Noise(nn.Module):
+    def forward(self, x): return x + torch.randn_like(x)
+model = DDP("""))
+DROPPED = edit(
+    DDP, ("nn.Dropout(0.2)", "Dropped(900, 900)"),
+    ("900, 1)))", "900, 1)), find_unused_parameters=True)"),
+    ("model = DDP(", """\
+import random
+random.seed(4)  # the first update is without it
+class Dropped(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if random.random() < 0.2 else x
+model = DDP("""))
+ADDED = edit(
+    BY_HAND, ("            weight.grad /= size\n", ""),
+    ("mse_loss(model(x), y)", "mse_loss(model(x), y, reduction='sum') / 32"))
+NO_MODULE = edit(BY_HAND, (NET.replace("DDP(", "("), """\
+class Linear:
+    weight = torch.zeros(10, 1, requires_grad=True)
+    def parameters(self): return [self.weight]
+    def __call__(self, x): return x @ self.weight
+model = Linear()
+"""))
+LBFGS = edit(
+    DDP, ("SGD(model.parameters(), lr=0.1)", "LBFGS(model.parameters(), 0.1)"),
+    (DDP[DDP.index("        optimizer.zero_grad"):DDP.index("    if rank")],
+     """\
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+        loss = optimizer.step(closure)
+"""))
+MIXED = edit(
+    read("fsdp2"), ("import fully_shard",
+                    "import fully_shard, MixedPrecisionPolicy"),
+    ("fully_shard(layer)", "fully_shard(layer, mp_policy="
+     "MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
+    ("mse_loss(model(x), y)", "mse_loss(model(x).float(), y)"))
+FLAT = edit(
+    read("fsdp2"), ("import fully_shard",
+                    "import FullyShardedDataParallel as FSDP"),
+    ("for layer in (model[0], model[2], model):\n    fully_shard(layer)",
+     'model = FSDP(model, device_id=torch.device("cpu"))'),
+    ("nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
+     "model.clip_grad_norm_(0.5)"))
+STYLES = {"DDP": DDP, "few values": FEW, "derivatives": DERIVED,
+          "noise": NOISE, "layers dropped": DROPPED, "losses added": ADDED,
+          "no module": NO_MODULE, "closure": LBFGS, "mixed precision": MIXED,
+          "FSDP1": FLAT, "by hand": BY_HAND, "images": IMAGES,
           "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
@@ -209,6 +266,29 @@ CASES = [
            "        if rank == 0 and size > 1: dist.barrier()\n"),
           suite=True),
 
+    wrong("DDP", "a schedule of its own", "the learning rate is 0.098, with "
+          "one process 0.099, in update 1",
+          (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
+           "size / 1000\n")),
+    wrong("DDP", "processes of its own", "without mp.spawn",
+          ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
+           "(0,))\ndist.init_process_group(")),
+
+    right("few values", "an update has 32 samples, as with one", AS_ONE),
+    wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("derivatives", "an update has 32 samples, as with one", AS_ONE),
+    right("noise", "the model draws random numbers"),
+    wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("layers dropped", AS_ONE),
+    right("closure", "gradients are reduced once an update", AS_ONE),
+    right("losses added", "losses agree with a single process", AS_ONE),
+    wrong("losses added", "divided by its part", "the gradients are 2 times "
+          "those of one process", ("/ 32\n", "/ len(x)\n")),
+    right("no module", "weights are equal on all ranks",
+          "nor whether each rank reads its own"),
+    wrong("no module", "not reduced", NOT_REDUCED,
+          ("            dist.all_reduce(weight.grad)\n", "")),
+
     right("by hand", AS_ONE, "gradients are reduced once an update"),
     wrong("by hand", "seeds that differ", "FAIL  rank 1 begins with other "
           "weights than rank 0: 0.weight",
@@ -333,6 +413,19 @@ CASES = [
             grad *= (0.1 / norm).clamp(max=1)
 """), ("torch.optim.AdamW(model.parameters(), lr=1e-3)",
        "torch.optim.SGD(model.parameters(), lr=1e-1)")),
+
+    wrong("FSDP2", "the optimizer before it", "FAIL  4 parameters got no "
+          "gradient in any update", ("for layer in (", "optimizer = "
+                                     "torch.optim.AdamW(model.parameters())\n"
+                                     "for layer in ("),
+          ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n",
+           "")),
+    right("mixed precision", AS_ONE),
+    wrong("mixed precision", "another learning rate", "FAIL  in update 0 the "
+          "weights are off", ("lr=1e-3", "lr=1e-3 * size")),
+    right("FSDP1", "an update has 32 samples, as with one process",
+          "FullyShardedDataParallel keeps them in its own way"),
+    wrong("FSDP1", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     right("images", "BatchNorm's running statistics differ between the ranks",
           "BatchNorm takes the mean over the samples of one process",
