@@ -110,7 +110,7 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
-        self.ended, self.status = None, 0
+        self.ended, self.status, self.left_from = None, 0, None
         self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
@@ -154,7 +154,7 @@ class Witness(threading.Thread):
         self.end(1, error)
 
     def on_exit(self, status=None, /):
-        self.status = status
+        self.status, self.left_from = status, self.look()
         self.exit(status)
 
     def on_leave(self, status):
@@ -165,7 +165,8 @@ class Witness(threading.Thread):
     def end(self, status, error=None):
         if self.ended is not None:
             return
-        ended = {"status": status, "time": time.time()}
+        ended = {"status": status, "time": time.time(),
+                 "stack": self.left_from}
         if error is not None:
             ended |= {
                 "error": type(error).__name__, "message": str(error)[:2000],
@@ -242,7 +243,8 @@ class Witness(threading.Thread):
         """The main thread's stack, outermost first: [file, line, function].
         """
         return [[frame.f_code.co_filename, line, frame.f_code.co_name]
-                for frame, line in self.frames()][::-1]
+                for frame, line in self.frames()
+                if frame.f_code.co_filename != __file__][::-1]
 
     def watch(self):
         """Where the main thread is, over two seconds: [times, stack]."""

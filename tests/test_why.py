@@ -455,6 +455,7 @@ IN_MEETING = [["/home/me/train.py", 12, "main"], [
     TORCH + "distributed/distributed_c10d.py", 9, "init_process_group"]]
 LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
            "message": "Connection closed by peer", "stack": IN_REDUCE}
+IN_RECV = [*IN_REDUCE[:-1], [IN_REDUCE[-1][0], 8, "recv"]]
 IN_PIPELINE = [*AT_WORK, [TORCH + "distributed/pipelining/schedules.py", 8,
                           "_wait_batch_p2p"]]
 GONE = {"alive": False}
@@ -484,6 +485,7 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "py-spy dump --native --pid 101"),
     ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),
     ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
+    ({"stack": IN_RECV}, {"stack": IN_RECV}, "nobody sends", "needs a send"),
     ({"ended": LOST_IT}, {**GONE, "oom_kills": 1}, "a rank was killed",
      "the kernel of that node ended 1 process(es)"),
     ({"ended": {"status": "timeout", "time": 9}}, GONE,
@@ -494,6 +496,12 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"ended": LOST_IT}, {"ended": LOST_IT | {
         "error": "OutOfMemoryError", "message": "CUDA out of memory."}},
      "out of memory", "a smaller microbatch"),
+    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+        "message": "can't allocate memory: Error code 12 (Cannot allocate "
+                   "memory)"}}, "out of memory", "a smaller microbatch"),
+    ({"ended": LOST_IT}, {"ended": {"status": "the loss is NaN", "time": 5,
+                                    "stack": AT_WORK}}, "a rank ended",
+     "in line 30 of train.py, with status 'the loss is NaN'"),
     ({"ended": LOST_IT | {
         "error": "Exception", "message": "MPI_ERR_TRUNCATE: message truncated",
         "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,

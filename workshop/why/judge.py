@@ -25,6 +25,8 @@ LOST = re.compile(
 SACCT = "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
               "look for a branch that not all ranks take")
+# In these, one rank has what the others wait for
+ONE_SENDS = re.compile("distributed_c10d.*:(broadcast|scatter|recv)")
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
@@ -126,6 +128,8 @@ def main_thread(text):
 
 def describe_line(frame):
     file, line, _ = frame
+    if file.endswith("/hook/sitecustomize.py"):
+        return "its start"
     code = linecache.getline(file, line).strip()
     return f"line {line} of {Path(file).name}" + (f": {code}" if code else "")
 
@@ -400,10 +404,11 @@ def explain_error(rank, ranks):
     error, message = (rank.ended.get(name) or "" for name in
                       ("error", "message"))
     first = message.strip().partition("\n")[0][:200]
-    if "OutOfMemory" in error or "out of memory" in message:
+    if "OutOfMemory" in error or re.search(
+            "out of memory|Cannot allocate memory", message):
         return Answer(
             "out of memory", f"rank {rank.rank} ended in {rank.where}, as the "
-            f"device's memory is full: {first}", "a smaller microbatch, or "
+            f"memory is full: {first}", "a smaller microbatch, or "
             "recompute activations; does another process use that device?",
             [rank])
     if re.search("message truncated|MPI_ERR_TRUNCATE", message, re.I):
@@ -415,7 +420,7 @@ def explain_error(rank, ranks):
             "all ranks have to call the same collectives in the same order, "
             "with arrays of the same size", [rank])
     what = f"{error}: {first}" if error else (
-        f"status {rank.ended['status']}")
+        f"status {rank.ended['status']!r}")
     return Answer("a rank ended", f"rank {rank.rank} was the first to end, in "
                   f"{rank.where}, with {what}", "mend that: the errors of "
                   "the other ranks follow from it", [rank])
@@ -493,6 +498,12 @@ def check_late(ranks, waited):
             f"{max(rank.still for rank in waiting):.0f} s in "
             f"{waiting[0].where}",
             "does that line take so long, or wait for something?", late)
+    if len(waiting) == len(ranks) > 1 and all(
+            rank.inside(ONE_SENDS) and not rank.connecting for rank in ranks):
+        return check_lines(ranks) or Answer(
+            "nobody sends", "all ranks wait for another one in "
+            f"{ranks[0].where}, for {ranks[0].still:.0f} s", "src has to be "
+            "the same on all ranks, and a recv needs a send", ranks)
     if len(waiting) == len(ranks) > 1:
         return check_lines(ranks) or Answer(
             "the network", "all ranks are in the same collective, in "
