@@ -265,8 +265,11 @@ def look(pid):
         "answer": "" if joined else try_meeting(*master)}
 
 
-def spy(pid):
-    """The main thread's stack as py-spy sees it, outermost first."""
+def spy(pid, again=2):
+    """The main thread's stack as py-spy sees it, outermost first.
+
+    again: how often it tries again; it may look while the stack is changed.
+    """
     tool = shutil.which("py-spy") or str(
         Path(sys.executable).with_name("py-spy"))
     try:
@@ -281,9 +284,12 @@ def spy(pid):
     except (subprocess.SubprocessError, ValueError) as error:
         if read_state(pid) in ("?", "Z"):
             return []  # it has ended
+        if again:
+            time.sleep(0.2)
+            return spy(pid, again - 1)
         words = (getattr(error, "stderr", "") or str(error)).strip()
         raise UserError(f"py-spy cannot look into process {pid} "
-                        f"({words.splitlines()[-1]}): start the processes "
+                        f"({words.splitlines()[0]}): start the processes "
                         "with backstage/hook in PYTHONPATH") from None
     main = next((thread for thread in threads
                  if thread.get("os_thread_id") == pid), {"frames": []})
