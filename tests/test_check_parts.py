@@ -8,66 +8,13 @@ import torch
 from workshop.check.command import lines_as_in
 from workshop.check.questions.process import undefined_name
 from workshop.parts import TIED, assemble, describe
-from workshop.processes import launch
-
-SCRIPT = """
-import sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, RowwiseParallel, parallelize_module)
-from workshop.parts import describe
-
-dp, tp, drift = map(int, sys.argv[2:])
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 6), nn.LayerNorm(6))
-mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-torch.save(dict(model.state_dict()), f"{sys.argv[1]}/whole.pt")
-if tp > 1:
-    parallelize_module(model, mesh["tp"], {
-        "0": ColwiseParallel(), "1": RowwiseParallel()})
-if dp > 1:
-    fully_shard(model, mesh=mesh["dp"])
-if drift and dist.get_rank() == 1:
-    with torch.no_grad():
-        for weight in model[2].parameters():
-            getattr(weight, "_local_tensor", weight).add_(1)
-torch.save(describe(model.named_parameters()),
-           f"{sys.argv[1]}/{dist.get_rank()}.pt")
-dist.barrier()
-"""
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_parts_of_all_ranks_are_the_whole(tmp_path, dp, tp):
-    whole = shards(tmp_path, dp, tp, 0)
-    good = torch.load(tmp_path / "whole.pt")
-    assert not whole.holes and not whole.differing
-    assert whole.tensors.keys() == good.keys()
-    for name, tensor in good.items():
-        assert torch.equal(whole.tensors[name], tensor), name
-
-
-def test_copies_that_drift_apart_are_seen(tmp_path):
-    """LayerNorms are copied over tensor-parallel ranks."""
-    assert shards(tmp_path, 1, 2, 1).differing == {1: 1.0}
-
-
-def test_a_missing_part_is_a_hole(tmp_path):
-    shards(tmp_path, 2, 1, 0)
-    assert "0.weight" in assemble([torch.load(tmp_path / "0.pt")]).holes
-
-
-def shards(folder, dp, tp, drift):
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    ranks = launch(script, folder, dp, tp, drift, world_size=dp * tp)
-    assert all(rank.status == 0 for rank in ranks), ranks[0].err
-    return assemble([torch.load(folder / f"{rank}.pt")
-                     for rank in range(dp * tp)])
+def test_a_missing_part_is_a_hole():
+    half = {"part": torch.ones(1, 3), "mesh": torch.tensor([0, 1]),
+            "placements": [("Shard", 0)], "shape": (2, 3)}
+    assert assemble([{"plain": [], "flat": torch.zeros(0),
+                      "sharded": {"w": half}}]).holes == ["w"]
 
 
 def test_names_without_wrappers():

@@ -78,7 +78,7 @@ CASES = (
     wrong("the gradient of an input not summed", "tp",
           ((TIE, NOT_SUMMED + TIE),
            ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"
-            )), "gradients of step 0 differ"),
+            )), "gradients of step 0 differ", suite=True),
     wrong("the norm of the part", "tp",
           ((TP_CLIP, BY_SQUARES.format(reduce="")),),
           "gradients of step 0"),
