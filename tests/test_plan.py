@@ -33,13 +33,6 @@ def minutes(rows, column):
     return [int(row[column] or 0) for row in rows]
 
 
-def test_the_minutes_add_up():
-    rows = table(README, "60 min | 120 min")
-    assert sum(minutes(rows, 0)) == 60 and sum(minutes(rows, 1)) == 120
-    for row in rows:
-        assert any(row[:3]), row
-
-
 def test_the_notebook_has_the_same_plan():
     cells = json.loads((ROOT / "notebooks" / "start_here.ipynb").read_text())
     text = "\n".join("".join(cell["source"]) for cell in cells["cells"])

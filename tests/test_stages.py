@@ -99,16 +99,6 @@ def test_a_new_stage_is_checked(clone):
 # --------------------------------------------------------------- the entries
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
-def test_an_entry_is_whole(stage):
-    assert stage.solution.is_file()
-    assert stage.lesson.is_file() == bool(stage.after)
-    before = list(STAGES)[:list(STAGES).index(stage.name)]
-    assert stage.after in before if stage.after else not before
-    assert re.fullmatch("#[0-9a-f]{6}", stage.colour)
-    assert (1, 1, 1) in stage.meshes
-
-
 @pytest.mark.parametrize(
     ("path", "text"), list(jobs.files()),
     ids=lambda value: value.name if isinstance(value, Path) else "")
