@@ -19,10 +19,6 @@ SAVE_ALL = "        if save:  # all ranks\n"
 PARTS = "[w.grad.to_local() for w in raw_model.parameters()]"
 
 CASES = (
-    # the changes of the lesson, each left out alone
-    wrong("rank 0 alone saves", "fsdp",
-          ((SAVE_ALL, "        if rank == 0 and save:\n"),),
-          "save"),
     # another stage's script
     wrong("the DDP script", "fsdp", "ddp", "rank 0 keeps all of transf"),
     # sharding

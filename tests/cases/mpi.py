@@ -51,10 +51,6 @@ CASES = (
           ((MPI_REDUCE, """\
         comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
 """),), "gradients of step 0 differ"),
-    wrong("rank 0 alone averages", "mpi",
-          ((MPI_AVERAGE, "        if rank == 0:\n            "
-            "average_gradients(raw_model, comm)\n"),),
-          "it hangs"),
     wrong("sent to rank 0, not back", "mpi",
           ((MPI_LOOP, """\
     for weight in model.parameters():
