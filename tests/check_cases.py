@@ -18,6 +18,7 @@ import platform
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -27,7 +28,8 @@ if __name__ == "__main__":
 from workshop.stages import STAGES
 
 HERE = Path(__file__).resolve().parent
-CASES = [case for stage in STAGES if (HERE / "cases" / f"{stage}.py").exists()
+CASES = [replace(case, stage=stage) for stage in STAGES
+         if (HERE / "cases" / f"{stage}.py").exists()
          for case in import_module(f"cases.{stage}").CASES]
 
 

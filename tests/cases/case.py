@@ -2,35 +2,33 @@
 
 from dataclasses import dataclass
 
+from conftest import edit
+
 from workshop.stages import STAGES
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    stage: str
-    changes: tuple  # of pairs (old, new); a name: that whole solution
-    says: str = ""  # in the first line of the diagnosis, or of the warning
-    right: bool = False
-    suite: bool = False  # differs in kind: pytest runs it, too
+    says: str  # in the first line of the diagnosis, or of the warning
+    changes: tuple  # pairs (old, new), or the name of another's solution
+    right: bool
+    suite: bool  # differs in kind: pytest runs it, too
+    stage: str = ""  # as its module is called
 
     def script(self):
         """The text of the script."""
-        if isinstance(self.changes, str):
-            return STAGES[self.changes].solution.read_text()
-        text = STAGES[self.stage].solution.read_text()
-        for old, new in self.changes:
-            assert text.count(old) == 1, (self.name, text.count(old), old)
-            text = text.replace(old, new)
-        return text
+        whole = [name for name in self.changes if isinstance(name, str)]
+        text = STAGES[(*whole, self.stage)[0]].solution.read_text()
+        return edit(text, *self.changes[len(whole):])
 
 
-def wrong(name, stage, changes, says, suite=False):
-    return Case(name, stage, changes, says, suite=suite)
+def wrong(name, says, *changes, suite=False):
+    return Case(name, says, changes, False, suite)
 
 
-def right(name, stage, changes, warns="", suite=False):
-    return Case(name, stage, changes, warns, right=True, suite=suite)
+def right(name, *changes, warns="", suite=False):
+    return Case(name, warns, changes, True, suite)
 
 
 # ------------------------------------------------------- parts of the script

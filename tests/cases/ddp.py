@@ -1,13 +1,6 @@
 """Scripts for the check of the lesson ddp."""
 
-from cases.case import (
-    CLIP,
-    OPTIMIZER,
-    OWN_MEAN,
-    RANKS,
-    right,
-    wrong,
-)
+from cases.case import CLIP, OPTIMIZER, OWN_MEAN, RANKS, right, wrong
 
 SYNC = "with nullcontext() if is_last_microbatch else model.no_sync():"
 BACKWARD = "                loss.backward()\n"
@@ -64,259 +57,217 @@ OWN_WORLD = """\
 
 CASES = (
     # another stage's script
-    wrong("the single-device script", "ddp", "std",
-          ""),
-    wrong("the Lightning script", "ddp", "lit", "trainer.fit() is called"),
+    wrong("the single-device script", "", "std"),
+    wrong("the Lightning script", "trainer.fit() is called", "lit"),
     # devices
-    wrong("always the CPU", "ddp",
-          ((DEVICE, 'device = use_device("cpu", local_rank)'),),
-          "is always 'cpu' (line"),
-    wrong("no minibatch is refused", "ddp",
-          (("require(S % round_size == 0", "require(S % B == 0"),),
-          "which 2 ranks with microbatches of 2 cannot share, it trains all "
-          "the same", suite=True),
-    wrong("always gloo", "ddp",
-          ((JOIN, '    dist.init_process_group("gloo")\n'),),
-          "is always 'gloo' (line"),
+    wrong("always the CPU", "is always 'cpu' (line",
+          (DEVICE, 'device = use_device("cpu", local_rank)')),
+    wrong("no minibatch is refused", "which 2 ranks with microbatches of 2 "
+          "cannot share, it trains all the same",
+          ("require(S % round_size == 0", "require(S % B == 0"), suite=True),
+    wrong("always gloo", "is always 'gloo' (line",
+          (JOIN, '    dist.init_process_group("gloo")\n')),
     # rank and world size
-    wrong("SLURM's rank with a default", "ddp",
-          (('rank = int(os.environ["RANK"])',
-            'rank = int(os.environ.get("SLURM_PROCID", 0))'),),
-          ""),
+    wrong("SLURM's rank with a default", "",
+          ('rank = int(os.environ["RANK"])',
+           'rank = int(os.environ.get("SLURM_PROCID", 0))')),
     # samples
-    wrong("the data not sharded at all", "ddp",
-          (("B, T, rank, world_size):", "B, T):"), (f"        {OFFSET}\n", ""),
-           (BEGIN, "self.position = i"), (MOVE, "self.position += self.B"),
-           (f"B, T,\n                     {RANKS}",
-            "B, T)\n        for split"),
-           (COUNT, "accumulation_steps = S // B")),
-          "samples of step 0: rank 0 reads 16 of them, not 8", suite=True),
-    wrong("a part of the dataset for each rank", "ddp",
-          ((f"        {OFFSET}\n", ""),
-           ("T\n        self.seek(0)", "T\n        self.offset = rank * ("
-            "self.num_samples // world_size)\n        self.stride = B\n"
-            "        self.seek(0)")),
-          "samples of step 0: rank 0 reads 0 to 7, not"),
-    wrong("validation not sharded", "ddp",
-          ((RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
-            "        for split"),),
-          "the validation loss of step 1 is", suite=True),
+    wrong("the data not sharded at all",
+          "samples of step 0: rank 0 reads 16 of them, not 8",
+          ("B, T, rank, world_size):", "B, T):"), (f"        {OFFSET}\n", ""),
+          (BEGIN, "self.position = i"), (MOVE, "self.position += self.B"),
+          (f"B, T,\n                     {RANKS}", "B, T)\n        for split"),
+          (COUNT, "accumulation_steps = S // B"), suite=True),
+    wrong("a part of the dataset for each rank", "samples of step 0: rank 0 "
+          "reads 0 to 7, not", (f"        {OFFSET}\n", ""),
+          ("T\n        self.seek(0)",
+           "T\n        self.offset = rank * (self.num_samples // world_size)\n"
+           "        self.stride = B\n        self.seek(0)")),
+    wrong("validation not sharded", "the validation loss of step 1 is",
+          (RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
+           "        for split"), suite=True),
     # model and optimizer
-    wrong("another seed per rank and no broadcast", "ddp",
-          (("torch.manual_seed(hp.seed)  #",
-            "torch.manual_seed(hp.seed + rank)  #"),
-           ("gradient_as_bucket_view=True", "init_sync=False")),
-          "rank 1 starts from other weights"),
-    wrong("swapped decay groups", "ddp",
-          (SWAPPED,),
-          "the optimizer has weight_decay=0.1 for"),
-    wrong("bf16 always", "ddp",
-          (('precision == "bf16"):', "True):"),),
-          "with --precision fp32 it trains in bf16"),
-    wrong("DDP of a deep copy", "ddp",
-          (("import math\n", "import copy\nimport math\n"),
-           ("DistributedDataParallel(model, ",
-            "DistributedDataParallel(copy.deepcopy(model), ")),
-          "optimizer updates another model"),
-    wrong("the learning rate times the world size", "ddp",
-          (('group["lr"] = lr', 'group["lr"] = lr * world_size'),),
-          "the optimizer has lr="),
-    wrong("a head left out of the optimizer", "ddp",
-          ((OPTIMIZER, OPTIMIZER +
-            "    optimizer.param_groups[1]['params'].pop()\n"),),
-          "the optimizer does not update"),
+    wrong("another seed per rank and no broadcast",
+          "rank 1 starts from other weights",
+          ("torch.manual_seed(hp.seed)  #", "torch.manual_seed(hp.seed + "
+           "rank)  #"), ("gradient_as_bucket_view=True", "init_sync=False")),
+    wrong("swapped decay groups", "the optimizer has weight_decay=0.1 for",
+          SWAPPED),
+    wrong("bf16 always", "with --precision fp32 it trains in bf16",
+          ('precision == "bf16"):', "True):")),
+    wrong("DDP of a deep copy", "optimizer updates another model",
+          ("import math\n", "import copy\nimport math\n"),
+          ("DistributedDataParallel(model, ",
+           "DistributedDataParallel(copy.deepcopy(model), ")),
+    wrong("the learning rate times the world size", "the optimizer has lr=",
+          ('group["lr"] = lr', 'group["lr"] = lr * world_size')),
+    wrong("a head left out of the optimizer", "the optimizer does not update",
+          (OPTIMIZER, OPTIMIZER
+           + "    optimizer.param_groups[1]['params'].pop()\n")),
     # gradients
-    wrong("no_sync inverted", "ddp",
-          ((SYNC, SYNC.replace("if is", "if not is")),),
-          "gradients of step 0 differ"),
-    wrong("clipped after the update", "ddp",
-          ((CLIP + UPDATE, UPDATE + CLIP),),
-          "gradients of step 0 are off"),
-    wrong("zeroed at every microbatch", "ddp",
-          ((DIVIDE, "optimizer.zero_grad()\n                " + DIVIDE),),
-          "gradients of step 0"),
-    wrong("an update every microbatch", "ddp",
-          ((BACKWARD, BACKWARD + "                optimizer.step()\n"),),
-          ""),
-    wrong("the optimizer steps on rank 0 only", "ddp",
-          ((UPDATE, "        if rank == 0:\n            optimizer.step()\n"),
-           ), "rank 1 makes 0 updates"),
+    wrong("no_sync inverted", "gradients of step 0 differ",
+          (SYNC, SYNC.replace("if is", "if not is"))),
+    wrong("clipped after the update", "gradients of step 0 are off",
+          (CLIP + UPDATE, UPDATE + CLIP)),
+    wrong("zeroed at every microbatch", "gradients of step 0",
+          (DIVIDE, "optimizer.zero_grad()\n                " + DIVIDE)),
+    wrong("an update every microbatch", "",
+          (BACKWARD, BACKWARD + "                optimizer.step()\n")),
+    wrong("the optimizer steps on rank 0 only", "rank 1 makes 0 updates",
+          (UPDATE, "        if rank == 0:\n            optimizer.step()\n")),
     # what is logged
-    wrong("the last microbatch's loss logged", "ddp",
-          (("mean_loss += loss.detach()",
-            "mean_loss = loss.detach() * accumulation_steps"),),
-          "the logged loss of step 0"),
-    wrong("the norm after clipping", "ddp",
-          ((CLIP, CLIP + "        norm = norm.clamp(max=1.0)\n"),),
-          "the gradient norm of step 0"),
-    wrong("validation goes on in the data", "ddp",
-          (("    data.seek(0)\n    loss = torch.zeros(",
-            "    loss = torch.zeros("),),
-          "the validation loss of step"),
-    wrong("never evaluated", "ddp",
-          (("if last or (step + 1) % hp.eval_every == 0:", "if False:"),),
-          "there is no validation loss of step"),
+    wrong("the last microbatch's loss logged", "the logged loss of step 0",
+          ("mean_loss += loss.detach()",
+           "mean_loss = loss.detach() * accumulation_steps")),
+    wrong("the norm after clipping", "the gradient norm of step 0",
+          (CLIP, CLIP + "        norm = norm.clamp(max=1.0)\n")),
+    wrong("validation goes on in the data", "the validation loss of step",
+          ("    data.seek(0)\n    loss = torch.zeros(",
+           "    loss = torch.zeros(")),
+    wrong("never evaluated", "there is no validation loss of step",
+          ("if last or (step + 1) % hp.eval_every == 0:", "if False:")),
     # collectives
-    wrong("evaluated on rank 0 only", "ddp",
-          (("if last or (step + 1) % hp.eval_every == 0:",
-            "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):"),),
-          ""),
+    wrong("evaluated on rank 0 only", "",
+          ("if last or (step + 1) % hp.eval_every == 0:",
+           "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):")),
     # resuming and stopping
-    wrong("seek left out", "ddp", ((SEEK, ""),), "samples of step 3"),
-    wrong("restored on rank 0 only", "ddp",
-          ((RESTORE, "    first_step = run.restore(raw_model, optimizer) "
-            "if rank == 0 else 0\n"),), ""),
-    wrong("another optimizer restored", "ddp",
-          ((RESTORE, "    first_step = run.restore(raw_model, "
-            "raw_model.configure_optimizers(hp))\n"),),
-          "gradients of step 4"),
-    wrong("another model restored", "ddp",
-          ((RESTORE, "    other = GPT(config)\n    first_step = run.restore("
-            "other, other.configure_optimizers(hp))\n"),),
-          "starts from other weights than the checkpoint's"),
-    wrong("a fresh optimizer saved", "ddp",
-          (("run.save(step + 1, raw_model, optimizer)",
-            "run.save(step + 1, raw_model, "
-            "raw_model.configure_optimizers(hp))"),),
-          "the checkpoint's state of the optimizer is off"),
-    wrong("saved without the last step", "ddp",
-          (("save = last or stop or", "save = stop or step == 0 or not last "
-            "and"),), "the checkpoints are of steps"),
-    wrong("a signal is not heeded", "ddp",
-          (("        if stop:\n            break\n", ""),),
-          "a signal to rank 0 does not end it"),
-    wrong("a rank that decides by itself to stop", "ddp",
-          (("        mean_loss, stop = (report",
-            "        stop = run.stop_requested\n        mean_loss, _ = "
-            "(report"),),
-          "and a signal to rank 0: it hangs"),
+    wrong("seek left out", "samples of step 3", (SEEK, "")),
+    wrong("restored on rank 0 only", "",
+          (RESTORE, "    first_step = run.restore(raw_model, optimizer) if "
+           "rank == 0 else 0\n")),
+    wrong("another optimizer restored", "gradients of step 4",
+          (RESTORE, "    first_step = run.restore(raw_model, "
+           "raw_model.configure_optimizers(hp))\n")),
+    wrong("another model restored",
+          "starts from other weights than the checkpoint's",
+          (RESTORE, "    other = GPT(config)\n    first_step = "
+           "run.restore(other, other.configure_optimizers(hp))\n")),
+    wrong("a fresh optimizer saved",
+          "the checkpoint's state of the optimizer is off",
+          ("run.save(step + 1, raw_model, optimizer)", "run.save(step + 1, "
+           "raw_model, raw_model.configure_optimizers(hp))")),
+    wrong("saved without the last step", "the checkpoints are of steps",
+          ("save = last or stop or",
+           "save = stop or step == 0 or not last and")),
+    wrong("a signal is not heeded", "a signal to rank 0 does not end it",
+          ("        if stop:\n            break\n", "")),
+    wrong("a rank that decides by itself to stop", "and a signal to rank 0: "
+          "it hangs", ("        mean_loss, stop = (report", "        stop = "
+                       "run.stop_requested\n        mean_loss, _ = (report")),
     # files
-    wrong("all ranks write a checkpoint of their own", "ddp",
-          ((SAVE, "        if save:\n            torch.save(raw_model."
-            "state_dict(), run.folder / 'my.pt')\n" + SAVE),),
-          "rank 1 writes my.pt too"),
-    wrong("all ranks print the log line", "ddp",
-          ((LOG, LOG + "        print(f'| step {step} | {mean_loss}')\n"),),
-          "rank 1 prints the log line too"),
+    wrong("all ranks write a checkpoint of their own", "rank 1 writes my.pt "
+          "too", (SAVE, "        if save:\n"
+                  "            torch.save(raw_model.state_dict(), run.folder "
+                  "/ 'my.pt')\n" + SAVE)),
+    wrong("all ranks print the log line", "rank 1 prints the log line too",
+          (LOG, LOG + "        print(f'| step {step} | {mean_loss}')\n")),
     # how it ends
-    wrong("an early return", "ddp",
-          (("        mean_loss = torch.zeros(", "        if step == 2:\n"
-            "            return\n        mean_loss = torch.zeros("),),
-          "ended after 2 of 6 steps"),
-    wrong("a segmentation fault", "ddp",
-          (("        mean_loss = torch.zeros(", "        if step == 2:\n"
-            "            import ctypes\n            ctypes.string_at(0)\n"
-            "        mean_loss = torch.zeros("),),
-          "was ended by SIGSEGV", suite=True),
-    wrong("an endless loop", "ddp",
-          (("        mean_loss = torch.zeros(", "        while step == 2:\n"
-            "            pass\n        mean_loss = torch.zeros("),),
-          "it never reaches step 2 but keeps running", suite=True),
-    wrong("prints without end", "ddp",
-          (("        mean_loss = torch.zeros(", "        while step == 2:\n"
-            "            print('x' * 1000)\n"
-            "        mean_loss = torch.zeros("),),
-          "it prints without end"),
-    wrong("no Python", "ddp", (("def main():", "def main()"),),
-          "expected ':'", suite=True),
-    right("the solution", "ddp", ()),
-    right("no no_sync", "ddp", ((SYNC, "with nullcontext():"),),
-          "gradients are reduced 4.0 times a step"),
-    right("the group never left", "ddp",
-          ((LEAVE, "    run.finish()\n"),), "the process group is never"),
-    right("os._exit at the end", "ddp",
-          ((LEAVE, LEAVE + "    os._exit(0)\n"),)),
-    right("require_backward_grad_sync", "ddp",
-          ((SYNC, "model.require_backward_grad_sync = is_last_microbatch\n"
-            "            if True:"),)),
-    right("its own sampler arithmetic", "ddp",
-          (("samples = range(self.position, self.position + self.B)",
-            "world_size = self.stride // self.B\n"
-            "        per = 16 // world_size\n"
-            "        done = (self.position - self.offset) // world_size\n"
-            "        first = (done // per * 16 + done % per\n"
-            "                 + self.offset // self.B * per)\n"
-            "        samples = range(first, first + self.B)"),)),
-    right("gradients reduced by hand", "ddp",
-          ((WRAP, ""), (SYNC, "with nullcontext():"),
-           (CLIP, BY_HAND + CLIP))),
-    right("other print-outs", "ddp",
-          (("    for step in range(first", "    print('rank', "
-            "rank, 'is ready')\n    for step in range(first"),)),
-    right("a communication hook of its own", "ddp",
-          ((WRAP, WRAP + "    from torch.distributed.algorithms."
-            "ddp_comm_hooks import default_hooks\n    model."
-            "register_comm_hook(None, default_hooks.allreduce_hook)\n"),)),
-    right("ZeroRedundancyOptimizer", "ddp",
-          ((OPTIMIZER, OPTIMIZER + "    from torch.distributed.optim import "
-            "ZeroRedundancyOptimizer\n    groups = [{'params': g['params'], "
-            "'weight_decay': g['weight_decay']} for g in "
-            "optimizer.param_groups]\n    plain = optimizer\n"
-            "    optimizer = ZeroRedundancyOptimizer(groups, "
-            "optimizer_class=torch.optim.AdamW, lr=hp.learning_rate, "
-            "betas=(0.9, 0.95))\n"),
-           (RESTORE, "    first_step = run.restore(raw_model, plain)\n"
-            "    if first_step:\n"
-            "        optimizer.load_state_dict(plain.state_dict())\n"),
-           (SAVE, "        if save:\n            optimizer."
-            "consolidate_state_dict()\n        if rank == 0 and save:\n"
-            "            plain.load_state_dict(optimizer.state_dict())\n"
-            "            run.save(step + 1, raw_model, plain)\n"))),
-    right("torch.save by name", "ddp",
-          ((SAVE, SAVE + "        if rank == 0 and save:\n            torch."
-            "save(obj=step, f=run.folder / 'my.pt')\n"),)),
-    right("a log file a rank", "ddp",
-          ((LOG, LOG + "        with open(run.folder / f'rank{rank}.log', "
-            "'a') as file:\n            print(step, file=file)\n"),)),
-    right("activation checkpointing of the model", "ddp",
-          (("        return model(x, y)\n",
-            "        if not torch.is_grad_enabled():\n"
-            "            return model(x, y)\n"
-            "        from torch.utils.checkpoint import checkpoint\n"
-            "        return checkpoint(model, x, y, use_reentrant=False)\n"),
-           )),
-    right("a coding cookie", "ddp",
-          (('"""Train GPT-2 on many devices', '# -*- coding: latin-1 -*-\n'
-            '"""Train GPT-2 on many devices'),)),
-    right("device_ids of the local rank", "ddp",
-          (("model, gradient_as_bucket_view=True",
-            "model, device_ids=[local_rank]"),)),
-    right("nccl and set_device", "ddp",
-          ((JOIN, '    torch.cuda.set_device(local_rank)\n'
-            '    dist.init_process_group("nccl")\n'),)),
-    right("static graph", "ddp",
-          (("gradient_as_bucket_view=True", "static_graph=True"),
-           (SYNC, "with nullcontext():")),
-          "gradients are reduced"),
-    right("an unfused optimizer", "ddp",
-          ((", fused=True)", ")"),)),
-    right("zeroed before the step", "ddp",
-          ((ZERO, ""), ("        mean_loss = torch.zeros((), device",
-                        ZERO + "        mean_loss = torch.zeros((), device")
-           )),
-    right("fully_shard in DDP's place", "ddp",
-          ((OPTIMIZER, "    from torch.distributed.fsdp import fully_shard\n"
-            "    for part in (*raw_model.transformer.h, raw_model):\n"
-            "        fully_shard(part)\n" + OPTIMIZER),
-           ("compile_model(raw_model, device) if",
-            "compile_model(raw_model, device, each_block=True) if"),
-           (WRAP, ""), (SYNC, "with nullcontext():"),
-           ("norm = norm.item()", "norm = norm.full_tensor().item()"),
-           (SAVE, SAVE.replace("rank == 0 and ", ""))),
-          "gradients are reduced 4.0 times a step"),
-    right("a function for the mean over ranks", "ddp", OWN_MEAN),
-    right("the world in another order", "ddp",
-          ((WORLD, OWN_WORLD), (JOIN, """\
+    wrong("an early return", "ended after 2 of 6 steps",
+          ("        mean_loss = torch.zeros(", "        if step == 2:\n"
+           "            return\n        mean_loss = torch.zeros(")),
+    wrong("a segmentation fault", "was ended by SIGSEGV",
+          ("        mean_loss = torch.zeros(", "        if step == 2:\n"
+           "            import ctypes\n            ctypes.string_at(0)\n"
+           "        mean_loss = torch.zeros("), suite=True),
+    wrong("an endless loop", "it never reaches step 2 but keeps running",
+          ("        mean_loss = torch.zeros(", "        while step == 2:\n"
+           "            pass\n        mean_loss = torch.zeros("), suite=True),
+    wrong("prints without end", "it prints without end",
+          ("        mean_loss = torch.zeros(", "        while step == 2:\n"
+           "            print('x' * 1000)\n        mean_loss = torch.zeros(")),
+    wrong("no Python", "expected ':'", ("def main():", "def main()"),
+          suite=True),
+    right("the solution"),
+    right("no no_sync", (SYNC, "with nullcontext():"),
+          warns="gradients are reduced 4.0 times a step"),
+    right("the group never left", (LEAVE, "    run.finish()\n"),
+          warns="the process group is never"),
+    right("os._exit at the end", (LEAVE, LEAVE + "    os._exit(0)\n")),
+    right("require_backward_grad_sync",
+          (SYNC, "model.require_backward_grad_sync = is_last_microbatch\n"
+           "            if True:")),
+    right("its own sampler arithmetic",
+          ("samples = range(self.position, self.position + self.B)",
+           "world_size = self.stride // self.B\n"
+           "        per = 16 // world_size\n"
+           "        done = (self.position - self.offset) // world_size\n"
+           "        first = (done // per * 16 + done % per\n"
+           "                 + self.offset // self.B * per)\n"
+           "        samples = range(first, first + self.B)")),
+    right("gradients reduced by hand", (WRAP, ""),
+          (SYNC, "with nullcontext():"), (CLIP, BY_HAND + CLIP)),
+    right("other print-outs", ("    for step in range(first",
+                               "    print('rank', rank, 'is ready')\n"
+                               "    for step in range(first")),
+    right("a communication hook of its own",
+          (WRAP, WRAP + "    from torch.distributed.algorithms.ddp_comm_hooks "
+           "import default_hooks\n    model.register_comm_hook(None, "
+           "default_hooks.allreduce_hook)\n")),
+    right("ZeroRedundancyOptimizer",
+          (OPTIMIZER, OPTIMIZER + "    from torch.distributed.optim import "
+           "ZeroRedundancyOptimizer\n    groups = [{'params': g['params'], "
+           "'weight_decay': g['weight_decay']} for g in "
+           "optimizer.param_groups]\n    plain = optimizer\n"
+           "    optimizer = ZeroRedundancyOptimizer(groups, "
+           "optimizer_class=torch.optim.AdamW, lr=hp.learning_rate, "
+           "betas=(0.9, 0.95))\n"),
+          (RESTORE, "    first_step = run.restore(raw_model, plain)\n"
+           "    if first_step:\n"
+           "        optimizer.load_state_dict(plain.state_dict())\n"),
+          (SAVE,
+           "        if save:\n            optimizer.consolidate_state_dict()\n"
+           "        if rank == 0 and save:\n"
+           "            plain.load_state_dict(optimizer.state_dict())\n"
+           "            run.save(step + 1, raw_model, plain)\n")),
+    right("torch.save by name",
+          (SAVE, SAVE + "        if rank == 0 and save:\n"
+           "            torch.save(obj=step, f=run.folder / 'my.pt')\n")),
+    right("a log file a rank",
+          (LOG, LOG + "        with open(run.folder / f'rank{rank}.log', 'a') "
+           "as file:\n            print(step, file=file)\n")),
+    right("activation checkpointing of the model",
+          ("        return model(x, y)\n", "        if not "
+           "torch.is_grad_enabled():\n            return model(x, y)\n"
+           "        from torch.utils.checkpoint import checkpoint\n"
+           "        return checkpoint(model, x, y, use_reentrant=False)\n")),
+    right("a coding cookie",
+          ('"""Train GPT-2 on many devices',
+           '# -*- coding: latin-1 -*-\n"""Train GPT-2 on many devices')),
+    right("device_ids of the local rank",
+          ("model, gradient_as_bucket_view=True",
+           "model, device_ids=[local_rank]")),
+    right("nccl and set_device",
+          (JOIN, "    torch.cuda.set_device(local_rank)\n"
+           '    dist.init_process_group("nccl")\n')),
+    right("static graph",
+          ("gradient_as_bucket_view=True", "static_graph=True"),
+          (SYNC, "with nullcontext():"), warns="gradients are reduced"),
+    right("an unfused optimizer", (", fused=True)", ")")),
+    right("zeroed before the step", (ZERO, ""),
+          ("        mean_loss = torch.zeros((), device", ZERO
+           + "        mean_loss = torch.zeros((), device")),
+    right("fully_shard in DDP's place",
+          (OPTIMIZER, "    from torch.distributed.fsdp import fully_shard\n"
+           "    for part in (*raw_model.transformer.h, raw_model):\n"
+           "        fully_shard(part)\n" + OPTIMIZER),
+          ("compile_model(raw_model, device) if",
+           "compile_model(raw_model, device, each_block=True) if"),
+          (WRAP, ""), (SYNC, "with nullcontext():"),
+          ("norm = norm.item()", "norm = norm.full_tensor().item()"),
+          (SAVE, SAVE.replace("rank == 0 and ", "")),
+          warns="gradients are reduced 4.0 times a step"),
+    right("a function for the mean over ranks", *OWN_MEAN),
+    right("the world in another order", (WORLD, OWN_WORLD), (JOIN, """\
     dist.init_process_group(
         dist.get_default_backend_for_device(device), rank=rank,
         world_size=world_size, init_method="env://" if "RANK" in os.environ
         else "tcp://localhost:0")
-"""), (OFFSET, "self.offset = B * rank\n"
-               "        self.stride = B * world_size"))),
-    right("the wrapper before the run", "ddp",
-          ((WRAP, ""), ("    model = compile_model(raw_model, device) if "
-                        "hp.compile else raw_model\n", ""), (RESTORE, RESTORE
-            + "    ready = raw_model\n    if hp.compile:\n        ready = "
-            "compile_model(raw_model, device)\n    model = "
-            "DistributedDataParallel(module=ready)\n"))),
+"""), (OFFSET,
+       "self.offset = B * rank\n        self.stride = B * world_size")),
+    right("the wrapper before the run", (WRAP, ""),
+          ("    model = compile_model(raw_model, device) if hp.compile else "
+           "raw_model\n", ""),
+          (RESTORE, RESTORE + "    ready = raw_model\n    if hp.compile:\n"
+           "        ready = compile_model(raw_model, device)\n"
+           "    model = DistributedDataParallel(module=ready)\n")),
 )

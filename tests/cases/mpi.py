@@ -44,72 +44,63 @@ NEXT = "(comm.rank + 1) % comm.size"
 BEFORE = "(comm.rank - 1) % comm.size"
 
 CASES = (
-    wrong("the single-device script", "mpi", "std",
-          ""),
+    wrong("the single-device script", "", "std"),
     # the gradients
-    wrong("Reduce for Allreduce", "mpi",
-          ((MPI_REDUCE, """\
+    wrong("Reduce for Allreduce", "gradients of step 0 differ",
+          (MPI_REDUCE, """\
         comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
-"""),), "gradients of step 0 differ"),
-    wrong("sent to rank 0, not back", "mpi",
-          ((MPI_LOOP, """\
+""")),
+    wrong("sent to rank 0, not back", "gradients of step 0 differ",
+          (MPI_LOOP, """\
     for weight in model.parameters():
         parts = comm.gather(weight.grad)
         if comm.rank == 0:
             weight.grad.copy_(sum(parts) / comm.size)
-"""),), "gradients of step 0 differ"),
-    wrong("a blocking ring", "mpi",
-          ((MPI_LOOP, MPI_RING.replace(
-              "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
-              f"comm.Recv(part, {BEFORE})")),),
-          "it hangs"),
+""")),
+    wrong("a blocking ring", "it hangs", (MPI_LOOP, MPI_RING.replace(
+        "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
+        f"comm.Recv(part, {BEFORE})"))),
     # the others
-    wrong("Bcast inside if rank == 0", "mpi",
-          (("    first_step = run.restore", """\
+    wrong("Bcast inside if rank == 0", "it hangs",
+          ("    first_step = run.restore", """\
     if rank == 0:
         for weight in raw_model.parameters():
             comm.Bcast(weight.detach().numpy())
-    first_step = run.restore"""),),
-          "it hangs"),
-    wrong("the rank for the local rank", "mpi",
-          (("comm.Split_type(MPI.COMM_TYPE_SHARED).rank", "comm.rank"),),
-          "takes device 2, but it has local rank 0"),
-    right("the solution", "mpi", (), suite=True),
-    right("one flat buffer", "mpi", ((MPI_LOOP, MPI_FLAT),)),
-    right("allreduce in lower case", "mpi",
-          ((MPI_LOOP, """\
+    first_step = run.restore""")),
+    wrong("the rank for the local rank",
+          "takes device 2, but it has local rank 0",
+          ("comm.Split_type(MPI.COMM_TYPE_SHARED).rank", "comm.rank")),
+    right("the solution", suite=True),
+    right("one flat buffer", (MPI_LOOP, MPI_FLAT)),
+    right("allreduce in lower case", (MPI_LOOP, """\
     for weight in model.parameters():
         total = comm.allreduce(weight.grad.cpu().numpy())
         weight.grad.copy_(torch.from_numpy(total) / comm.size)
-"""),)),
-    right("non-blocking Iallreduce", "mpi", ((MPI_LOOP, MPI_BEGUN),)),
-    right("averaged at every microbatch", "mpi",
-          ((MPI_AVERAGE, ""), ("            mean_loss += loss.detach()\n",
+""")),
+    right("non-blocking Iallreduce", (MPI_LOOP, MPI_BEGUN)),
+    right("averaged at every microbatch", (MPI_AVERAGE, ""),
+          ("            mean_loss += loss.detach()\n",
            "            mean_loss += loss.detach()\n"
-           "            average_gradients(raw_model, comm)\n")),
-          "gradients are reduced 4.0 times a step"),
-    right("a ring of Isend and Recv", "mpi",
-          ((MPI_LOOP, MPI_RING.replace(
-              "EXCHANGE", f"sent = comm.Isend(parts[-1], {NEXT})\n"
-              f"            comm.Recv(part, {BEFORE})\n"
-              "            sent.Wait()")),)),
-    right("a ring of Sendrecv", "mpi",
-          ((MPI_LOOP, MPI_RING.replace(
-              "EXCHANGE", f"comm.Sendrecv(parts[-1], {NEXT}, recvbuf=part, "
-              f"source={BEFORE})")),)),
-    right("the weights sent by rank 0", "mpi",
-          (("    first_step = run.restore", """\
+           "            average_gradients(raw_model, comm)\n"),
+          warns="gradients are reduced 4.0 times a step"),
+    right("a ring of Isend and Recv", (MPI_LOOP, MPI_RING.replace(
+        "EXCHANGE", f"sent = comm.Isend(parts[-1], {NEXT})\n"
+        f"            comm.Recv(part, {BEFORE})\n"
+        "            sent.Wait()"))),
+    right("a ring of Sendrecv", (MPI_LOOP, MPI_RING.replace(
+        "EXCHANGE", f"comm.Sendrecv(parts[-1], {NEXT}, recvbuf=part, "
+        f"source={BEFORE})"))),
+    right("the weights sent by rank 0", ("    first_step = run.restore", """\
     for weight in raw_model.parameters():
         comm.Bcast(weight.detach().numpy())
-    first_step = run.restore"""),)),
-    right("mpi4py by its own name, too", "mpi",
-          (("import torch\nfrom torch import nn\n", "import torch\n"
-            "from mpi4py import MPI as theirs\nfrom torch import nn\n"),)),
-    right("two sums in place of one", "mpi",
-          (("        report = np.array([mean_loss.item(), "
-            "run.stop_requested])\n", ""), (MPI_SUM + " over all ranks\n", ""),
-           ("mean_loss, stop = (report / world_size).tolist()",
-            "stop = comm.allreduce(run.stop_requested, op=MPI.MAX)\n"
-            "        mean_loss = comm.allreduce(mean_loss.item()) / "
-            "world_size"))),
+    first_step = run.restore""")),
+    right("mpi4py by its own name, too",
+          ("import torch\nfrom torch import nn\n", "import torch\n"
+           "from mpi4py import MPI as theirs\nfrom torch import nn\n")),
+    right("two sums in place of one",
+          ("        report = np.array([mean_loss.item(), "
+           "run.stop_requested])\n", ""), (MPI_SUM + " over all ranks\n", ""),
+          ("mean_loss, stop = (report / world_size).tolist()", "stop = "
+           "comm.allreduce(run.stop_requested, op=MPI.MAX)\n        mean_loss "
+           "= comm.allreduce(mean_loss.item()) / world_size")),
 )

@@ -58,44 +58,36 @@ NOT_SUMMED = """\
 
 CASES = (
     # the changes of the lesson, each left out alone
-    wrong("not tied again", "tp", ((TIE, ""),),
-          "", suite=True),
-    wrong("sharded over all ranks", "tp",
-          (('fully_shard(module, mesh=mesh["dp"])',
-            "fully_shard(module, mesh=dist.init_device_mesh("
-            "device.type, (world_size,)))"),), ""),
-    wrong("sharded before it is split", "tp",
-          ((TP_CALL, ""), (MESH_SHARD, MESH_SHARD + TP_CALL)), ""),
-    wrong("FSDP's norm", "tp",
-          ((TP_CLIP, CLIP),
-           ("norm = norm.item()", "norm = norm.full_tensor().item()")),
-          ""),
+    wrong("not tied again", "", (TIE, ""), suite=True),
+    wrong("sharded over all ranks", "",
+          ('fully_shard(module, mesh=mesh["dp"])', "fully_shard(module, "
+           "mesh=dist.init_device_mesh(device.type, (world_size,)))")),
+    wrong("sharded before it is split", "", (TP_CALL, ""),
+          (MESH_SHARD, MESH_SHARD + TP_CALL)),
+    wrong("FSDP's norm", "", (TP_CLIP, CLIP),
+          ("norm = norm.item()", "norm = norm.full_tensor().item()")),
     # another stage's script
-    wrong("the FSDP script", "tp", "fsdp", ""),
+    wrong("the FSDP script", "", "fsdp"),
     # what runs to the end, and is wrong
-    wrong("c_attn in three parts", "tp", ((HEADS, BY_THREES),),
-          "gradients of step 0 are off"),
-    wrong("the gradient of an input not summed", "tp",
-          ((TIE, NOT_SUMMED + TIE),
-           ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"
-            )), "gradients of step 0 differ", suite=True),
-    wrong("the norm of the part", "tp",
-          ((TP_CLIP, BY_SQUARES.format(reduce="")),),
-          "gradients of step 0"),
-    wrong("the optimizer made before", "tp",
-          ((OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
-          "optimizer updates another model"),
-    right("the solution", "tp", (), suite=True),
-    right("the logits and the embedding whole", "tp",
-          (('        "transformer.wte": tp.RowwiseParallel('
-            "input_layouts=Replicate()),\n", ""),
-           ('        "lm_head": tp.ColwiseParallel(use_local_output=False),\n',
-            ""), (TIE, ""), (TP_LOSS, "return loss"),
-           ("logits.full_tensor()[:, :", "logits[:, :"))),
-    right("the MLPs alone", "tp",
-          ((TP_ATTENTION, ""),)),
-    right("SequenceParallel", "tp",
-          ((TP_PLAN, """\
+    wrong("c_attn in three parts", "gradients of step 0 are off",
+          (HEADS, BY_THREES)),
+    wrong("the gradient of an input not summed", "gradients of step 0 differ",
+          (TIE, NOT_SUMMED + TIE),
+          ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"),
+          suite=True),
+    wrong("the norm of the part", "gradients of step 0",
+          (TP_CLIP, BY_SQUARES.format(reduce=""))),
+    wrong("the optimizer made before", "optimizer updates another model",
+          (OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
+    right("the solution", suite=True),
+    right("the logits and the embedding whole",
+          ('        "transformer.wte": '
+           "tp.RowwiseParallel(input_layouts=Replicate()),\n", ""),
+          ('        "lm_head": tp.ColwiseParallel(use_local_output=False),\n',
+           ""), (TIE, ""), (TP_LOSS, "return loss"),
+          ("logits.full_tensor()[:, :", "logits[:, :")),
+    right("the MLPs alone", (TP_ATTENTION, "")),
+    right("SequenceParallel", (TP_PLAN, """\
     parts = Shard(1)
     tp.parallelize_module(model, mesh, {
         "transformer.wte": tp.RowwiseParallel(
@@ -116,14 +108,12 @@ CASES = (
             input_layouts=parts, use_local_output=False),
     })
 """), ("import Replicate\n", "import Replicate, Shard\n"),
-           ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
-            "known = idx[:, -self.config.block_size:]\n"
-            "            n = known.shape[1]\n"
-            "            logits = self(F.pad(known, (0, -n % 4)))[:, n - 1]\n"
-            ))),
-    right("the loss of gathered logits", "tp",
-          ((TP_LOSS, "return loss"),
-           ("logits.full_tensor()[:, :", "logits[:, :"),
-           ("use_local_output=False", "output_layouts=Replicate()"))),
-    right("a function for the mean over ranks", "tp", OWN_MEAN),
+          ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
+           "known = idx[:, -self.config.block_size:]\n"
+           "            n = known.shape[1]\n            logits = "
+           "self(F.pad(known, (0, -n % 4)))[:, n - 1]\n")),
+    right("the loss of gathered logits", (TP_LOSS, "return loss"),
+          ("logits.full_tensor()[:, :", "logits[:, :"),
+          ("use_local_output=False", "output_layouts=Replicate()")),
+    right("a function for the mean over ranks", *OWN_MEAN),
 )
