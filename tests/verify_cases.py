@@ -52,6 +52,27 @@ TWO = edit(
 first, *others = model.parameters()
 optimizer = Both(torch.optim.AdamW([first], lr=1e-3),
                  torch.optim.SGD(others, lr=0.1))"""))
+FSDP2 = edit(
+    DDP, ("nn.parallel import DistributedDataParallel as DDP",
+          "distributed.fsdp import fully_shard"),
+    ("(dataset)\n", "(dataset, shuffle=False)\n"),
+    ("    sampler.set_epoch(epoch)\n", ""), ("= DDP(nn", "= (nn"),
+    ("10, 900), nn.ReLU(), nn.Dropout(0.2),", "10, 17), nn.ReLU(),"),
+    ("nn.Linear(900, 1)))\n", """nn.Linear(17, 1)))
+for layer in (model[0], model[2], model):
+    fully_shard(layer)
+"""), ("SGD(model.parameters(), lr=0.1", "AdamW(model.parameters(), lr=1e-3"))
+SCALED = edit(
+    DDP, ("SGD(model.parameters(), lr=0.1)", "Adam(model.parameters(), "
+          "lr=1e-3)\nscaler = torch.amp.GradScaler('cpu')"),
+    ("        loss = nn.functional.mse_loss(model(x), y)\n"
+     "        loss.backward()\n", """\
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+"""), ("optimizer.step()\n", "scaler.step(optimizer)\n"
+       "        scaler.update()\n"))
 NET = DDP[DDP.index("model = "):DDP.index("optimizer = ")]
 FEW = edit(DDP, ("torch.randn(640, 10, generator=g)",
                  "(torch.rand(640, 10, generator=g) < 0.1).float()"))
@@ -94,13 +115,13 @@ LBFGS = edit(
         loss = optimizer.step(closure)
 """))
 MIXED = edit(
-    read("fsdp2"), ("import fully_shard",
+    FSDP2, ("import fully_shard",
                     "import fully_shard, MixedPrecisionPolicy"),
     ("fully_shard(layer)", "fully_shard(layer, mp_policy="
      "MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
     ("mse_loss(model(x), y)", "mse_loss(model(x).float(), y)"))
 FLAT = edit(
-    read("fsdp2"), ("import fully_shard",
+    FSDP2, ("import fully_shard",
                     "import FullyShardedDataParallel as FSDP"),
     ("for layer in (model[0], model[2], model):\n    fully_shard(layer)",
      'model = FSDP(model, device_id=torch.device("cpu"))'),
@@ -111,12 +132,13 @@ STYLES = {"DDP": DDP, "few values": FEW, "derivatives": DERIVED,
           "no module": NO_MODULE, "closure": LBFGS, "mixed precision": MIXED,
           "FSDP1": FLAT, "by hand": BY_HAND, "images": IMAGES,
           "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
+          "FSDP2": FSDP2, "GradScaler": SCALED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
         ("nanoGPT", "nano"), ("minGPT", "mingpt"),
         ("Accelerate", "accelerated"), ("HF Trainer", "hf"),
-        ("Lightning", "lightning_trainer"), ("FSDP2", "fsdp2"),
-        ("GAN", "gan"), ("workers", "stream"), ("GradScaler", "amp"))}
+        ("Lightning", "lightning_trainer"), ("GAN", "gan"),
+        ("workers", "stream"))}
 FLAGS = {"minGPT": ["snapshot-{run}.pt"], "HF Trainer": ["run-{run}"],
          "starter": ["--run", "run-{run}", "--checkpoint-every", "2"]}
 RESUMES = {"starter": "--resume", "HF Trainer": "resume", "minGPT": ""}
@@ -486,13 +508,11 @@ CASES = [
     right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
     wrong("GradScaler", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("GradScaler", "around the wrapper", AROUND,
-          ("net(input)", "net.module(input)")),
+          ("model(x)", "model.module(x)")),
     wrong("GradScaler", "another learning rate", "FAIL  in update 0 the "
           "weights are off", ("lr=1e-3", "lr=1e-3 * size")),
     wrong("GradScaler", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
-          ("        scaler.step(opt)\n        scaler.update()\n",
-           "        if rank == 0:\n            scaler.step(opt)\n        "
-           "scaler.update()\n")),
+          ("        scaler.step", "        if rank == 0: scaler.step")),
 
     # what a resume brings back
     right("starter", "the weights come back", "the optimizer's state comes "
