@@ -8,19 +8,16 @@ import subprocess
 import sys
 import time
 
+import first_gpu
+import kernels
 import pytest
+import speed
 import torch
+import turns
 from conftest import needs
 
 from backstage import ROOT
 from backstage.errors import UserError
-
-sys.path.append(str(ROOT / "solutions"))
-sys.path.append(str(ROOT / "benchmarks"))
-import first_gpu
-import kernels
-import speed
-import turns
 
 
 def run(script, *arguments):

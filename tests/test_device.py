@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import train_gpt2_3d as three_d
+import train_gpt2_ddp as ddp
+import train_gpt2_tp as tp
 from conftest import edit
 from stages import GOLDEN, Result, refused, train
 
@@ -15,11 +18,6 @@ from backstage import ROOT, cores, device, flags, flops, world
 from backstage.errors import UserError, explain
 from workshop.processes import free_port, launch
 from workshop.stages import STAGES
-
-sys.path.insert(0, str(ROOT / "solutions"))
-import train_gpt2_3d as three_d
-import train_gpt2_ddp as ddp
-import train_gpt2_tp as tp
 
 LAUNCHERS = ("SLURM_", "CUDA_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE")
 no_accelerator = pytest.mark.skipif(

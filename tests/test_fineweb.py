@@ -22,13 +22,11 @@ import pytest
 import rustbpe
 import stages
 import tiktoken
+import tokenise
 
 from backstage import ROOT, vocabulary
 
 FOLDER = ROOT / "fineweb"
-sys.path.insert(0, str(FOLDER))
-import tokenise  # noqa: E402
-
 NAME = "HuggingFaceFW/fineweb-edu"
 SIZE = 50_000  # tokens in a shard
 

@@ -1,7 +1,6 @@
 """code/generate.py: continuations, with and without the cache."""
 
-import importlib.util
-
+import generate
 import pytest
 import torch
 from stages import FOLDER, Result, refused
@@ -10,9 +9,6 @@ from backstage import ROOT
 from workshop.processes import launch
 
 SCRIPT = ROOT / "code" / "generate.py"
-spec = importlib.util.spec_from_file_location("generate", SCRIPT)
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
 
 
 @pytest.fixture

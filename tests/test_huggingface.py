@@ -12,13 +12,11 @@ import pytest
 import torch
 import transformers
 from stages import GOLDEN, refused, same_state, train
+from train_gpt2_std import GPT, GPTConfig
 
 from backstage import ROOT, huggingface
 from backstage.checkpoint import load_checkpoint
 from workshop.stages import STAGES
-
-sys.path.insert(0, str(ROOT / "solutions"))
-from train_gpt2_std import GPT, GPTConfig
 
 TINY = {"n_positions": 32, "vocab_size": 300, "n_layer": 4, "n_head": 4,
         "n_embd": 32}

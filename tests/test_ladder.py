@@ -1,11 +1,11 @@
 """The ladder: a university project's table, and ours beside it."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 
+import ladder
 import numpy as np
 import pytest
 import torch
@@ -21,26 +21,13 @@ from workshop.results import runs as results
 SCRIPT = ROOT / "benchmarks" / "ladder.py"
 
 
-@pytest.fixture(scope="module")
-def ladder():
-    """The script as a module."""
-    sys.path.append(str(SCRIPT.parent))  # it imports from beside it
-    spec = importlib.util.spec_from_file_location("ladder", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ladder"] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["ladder"]
-    sys.path.remove(str(SCRIPT.parent))
-
-
 @pytest.fixture(autouse=True)
 def demo():
     if not (ROOT / "fineweb" / "demo").exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
 
 
-def test_the_toy_dataset(ladder, tmp_path):
+def test_the_toy_dataset(tmp_path):
     ladder.make_dataset(tmp_path)
     train, val = (np.load(tmp_path / f"toy_{name}.npy")
                   for name in ("train_000001", "val_000000"))
@@ -80,7 +67,7 @@ def test_all_rungs_compute_the_same(tmp_path):
     assert f"{len(first)} of 10,250 steps" in done.stdout
 
 
-def test_what_differs_is_seen(ladder):
+def test_what_differs_is_seen():
     rungs = [ladder.Rung("std", 1, 1, "cpu", 8, *numbers) for numbers in (
         ([5.0, 4.0, 3.0], [2.0, 1.0]), ([5.0, 4.0004], [2.0]),
         ([5.0], [2.002]))]
@@ -137,7 +124,7 @@ def test_stages_that_change_the_same_lines(tmp_path):
         combine.main(("mpi", "kernels"), file)
 
 
-def test_the_rungs_of_a_machine_with_gpus(ladder, monkeypatch):
+def test_the_rungs_of_a_machine_with_gpus(monkeypatch):
     """As they would be: there is none here."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_accelerator",
@@ -157,14 +144,14 @@ def test_the_rungs_of_a_machine_with_gpus(ladder, monkeypatch):
         "--nproc-per-node 2 -- script.py --tokens 3 --device cuda")
 
 
-def test_the_table_shows_the_figures_of_the_example(ladder):
+def test_the_table_shows_the_figures_of_the_example():
     record = json.loads((ROOT / "example-logs" / "ladder.json").read_text())
     assert record["model"] == "ladder" and record["steps"] == 600
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     assert ladder.table(record) in readme
 
 
-def test_rungs_of_another_time_or_machine(ladder, tmp_path, monkeypatch):
+def test_rungs_of_another_time_or_machine(tmp_path, monkeypatch):
     record = json.loads((ROOT / "example-logs" / "ladder.json").read_text())
     for k, rung in enumerate(record["rungs"]):
         rung |= {"norms": [1.0], "load": float(k), "date": "2026-01-01"}

@@ -4,25 +4,21 @@ A model that is made for many devices is never whole on one of them. There is
 no GPU here: what would move to it is counted, on rank 0 of a pretended group.
 """
 
-import sys
 import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+import train_gpt2_3d as pipelined
+import train_gpt2_std as std
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backstage import ROOT
 from backstage.deferred import draw_weights, make_shapes
-
-sys.path.insert(0, str(ROOT / "solutions"))
-import train_gpt2_3d as pipelined
-import train_gpt2_std as std
 
 CONFIG = std.GPTConfig(
     block_size=64, vocab_size=512, n_layer=8, n_head=4, n_embd=64)

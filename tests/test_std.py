@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import train_gpt2_ddp as ddp
+import train_gpt2_std as std
 from stages import (
     make_dataset,
     refused,
@@ -30,10 +32,6 @@ from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.flops import flops_per_token, num_parameters
 from backstage.run import new_folder
-
-sys.path.insert(0, str(ROOT / "solutions"))
-import train_gpt2_ddp as ddp
-import train_gpt2_std as std
 
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 
