@@ -127,12 +127,17 @@ def copy_course(clone, *names):
             shutil.copy(ROOT / name, clone / name)
 
 
-def workshop(repo, *words, status=0):
-    """What `python -m workshop words...` prints there."""
+def python(folder, *words, **variables):
+    """A Python that has ended there; without PYTHONPATH, if none is given."""
     env = {key: value for key, value in os.environ.items()
            if key != "PYTHONPATH"}
-    end = subprocess.run([sys.executable, "-m", "workshop", *words], cwd=repo,
-                         env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, words)], cwd=folder,
+                          env=env | variables, capture_output=True, text=True)
+
+
+def workshop(repo, *words, status=0):
+    """What `python -m workshop words...` prints there."""
+    end = python(repo, "-m", "workshop", *words)
     assert end.returncode == status, end.stdout + end.stderr
     if status:  # one line
         assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr

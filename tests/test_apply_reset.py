@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import copy_course, edit, workshop
+from conftest import copy_course, edit, python, workshop
 
 from workshop.lesson import documents
 
@@ -164,8 +164,7 @@ def test_what_an_editor_saves_meanwhile_stays(repo):
 
         desk.back_up = save_and_back_up
         run_main(lambda: desk.apply("ddp", [3]))"""
-    end = subprocess.run([sys.executable, "-c", program], cwd=repo, text=True,
-                         capture_output=True)
+    end = python(repo, "-c", program)
     assert end.returncode == 1
     assert re.fullmatch(r"error: [^\n]+ was saved meanwhile [^\n]+\n",
                         end.stderr), end.stderr

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 
@@ -14,17 +12,15 @@ import pytest
 import speed
 import torch
 import turns
-from conftest import needs
+from conftest import needs, python
 
 from backstage import ROOT
 from backstage.errors import UserError
 
 
 def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, "--device", "cpu",
-         *arguments], capture_output=True, text=True, timeout=590,
-        env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return python(ROOT, f"benchmarks/{script}", "--device", "cpu", *arguments,
+                  PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.whole
@@ -203,6 +199,5 @@ def test_what_is_loaded_before_the_fork_asks_for_no_gpu():
         for name in modules_of("lit"):
             importlib.import_module(name)
         """
-    end = subprocess.run([sys.executable, "-c", code], text=True,
-                         capture_output=True)
+    end = python(ROOT, "-c", code)
     assert end.returncode == 0, end.stderr

@@ -2,9 +2,8 @@
 
 import os
 import re
-import subprocess
-import sys
 
+import conftest
 import pytest
 from conftest import copy_course, edit
 
@@ -27,10 +26,7 @@ def repo(tmp_path):
 
 
 def python(repo, *words):
-    env = {key: value for key, value in os.environ.items()
-           if key != "PYTHONPATH"}
-    end = subprocess.run([sys.executable, *words], cwd=repo, env=env,
-                         capture_output=True, text=True)
+    end = conftest.python(repo, *words)
     assert end.returncode == 0, end.stderr
     return end
 

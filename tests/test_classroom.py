@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import needs
+from conftest import needs, python
 from test_lab import CHROMIUM, SWITCHES
 
 from backstage import ROOT
@@ -29,13 +29,6 @@ def clone(folder):
     return folder
 
 
-def python(clone, *words, **variables):
-    env = {name: value for name, value in os.environ.items()
-           if name not in ("PYTHONPATH", "WORKSHOP_CLASS")}
-    return subprocess.run([sys.executable, *words], cwd=clone, text=True,
-                          env=env | variables, capture_output=True)
-
-
 def write(folder, name, *lines):
     (folder / f"{name}.jsonl").write_text("".join(
         line if isinstance(line, str) else
@@ -46,7 +39,7 @@ def test_a_line_for_those_who_take_part(tmp_path):
     shared, mine = tmp_path / "class", clone(tmp_path / "mine")
     shared.mkdir()
     diff = ("-m", "workshop", "diff", "ddp")
-    without = python(mine, *diff)
+    without = python(mine, *diff, WORKSHOP_CLASS="")
     taking_part = python(mine, *diff, WORKSHOP_CLASS=str(shared))
     assert taking_part.stdout == without.stdout and not taking_part.stderr
     wait_for(lambda: [*shared.glob("*")] and classroom.read(shared))

@@ -11,7 +11,7 @@ import torch
 import train_gpt2_3d as three_d
 import train_gpt2_ddp as ddp
 import train_gpt2_tp as tp
-from conftest import edit
+from conftest import edit, python
 from stages import GOLDEN, Result, refused, train
 
 from backstage import ROOT, cores, device, flags, flops, world
@@ -346,8 +346,7 @@ os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
 use_cores()
 print(torch.get_num_threads())
 """
-    done = subprocess.run([sys.executable, "-c", program], text=True, cwd=ROOT,
-                          capture_output=True)
+    done = python(ROOT, "-c", program)
     given, kept, threads = map(int, done.stdout.split())
     assert 10 * kept < given and threads == 1, done.stderr
 

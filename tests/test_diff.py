@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_course, edit
+from conftest import copy_course, edit, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -70,10 +70,8 @@ def test_a_lesson_that_drifts_from_its_solution_is_seen(
     copy_course(tmp_path, "backstage", "workshop", "solutions")
     script = tmp_path / "solutions" / "train_gpt2_ddp.py"
     script.write_text(edit(DDP, (old, new)))
-    end = subprocess.run(
-        [sys.executable, "-c",
-         "from workshop.lesson.diff import load_lesson; load_lesson('ddp')"],
-        cwd=tmp_path, env={}, capture_output=True, text=True)
+    end = python(tmp_path, "-c", "from workshop.lesson.diff import "
+                 "load_lesson; load_lesson('ddp')")
     assert end.returncode and complaint in end.stderr
 
 
@@ -367,10 +365,10 @@ cells.diff('ddp')._repr_html_()
 cells.cadence()._repr_html_()"""
 
 
-@pytest.mark.parametrize("python", [sys.executable, *old_pythons()])
-def test_runs_with_the_standard_library_alone(python):
-    for program in (["-m", "workshop", "diff", "ddp"], ["-c", CELLS]):
-        end = subprocess.run([python, "-S", *program], cwd=ROOT,
+@pytest.mark.parametrize("program", [sys.executable, *old_pythons()])
+def test_runs_with_the_standard_library_alone(program):
+    for words in (["-m", "workshop", "diff", "ddp"], ["-c", CELLS]):
+        end = subprocess.run([program, "-S", *words], cwd=ROOT,
                              capture_output=True, text=True)
         assert end.returncode == 0, end.stderr
 
@@ -378,9 +376,7 @@ def test_runs_with_the_standard_library_alone(python):
 @pytest.mark.parametrize("words", [
     "check ddp 3", "verify tests/foreign/ddp.py", "plot", "export a b"])
 def test_what_needs_a_package_says_so_in_a_line(words):
-    end = subprocess.run(
-        [sys.executable, "-S", "-m", "workshop", *words.split()], cwd=ROOT,
-        capture_output=True, text=True)
+    end = python(ROOT, "-S", "-m", "workshop", *words.split())
     assert end.returncode == 1
     assert re.fullmatch(r"error: \S+ has no \w+: run `source activate\.sh` "
                         r"first\n", end.stderr), end.stderr

@@ -3,12 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import copy_course, git, needs
+from conftest import copy_course, git, needs, python
 from stages import BYTES, write_shards
 
 from backstage import vocabulary
@@ -29,12 +27,9 @@ def slurm(tmp_path, monkeypatch):
     return conf
 
 
-def run(*command, cwd):
+def run(repo, *flags):
     """The doctor's answers, by their questions; (sign, answer) each."""
-    end = subprocess.run(
-        [*command, "-m", "workshop", "doctor"], cwd=cwd, text=True,
-        env={**os.environ, "WORKSHOP_DATA": "", "PYTHONPATH": str(cwd)},
-        capture_output=True)
+    end = python(repo, *flags, "-m", "workshop", "doctor", WORKSHOP_DATA="")
     assert end.stderr == ""
     answers = {}
     for line in end.stdout.splitlines():
@@ -60,7 +55,7 @@ def repo(tmp_path):
 
 
 def test_all_is_well(repo):
-    answers = run(sys.executable, cwd=repo)
+    answers = run(repo)
     answers.pop("environment")  # the tests may run without one
     for name, (sign, answer) in answers.items():
         assert sign == "ok", (name, answer)
@@ -86,7 +81,7 @@ def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
 
 
 def test_without_packages_it_says_what_is_missing(repo):
-    answers = run(sys.executable, "-S", cwd=repo)
+    answers = run(repo, "-S")
     to_do = {name for name, (sign, _) in answers.items() if sign == "TO DO"}
     assert to_do - {"environment"} == {
         "packages", "device", "processes", "data", "vocabulary"}

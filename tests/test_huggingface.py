@@ -5,12 +5,11 @@ transformers' model is GPT-2 as published: so is ours, if the logits agree.
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
+from conftest import python
 from stages import GOLDEN, refused, same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
@@ -126,17 +125,12 @@ def test_another_model_is_one_line(change, words, tmp_path):
             str(theirs), words)
 
 
-def course(*words):
-    return subprocess.run([sys.executable, *words], cwd=ROOT,
-                          capture_output=True, text=True)
-
-
 @torch.no_grad()
 @pytest.mark.whole
 def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     folder = tmp_path / "out"
     export = ("-m", "workshop", "export", single.folder, folder)
-    result = course(*export)
+    result = python(ROOT, *export)
     assert result.returncode == 0, result.stderr
     state = single.checkpoint()
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
@@ -148,8 +142,8 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
         tied = name in (huggingface.WTE, huggingface.LM_HEAD)
         kept = slice(rows if tied else None)
         assert same_state(weight[kept], back["model"][name][kept]), name
-    text = course("code/generate.py", "--run", folder, "--device", "cpu",
-                  "--max-new-tokens", "3")
+    text = python(ROOT, "code/generate.py", "--run", folder, "--device",
+                  "cpu", "--max-new-tokens", 3)
     assert text.returncode == 0, text.stderr
-    again = course(*export)
+    again = python(ROOT, *export)
     assert again.returncode == 1 and "name another" in again.stderr

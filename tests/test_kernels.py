@@ -4,14 +4,11 @@ Without a GPU they run in Triton's interpreter. The mistakes that the check
 has to name are in cases/kernels.py.
 """
 
-import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import needs
+from conftest import needs, python
 from torch.nn.utils import parameters_to_vector
 
 from backstage import ROOT
@@ -34,9 +31,7 @@ def script(with_triton):
 
 def test_a_machine_without_triton_gets_one_line(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError\n")
-    end = subprocess.run(
-        [sys.executable, SCRIPT], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    end = python(tmp_path, SCRIPT, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert end.returncode == 1 and not end.stdout
     assert end.stderr == ("error: Triton is not installed, which compiles the "
                           "kernels of this script: pip install triton\n")
@@ -104,10 +99,7 @@ for name, kernel in script.items():
 @pytest.mark.whole
 def test_the_kernels_compile_for_gpus(tmp_path, with_triton):
     """For an A100, in whose shared memory their tiles have room."""
-    end = subprocess.run(
-        [sys.executable, "-c", COMPILE, SCRIPT], capture_output=True,
-        text=True, env={
-            **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT),
-            "TRITON_CACHE_DIR": str(tmp_path)})
+    end = python(ROOT, "-c", COMPILE, SCRIPT, TRITON_INTERPRET="0",
+                 TRITON_CACHE_DIR=str(tmp_path))
     assert end.returncode == 0, end.stderr
     assert end.stdout.count("attention") == 6, end.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, copy_course, git, needs
+from conftest import ENVIRONMENT, copy_course, git, needs, workshop
 from PIL import Image
 
 from backstage import ROOT
@@ -373,8 +373,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
 
     # again, from the start
-    subprocess.run([sys.executable, "-m", "workshop", "reset", "std"],
-                   cwd=repo, check=True, stdout=subprocess.DEVNULL)
+    workshop(repo, "reset", "std")
     lesson.expect(view).to_contain_text(everything)
     backup = max((repo / "code").glob("train_gpt2.20*.py"))
     assert backup.read_text() == ready

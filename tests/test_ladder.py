@@ -1,7 +1,6 @@
 """The ladder: a university project's table, and ours beside it."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -9,7 +8,7 @@ import ladder
 import numpy as np
 import pytest
 import torch
-from conftest import edit, needs
+from conftest import edit, needs, python
 from stages import train
 
 from backstage import ROOT, vocabulary
@@ -17,8 +16,6 @@ from backstage.errors import UserError
 from workshop import combine
 from workshop.results import plot
 from workshop.results import runs as results
-
-SCRIPT = ROOT / "benchmarks" / "ladder.py"
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +40,10 @@ def test_all_rungs_compute_the_same(tmp_path):
     """On real launchers: the losses to 1e-5, and the texts."""
     needs("mpirun")
     output = tmp_path / "ladder.json"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--model", "tiny", "--seconds", "0.5",
-         "--processes", "2", "--tokens", "20", "--output", output],
-        cwd=tmp_path, capture_output=True, text=True)
+    done = python(
+        tmp_path, ladder.__file__, "--model", "tiny", "--seconds", 0.5,
+        "--processes", 2, "--tokens", 20, "--output", output,
+        PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     record = json.loads(output.read_text())
     rungs = {rung["name"]: rung for rung in record["rungs"]}

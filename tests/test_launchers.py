@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import edit, needs
+from conftest import edit, needs, python
 from stages import (
     GOLDEN,
     Result,
@@ -308,10 +308,7 @@ def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     (tmp_path / "mpi4py" / "MPI.py").write_text(  # loaded, it calls MPI_Init
         "import os\nprint(os.environ['MPICH_GPU_SUPPORT_ENABLED'])\n")
-    end = subprocess.run(
-        [sys.executable, "-c",
-         "from backstage.launchers import load_mpi; load_mpi()"],
-        env={**os.environ, "MPICH_GPU_SUPPORT_ENABLED": "1",
-             "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True, text=True)
+    end = python(
+        tmp_path, "-c", "from backstage.launchers import load_mpi; load_mpi()",
+        MPICH_GPU_SUPPORT_ENABLED="1", PYTHONPATH=str(ROOT))
     assert end.stdout == "0\n", end.stderr

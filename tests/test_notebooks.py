@@ -1,10 +1,8 @@
 """The notebooks, from top to bottom, in a kernel that is not ours."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from html import unescape
 from itertools import chain
@@ -12,7 +10,7 @@ from itertools import chain
 import nbformat
 import pytest
 import torch
-from conftest import copy_course, needs
+from conftest import copy_course, needs, python
 from nbclient import NotebookClient
 
 from backstage import ROOT
@@ -236,12 +234,11 @@ def test_cells_make_changes_and_take_them_back(repo):
 
     def say(cells):
         """Run the cells, each of which has to say its words."""
-        out = subprocess.run(
-            [sys.executable, "-c", "from workshop.notebook.cells import *\n"
-             + "".join(f"print({cell}, end='---')\n" for cell in cells)],
-            cwd=repo, env=os.environ | {"PYTHONPATH": ""}, text=True,
-            capture_output=True, check=True).stdout.split("---")
-        for (cell, words), said in zip(cells.items(), out, strict=False):
+        end = python(repo, "-c", "from workshop.notebook.cells import *\n"
+                     + "".join(f"print({cell}, end='---')\n"
+                               for cell in cells))
+        *out, _ = end.stdout.split("---")
+        for (cell, words), said in zip(cells.items(), out, strict=True):
             assert words in said, (cell, said)
 
     say({'apply("ddp", 3)': f"3: {documents.load('ddp')[2].title}\n",

@@ -5,11 +5,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
+from conftest import python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -25,10 +24,7 @@ GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024,
 
 
 def plot(*arguments, cwd, words=("workshop", "plot")):
-    return subprocess.run(
-        [sys.executable, "-m", *words, *map(str, arguments)], cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, check=False)
+    return python(cwd, "-m", *words, *arguments, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from conftest import linear_light, needs
+from conftest import linear_light, needs, python
 from test_lab import CHROMIUM, SWITCHES
 
 from backstage import ROOT
@@ -170,10 +170,8 @@ def test_the_commands(tmp_path):
     for command in RUN:
         program, *flags = shlex.split(command)
         assert program == "python"
-        done = subprocess.run(
-            [sys.executable, *flags], cwd=tmp_path, capture_output=True,
-            text=True, env={**os.environ, "PYTHONPATH": str(tmp_path),
-                            "WORKSHOP_DATA": ""})
+        done = python(tmp_path, *flags, PYTHONPATH=str(tmp_path),
+                      WORKSHOP_DATA="")
         assert done.returncode == 0, (command, done.stderr)
         said[command] = done.stdout
     assert "| step   19/20" in said["python code/train_gpt2.py --preset tiny"]

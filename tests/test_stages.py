@@ -4,12 +4,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_course, edit, workshop
+from conftest import copy_course, edit, python, workshop
 
 from backstage import ROOT
 from workshop import jobs
@@ -74,8 +72,7 @@ def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
 
 
 def test_a_new_stage_has_batch_files(clone):
-    end = subprocess.run([sys.executable, "-m", "workshop.jobs"], cwd=clone,
-                         capture_output=True, text=True)
+    end = python(clone, "-m", "workshop.jobs")
     assert end.returncode == 0, end.stderr
     job = clone / "batchfiles" / "batch-other-2n4g.sh"
     assert job.read_text() == edit(

@@ -17,6 +17,7 @@ import pytest
 import torch
 import train_gpt2_ddp as ddp
 import train_gpt2_std as std
+from conftest import python
 from stages import (
     make_dataset,
     refused,
@@ -140,10 +141,8 @@ def test_flops_per_token():
 
 
 def test_help_from_another_folder(tmp_path):
-    help_text = subprocess.run(
-        [sys.executable, ROOT / "code/train_gpt2.py", "--help"],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)})
+    help_text = python(tmp_path, ROOT / "code/train_gpt2.py", "--help",
+                       PYTHONPATH=str(ROOT))
     assert help_text.returncode == 0 and "--sequence-length" in (
         help_text.stdout)
 

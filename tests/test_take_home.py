@@ -1,11 +1,10 @@
 """A stage's script made whole: python -m workshop take-home."""
 
 import ast
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
+from conftest import python
 from pyflakes import api, messages, reporter
 from stages import FOLDER, same_state, tiny, train
 from test_contract import every_stage
@@ -18,9 +17,7 @@ GOLDEN = FOLDER / "golden"
 
 
 def take_home(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "workshop", "take-home", *arguments], cwd=ROOT,
-        capture_output=True, text=True)
+    return python(ROOT, "-m", "workshop", "take-home", *arguments)
 
 
 @pytest.fixture
@@ -87,14 +84,7 @@ def test_it_keeps_what_people_read(bag):
 @pytest.mark.whole
 def test_it_runs_without_the_course(bag):
     file = bag("ddp")
-    env = {name: value for name, value in os.environ.items()
-           if name != "PYTHONPATH"}
-
-    def run(*flags):
-        return subprocess.run(
-            [sys.executable, "-P", file.name, *flags], cwd=file.parent,
-            env=env, capture_output=True, text=True)
-
+    run = partial(python, file.parent, "-P", file.name)
     for flags in ([], ["--resume"]):
         result = run(*tiny("run", GOLDEN, "--max-steps", "3"), *flags)
         assert result.returncode == 0, result.stderr

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import edit, needs
+from conftest import edit, needs, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -271,9 +271,8 @@ def run_watched(folder, text, *words, **variables):
     script = folder / "script.py"
     script.write_text(text)
     hook = os.pathsep.join([str(ROOT / "backstage" / "hook"), str(ROOT)])
-    end = subprocess.run(
-        [sys.executable, *words, script], cwd=folder, env=os.environ | {
-            "PYTHONPATH": hook, "WORKSHOP_WHY": "why", **variables})
+    end = python(folder, *words, script, PYTHONPATH=hook, **{
+        "WORKSHOP_WHY": "why", **variables})
     return end.returncode, [json.loads(file.read_text()) for file in
                             (folder / "why").glob("*.json")]
 
