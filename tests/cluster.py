@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import ENVIRONMENT, copy_course, git, needs
+from conftest import ENVIRONMENT, copy_course, git, needs, program
 from stages import Result, make_dataset
 
 from backstage import ROOT
@@ -127,8 +127,7 @@ def start():
     repo = folder / "my clone"
     clone_course(repo)
     (repo / "bin").mkdir()
-    (repo / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
-    (repo / "bin" / "nvidia-smi").chmod(0o755)
+    program(repo / "bin" / "nvidia-smi", NVIDIA_SMI)
     (repo / "site.sh").write_text(
         f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
     for command in ("init -q", "add -A", "commit -qm x"):

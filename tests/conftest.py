@@ -144,6 +144,13 @@ def workshop(repo, *words, status=0):
     return end.stdout + end.stderr
 
 
+def program(path, text):
+    """Write a script that can be run; its path."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def git(folder, *words, **variables):
     """What git prints there, whoever one is."""
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")

@@ -15,7 +15,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from conftest import ENVIRONMENT, copy_course, git, needs
+from conftest import ENVIRONMENT, copy_course, git, needs, program
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -328,8 +328,7 @@ def test_needs_a_python(tmp_path, python):
     tools.mkdir()
     for name in ("bash", "cat", "cksum", "dirname", "find", "ls"):
         (tools / name).symlink_to(shutil.which(name))
-    (tools / "python3").write_text(python)
-    (tools / "python3").chmod(0o755)
+    program(tools / "python3", python)
     refused(source(repo, PATH=str(tools)), r"Python 3\.10")
     assert not (repo / ".venv").exists()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from check_cases import CASES, outcome, problem
 from cluster import wait_for
-from conftest import needs
+from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -296,10 +296,10 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     needs("mpirun")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bench").mkdir()
-    mpirun, hangs = tmp_path / "bin" / "mpirun", tmp_path / "hangs"
-    mpirun.write_text(f'#!/bin/sh\nrm "{hangs}" && exec sleep 600\n'
-                      f'exec {shutil.which("mpirun")} "$@"\n')
-    mpirun.chmod(0o755)
+    hangs = tmp_path / "hangs"
+    mpirun = program(tmp_path / "bin" / "mpirun", (
+        f'#!/bin/sh\nrm "{hangs}" && exec sleep 600\n'
+        f'exec {shutil.which("mpirun")} "$@"\n'))
     monkeypatch.setenv("PATH", f"{mpirun.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(patience, "UNSTARTED", 2.0)
     script = STAGES["mpi"].solution

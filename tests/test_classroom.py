@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import needs, python
+from conftest import needs, program, python
 from test_lab import CHROMIUM, SWITCHES
 
 from backstage import ROOT
@@ -105,12 +105,11 @@ def test_the_page_says_what_there_is_to_do(tmp_path):
 
 
 def test_the_jobs_of_the_course(tmp_path, monkeypatch):
-    squeue = tmp_path / "squeue"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert classroom.count_jobs() == ""
-    squeue.write_text("#!/bin/sh\necho 'PENDING ddp-1n2g\nRUNNING std-1n1g\n"
-                      "RUNNING somebody else\nPENDING ddp-1n4g'\n")
-    squeue.chmod(0o755)
+    squeue = program(tmp_path / "squeue", "#!/bin/sh\necho 'PENDING ddp-1n2g\n"
+                     "RUNNING std-1n1g\nRUNNING somebody else\n"
+                     "PENDING ddp-1n4g'\n")
     assert classroom.count_jobs() == "Jobs: 2 wait in the queue, 1 run."
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert classroom.count_jobs() == ""

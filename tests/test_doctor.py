@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import copy_course, git, needs, python
+from conftest import copy_course, git, needs, program, python
 from stages import BYTES, write_shards
 
 from backstage import vocabulary
@@ -158,6 +158,5 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
 def test_without_slurm_it_may_be_pbs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "torchrun" in doctor.ask_slurm()
-    (tmp_path / "qsub").write_text("#!/bin/sh\n")
-    (tmp_path / "qsub").chmod(0o755)
+    program(tmp_path / "qsub", "#!/bin/sh\n")
     assert "but PBS is" in doctor.ask_slurm()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from cluster import FLAGS
-from conftest import needs
+from conftest import needs, program
 from test_slurm import world
 
 from backstage import ROOT
@@ -31,8 +31,7 @@ def programs(tmp_path, monkeypatch):
     """Programs that say what a test lets them say."""
     def say(**texts):
         for name, text in texts.items():
-            (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
-            (tmp_path / name).chmod(0o755)
+            program(tmp_path / name, f"#!/bin/sh\necho '{text}'\n")
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return say
@@ -145,9 +144,8 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
     site, = venv.glob("lib/python*/site-packages")
     (site / "all.pth").write_text(sysconfig.get_path("purelib"))
     for name in "workshop-base", "bin/torchrun":
-        (venv / name).write_text(Path(sys.prefix, name).read_text().replace(
+        program(venv / name, Path(sys.prefix, name).read_text().replace(
             sys.prefix, str(venv)))
-    (venv / "bin" / "torchrun").chmod(0o755)
     pack = "bash", ROOT / "environment" / "archive.sh", "pack", archive
     subprocess.run(pack, check=True,
                    env=os.environ | {"VIRTUAL_ENV": str(venv)})

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import needs
+from conftest import needs, program
 from stages import GOLDEN, Result, agree, run_command, tiny
 
 from workshop.processes import Rank, free_port
@@ -66,20 +66,18 @@ def enter(tmp_path_factory):
              "peer", "name", "eth0", "netns", second])
         if cable.returncode:
             pytest.skip("this system cannot connect network namespaces")
-        program = folder / "enter"
-        program.write_text(ENTER.format(first, second))
-        program.chmod(0o755)
+        enter = program(folder / "enter", ENTER.format(first, second))
         for number in 1, 2:
             subprocess.run(
-                [program, f"node{number}", "ip", "address", "add",
+                [enter, f"node{number}", "ip", "address", "add",
                  f"10.79.0.{number}/24", "dev", "eth0;",
                  "ip", "link", "set", "eth0", "up"], check=True)
         end = time.monotonic() + 30
-        while any(link(program, node)["operstate"] != "UP"
+        while any(link(enter, node)["operstate"] != "UP"
                   for node in ("node1", "node2")):
             assert time.monotonic() < end
             time.sleep(0.05)
-        yield program
+        yield enter
     finally:
         for node in nodes:
             node.kill()

@@ -10,7 +10,7 @@ from itertools import chain
 import nbformat
 import pytest
 import torch
-from conftest import copy_course, needs, python
+from conftest import copy_course, needs, program, python
 from nbclient import NotebookClient
 
 from backstage import ROOT
@@ -132,8 +132,7 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
 
 
 def test_where_jobs_are_submitted_with_pbs(tmp_path, monkeypatch):
-    (tmp_path / "qsub").write_text("#!/bin/sh\n")
-    (tmp_path / "qsub").chmod(0o755)
+    program(tmp_path / "qsub", "#!/bin/sh\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     for cell in (cells.slurm, cells.queue, lambda: cells.submit("ddp-1n2g")):
         assert "PBS is here: submit the job in a term" in cell().html

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from cluster import clone_course
-from conftest import needs
+from conftest import needs, program
 from stages import FOLDER, Result
 
 from backstage import ROOT
@@ -103,12 +103,9 @@ def run(clone, name, nodes=None, bin="", **variables):
 def test_it_goes_on_after_its_time_limit(clone, tmp_path):
     """First with MPICH, then, as a new job, with Open MPI."""
     needs("mpiexec", "mpiexec.mpich")
-    for name, text in (("qstat", QSTAT), ("qsub", QSUB)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    mpiexec = tmp_path / "mpiexec"
-    mpiexec.write_text('#!/bin/sh\nexec mpiexec.mpich "$@"\n')
-    mpiexec.chmod(0o755)
+    program(tmp_path / "qstat", QSTAT)
+    program(tmp_path / "qsub", QSUB)
+    program(tmp_path / "mpiexec", '#!/bin/sh\nexec mpiexec.mpich "$@"\n')
     for library in Path("/usr/lib").glob("*/libmpich.so.12"):
         (tmp_path / "libmpi.so.12").symlink_to(library)  # docs/launching.md
     submitted, folder = tmp_path / "submitted", tmp_path / "run"
@@ -152,10 +149,9 @@ def test_without_torchruns_names(clone, tmp_path, name, n):
 
 def test_open_mpi_sends_other_nodes_the_settings(clone, tmp_path):
     """Of what it is started with, that which `launch` sends as well."""
-    (tmp_path / "mpiexec").write_text(
+    program(tmp_path / "mpiexec", (
         "#!/bin/sh\nif [ $1 = --version ]; then echo Open MPI; exit; fi\n"
-        f"env -0 | cut -zd= -f1 | tr '\\0' '\\n' > '{tmp_path}/names'\n")
-    (tmp_path / "mpiexec").chmod(0o755)
+        f"env -0 | cut -zd= -f1 | tr '\\0' '\\n' > '{tmp_path}/names'\n"))
     settings = {"GLOO_SOCKET_IFNAME": "lo", "LD_LIBRARY_PATH": "/opt/lib",
                 "OMP_NUM_THREADS": "32", "WORKSHOP_DATA": str(GOLDEN),
                 "ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "HOSTNAME": "first",
@@ -181,9 +177,8 @@ def test_open_mpi_sends_other_nodes_the_settings(clone, tmp_path):
 def test_what_is_wrong_is_one_line(clone, tmp_path, variables, words):
     if "mpiexec" in variables:
         variables = dict(variables)
-        (tmp_path / "mpiexec").write_text(
-            f"#!/bin/sh\n{variables.pop('mpiexec')}\n")
-        (tmp_path / "mpiexec").chmod(0o755)
+        program(tmp_path / "mpiexec",
+                f"#!/bin/sh\n{variables.pop('mpiexec')}\n")
     done = run(clone, "ddp-1n4g", bin=str(tmp_path), **variables)
     (line,) = (line for line in done.stderr.splitlines()
                if not line.startswith("script "))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from cluster import clone_course
-from conftest import copy_course, git, needs
+from conftest import copy_course, git, needs, program
 from test_activate import set_up as set_up  # a fixture
 from test_activate import source
 from test_pbs import FLAGS
@@ -79,10 +79,9 @@ def test_a_cell_that_complains_is_no_success(clone, capsys):
 
 def test_a_job_that_does_not_end_is_cancelled(clone, capfd, monkeypatch):
     monkeypatch.setattr(rehearse, "PATIENCE", 1)
-    cancel = clone / "cancel"
-    cancel.write_text(f'#!/bin/sh\necho "$1" > {clone}/cancelled\n'
-                      'echo qdel: Job has finished "$1" >&2; exit 35\n')
-    cancel.chmod(0o755)
+    cancel = program(clone / "cancel", (
+        f'#!/bin/sh\necho "$1" > {clone}/cancelled\n'
+        'echo qdel: Job has finished "$1" >&2; exit 35\n'))
     waits = ("echo 17; trap 'echo qsub: wait for job 17 interrupted by "
              "signal 15; exit 1' TERM; sleep 1000 & wait")  # as qsub says it
     job = Step("job", 1, ("bash", "-c", waits), str(cancel))
@@ -111,9 +110,8 @@ def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
     (repo / "one.ipynb").write_text("{}")
     for command in ("init -q", "add -A", "commit -qm x"):
         git(repo, *command.split())
-    nbstripout = venv / "bin" / "nbstripout"
-    nbstripout.write_text('#!/bin/sh\ntouch "$0.called"; cat\n')
-    nbstripout.chmod(0o755)
+    program(venv / "bin" / "nbstripout",
+            '#!/bin/sh\ntouch "$0.called"; cat\n')
     os.utime(repo / "one.ipynb", (1, 1))  # as if git did not know the time
     out, err = source(repo, f"cd '{repo}'; {ask}")
     assert re.search(r"status=0\n[0-9a-f]+\n$", out), out + err
@@ -139,10 +137,9 @@ def test_a_lesson_that_fails(name, said, tmp_path, capsys):
 @pytest.mark.whole
 def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
     needs("mpiexec")
-    clone, qsub = tmp_path / "gpt2-workshop", tmp_path / "qsub"
+    clone = tmp_path / "gpt2-workshop"
     clone_course(clone)
-    qsub.write_text(QSUB)
-    qsub.chmod(0o755)
+    qsub = program(tmp_path / "qsub", QSUB)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job, = (step for step in rehearse.steps(
         [*FLAGS.split(), "--max-steps", "3"], {"qsub": qsub}.get)

@@ -13,7 +13,7 @@ import sys
 from itertools import chain
 
 import pytest
-from conftest import edit
+from conftest import edit, program
 from stages import (
     STARTER,
     DieAfter,
@@ -207,9 +207,7 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     """The batch file, with programs in the place of SLURM's."""
     (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
-        program = tmp_path / "bin" / name
-        program.write_text(f"#!/bin/bash\n{text}")
-        program.chmod(0o755)
+        program(tmp_path / "bin" / name, f"#!/bin/bash\n{text}")
     (tmp_path / "train.py").write_text(STARTER.read_text())
     env = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON":
