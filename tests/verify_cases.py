@@ -115,14 +115,12 @@ LBFGS = edit(
         loss = optimizer.step(closure)
 """))
 MIXED = edit(
-    FSDP2, ("import fully_shard",
-                    "import fully_shard, MixedPrecisionPolicy"),
+    FSDP2, ("import fully_shard", "import fully_shard, MixedPrecisionPolicy"),
     ("fully_shard(layer)", "fully_shard(layer, mp_policy="
      "MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
     ("mse_loss(model(x), y)", "mse_loss(model(x).float(), y)"))
 FLAT = edit(
-    FSDP2, ("import fully_shard",
-                    "import FullyShardedDataParallel as FSDP"),
+    FSDP2, ("import fully_shard", "import FullyShardedDataParallel as FSDP"),
     ("for layer in (model[0], model[2], model):\n    fully_shard(layer)",
      'model = FSDP(model, device_id=torch.device("cpu"))'),
     ("nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
