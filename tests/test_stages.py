@@ -96,6 +96,10 @@ def test_a_new_stage_is_checked(clone):
 # --------------------------------------------------------------- the entries
 
 
+def test_every_stage_runs_on_one_device():
+    assert all((1, 1, 1) in stage.meshes for stage in STAGES.values())
+
+
 @pytest.mark.parametrize(
     ("path", "text"), list(jobs.files()),
     ids=lambda value: value.name if isinstance(value, Path) else "")
