@@ -21,8 +21,8 @@ class Patience:
         """What to allow each rank of a `Launch`, observed in that folder.
 
         steps: how many it is to make. allowed: seconds of a CPU for one.
-        sleep: seconds in which nobody does anything. endless: steps, with
-        more of which it never ends.
+        sleep: seconds in which nobody does anything. endless: steps, after
+        which it is taken for one that never ends.
         """
         self.launch, self.observed, self.say = launch, observed, say
         self.steps, self.allowed = steps, allowed

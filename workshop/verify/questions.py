@@ -222,23 +222,30 @@ def repeated(steps):
     return count / max(later, 1)
 
 
+def first_size(steps):
+    """How many samples the first update has that has any."""
+    return next(filter(None, (len(rows(step)) for step in steps)), 0)
+
+
 def size_of_minibatch(case):
-    alone, now = (next(filter(None, (len(rows(step)) for step in steps)), 0)
-                  for steps in (zip(case.alone.seen[0]["updates"],
-                                    strict=True), case.updates))
+    good, mine = (one.seen[0]["updates"] for one in (
+        case.alone, case.together))
+    alone, now = first_size([update] for update in good), first_size(
+        case.updates)
     same = not alone or abs(now / alone - 1) < 0.1
-    rates = [[f"{rate:.3g}" for one in pair for rate in one["rates"][:1]]
-             for pair in zip(case.alone.seen[0]["updates"],
-                             case.together.seen[0]["updates"], strict=False)]
-    step, pair = next(((step, pair) for step, pair in enumerate(
-        rates if same else rates[:1]) if len(set(pair)) > 1), (0, []))
-    rate = "the learning rate is " + (
-        f"{pair[1]}, with one process {pair[0]}" if pair else "the same"
-        ) + f", in update {step}" * bool(step)
+    rates = [[f"{rate:.3g}" for update in pair for rate in update["rates"][:1]]
+             for pair in zip(good, mine, strict=False)]
+    odd = [(step, *pair) for step, pair in enumerate(
+        rates if same else rates[:1]) if len(set(pair)) > 1]
+    rate = "the learning rate is the same"
+    if odd:
+        step, before, after = odd[0]
+        rate = (f"the learning rate is {after}, with one process {before}"
+                + f", in update {step}" * bool(step))
     if same:
         words = f"an update has {now} samples, as with one process; {rate}"
         return [warn(words, "with the same minibatch it need not change")
-                if pair else ok(words)]
+                if odd else ok(words)]
     return [warn(f"an update has {now} samples, with one process {alone}; "
                  f"{rate}", "keep the minibatch: divide the batch size, or "
                  "the accumulation steps, by the number of processes; or "

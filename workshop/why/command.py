@@ -15,20 +15,7 @@ STILL = 5  # seconds without a move that are worth a word
 def main(target):
     """Print the answer; returns the exit status, 1 if something is wrong."""
     folder, processes = find(target)
-    said = False
-    while True:
-        ranks = collect(folder, processes)
-        require(ranks, f"{target}: no process there has said which rank it is")
-        alive = any(rank.alive or rank.fresh for rank in ranks)
-        answer = judge(ranks, time.time(), alive)
-        still = standstill([rank for rank in ranks if rank.ending == "runs"])
-        if answer.fault or not STILL < still <= PATIENCE:
-            break
-        if not said:
-            print(f"a rank stands still for {still:.0f} s: looking again "
-                  f"until it moves, or for {PATIENCE} s", file=sys.stderr)
-            said = True
-        time.sleep(1)
+    ranks, answer = look(target, folder, processes)
     if answer.fault:
         print(f"{answer.fault}: {answer.reason}")
         print(f"try: {answer.advice}")
@@ -46,6 +33,26 @@ def main(target):
         for line in explain(folder.parent):
             print(line)
     return int(bool(answer.fault))
+
+
+def look(target, folder, processes):
+    """(the ranks, the `Answer`). While one stands still, it looks again."""
+    said, end = False, time.monotonic() + PATIENCE
+    while True:
+        ranks = collect(folder, processes)
+        require(ranks, f"{target}: no process there has said which rank it is")
+        alive = any(rank.alive or rank.fresh for rank in ranks)
+        answer = judge(ranks, time.time(), alive)
+        still = standstill([rank for rank in ranks if rank.ending == "runs"])
+        if (answer.fault or not STILL < still <= PATIENCE
+                or time.monotonic() > end):  # a stopped rank does not count on
+            return ranks, answer
+        if not said:
+            print(f"a rank has stood still for {still:.0f} s: looking again "
+                  f"until it moves, or until it is {PATIENCE} s",
+                  file=sys.stderr)
+            said = True
+        time.sleep(1)
 
 
 def print_times(rank, most=4):
