@@ -34,6 +34,15 @@ function readable(words) {
   return false;
 }
 
+// Scroll until only the end of what is left to change is in sight. False
+// while it is being shown anew.
+function scroll_to_its_end() {
+  const end = pane().querySelector(".ws:has(.strip)")?.getBoundingClientRect();
+  if (!end?.height) return false;
+  pane().scrollTop += end.bottom - pane().getBoundingClientRect().top - 60;
+  return true;
+}
+
 // The lesson's views that are cut at their right.
 function overflowing() {
   return [...pane().querySelectorAll(".ws")].filter(
@@ -107,4 +116,4 @@ function faint_texts(least, where = ".ws") {
 }
 
 Object.assign(window, {
-  readable, overflowing, faint_texts, kernels_are_idle });
+  readable, overflowing, faint_texts, kernels_are_idle, scroll_to_its_end });

@@ -316,10 +316,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.readable(f"5 of {total}: ")
     page.wait_for_timeout(500)  # it has been brought there
     lesson.expect(page.locator(f"#ws-ddp-{total}[open]")).to_be_visible()
-    view.evaluate("""view => {
-        const pane = view.closest(".jp-WindowedPanel-outer");
-        pane.scrollTop += view.getBoundingClientRect().bottom
-            - pane.getBoundingClientRect().top - 60; }""")
+    page.wait_for_function("scroll_to_its_end()")
     # and so does what is left of it, which was above
     five = Diff("ddp", STAGES["std"].solution).apply(range(1, 6))
     lesson.paste(five.replace("= rank * B,", "= rank,"))

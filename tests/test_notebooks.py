@@ -6,6 +6,8 @@ import shutil
 import sys
 from html import unescape
 from itertools import chain
+from threading import Event
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -129,6 +131,27 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
         "The processes start, which takes some seconds.", "1 process ...",
         'Right: </script> `reset("std")`']
     assert not any("<" in line for line in lines)
+
+
+def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
+    import IPython
+    looks, done = iter(["old", "old", "emptied", "new", "new"]), Event()
+
+    def saved_at():
+        look = next(looks, None)
+        if not look:
+            cells.followed = None
+            done.set()
+        return look
+
+    shown = []
+    handle = SimpleNamespace(update=shown.append)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", lambda *_, **__: handle)
+    monkeypatch.setattr(cells, "saved_at", saved_at)
+    cells.follow_script(lambda: "view")
+    assert done.wait(60)
+    assert shown == ["view"]
 
 
 def test_where_jobs_are_submitted_with_pbs(tmp_path, monkeypatch):

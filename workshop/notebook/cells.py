@@ -158,14 +158,15 @@ def follow_script(view):
     handle = display(view(), display_id=True)
 
     def follow(seen):
-        while True:
-            time.sleep(0.3)
+        before = seen
+        while followed is view:
             now = saved_at()
-            if followed is not view:
-                return
-            if now != seen:
+            # Seen twice: an editor empties a file before it writes it.
+            if now == before != seen:
                 seen = now
                 handle.update(view())
+            before = now
+            time.sleep(0.15)
 
     threading.Thread(target=follow, args=(seen,), daemon=True).start()
     return None
