@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -186,7 +187,9 @@ def test_scripts_of_other_styles(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("pause", [0, 3])
-def test_a_sound_run_is_no_alarm(pause, launch, tmp_path, capsys):
+def test_a_sound_run_is_no_alarm(
+        pause, launch, tmp_path, capsys, monkeypatch):
+    """Unless somebody stops its processes, as Ctrl-Z does."""
     launch((), "--pause", pause)
     wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
         len(rank.calls) > (30, 8)[pause > 0] for rank in found.values()))
@@ -198,6 +201,12 @@ def test_a_sound_run_is_no_alarm(pause, launch, tmp_path, capsys):
     assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "
                      rf"\d+ of their_train.py: {re.escape(line)}", said,
                      re.DOTALL)
+    for rank in records(tmp_path / "why").values():
+        os.kill(rank.pid, signal.SIGSTOP)
+    monkeypatch.setattr(evidence, "ANSWER", 1)
+    assert ask_why(str(tmp_path / "why")) == 1
+    assert capsys.readouterr().out.startswith(
+        "a stopped process: ranks 0, 1, 2 on ")
 
 
 def start_plain(script, variables):
@@ -479,7 +488,9 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({}, {"stack": AT_WORK, "state": "D"},
      "the file system does not answer", "line 30 of train.py"),
     ({}, {"stack": AT_WORK, "state": "T"}, "a stopped process",
-     "kill -CONT 101"),
+     "kill -CONT 101 lets it go on"),
+    ({"state": "T", "still": 3}, {"state": "T", "still": 3},
+     "a stopped process", "ranks 0, 1 on node1 are stopped, in line 41"),
     ({}, {"stack": AT_WORK, "fresh": False}, "a rank does not answer",
      "py-spy dump --native --pid 101"),
     ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),

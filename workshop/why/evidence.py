@@ -146,8 +146,9 @@ def collect(folder, processes):
         time.sleep(0.5)
     ranks = {}
     for record in read(folder):
-        if record["host"] == name_host(os.environ):  # it may be dead
+        if record["host"] == name_host(os.environ):  # it may be dead,
             record["oom_kills"] = count_oom_kills() - record["oom_before"]
+            record["state"] = read_state(record["pid"])  # or stopped
         try:
             last = stack_file(folder, record).read_text()
         except OSError:

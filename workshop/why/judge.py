@@ -175,6 +175,19 @@ def judge(ranks, now, alive=True):
     return Answer("", "nothing is stuck: the ranks move on")
 
 
+def check_stopped(ranks, waited):
+    """A signal has stopped them, as Ctrl-Z does: that is known at once."""
+    out = [rank for rank in ranks
+           if rank.ending == "runs" and rank.state == "T"]
+    if not out:
+        return None
+    return Answer(
+        "a stopped process", f"{name_ranks(out)} on {out[0].host} "
+        f"{is_are(out)} stopped, in {out[0].where}", "kill -CONT "
+        + " ".join(str(rank.pid) for rank in out) + f" lets "
+        f"{'them' if len(out) > 1 else 'it'} go on", out)
+
+
 # --------------------------------------------------------- they do not meet
 
 
@@ -549,8 +562,6 @@ def longest_gap(rank):
 
 def why_late(rank):
     """(the fault, what to do), ("", "") where there is nothing special."""
-    if rank.state == "T":
-        return "a stopped process", f"kill -CONT {rank.pid} lets it go on"
     if rank.state == "D":
         return ("the file system does not answer", "the process waits for a "
                 "disk: try `ls` on that node; tell the site's support")
@@ -677,5 +688,5 @@ def check_rest(ranks, waited):
     return None
 
 
-RULES = (check_meeting, check_collectives, check_ends, check_late,
-         check_straggler, check_pipeline, check_rest)
+RULES = (check_stopped, check_meeting, check_collectives, check_ends,
+         check_late, check_straggler, check_pipeline, check_rest)
