@@ -58,16 +58,16 @@ stage() {
 # whatever reason, but has saved a further step, the job goes back to the queue
 # and its next start goes on from the last checkpoint.
 train() {
-    local before after processes
+    local before after processes state
     before=$(progress)
     rm -rf "$WORKSHOP_WHY.before" # keep what the start before this one left
     mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
     describe "$@"
     watch_gpus
-    "$@" &
-    processes=$!
     trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them
     trap : TERM                       # from scancel: they get it as well
+    "$@" &
+    processes=$!
     while kill -0 $processes 2>/dev/null; do
         wait $processes # returns at each signal
     done
@@ -75,7 +75,8 @@ train() {
     if python -m workshop progress "$run" >/dev/null; then
         exit 0
     fi
-    if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
+    state=$(ask_slurm squeue -h -j "$SLURM_JOB_ID" -o %T)
+    if [ "$state" != RUNNING ]; then
         fail "cancelled, or requeued by SLURM: python -m workshop why ${run@Q}"
     fi
     after=$(progress)
@@ -84,9 +85,14 @@ train() {
             "python -m workshop why ${run@Q}"
     fi
     echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
-    scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \
+    ask_slurm scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \
         "WORKSHOP_RUN=$run sbatch" "$batchfiles/batch-$SLURM_JOB_NAME.sh"
     exit 0
+}
+
+# Ask again where SLURM is too busy to answer.
+ask_slurm() {
+    "$@" || { sleep 10 && "$@"; } || { sleep 30 && "$@"; }
 }
 
 # The number of steps that are saved.

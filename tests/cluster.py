@@ -66,7 +66,7 @@ class Slurm:
         out = self("scontrol", "-o", "show", "job", job).stdout
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
-    def wait(self, job, states=ENDED, timeout=200):
+    def wait(self, job, states=ENDED, timeout=500):
         """Wait for the job's end; returns what SLURM says about it."""
         wait_for(lambda: self.job(job)["JobState"] in states, timeout,
                  lambda: f"{self.job(job)}\n{self.log(job)}")
@@ -103,7 +103,7 @@ class Slurm:
                 and any("/train_gpt2_" in word for word in command[:3])]
 
 
-def wait_for(condition, timeout=200, explain=lambda: ""):
+def wait_for(condition, timeout=500, explain=lambda: ""):
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, explain()

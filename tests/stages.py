@@ -97,7 +97,7 @@ class Result:
 class StageLaunch(Launch):
     """A stage's solution, started on preset tiny."""
 
-    def result(self, run, timeout=120):
+    def result(self, run, timeout=400):
         """What it left behind, once it has ended.
 
         After an error of rank 0 it ends the others, as a launcher does;
@@ -140,7 +140,7 @@ def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
                        **options)
 
 
-def train(stage, run, *flags, timeout=120, **options):
+def train(stage, run, *flags, timeout=400, **options):
     """Run a stage's solution on preset tiny to its end: a `Result`."""
     return start_stage(stage, run, *flags, **options).result(run, timeout)
 
@@ -226,7 +226,7 @@ class CollectivesSeen:
 # ----------------------------------------------------------- real launchers
 
 
-def run_command(*command, timeout=180, **more):
+def run_command(*command, timeout=400, **more):
     """Run a launcher, and wait until everything that it started has ended.
 
     more: variables of its environment.

@@ -191,14 +191,11 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     time.sleep(seconds)
     (os.killpg if everyone else os.kill)(run.pid, number)
     # 2 s on an idle machine; it used to be 47
-    out, _ = run.communicate(timeout=15)
+    out, _ = run.communicate(timeout=30)
     assert run.returncode == 128 + number
     assert "Traceback" not in out and out.endswith("interrupted\n")
     assert not left_in(tmp_path / "tmp")
-    end = time.monotonic() + 2
-    while left := left_by(tmp_path / "tmp"):
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+    wait_for(lambda: not left_by(tmp_path / "tmp"), 20)
 
 
 def test_a_signal_adds_nothing_to_a_notebooks_events(tmp_path):
@@ -221,10 +218,10 @@ def test_killed_as_where_the_memory_is_full(tmp_path, victim):
         assert run.poll() is None
     pid, = children(run.pid)  # the server
     if victim == "rank":
-        wait_for(lambda: len(children(pid)) == 2, 20)
+        wait_for(lambda: len(children(pid)) == 2, 60)
         pid = children(pid)[1]
     os.kill(pid, signal.SIGKILL)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=200)
     assert run.returncode == 1 and "FAIL" not in out
     assert out.splitlines()[-1].startswith(
         "error: the system ended a process, most likely because the memory")
@@ -249,7 +246,7 @@ def test_saved_during_the_check_in_an_odd_place(tmp_path):
                 XDG_CONFIG_HOME="", **IN_SRUN)
     assert "against the single-device" in run.stdout.readline()
     script.write_text("raise SystemExit(3)\n")
-    out, _ = run.communicate(timeout=200)
+    out, _ = run.communicate(timeout=500)
     assert run.returncode == 0, out
     assert "Right" in out.splitlines()[-1]
     assert "/dev/null" not in out and "matplotlib" not in out.lower()
@@ -276,7 +273,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
             with pytest.raises(OSError), open(small / "full", "wb") as file:
                 while True:
                     file.write(bytes(2**16))
-        out, _ = run.communicate(timeout=200)
+        out, _ = run.communicate(timeout=500)
         (small / "full").unlink(missing_ok=True)
         assert run.returncode == 1, out
         line = (out or said).splitlines()[-1]

@@ -270,7 +270,7 @@ def test_python_in_a_slurm_shell_is_one_process(stage, tmp_path):
                  "NNODES": "2", "NTASKS_PER_NODE": "4", "NODEID": "0",
                  "JOB_NODELIST": "node[1-2]", "NODELIST": "node[1-2]"}
     result = train(
-        stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN, timeout=60,
+        stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN,
         env=os.environ | {f"SLURM_{name}": value
                           for name, value in variables.items()})
     assert result.status == 0 and len(result.rows) == 2, result.err

@@ -212,7 +212,7 @@ def test_an_error_on_one_rank_ends_all_at_once():
             **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2",
             "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"})
         for port in [str(free_port())] for rank in "01"]
-    ended = [rank.communicate(timeout=45) for rank in ranks]
+    ended = [rank.communicate(timeout=150) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "error (rank 1): rank 1 has enough" in ended[1][1]
     assert "lost the other processes" in ended[0][1]

@@ -44,7 +44,7 @@ def start(tool, *args, **options):
 def run(tool, *args, **options):
     """Run a tool to its end: (exit status, stdout, stderr)."""
     process = start(tool, *args, **options)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     return process.returncode, out, err
 
 
@@ -235,7 +235,9 @@ def test_killed_six_times_the_bytes_are_the_same(corpus, whole, tmp_path):
     out = tmp_path / "out"
     rng = random.Random(3)
     between = 0  # kills after some shards and before the last
-    for kill in range(6):
+    for kill in range(20):
+        if kill >= 6 and between >= 2:
+            break
         before = len(list(out.glob("*.npy")))
         process = start("fineweb", *corpus.flags, "--out", out,
                         start_new_session=True)
@@ -263,8 +265,8 @@ def test_killed_six_times_the_bytes_are_the_same(corpus, whole, tmp_path):
 
 
 def ends(group):
-    """Whether a process group comes to its end within seconds."""
-    for _ in range(500):
+    """Whether a process group comes to its end within a minute."""
+    for _ in range(6000):
         try:
             os.killpg(group, 0)
         except ProcessLookupError:

@@ -127,7 +127,7 @@ def test_as_many_steps_as_the_warm_up(data, tmp_path):
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
     result = train("lit", tmp_path / "run", *flags, data=data,
-                   world_size=world_size, timeout=30)
+                   world_size=world_size)
     refused(result, message)
     assert not result.folder.exists()
 

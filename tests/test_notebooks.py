@@ -54,7 +54,7 @@ def execute(repo, portal, monkeypatch):
         whose = "import sys; print(sys.prefix)"
         book.cells.insert(0, nbformat.v4.new_code_cell(whose))
         NotebookClient(
-            book, timeout=170, kernel_name="python3",
+            book, timeout=600, kernel_name="python3",
             resources={"metadata": {"path": str(repo / "notebooks")}}
         ).execute()
         shown = {}
@@ -225,7 +225,6 @@ def test_lesson_ddp_says_what_is_wrong_in_a_line(
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(600)
 def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
         repo, execute):
     needs("mpirun")
@@ -440,7 +439,6 @@ def test_kernels_run_in_their_cells(ready, execute):
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(600)
 def test_your_model_says_what_its_answers_quote(ready, execute):
     needs("transformers")
     shown = {source: " ".join(unescape(re.sub("<.*?>", "", text)).split())

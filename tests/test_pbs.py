@@ -35,9 +35,9 @@ echo "Job Id: $2
     Account_Name = my-project
     Resource_List.place = scatter
     Resource_List.select = 1:ncpus=32:ngpus=4:mpiprocs=4
-    Resource_List.walltime = 00:00:44
+    Resource_List.walltime = 00:01:04
     schedselect = 1:ncpus=32:ngpus=4:mpiprocs=4
-    Submit_arguments = -A my-project -qworkq -l walltime=00:00:44,
+    Submit_arguments = -A my-project -qworkq -l walltime=00:01:04,
 	place=scatter -v FLAGS=--preset tiny --device cpu --microbatch-size 1 -
 	-max-steps 100000 -l filesystems=home:eagl
 	e batchfiles/pbs/batch-ddp-1n4g.sh
@@ -92,7 +92,7 @@ def run(clone, name, nodes=None, bin="", **variables):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
         start_new_session=True)
     try:
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
     (steps,) = re.findall(r"a new job goes on after (\d+) steps", done.stdout)
     *options, option, variables, file = submitted.read_text().splitlines()
     assert options == ["-A", "my-project", "-qworkq", "-l",
-                       "walltime=00:00:44,place=scatter", "-l",
+                       "walltime=00:01:04,place=scatter", "-l",
                        "filesystems=home:eagle"]
     assert option == "-v" and variables == (
         f"WORKSHOP_RUN={folder},FLAGS={flags}")

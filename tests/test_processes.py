@@ -20,9 +20,9 @@ def test_a_number_that_the_system_gives_again(tmp_path):
     script.write_text("import os, sys, time\nprint(os.getpid())\n"
                       "time.sleep(float(sys.argv[2]))\n"
                       "sys.exit(int(sys.argv[1]))\n")
-    first, = processes.launch(script, 0, 0)
-    pid = int(first.out)
     for _ in range(50):  # another process may take the number before ours
+        first, = processes.launch(script, 0, 0)
+        pid = int(first.out)
         LAST_PID.write_text(str(pid - 1))
         again, = processes.launch(script, 3, 0.3)
         if int(again.out or 0) == pid or again.status != 3:

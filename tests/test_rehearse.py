@@ -84,10 +84,10 @@ def test_a_job_that_does_not_end_is_cancelled(clone, capfd, monkeypatch):
         'echo qdel: Job has finished "$1" >&2; exit 35\n'))
     waits = ("echo 17; trap 'echo qsub: wait for job 17 interrupted by "
              "signal 15; exit 1' TERM; sleep 1000 & wait")  # as qsub says it
-    job = Step("job", 1, ("bash", "-c", waits), str(cancel))
+    job = Step("job", 5, ("bash", "-c", waits), str(cancel))
     assert rehearse.rehearse([job], clone) == 1
     assert capfd.readouterr().err.startswith(
-        "job: error: it had not ended after 1 s: try")
+        "job: error: it had not ended after 5 s: try")
     assert (clone / "cancelled").read_text() == "17\n"
 
 

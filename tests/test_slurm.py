@@ -112,7 +112,7 @@ def test_a_site_that_is_wrong(slurm, line, reason):
     """A job says so in one line, at once, and installs nothing."""
     with site(slurm, line):
         job = slurm.submit("ddp-1n1g", *FLAGS)
-        end = slurm.wait(job, timeout=30)
+        end = slurm.wait(job)
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
     log = slurm.log(job)
     assert re.search(reason, log) and log.count("\n") == 1, log
@@ -187,7 +187,7 @@ def test_from_inside_another_job(slurm, single):
             '{file}' {" ".join(map(str, FEW))}
         sleep 600""").stdout.strip()
     said = slurm.repo.parent / "outer.log"
-    wait_for(lambda: said.exists() and said.read_text().strip(), 30)
+    wait_for(lambda: said.exists() and said.read_text().strip())
     job = said.read_text().strip()
     assert trained(slurm, "ddp-2n2g", job, single) == 4
     slurm("scancel", outer)
@@ -200,7 +200,7 @@ def test_from_inside_another_job(slurm, single):
     files = list((slurm.repo / "runs" / f"ddp-2n2g-{job}").glob("gpus-*.txt"))
     assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
     assert all("dmon" in file.read_text() for file in files)
-    wait_for(lambda: not slurm.processes(job), 10)
+    wait_for(lambda: not slurm.processes(job))
 
 
 def test_the_script_on_the_desk(slurm):

@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+import subprocess
 import sys
 from zipfile import ZipFile
 
@@ -10,7 +11,11 @@ import pytest
 from cluster import FLAGS, wait_for
 from test_slurm import agree, single  # noqa: F401, a fixture
 
+from backstage import ROOT
+
 pytestmark = pytest.mark.whole
+
+BATCHFILES = ROOT / "batchfiles"
 
 LONG = (*FLAGS, "--max-steps", 400, "--checkpoint-every", 20,
         "--eval-every", 200, "--generate-every", 400,
@@ -69,7 +74,7 @@ class Disturbed:
         """And requeue it after that."""
         self.slurm("scancel", self.job)
         assert self.slurm.wait(self.job)["JobState"] == "CANCELLED"
-        wait_for(lambda: not self.slurm.processes(self.job), 20)
+        wait_for(lambda: not self.slurm.processes(self.job))
         newest = sorted((self.result.folder / "checkpoints").iterdir())[-1]
         assert newest.suffix == ".pt" and ZipFile(newest).testzip() is None
         self.slurm("scontrol", "requeue", self.job)
@@ -91,6 +96,19 @@ def test_nothing_is_lost(slurm, single, stage, disturb):  # noqa: F811
     assert slurm.wait(job.job)["JobState"] == "COMPLETED", job.log
     assert job.log.count("requeueing, to go on after") == 1
     agree(job.result, expected)
+
+
+@pytest.mark.parametrize(("answers", "status"), [(3, 0), (4, 1)])
+def test_slurm_is_asked_again_while_it_is_busy(answers, status):
+    """Else a job would end that could go on."""
+    done = subprocess.run(["bash", "-c", rf"""
+        eval "$(sed -n '/^ask_slurm() /,/^}}/p' '{BATCHFILES}/job.sh')"
+        sleep() {{ echo "$1"; }}
+        asked=0
+        squeue() {{ ((++asked == {answers})) && echo RUNNING; }}
+        ask_slurm squeue"""], capture_output=True, text=True, check=False)
+    assert done.returncode == status and not done.stderr
+    assert done.stdout == "10\n30\n" + "RUNNING\n" * (answers == 3)
 
 
 def test_a_stuck_job_says_why(slurm):
@@ -123,7 +141,7 @@ def test_preempted_and_out_of_time(slurm):
     node = f"--nodelist={slurm.nodes[0]}"
     job = slurm.submit(
         "ddp-1n1g", *FLAGS, "--max-steps", 10**6,
-        options=["--time=9", "--cpus-per-task=1", node])
+        options=["--time=30", "--cpus-per-task=1", node])
 
     def wait(count, text):
         wait_for(lambda: slurm.log(job).count(text) >= count,
@@ -135,9 +153,12 @@ def test_preempted_and_out_of_time(slurm):
     wait(1, "resuming after step")
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
     # SLURM looks twice a minute whose end is near
-    slurm("scontrol", "update", f"jobid={job}", "timelimit=2")
+    ran, _ = slurm.job(job)["RunTime"].rsplit(":", 1)
+    hours, minutes = map(int, ran.split(":"))
+    slurm("scontrol", "update", f"jobid={job}",
+          f"timelimit={60 * hours + minutes + 2}")
     wait(1, "stopped by SIGUSR1")
-    slurm("scontrol", "update", f"jobid={job}", "timelimit=9")
+    slurm("scontrol", "update", f"jobid={job}", "timelimit=30")
     wait(2, "resuming after step")
     log = slurm.log(job)
     assert "stopped by SIGTERM, checkpoint saved" in log

@@ -34,7 +34,7 @@ for other in others:
     other.kill()
     other.wait()
 while threads() > before:  # a thread that sleeps waits for no core
-    time.sleep(0.05)
+    time.sleep(0.5)
 print("as before")
 """
 
@@ -49,5 +49,5 @@ def test_it_goes_by_how_long_the_process_waits():
            if not name.startswith(("OMP_", "GOMP_"))}  # as a user's Python
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True,
-        env={**env, "PYTHONPATH": str(ROOT)}, timeout=90)
+        env={**env, "PYTHONPATH": str(ROOT)}, timeout=400)
     assert done.stdout == "as before\n", done.stderr

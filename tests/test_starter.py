@@ -24,6 +24,8 @@ from stages import (
     wait_for_rows,
 )
 
+from workshop.processes import free_port
+
 STEPS = "--max-steps", 120, "--eval-every", 50  # more than an epoch
 
 
@@ -184,8 +186,8 @@ def test_srun_names_the_ranks(alone, tmp_path):
     result = train("starter", tmp_path / "shell", "--max-steps", 2, env=env | {
         "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"})
     assert result.status == 0, result.err
-    step = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29411",
-                  "SLURM_STEP_NUM_TASKS": "2"}
+    step = env | {"MASTER_ADDR": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2",
+                  "MASTER_PORT": str(free_port())}
     launches = [start_stage(
         "starter", tmp_path / "run", *STEPS, env=step | {
             "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]

@@ -80,9 +80,9 @@ train() {
     echo "job       $PBS_JOBNAME $PBS_JOBID, on" \
         "$(sort -u "$PBS_NODEFILE" | paste -sd ' ')"
     echo "command   $*"
+    trap ended=yes TERM # by qdel or PBS: the processes get it as well
     "$@" &
     processes=$!
-    trap ended=yes TERM # by qdel or PBS: the processes get it as well
     end=$(when_to_end)
     while kill -0 $processes 2>/dev/null; do
         sleep 1

@@ -19,7 +19,7 @@ set -eu
 cmd=${1:?command}; D=$(realpath -m "${2:?directory}"); n=${3:-}; self=$(realpath "$0"); export SLURM_CONF=$D/etc/slurm.conf
 if [ "$cmd" = up ]; then
   : "${LAB_MODE:=ns}" "${LAB_NODES:=2}" "${LAB_GPUS:=4}" "${LAB_GPUTYPE:=h100}" "${LAB_CPUS:=64}" "${LAB_MEM:=512000}"
-  : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=30}"
+  : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=120}"
   if [ "$LAB_MODE" = ns ]; then P=node; else P=0x7f00000; fi
 elif [ -e "$D/run/settings" ]; then . "$D/run/settings"
 else echo "slurmlab: nothing is up in $D" >&2; [ "$cmd" = down ]; exit; fi

@@ -37,7 +37,8 @@ def main(target):
 
 def look(target, folder, processes):
     """(the ranks, the `Answer`). While one stands still, it looks again."""
-    said, end = False, time.monotonic() + PATIENCE
+    # what ranks on a busy node count is less than what has passed
+    said, end = False, time.monotonic() + 2 * PATIENCE
     while True:
         ranks = collect(folder, processes)
         require(ranks, f"{target}: no process there has said which rank it is")
@@ -45,7 +46,7 @@ def look(target, folder, processes):
         answer = judge(ranks, time.time(), alive)
         still = standstill([rank for rank in ranks if rank.ending == "runs"])
         if (answer.fault or not STILL < still <= PATIENCE
-                or time.monotonic() > end):  # a stopped rank does not count on
+                or time.monotonic() > end):
             return ranks, answer
         if not said:
             print(f"a rank has stood still for {still:.0f} s: looking again "

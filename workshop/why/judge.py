@@ -163,11 +163,12 @@ def judge(ranks, now, alive=True):
             return answer
     if all(rank.ending == "done" for rank in ranks):
         return Answer("", "all ranks have ended with status 0")
-    mute = [rank for rank in ranks if rank.ending == "gone"]
+    mute = [rank for rank in ranks
+            if not rank.fresh and rank.ending in ("runs", "gone")]
     if mute:
-        return Answer("", f"the ranks here move on, but {name_ranks(mute)} on "
-                      f"{mute[0].host} {has_have(mute)} not answered yet: ask "
-                      "again")
+        return Answer("", "the others move on, but " * (mute != ranks)
+                      + f"{name_ranks(mute)} on {mute[0].host} "
+                      f"{has_have(mute)} not answered yet: ask again")
     still = min(rank.still for rank in ranks)
     if still > PATIENCE:
         return Answer("", f"no rank has moved for {still:.0f} s, which they "
