@@ -1,4 +1,4 @@
-"""Scripts in 24 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 25 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -35,6 +35,12 @@ BY_HAND = edit(
             dist.all_reduce(weight.grad)
             weight.grad /= size
 """))
+COLUMNS = edit(
+    DDP, ("mse_loss(model(x), y)", "mse_loss(model(x.T), y)"),
+    ("nn.Sequential(nn", "nn.Sequential(Turned(), nn"), ("model = DDP(", """\
+class Turned(nn.Module):
+    def forward(self, x): return x.T
+model = DDP("""))
 IMAGES = edit(
     DDP, ("torch.randn(640, 10, gen", "torch.randn(640, 3, 8, 8, gen"),
     ("nn.Linear(10, 900), nn.ReLU(), nn.Dropout(0.2),",
@@ -125,11 +131,11 @@ FLAT = edit(
      'model = FSDP(model, device_id=torch.device("cpu"))'),
     ("nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
      "model.clip_grad_norm_(0.5)"))
-STYLES = {"DDP": DDP, "few values": FEW, "derivatives": DERIVED,
-          "noise": NOISE, "layers dropped": DROPPED, "losses added": ADDED,
-          "no module": NO_MODULE, "closure": LBFGS, "mixed precision": MIXED,
-          "FSDP1": FLAT, "by hand": BY_HAND, "images": IMAGES,
-          "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
+STYLES = {"DDP": DDP, "few values": FEW, "columns": COLUMNS,
+          "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
+          "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
+          "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
+          "images": IMAGES, "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
           "FSDP2": FSDP2, "GradScaler": SCALED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
@@ -296,6 +302,8 @@ CASES = [
 
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("columns", "an update has 32 samples, as with one", AS_ONE),
+    wrong("columns", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
     wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),

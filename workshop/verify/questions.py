@@ -84,11 +84,17 @@ def verify(try_out, size, steps, more=()):
         return findings or [ended], ["all else: the ranks have not made the "
                                      "same number of updates"]
     findings = [ended] if ended else []
-    kept = minibatch(case)
+    kept, columns = minibatch(case), minibatch(case, "columns")
+    kind = "rows"
+    if isinstance(kept, str) and isinstance(columns, int):
+        kept, kind = columns, "columns"
+    take(kind, case.alone, case.together)
     if kept == size:
         case.still = try_out(1, size * steps, "still")
         if how_it_ends(case.still, ""):
             case.still, kept = None, "the third run failed"
+        else:
+            take(kind, case.still)
     case.apart = kept if isinstance(kept, str) else ""
     questions = (samples, samplers, files) if case.asked("FSDP1") else (
         QUESTIONS)
@@ -138,20 +144,28 @@ def rows(updates):
     return [row for update in updates for row in update["samples"]]
 
 
-def read(updates):
+def read(updates, kind="samples"):
     """The distinct samples that each rank has read for an update."""
-    return [set(update["samples"]) for update in updates]
+    return [set(update[kind]) for update in updates]
 
 
-def minibatch(case):
+def take(kind, *trials):
+    """Take rows for samples, or columns if the batch is the second dimension.
+    """
+    for update in (update for trial in trials for seen in trial.seen
+                   for update in seen["updates"]):
+        update["samples"] = update[kind]
+
+
+def minibatch(case, kind="rows"):
     """How many times as many samples an update has as with one process.
 
     1 and the number of processes only where these are the samples that one
     process reads, in one or that many updates; else a text, why not.
     """
-    alone = [set(update["samples"]) for update
+    alone = [set(update[kind]) for update
              in case.alone.seen[0]["updates"] if update["optimizer"] == 0]
-    together = [set.union(*read(updates)) for updates in case.updates
+    together = [set.union(*read(updates, kind)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not any(alone) or not any(together):
         return "no samples were seen, nor whether each rank reads its own"

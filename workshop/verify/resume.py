@@ -67,7 +67,7 @@ def by_update(trial, begin, end=None):
 
 
 def samples(updates):
-    return Counter(row for update in updates for row in update["samples"])
+    return Counter(row for update in updates for row in update["rows"])
 
 
 def rates(updates):

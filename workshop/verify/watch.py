@@ -209,7 +209,8 @@ class Watcher(Observer):
         """The outermost module of a forward pass, with all it is given.
 
         The samples of an update are what the first of these is given: rows
-        of all tensors as long as the first, as far as they are data.
+        of all tensors as long as the first, as far as they are data; or their
+        columns, where the batch is the second dimension.
         """
         import torch
         from torch.utils._pytree import tree_leaves
@@ -227,14 +228,7 @@ class Watcher(Observer):
                    and (one.is_leaf or not one.requires_grad)]
         if not tensors or self.stream != id(module):
             return
-        rows = [hashlib.blake2b(digest_size=8) for _ in range(len(tensors[0]))]
-        for tensor in tensors:
-            if len(tensor) == len(rows):
-                flat = tensor.contiguous().reshape(len(rows), -1)
-                for row, data in zip(rows, flat.view(torch.uint8),
-                                     strict=True):
-                    row.update(data.numpy().tobytes())
-        self.pending += [row.hexdigest() for row in rows]
+        self.pending.append([hash_each(tensors, axis) for axis in (0, 1)])
 
     def watch_dropout(self):
         """Switch it off: it draws other numbers on each rank.
@@ -352,7 +346,9 @@ class Watcher(Observer):
                                   for key, weight in weights.items())
 
         self.seen["updates"].append({
-            "optimizer": number, "samples": self.samples,
+            "optimizer": number,
+            "rows": [row for rows, _ in self.samples for row in rows],
+            "columns": [row for _, rows in self.samples for row in rows],
             "losses": self.losses, "wrapped": len(self.synced),
             "rates": [float(group["lr"]) for group in optimizer.param_groups
                       if "lr" in group],
@@ -454,6 +450,23 @@ def random_states():
               if "numpy" in sys.modules else None}
     return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
             for name, state in states.items()}
+
+
+def hash_each(tensors, axis):
+    """Of the first tensor's rows or columns, and those of others with as many.
+    """
+    import torch
+
+    parts = [tensor.movedim(axis, 0) for tensor in tensors
+             if tensor.dim() > axis]
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(
+        len(parts[0]) if tensors[0].dim() > axis else 0)]
+    for part in parts:
+        if len(part) == len(hashes):
+            flat = part.reshape(len(part), -1).contiguous()
+            for one, data in zip(hashes, flat.view(torch.uint8), strict=True):
+                one.update(data.numpy().tobytes())
+    return [one.hexdigest() for one in hashes]
 
 
 def thin(tensor):
