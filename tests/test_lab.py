@@ -375,6 +375,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.paste(ready)
     lesson.save()
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
+    lesson.expect(page.locator(".ws", has_text="Not yet.")).to_contain_text(
+        "Your script has changed since this check.")
 
     # again, from the start
     workshop(repo, "reset", "std")

@@ -5,13 +5,14 @@ import re
 import shutil
 import sys
 from html import unescape
-from itertools import chain
+from itertools import chain, repeat
 from threading import Event
 from types import SimpleNamespace
 
 import nbformat
 import pytest
 import torch
+from cluster import wait_for
 from conftest import copy_course, needs, program, python
 from nbclient import NotebookClient
 
@@ -114,8 +115,14 @@ def test_headings_do_not_jump(path, monkeypatch):
 
 
 def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
-    """What is shown is replaced as a whole: one line of the page says it."""
-    shown = []
+    """What is shown is replaced as a whole: one line of the page says it.
+
+    An old verdict says that it is old, once the script is another one.
+    """
+    shown, scripts = [], iter(["mine", "mine", "another"])
+    looks = chain(["old", "new", "new"], repeat("newer"))
+    monkeypatch.setattr(cells, "saved_at", lambda: next(looks))
+    monkeypatch.setattr(cells, "read_script", lambda: next(scripts))
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
     monkeypatch.setattr(cells.interpreter, "run", lambda *_, on_line: [
@@ -131,6 +138,8 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
         "The processes start, which takes some seconds.", "1 process ...",
         'Right: </script> `reset("std")`']
     assert not any("<" in line for line in lines)
+    wait_for(lambda: "has changed since this check" in shown[-1])
+    assert next(scripts, None) is None
 
 
 def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):

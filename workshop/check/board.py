@@ -47,6 +47,7 @@ class Board:
         self.findings, self.pictures = [], {}  # of each trial
         self.causes = []
         self.last, self.right = "", None
+        self.is_old = False  # the script was changed since
 
     def update(self, event):
         """Take in an event."""
@@ -102,7 +103,9 @@ class Board:
             f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
             "</tr>" for title, verdicts in self.answers.items())
         kind = {True: "good", False: "bad"}.get(self.right, "")
-        out = [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
+        out = [paragraph("Your script has changed since this check.", "ask")
+               ] * self.is_old
+        out += [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
         out += [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] != "and"]
         out += [paragraph(f"{quote(text)}. {quote(why)}", "ask")

@@ -157,19 +157,31 @@ def follow_script(view):
         return view()
     handle = display(view(), display_id=True)
 
-    def follow(seen):
-        before = seen
-        while followed is view:
-            now = saved_at()
-            # Seen twice: an editor empties a file before it writes it.
-            if now == before != seen:
-                seen = now
+    def follow():
+        for is_new in saves(seen):
+            if followed is not view:
+                return
+            if is_new:
                 handle.update(view())
-            before = now
-            time.sleep(0.15)
 
-    threading.Thread(target=follow, args=(seen,), daemon=True).start()
+    threading.Thread(target=follow, daemon=True).start()
     return None
+
+
+def saves(seen):
+    """Looks again and again, and yields whether the script was saved.
+
+    seen: `saved_at()` of what was shown last.
+    """
+    before = seen
+    while True:
+        now = saved_at()
+        # Seen twice: an editor empties a file before it writes it.
+        yield now == before != seen
+        if now == before:
+            seen = now
+        before = now
+        time.sleep(0.15)
 
 
 def saved_at():
@@ -189,10 +201,11 @@ def check(stage, change=None):
     change, to try it alone, as it is in your script, with all others made.
     """
     site_variables()
-    board = Board()
+    board, seen, script = Board(), saved_at(), read_script()
     show = live(lambda: Shown(
         render.box(board.to_html(check_pictures(board))
-                   + render.KEEP_IN_SIGHT * (board.right is not None),
+                   + render.KEEP_IN_SIGHT * (board.right is not None
+                                             and not board.is_old),
                    board.last), board.to_text()))
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
@@ -213,6 +226,21 @@ def check(stage, change=None):
             board.update({"say": "The check did not come to its end."})
             board.right = False
         show(now=True)
+
+    def follow():
+        for is_new in saves(seen):
+            if is_new and read_script() != script:
+                board.is_old = True
+                return show(now=True)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def read_script():
+    try:
+        return DESK.read_bytes()
+    except OSError:
+        return None
 
 
 def check_pictures(board):
