@@ -131,7 +131,29 @@ FLAT = edit(
      'model = FSDP(model, device_id=torch.device("cpu"))'),
     ("nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
      "model.clip_grad_norm_(0.5)"))
-STYLES = {"DDP": DDP, "few values": FEW, "columns": COLUMNS,
+RECURRENT = edit(
+    DDP, ("torch.randn(640, 10, gen", "torch.randint(65, (640, 10), gen"),
+    (NET, """\
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(65, 16), nn.GRU(16, 16)
+        self.head = nn.Linear(16, 1)
+    def forward(self, x, state):
+        x, state = self.gru(self.embed(x), state)
+        return self.head(x[-1]), state
+model = DDP(Recurrent())
+"""), (DDP[DDP.index("        optimizer.zero_grad"):DDP.index("    if rank")],
+       """\
+        state = torch.zeros(1, len(x), 16)
+        for part in x.T.contiguous().split(3):  # the last has one
+            optimizer.zero_grad()
+            prediction, state = model(part, state.detach())
+            loss = nn.functional.mse_loss(prediction, y)
+            loss.backward()
+            optimizer.step()
+"""))
+STYLES = {"DDP": DDP, "recurrent": RECURRENT, "few values": FEW, "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
           "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
           "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
@@ -304,6 +326,8 @@ CASES = [
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("columns", "an update has 32 samples, as with one", AS_ONE),
     wrong("columns", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("recurrent", "an update has 32 samples, as with one", AS_ONE),
+    wrong("recurrent", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
     wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),

@@ -454,16 +454,22 @@ def random_states():
 
 def hash_each(tensors, axis):
     """Of the first tensor's rows or columns, and those of others with as many.
+
+    With tokens, of integers alone: a state that a model is given, which it
+    has computed, differs by rounding.
     """
     import torch
 
+    tokens = tensors[0].dim() > 1 and not tensors[0].is_floating_point()
     parts = [tensor.movedim(axis, 0) for tensor in tensors
-             if tensor.dim() > axis]
+             if tensor.dim() > axis
+             and not (tokens and tensor.is_floating_point())]
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(
         len(parts[0]) if tensors[0].dim() > axis else 0)]
     for part in parts:
         if len(part) == len(hashes):
-            flat = part.reshape(len(part), -1).contiguous()
+            flat = part.reshape(len(part), -1).clone(
+                memory_format=torch.contiguous_format)  # its strides, too
             for one, data in zip(hashes, flat.view(torch.uint8), strict=True):
                 one.update(data.numpy().tobytes())
     return [one.hexdigest() for one in hashes]
