@@ -79,6 +79,11 @@ SCALED = edit(
         scaler.unscale_(optimizer)
 """), ("optimizer.step()\n", "scaler.step(optimizer)\n"
        "        scaler.update()\n"))
+LOOK = edit(DDP, ("    sampler.set_epoch(epoch)\n", """\
+    len(next(iter(loader))[0])  # as PyTorch's tutorial does
+    list(DataLoader(dataset, 32, sampler=DistributedSampler(dataset)))
+    sampler.set_epoch(epoch)
+"""))
 NET = DDP[DDP.index("model = "):DDP.index("optimizer = ")]
 FEW = edit(DDP, ("torch.randn(640, 10, generator=g)",
                  "(torch.rand(640, 10, generator=g) < 0.1).float()"))
@@ -153,7 +158,8 @@ model = DDP(Recurrent())
             loss.backward()
             optimizer.step()
 """))
-STYLES = {"DDP": DDP, "recurrent": RECURRENT, "few values": FEW, "columns": COLUMNS,
+STYLES = {"DDP": DDP, "DDP, a look": LOOK,
+          "recurrent": RECURRENT, "few values": FEW, "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
           "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
           "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
@@ -292,6 +298,9 @@ CASES = [
     wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
           "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", ""),
           suite=True),
+    right("DDP, a look", "an update has 32 samples, as with one"),
+    wrong("DDP, a look", "no set_epoch", "set_epoch was not called",
+          ("    sampler.set_epoch(epoch)\n", "")),
     wrong("DDP", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
           (STEP, "        if rank == 0: optimizer.step()\n")),
     wrong("DDP", "unused parameters", "find_unused_parameters=True",

@@ -50,6 +50,7 @@ class Watcher(Observer):
         self.optimizers, self.made = [], Counter()
         self.modules, self.parameters, self.local = {}, {}, {}
         self.inside = self.finished = self.recorded = False
+        self.told = {}  # sampler -> whether set_epoch came before its start
         self.since = set()  # optimizers with gradients since it has saved
         return super().__call__(rank)
 
@@ -114,7 +115,7 @@ class Watcher(Observer):
         def visible_begin(sampler):
             self.asked("sampler", (sampler.num_replicas, sampler.seed))
             if sampler.shuffle:
-                self.asked("epoch", hasattr(sampler, "_was_told"))
+                self.told[sampler] = hasattr(sampler, "_was_told")
             return begin(sampler)
 
         @functools.wraps(set_epoch)
@@ -324,6 +325,8 @@ class Watcher(Observer):
         if self.recorded:  # a closure may be called several times
             return
         self.recorded = True
+        if self.told and not self.made:  # others are of a validation
+            self.asked("epoch", any(self.told.values()))
         number = next((i for i, one in enumerate(self.optimizers)
                        if one is optimizer), len(self.optimizers))
         if number == len(self.optimizers):
