@@ -327,6 +327,10 @@ CASES = [
           "one process 0.099, in update 1",
           (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
            "size / 1000\n")),
+    wrong("DDP", "one class", "warn  all gradients are 0",
+          ("mse_loss(model(x), y)", "cross_entropy(model(x), y)")),
+    wrong("DDP", "no numbers", "FAIL  in update 1 the loss is nan",
+          ("lr=0.1", "lr=1e30"), ("0.5)\n", "1e30)\n")),
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
@@ -481,6 +485,10 @@ CASES = [
                                      "for layer in ("),
           ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n",
            "")),
+    wrong("FSDP2", "weights without a value", "FAIL  the first weights are "
+          "not finite numbers: 0.bias",
+          ("optimizer = ", "nn.init.constant_(model[0].bias, torch.nan)\n"
+           "optimizer = ")),
     right("mixed precision", AS_ONE),
     wrong("mixed precision", "another learning rate", "FAIL  in update 0 the "
           "weights are off", ("lr=1e-3", "lr=1e-3 * size")),

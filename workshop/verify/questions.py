@@ -291,6 +291,35 @@ def splits_matrices(case):
                for entry in sharded)
 
 
+def numbers(case):
+    """Are weights and losses numbers, and gradients not all 0?"""
+    for step, updates in enumerate(case.updates):
+        odd = {key for update in updates if update["before"]
+               for key, part in parts(update["before"])
+               if not part.isfinite().all()}
+        if odd:
+            return [fail("the first weights are not finite numbers: "
+                         f"{named(case, odd)}", "to_empty() leaves what was "
+                         "in memory: give each of them a value")]
+        if any(loss != loss for update in updates
+               for loss in update["losses"]):
+            return [fail(f"in update {step} the loss is nan", "with nan "
+                         "nothing else can be compared")]
+    some = [part.any() for updates in case.updates for update in updates
+            for _, part in parts(update["gradients"])]
+    if some and not any(some):
+        return [warn("all gradients are 0", "does the loss depend on the "
+                     "weights? nothing is learnt, nor compared")]
+    return []
+
+
+def parts(state):
+    """What a rank has of tensors: (key, elements)."""
+    yield from whole_here(state).items()
+    for key, entry in state["sharded"].items():
+        yield key, entry["part"]
+
+
 def start(case):
     """Are the weights equal before the first update?"""
     firsts = [[update["before"] for update in updates]
@@ -307,7 +336,7 @@ def start(case):
         case.alone.seen[0]["updates"][0]["before"]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
-    if alike and mine.error(alone) > 1e-6:
+    if alike and not mine.error(alone) <= 1e-6:  # nan is not
         return [(fail if firsts[0][0]["sharded"] else warn)(
             "they are not the first weights of one process", "the same seed "
             "on all ranks right before the model is made")]
@@ -398,7 +427,7 @@ def equal(case):
 
 def mean(case):
     """Are the gradients the mean of what each rank has computed?"""
-    worst = 0.0
+    worst, scale = None, ""
     for step, updates in enumerate(case.updates):
         local = [whole_here(update["local"]) for update in updates]
         used = assemble([update["gradients"] for update in updates])
@@ -411,9 +440,11 @@ def mean(case):
         mine = torch.cat([used.tensors[key] for key in keys])
         each = [torch.cat([one[key] for key in keys]) for one in local]
         good = sum(each) / case.size
+        if not good.any():
+            continue
         bound = GRADIENT * case.loosely
         if off(mine, good) < bound:
-            worst = max(worst, off(mine, good))
+            worst = max(worst or 0.0, off(mine, good))
         elif off(mine, case.size * good) < bound:
             return [summed(case, step)]
         else:
@@ -423,13 +454,16 @@ def mean(case):
                              f"of rank {owner[0]} alone", "all_reduce adds "
                              "up those of all ranks; broadcast does not")]
             factor = (mine @ good / (good @ good)).item()
-            if off(mine, factor * good) > bound:
+            worst = max(worst or 0.0, off(mine, factor * good))
+            scale = f", times {factor:.3g}"
+            if not worst <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
                              f"{percent(off(mine, good))}", "does the script "
                              "change them otherwise, too?")]
-    return [ok("gradients are the mean of the ranks' own, before they are "
-               f"clipped (to {worst:.0e})")]
+    return [] if worst is None else [ok(
+        f"gradients are the mean of the ranks' own{scale}, before they are "
+        f"clipped (to {worst:.0e})")]
 
 
 def off(value, good):
@@ -607,8 +641,8 @@ def files(case):
     return findings
 
 
-QUESTIONS = (start, samples, samplers, reductions, unused, equal, mean, same,
-             buffers, files)
+QUESTIONS = (numbers, start, samples, samplers, reductions, unused, equal,
+             mean, same, buffers, files)
 
 
 def not_seen(case, steps, resumes):
