@@ -68,6 +68,26 @@ FSDP2 = edit(
 for layer in (model[0], model[2], model):
     fully_shard(layer)
 """), ("SGD(model.parameters(), lr=0.1", "AdamW(model.parameters(), lr=1e-3"))
+BEGIN = next(line for line in DDP.splitlines(True) if "dist.init" in line)
+HSDP = edit(FSDP2, ("for layer in", """\
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("copies", "parts"))
+for layer in"""), ("fully_shard(layer)", "fully_shard(layer, mesh=mesh)"))
+SPLIT = edit(
+    FSDP2, (BEGIN, """\
+import os
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import parallel
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+"""),
+    ("(dataset, shuffle=False)", "(dataset, 1, 0, shuffle=False)"),
+    ("batch_size=32 // size", "batch_size=32"),
+    ("for layer in (model[0], model[2], model):\n    fully_shard(layer)\n",
+     """parallel.parallelize_module(
+    model, mesh,
+    {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()})
+"""), ("nn.Linear(10, 17)", "nn.Linear(10, 18)"),
+    ("nn.Linear(17, 1)", "nn.Linear(18, 1)"))
 SCALED = edit(
     DDP, ("SGD(model.parameters(), lr=0.1)", "Adam(model.parameters(), "
           "lr=1e-3)\nscaler = torch.amp.GradScaler('cpu')"),
@@ -164,7 +184,8 @@ STYLES = {"DDP": DDP, "DDP, a look": LOOK,
           "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
           "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
           "images": IMAGES, "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
-          "FSDP2": FSDP2, "GradScaler": SCALED,
+          "FSDP2": FSDP2, "HSDP": HSDP, "tensor parallel": SPLIT,
+          "GradScaler": SCALED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
         ("nanoGPT", "nano"), ("minGPT", "mingpt"),
@@ -489,6 +510,13 @@ CASES = [
           "not finite numbers: 0.bias",
           ("optimizer = ", "nn.init.constant_(model[0].bias, torch.nan)\n"
            "optimizer = ")),
+    right("HSDP", AS_ONE, "gradients are reduced once an update"),
+    wrong("HSDP", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("tensor parallel", AS_ONE, "warn  all ranks read the same samples",
+          "whether gradients are reduced: with tensor parallelism",
+          suite=True),
+    wrong("tensor parallel", "other samples", "warn  each rank reads other "
+          "samples", ("(dataset, 1, 0,", "(dataset,")),
     right("mixed precision", AS_ONE),
     wrong("mixed precision", "another learning rate", "FAIL  in update 0 the "
           "weights are off", ("lr=1e-3", "lr=1e-3 * size")),

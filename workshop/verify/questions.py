@@ -188,10 +188,14 @@ def samples(case):
     twice = total - sum(len(set.union(*one)) for one in sets)
     share = ("each has to read its own: a DistributedSampler, or where they "
              "are drawn at random, another seed on each rank")
+    if splits_matrices(case):
+        group = in_groups(sets)
+        return [warn("all ranks read the same samples" if group == case.size
+                     else f"groups of {group} ranks read the same samples"
+                     if group > 1 else "each rank reads other samples",
+                     "ranks of one group of tensor parallelism read the same, "
+                     "other groups other samples")]
     if all(part == one[0] for one in sets for part in one):
-        if splits_matrices(case):
-            return [warn("all ranks read the same samples", "right if they "
-                         "are one group of tensor parallelism")]
         return [fail(f"all {case.size} ranks read the same samples", share)]
     group = case.size if case.still else 1
     alone = [update for update in (
@@ -287,8 +291,19 @@ def samplers(case):
 def splits_matrices(case):
     """Whether parameters are sharded, and not by fully_shard alone."""
     sharded = case.updates[0][0]["gradients"]["sharded"].values()
-    return any(entry["mesh"].dim() > 1 or not case.asked("fully_shard")
-               for entry in sharded)
+    return any(sum("Shard" in kind for kind, _ in entry["placements"]) > 1
+               or not case.asked("fully_shard") for entry in sharded)
+
+
+def in_groups(sets):
+    """How many ranks at a time read the same samples, as those of a group.
+    """
+    for size in range(len(sets[0]), 1, -1):
+        if all(set(Counter(map(frozenset, one)).values()) == {size}
+               and len(set.union(*one)) * size == sum(map(len, one))
+               for one in sets):
+            return size
+    return 1
 
 
 def numbers(case):
@@ -354,6 +369,8 @@ def named(case, keys):
 
 def reductions(case):
     """Are gradients reduced, how often, and before they are clipped?"""
+    if splits_matrices(case):
+        return []  # activations are reduced, too
     mine = [updates[0] for updates in case.updates]
     reduced, elements, sent, calls = (
         sum(update[key] for update in mine) / len(mine)
@@ -366,15 +383,17 @@ def reductions(case):
                 if made and not any(update["wrapped"] for update in mine) else
                 "wrap the model in DistributedDataParallel and call that; or "
                 "all_reduce every gradient before optimizer.step()")
-        if not case.asked("init_process_group"):
+        if not case.asked("init_process_group") and not any(
+                seen["joined"] for seen in case.together.seen):
             hint = ("it never joins a process group: "
                     "torch.distributed.init_process_group()")
         return [fail(f"gradients are not reduced: {reduced:.0f} "
                      f"elements in an update of {elements:.0f}", hint)]
-    often = "once" if times < 1.5 else f"{times:.2g} times"
+    once = times < 1.9  # copies of shards (HSDP) are reduced, too
+    often = "once" if once else f"{times:.2g} times"
     words = (f"gradients are reduced {often} an update, "
              f"{sent / 1e6:.3g} MB in {calls:.3g} calls")
-    findings = [ok(words)] if times < 1.5 else [warn(
+    findings = [ok(words)] if once else [warn(
         words, "once is enough: all microbatches but the last under "
         "model.no_sync(); or does one loss take several passes?")]
     if any(update["late"] > 0.5 * update["elements"]
@@ -653,6 +672,9 @@ def not_seen(case, steps, resumes):
              "and without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
+    if splits_matrices(case):
+        texts.append("whether gradients are reduced: with tensor parallelism, "
+                     "so are activations")
     if case.asked("FSDP1"):
         texts.append("gradients and weights: FullyShardedDataParallel keeps "
                      "them in its own way; of fully_shard they are seen")
