@@ -348,6 +348,12 @@ CASES = [
           "one process 0.099, in update 1",
           (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
            "size / 1000\n")),
+    wrong("DDP", "an error", "rank 0 ended with an error: ValueError: a bad "
+          "sample (line 23)", ("        optimizer.zero_grad()\n",
+                               "        raise ValueError('a bad sample')\n")),
+    wrong("DDP", "it only says why", 'its last line: "2 GPUs are needed"',
+          ("dist.init_process_group(", "print('2 GPUs are needed')\n"
+           "raise SystemExit\ndist.init_process_group(")),
     wrong("DDP", "one class", "warn  all gradients are 0",
           ("mse_loss(model(x), y)", "cross_entropy(model(x), y)")),
     wrong("DDP", "no numbers", "FAIL  in update 1 the loss is nan",

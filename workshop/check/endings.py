@@ -49,7 +49,9 @@ def explain(trial):
 
 def last_words(trial, rank):
     """What an error output says that happened, and where."""
-    status, err = trial.ranks[rank].status, trial.ranks[rank].err
+    status = trial.ranks[rank].status
+    err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
+                 flags=re.MULTILINE)
     lines = [line for line in err.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("error")]
     if (status or 0) < 0 and not ours:  # not by an error of Python

@@ -120,7 +120,11 @@ def how_it_ends(trial, words):
                             finding.hint)
         return finding
     if not all(seen and seen["updates"] for seen in trial.seen):
-        return fail(f"{words}it makes no update by an optimizer of PyTorch",
+        last = [line for line in trial.ranks[0].out.splitlines()
+                if line.strip()][-1:]
+        return fail(f"{words}it makes no update by an optimizer of PyTorch"
+                    + "".join(f'; its last line: "{line[:200]}"'
+                              for line in last),
                     "does it train with these flags, and without starting "
                     "processes of its own?")
     return None
@@ -395,7 +399,8 @@ def reductions(case):
              f"{sent / 1e6:.3g} MB in {calls:.3g} calls")
     findings = [ok(words)] if once else [warn(
         words, "once is enough: all microbatches but the last under "
-        "model.no_sync(); or does one loss take several passes?")]
+        "model.no_sync(), their forward pass, too; or does one loss take "
+        "several passes?")]
     if any(update["late"] > 0.5 * update["elements"]
            for update, *_ in case.updates):
         findings.append(fail("gradients are clipped before they are reduced",
