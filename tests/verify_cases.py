@@ -107,6 +107,13 @@ LOOK = edit(DDP, ("    sampler.set_epoch(epoch)\n", """\
 NET = DDP[DDP.index("model = "):DDP.index("optimizer = ")]
 FEW = edit(DDP, ("torch.randn(640, 10, generator=g)",
                  "(torch.rand(640, 10, generator=g) < 0.1).float()"))
+SMALL = edit(
+    DDP, ("r = DistributedSampler(dataset)\n", "r = DistributedSampler("
+          "dataset) if size > 1 else None\n"), ("batch_size=32 // size, ",
+          "batch_size=32, shuffle=sampler is None, "),
+    ("    sampler.set", "    if sampler: sampler.set"),
+    ("torch.randn(640, 10", "torch.randn(80, 10"),
+    ("torch.randn(640, 1,", "torch.randn(80, 1,"))
 DERIVED = edit(DDP, ("        loss = nn", "        x.requires_grad_()\n"
                      "        loss = nn"))
 NOISE = edit(
@@ -179,7 +186,8 @@ model = DDP(Recurrent())
             optimizer.step()
 """))
 STYLES = {"DDP": DDP, "DDP, a look": LOOK,
-          "recurrent": RECURRENT, "few values": FEW, "columns": COLUMNS,
+          "recurrent": RECURRENT, "few values": FEW, "few samples": SMALL,
+          "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
           "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
           "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
@@ -364,6 +372,10 @@ CASES = [
 
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    right("few samples", "right if the dataset is that small"),
+    wrong("few samples", "all read the same", SAME_SAMPLES,
+          ("DistributedSampler(dataset)", "DistributedSampler(dataset, 1, 0)")
+          ),
     right("columns", "an update has 32 samples, as with one", AS_ONE),
     wrong("columns", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("recurrent", "an update has 32 samples, as with one", AS_ONE),
