@@ -439,6 +439,9 @@ CASES = [
            "DistributedSampler(dataset, 1, 0))")),
     wrong("minGPT", "all save", "FAIL  several ranks write snapshot-",
           ("if self.global_rank == 0 and epoch", "if epoch")),
+    wrong("minGPT", "a path of its own", "FAIL  it begins with snapshot.pt, "
+          "which verify's run before has saved",
+          ("(snapshot_path=sys.argv[1])", "()")),
     wrong("minGPT", "an optimizer of another model", "parameters got no "
           "gradient", ("Trainer(config, model, opt",
                        "Trainer(config, GPT(), opt")),

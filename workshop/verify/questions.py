@@ -20,12 +20,13 @@ LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
+AGAIN = ("verify runs it several times: {run} in a flag is another name each "
+         "time, as in --run /tmp/run-{run}")
 HINTS = (
     ("finished reduction in the prior iteration", "some parameters get no "
      "gradient, for which DDP waits: remove them, or "
      "find_unused_parameters=True"),
-    ("exists", "verify runs it several times: {run} in a flag is another "
-     "name each time, as in --run /tmp/run-{run}"),
+    ("exists", AGAIN),
     ("multiprocessing.spawn", "verify starts the processes, as torchrun does: "
      "read RANK and WORLD_SIZE of the environment, without mp.spawn"),
 )
@@ -320,6 +321,19 @@ def in_groups(sets):
                for one in sets):
             return size
     return 1
+
+
+def leftovers(case):
+    """Does a run begin with what the one before has saved?"""
+    results, used = set(), set()
+    for trial in filter(None, (case.alone, case.together, case.still)):
+        for seen in trial.seen:
+            used |= results.intersection(seen["read"])
+        for seen in trial.seen:
+            results.update(seen["results"])
+    names = ", ".join(sorted({Path(path).name for path in used})[:3])
+    return [fail(f"it begins with {names}, which verify's run before has "
+                 "saved", AGAIN)] if used else []
 
 
 def numbers(case):
@@ -677,8 +691,8 @@ def files(case):
     return findings
 
 
-QUESTIONS = (numbers, start, samples, samplers, reductions, unused, equal,
-             mean, same, buffers, files)
+QUESTIONS = (leftovers, numbers, start, samples, samplers, reductions, unused,
+             equal, mean, same, buffers, files)
 
 
 def not_seen(case, steps, resumes):

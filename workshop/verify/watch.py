@@ -10,6 +10,8 @@ the check, and RANK.pt, a dictionary:
     low       whether it computes in bf16 or fp16
     draws     whether the model draws random numbers, dropout apart
     saved     how many updates were recorded when it had saved something
+    read      files it has opened before its first update
+    results   files it has written after that
     asked, written  as in the check
 """
 
@@ -57,7 +59,8 @@ class Watcher(Observer):
     def nothing_seen(self):
         return {"updates": [], "names": {}, "dropout": False,
                 "batchnorm": False, "low": False, "draws": False,
-                "saved": None, "asked": [], "written": []}
+                "saved": None, "read": [], "results": [],
+                "asked": [], "written": []}
 
     def finish(self):
         if not self.finished:
@@ -408,6 +411,17 @@ class Watcher(Observer):
                 Path(f"{self.folder}/saved").touch()
 
         torch.save = visible_save
+
+    def on_event(self, event, args):
+        super().on_event(event, args)
+        if event == "open" and isinstance(args[0], str) and not (
+                self.made or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            self.seen["read"].append(os.path.abspath(args[0]))
+
+    def wrote(self, path):
+        super().wrote(path)
+        if self.made:
+            self.seen["results"].append(os.path.abspath(path))
 
     def is_output(self, path):
         path = os.path.abspath(path)
