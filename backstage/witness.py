@@ -42,7 +42,8 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          ("PMI_RANK", "PMI_SIZE"))
 # Files whose lines are not the script's
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
-                     r"|/workshop/(as_torchrun|processes)\.py|\.pyx$")
+                     r"|/workshop/(as_torchrun|processes)\.py|\.pyx$"
+                     r"|/c[a-z2-7]{51}\.py$")  # torch.compile's
 
 # What is recorded of MPI's communicators, and what makes new ones
 COLLECTIVES = (

@@ -15,6 +15,7 @@ from conftest import edit, needs, python
 
 from backstage import ROOT
 from backstage.errors import UserError
+from backstage.witness import find_line
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
@@ -591,6 +592,15 @@ def test_who_is_deaf_is_said_when_rank_0_has_tried():
     assert judge(ranks, 20).fault == "blocked port"
     ranks[0].answer = "no answer"
     assert judge(ranks, 20).fault == "wrong MASTER_ADDR"
+
+
+def test_what_is_compiled_is_not_the_scripts_line():
+    """While torch.compile compiles, its own files are the innermost."""
+    mine = ["/home/me/train.py", 12, "train"]
+    made = ["/tmp/torchinductor_me/4g/c4gctn4dfcbfhsqf3etj2uh6z57f2atxonbbl6"
+            "f2sxtbm3csrab4.py", 33, "<module>"]
+    library = ["/lib/python3/site-packages/torch/_dynamo/eval_frame.py", 5, ""]
+    assert find_line([mine, library, made]) == mine
 
 
 def test_other_lines_are_no_mistake():
