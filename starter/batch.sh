@@ -26,7 +26,8 @@ while kill -0 $processes 2>/dev/null; do
     wait $processes # returns at each signal
     status=$?
 done
-if [ "$status" = 0 ] && [ ! -e "$run/finished" ]; then
+state=$(squeue -h -j "$SLURM_JOB_ID" -o %T) # another one after scancel
+if [ "$status${state:-RUNNING}" = 0RUNNING ] && [ ! -e "$run/finished" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import signal
+import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -153,7 +154,8 @@ def main():
     S, B = args.minibatch_size, args.microbatch_size
     round_size = B * world_size  # a microbatch on every rank
     require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: change --microbatch-size")
+            f"divisible by {round_size}: change --microbatch-size, or "
+            "--minibatch-size")
     train_data, val_data = Rings(10_000, seed=0), Rings(1_000, seed=1)
     require(S <= min(len(train_data), len(val_data)),
             f"one split has less than a minibatch of {S} samples")
@@ -171,9 +173,14 @@ def main():
     if file:
         saved = torch.load(file, weights_only=True)
         first_step = saved["step"]
-        state_dict.set_state_dict(
-            model, optimizer, model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"], options=whole)
+        names = state_dict.get_model_state_dict(model).keys()
+        require(names == saved["model"].keys(),
+                f"{file} is of another model: name another --run")
+        state_dict.set_model_state_dict(model, saved["model"], options=whole)
+        whole.strict = False  # who had no gradient yet has no state
+        if saved["optimizer"]["state"]:  # plain SGD has none at all
+            state_dict.set_optimizer_state_dict(
+                model, optimizer, saved["optimizer"], options=whole)
     if rank == 0:
         metrics = open_metrics(folder / "metrics.csv", first_step)
     def load(data, steps):
@@ -198,7 +205,7 @@ def main():
     for step in steps:
         start_time = time.perf_counter()
         torch.manual_seed(hash((args.seed, step, rank)))  # for dropout
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # all at one rate
             group["lr"] = lr = get_lr(step, args)
         report = torch.tensor([0.0, len(stops)], device=device)
         for begin in range(0, S, round_size):
@@ -248,5 +255,12 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # Python's own clean-up may hang in a thread of gloo
+    status = 1
+    try:
+        main()
+        status = 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    os._exit(status)  # Python's own clean-up may wait for a worker, or gloo

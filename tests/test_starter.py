@@ -120,6 +120,64 @@ def test_a_signal_to_its_workers_too_saves(tmp_path):
     assert "stopped by a signal" in out and any(run.glob("checkpoints/*.pt"))
 
 
+def test_a_mistake_ends_it_despite_its_workers(tmp_path):
+    """They ignore the SIGTERM by which Python ends them before it waits."""
+    script = tmp_path / "train.py"
+    script.write_text(edit(STARTER.read_text(), (
+        "        return self.points[i],", "        if i == 77:\n"
+        "            raise OSError(f'no sample {i}')\n"
+        "        return self.points[i],")))
+    result = train("starter", tmp_path / "run", "--workers", 2, script=script,
+                   timeout=60)
+    assert result.status == 1 and "OSError: no sample 77" in result.err
+
+
+def test_what_is_printed_last_is_seen(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(edit(STARTER.read_text(), (
+        "    dist.barrier()", "    print('the last words')\n"
+        "    dist.barrier()")))
+    result = subprocess.run(
+        [sys.executable, script, "--max-steps", "1"], cwd=tmp_path,
+        capture_output=True, text=True, timeout=120)
+    assert result.stdout.endswith("the last words\n"), result.stderr
+
+
+@pytest.mark.parametrize("changes", [
+    [("AdamW(model.parameters(), weight_decay", "SGD(model.parameters(), lr")],
+    [("        self.layers =",
+      "        self.unused = nn.Linear(2, 2)\n        self.layers ="),
+     ("Parallel(model)", "Parallel(\n        model, "
+      "find_unused_parameters=True)")],
+], ids=["plain SGD", "a parameter without a gradient"])
+def test_what_has_no_optimizer_state_is_resumed(changes, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(edit(STARTER.read_text(), *changes))
+    whole = train("starter", tmp_path / "whole", "--max-steps", 6,
+                  script=script)
+    flags = "--max-steps", 6, "--checkpoint-every", 3
+    start_stage("starter", tmp_path / "run", *flags, script=script,
+                observe=DieAfter(3)).wait()
+    again = train("starter", tmp_path / "run", *flags, "--resume",
+                  script=script)
+    assert again.status == 0, again.err
+    assert "| step    3/" in again.out and "| step    2/" not in again.out
+    assert again.column("loss") == whole.column("loss")
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP"])
+def test_another_model_is_not_resumed(way, begun, tmp_path, request):
+    """Nor are the weights that the checkpoint lacks left as they are."""
+    script = tmp_path / "train.py"
+    text = (STARTER if way == "DDP" else request.getfixturevalue("fsdp")
+            ).read_text()
+    script.write_text(edit(text, (
+        "nn.Linear(64, 3))", "nn.Linear(64, 3), nn.Linear(3, 3))")))
+    result = train("starter", begun, "--resume", script=script)
+    (line,) = result.err.splitlines()
+    assert result.status == 1 and "another model" in line
+
+
 def test_the_ranks_divide_each_minibatch():
     """Also after a resume; each sample comes once in an epoch."""
     shard = runpy.run_path(str(STARTER))["shard"]
@@ -161,7 +219,7 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--microbatch-size", 7], "not divisible"),
+    (["--microbatch-size", 7], "or --minibatch-size"),
     (["--minibatch-size", 2000, "--microbatch-size", 2], "less than"),
     (["--learning-rate", 1e30], "--learning-rate"),
     (["--seed", 1, "--resume"], "was started with"),
@@ -201,6 +259,7 @@ PROGRAMS = {
             'trap "kill -USR1 $rank" USR1\n'
             'while kill -0 $rank 2>/dev/null; do wait $rank; done\n',
     "scontrol": 'echo "$@" >> scontrol.txt; echo localhost\n',
+    "squeue": 'echo "${STATE:-RUNNING}"\n',
 }
 
 
@@ -216,11 +275,11 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
         sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
         "SLURM_CPUS_PER_TASK": "1"}
 
-    def job(max_steps):
+    def job(max_steps, **more):
         return subprocess.Popen(
             ["bash", STARTER.with_name("batch.sh"), "--fp32", "--max-steps",
-             str(max_steps)], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
-            text=True)
+             str(max_steps)], cwd=tmp_path, env=env | more, text=True,
+            stdout=subprocess.PIPE, start_new_session=True)
 
     run = tmp_path / "runs" / "7"
     first = job(100_000)
@@ -235,3 +294,9 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     out, _ = second.communicate(timeout=120)
     assert second.returncode == 0 and f"| step {done:4d}/" in out
     assert calls.read_text().count("requeue") == 1
+    cancelled = job(100_000, STATE="COMPLETING")
+    wait_for_rows(run, done + 10)
+    os.killpg(cancelled.pid, signal.SIGTERM)  # as scancel: all of them
+    out, _ = cancelled.communicate(timeout=120)
+    assert "stopped by a signal" in out
+    assert calls.read_text().count("requeue") == 1  # it stays cancelled

@@ -6,7 +6,7 @@ in kind.
 
 import pytest
 from conftest import needs
-from verify_cases import CASES, outcome, problem
+from verify_cases import CASES, Case, outcome, problem
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
@@ -24,3 +24,19 @@ def test_a_script(case, tmp_path):
     needs(*NEEDS.get(case.style, ()))
     status, out = outcome(case, tmp_path)
     assert not problem(case, status, out), out
+
+
+def test_a_causal_mask_is_the_same_on_all_ranks(tmp_path):
+    """Of infinities, whose difference is nan."""
+    case = Case("DDP", "", ("weights are equal",), (
+        ("nn.Sequential(nn", "nn.Sequential(Masked(), nn"),
+        ("model = DDP(", """\
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    def forward(self, x): return x
+model = DDP(""")))
+    status, out = outcome(case, tmp_path)
+    assert not problem(case, status, out), out
+    assert "buffers differ" not in out, out

@@ -617,18 +617,12 @@ CASES = [
           "of the run that was not stopped", suite=True, resumes=True),
     wrong("starter", "no optimizer", "FAIL  a resume after 2 updates: the "
           "optimizer's state does not come back: no step of layers.0.weight",
-          ("        state_dict.set_state_dict(\n            model, optimizer, "
-           "model_state_dict=saved[\"model\"],\n            optim_state_dict="
-           "saved[\"optimizer\"], options=whole)",
-           "        state_dict.set_model_state_dict(\n            model, "
-           "saved[\"model\"], options=whole)"), suite=True, resumes=True),
+          ("if saved[\"optimizer\"][\"state\"]:", "if False:"),
+          suite=True, resumes=True),
     wrong("starter", "no weights", "FAIL  a resume after 2 updates: the "
           "weights begin anew",
-          ("        state_dict.set_state_dict(\n            model, optimizer, "
-           "model_state_dict=saved[\"model\"],\n            optim_state_dict="
-           "saved[\"optimizer\"], options=whole)",
-           "        state_dict.set_optimizer_state_dict(\n            model, "
-           "optimizer, saved[\"optimizer\"], options=whole)"), resumes=True),
+          ("        state_dict.set_model_state_dict(model, saved[\"model\"], "
+           "options=whole)\n", ""), resumes=True),
     wrong("starter", "the data from its start", "FAIL  a resume after 2 "
           "updates: in the next update it reads the samples of update 0 "
           "again", ("load(train_data, steps)",

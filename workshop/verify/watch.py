@@ -391,7 +391,8 @@ class Watcher(Observer):
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.modules.values())
                    for name, buffer in module.named_buffers()
-                   if buffer.is_floating_point()}
+                   if buffer.is_floating_point()
+                   and not buffer.isinf().any()}  # a mask: inf - inf is nan
         self.seen["updates"][-1] |= {
             "weights": self.weights(thin), "buffers": parts.describe(
                 buffers.items())}
