@@ -1,4 +1,4 @@
-"""Scripts in 25 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 30 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
