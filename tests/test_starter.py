@@ -139,6 +139,8 @@ def test_what_is_printed_last_is_seen(tmp_path):
         "    dist.barrier()")))
     result = subprocess.run(
         [sys.executable, script, "--max-steps", "1"], cwd=tmp_path,
+        env={name: value for name, value in os.environ.items()
+             if name != "PYTHONUNBUFFERED"},
         capture_output=True, text=True, timeout=120)
     assert result.stdout.endswith("the last words\n"), result.stderr
 
@@ -256,7 +258,7 @@ def test_srun_names_the_ranks(alone, tmp_path):
 
 PROGRAMS = {
     "srun": 'shift; env -u SLURM_NTASKS "$PYTHON" "${@:2}" & rank=$!\n'
-            'trap "kill -USR1 $rank" USR1\n'
+            'trap "kill -USR1 $rank" USR1; trap : TERM\n'
             'while kill -0 $rank 2>/dev/null; do wait $rank; done\n',
     "scontrol": 'echo "$@" >> scontrol.txt; echo localhost\n',
     "squeue": 'echo "${STATE:-RUNNING}"\n',

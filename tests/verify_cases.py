@@ -1,4 +1,4 @@
-"""Scripts in 30 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 31 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -190,6 +190,7 @@ STYLES = {"DDP": DDP, "DDP, a look": LOOK,
           "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
           "losses added": ADDED, "no module": NO_MODULE, "closure": LBFGS,
+          "many updates": edit(DDP, ("SGD(", "Adam(")),
           "mixed precision": MIXED, "FSDP1": FLAT, "by hand": BY_HAND,
           "images": IMAGES, "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
           "FSDP2": FSDP2, "HSDP": HSDP, "tensor parallel": SPLIT,
@@ -202,6 +203,7 @@ STYLES = {"DDP": DDP, "DDP, a look": LOOK,
         ("workers", "stream"))}
 FLAGS = {"minGPT": ["snapshot-{run}.pt"], "HF Trainer": ["run-{run}"],
          "starter": ["--run", "run-{run}", "--checkpoint-every", "2"]}
+STEPS = {"many updates": 60}
 RESUMES = {"starter": "--resume", "HF Trainer": "resume", "minGPT": ""}
 
 
@@ -240,7 +242,8 @@ def outcome(case, folder):
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(out):
-            right = verify([str(script), *FLAGS.get(case.style, [])], 2, 4,
+            right = verify([str(script), *FLAGS.get(case.style, [])], 2,
+                           STEPS.get(case.style, 4),
                            RESUMES[case.style] if case.resumes else None)
     finally:
         os.chdir(before)
@@ -384,6 +387,12 @@ CASES = [
     right("noise", "the model draws random numbers"),
     wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("layers dropped", AS_ONE),
+    right("many updates", "rounding grows to that, too"),
+    wrong("many updates", "another rate later", "FAIL  in update 21 the "
+          "mean loss is", (STEP, """\
+        if step == 20: optimizer.param_groups[0]["lr"] *= size
+        step += 1
+""" + STEP), ("for epoch", "step = 0\nfor epoch")),
     right("closure", "gradients are reduced once an update", AS_ONE),
     right("losses added", "losses agree with a single process", AS_ONE),
     wrong("losses added", "divided by its part", "the gradients are 2 times "
