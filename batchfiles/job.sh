@@ -85,8 +85,9 @@ train() {
             "python -m workshop why ${run@Q}"
     fi
     echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
-    ask_slurm scontrol requeue "$SLURM_JOB_ID" || fail "not requeued; go on with:" \
-        "WORKSHOP_RUN=$run sbatch" "$batchfiles/batch-$SLURM_JOB_NAME.sh"
+    ask_slurm scontrol requeue "$SLURM_JOB_ID" ||
+        fail "not requeued; go on with: WORKSHOP_RUN=$run sbatch" \
+            "$batchfiles/batch-$SLURM_JOB_NAME.sh"
     exit 0
 }
 

@@ -120,8 +120,10 @@ class Launch:
             for job in late:
                 self.server.kill(job, signal.SIGUSR2)  # faulthandler's
             if late:
-                self.wait_for_end(time.monotonic() + 0.5)  # on a busy machine
-                self.wait_for_end(time.monotonic() + 3, lambda: all(  # longer
+                # a stack is whole after half a second; on a busy machine it
+                # may only begin then
+                self.wait_for_end(time.monotonic() + 0.5)
+                self.wait_for_end(time.monotonic() + 3, lambda: all(
                     'File "' in self.text(self.jobs.index(job), "err")
                     for job in late))
             for job in late:

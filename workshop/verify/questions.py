@@ -14,7 +14,7 @@ import torch
 
 from workshop.check import endings
 from workshop.findings import fail, ok, percent, warn
-from workshop.parts import assemble, whole_here
+from workshop.parts import assemble, pieces, whole_here
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -340,8 +340,8 @@ def leftovers(case):
 def numbers(case):
     """Are weights and losses numbers, and gradients not all 0?"""
     for step, updates in enumerate(case.updates):
-        odd = {key for update in updates if update["before"]
-               for key, part in parts(update["before"])
+        odd = {key for rank, update in enumerate(updates) if update["before"]
+               for key, _, part, _ in pieces(update["before"], rank)
                if not part.isfinite().all()}
         if odd:
             return [fail("the first weights are not finite numbers: "
@@ -351,19 +351,13 @@ def numbers(case):
                for loss in update["losses"]):
             return [fail(f"in update {step} the loss is nan", "with nan "
                          "nothing else can be compared")]
-    some = [part.any() for updates in case.updates for update in updates
-            for _, part in parts(update["gradients"])]
+    some = [part.any() for updates in case.updates
+            for rank, update in enumerate(updates)
+            for _, _, part, _ in pieces(update["gradients"], rank)]
     if some and not any(some):
         return [warn("all gradients are 0", "does the loss depend on the "
                      "weights? nothing is learnt, nor compared")]
     return []
-
-
-def parts(state):
-    """What a rank has of tensors: (key, elements)."""
-    yield from whole_here(state).items()
-    for key, entry in state["sharded"].items():
-        yield key, entry["part"]
 
 
 def start(case):
