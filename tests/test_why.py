@@ -258,6 +258,22 @@ def test_a_script_that_knows_nothing_of_us(
 
 
 @pytest.mark.whole
+def test_a_stopped_process_has_no_stack():
+    """py-spy cannot look into it."""
+    needs("py-spy")
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"],
+        stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        assert evidence.spy(process.pid) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.whole
 def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
     """And what it leaves names the rank, when nothing runs any more."""
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
@@ -492,6 +508,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "kill -CONT 101 lets it go on"),
     ({"state": "T", "still": 3}, {"state": "T", "still": 3},
      "a stopped process", "ranks 0, 1 on node1 are stopped, in line 41"),
+    ({}, {"state": "T", "stack": []}, "a stopped process",
+     "rank 1 on node1 is stopped, in a line that is not known"),
     ({}, {"stack": AT_WORK, "fresh": False}, "a rank does not answer",
      "py-spy dump --native --pid 101"),
     ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),

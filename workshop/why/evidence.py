@@ -283,8 +283,8 @@ def spy(pid, again=2):
                         "py-spy` to look into them, or start them with "
                         "backstage/hook in PYTHONPATH") from None
     except (subprocess.SubprocessError, ValueError) as error:
-        if read_state(pid) in ("?", "Z"):
-            return []  # it has ended
+        if read_state(pid) in ("?", "Z", "T"):
+            return []  # it has ended, or is stopped
         if again:
             time.sleep(0.2)
             return spy(pid, again - 1)

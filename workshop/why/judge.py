@@ -130,6 +130,8 @@ def describe_line(frame):
     file, line, _ = frame
     if file.endswith("/hook/sitecustomize.py"):
         return "its start"
+    if file == "?":
+        return "a line that is not known"
     code = linecache.getline(file, line).strip()
     return f"line {line} of {Path(file).name}" + (f": {code}" if code else "")
 
