@@ -1,6 +1,7 @@
 """`python -m workshop update`: the course's newest state, nothing lost."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -41,10 +42,11 @@ def append(path, text):
         file.write(text)
 
 
-def update(clone, status=0):
+def update(clone, status=0, **env):
     end = subprocess.run([sys.executable, "-m", "workshop", "update"],
                          cwd=clone, capture_output=True, text=True,
-                         env={"PATH": "/usr/bin:/bin", "HOME": str(clone)})
+                         env={"PATH": "/usr/bin:/bin", "HOME": str(clone)}
+                         | env)
     assert end.returncode == status, end.stdout + end.stderr
     if status:
         assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
@@ -115,6 +117,164 @@ def test_commits_of_ones_own_become_a_branch(course, clone):
     assert git(clone, "rev-parse", branch) == mine
     same(clone, course, but=DESK)
     assert "# my script" in (clone / DESK).read_text()
+
+
+def test_what_the_newest_course_has_not_changed_stays_in_its_place(
+        course, clone):
+    append(course / "batchfiles" / "README.md", "new\n")
+    commit(course)
+    append(clone / "batchfiles" / "job.sh", "# mine\n")
+    append(clone / DESK, "# my script\n")
+    update(clone)
+    assert git(clone, "status", "--short") == (
+        f" M batchfiles/job.sh\n M {DESK}\n")
+    assert (clone / "batchfiles" / "job.sh").read_text().endswith("# mine\n")
+
+
+def test_what_was_staged_is_kept(course, clone):
+    append(course / "batchfiles" / "job.sh", "# new\n")
+    append(course / DESK, "# a new std\n")
+    commit(course)
+    append(clone / "batchfiles" / "job.sh", "# staged\n")
+    append(clone / DESK, "# my script\n")
+    (clone / "mine.txt").write_text("mine")
+    git(clone, "add", "-A")
+    append(clone / "batchfiles" / "job.sh", "# and more\n")
+    said = update(clone)
+    same(clone, course, but=DESK)
+    assert "git stash list" in said
+    assert git(clone, "show", "stash^2:batchfiles/job.sh").endswith(
+        "# staged\n")
+    assert kept(clone, "batchfiles/job.sh").read_text().endswith(
+        "# staged\n# and more\n")
+    assert (clone / "mine.txt").read_text() == "mine"
+    assert (clone / DESK).read_text().endswith("# my script\n")
+
+
+def test_a_killed_update_leaves_the_script_under_a_dated_name(course, clone):
+    append(course / DESK, "# a new std\n")
+    commit(course)
+    append(clone / DESK, "# my script\n")
+    programs = clone / "programs"
+    programs.mkdir()
+    program = programs / "git"  # ends the update where it asks for the reset
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *--keep*) kill -9 $PPID; exit;; esac\n'
+        'exec /usr/bin/git "$@"\n')
+    program.chmod(0o755)
+    subprocess.run([sys.executable, "-m", "workshop", "update"], cwd=clone,
+                   env={"PATH": f"{programs}:/usr/bin:/bin"}, check=False,
+                   capture_output=True)
+    assert kept(clone, DESK).read_text().endswith("# my script\n")
+
+
+def test_a_link_in_the_place_of_a_folder_leads_to_nothing_that_changes(
+        course, clone, tmp_path):
+    append(course / LESSON, "\n")
+    commit(course)
+    mine = tmp_path / "my-notebooks"
+    (clone / "notebooks").rename(mine)
+    (clone / "notebooks").symlink_to(mine)
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    update(clone)
+    assert before == {path.name: path.read_bytes() for path in mine.iterdir()}
+    same(clone, course)
+
+
+# --------------------------------------------- no repository but the clone
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """Somebody's repository, with an upstream, and edits of a day in it."""
+    git(tmp_path, "init", "-q", "--bare", "-b", "main", "origin.git")
+    git(tmp_path, "clone", "-q", "origin.git", "theirs")
+    theirs = tmp_path / "theirs"
+    (theirs / "thesis.tex").write_text("a year")
+    commit(theirs)
+    git(theirs, "push", "-q", "-u", "origin", "HEAD:main")
+    (theirs / "thesis.tex").write_text("a year and a day")
+    yield theirs
+    assert (theirs / "thesis.tex").read_text() == "a year and a day"
+    assert git(theirs, "status", "--short", "-uno") == " M thesis.tex\n"
+
+
+@pytest.mark.parametrize("place", [
+    "course", "a/b/course", "link", "worktree", "ignored", "submodule's"])
+def test_the_repository_around_a_course_without_git_is_left_alone(
+        place, theirs, course, tmp_path):
+    around, name = theirs, "course"
+    if place == "a/b/course":
+        name = place
+    elif place == "worktree":
+        around = tmp_path / "around"
+        git(theirs, "worktree", "add", "-q", "--track", "-b", "more",
+            str(around), "origin/main")
+    elif place == "ignored":
+        (theirs / ".git" / "info" / "exclude").write_text("course\n")
+    elif place == "submodule's":
+        around = theirs / "sub"
+        git(theirs, "-c", "protocol.file.allow=always", "submodule", "add",
+            "-q", str(tmp_path / "origin.git"), "sub")
+        git(theirs, "reset", "-q")
+    shutil.copytree(course, around / name,
+                    ignore=shutil.ignore_patterns(".git"))
+    if place == "link":
+        (tmp_path / "link").symlink_to(around)
+        around = tmp_path / "link"
+    precious = around / "precious.txt"
+    precious.write_text("not committed")
+    said = update(around / name, status=1)
+    assert "a folder in the repository" in said
+    assert precious.read_text() == "not committed"
+
+
+@pytest.mark.parametrize("names", [
+    ("GIT_DIR",), ("GIT_DIR", "GIT_WORK_TREE"), ("GIT_INDEX_FILE",),
+    ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX"), ("GIT_COMMON_DIR",),
+    ("GIT_OBJECT_DIRECTORY",)])
+def test_gits_variables_do_not_lead_elsewhere(names, theirs, course, clone):
+    places = {"GIT_WORK_TREE": theirs, "GIT_PREFIX": "",
+              "GIT_INDEX_FILE": theirs / ".git" / "index",
+              "GIT_OBJECT_DIRECTORY": theirs / ".git" / "objects"}
+    env = {name: str(places.get(name, theirs / ".git")) for name in names}
+    append(course / "batchfiles" / "job.sh", "# new\n")
+    commit(course)
+    assert "have changed" in update(clone, **env)
+    same(clone, course)
+
+
+@pytest.mark.parametrize("kind", ["nested", "worktree", "sparse"])
+def test_other_kinds_of_clones_are_updated(
+        kind, theirs, course, clone, tmp_path):
+    if kind == "nested":
+        inner = theirs / "course"
+        git(theirs, "clone", "-q", str(course), "course")
+    elif kind == "worktree":
+        inner = tmp_path / "second"
+        git(clone, "worktree", "add", "-q", "--track", "-b", "second",
+            str(inner), "origin/main")
+    else:
+        inner = clone
+        git(clone, "sparse-checkout", "set", "backstage", "workshop", "code")
+    append(course / "backstage" / "__init__.py", "# new\n")
+    commit(course)
+    assert "have changed" in update(inner)
+    assert (inner / "backstage" / "__init__.py").read_bytes() == (
+        course / "backstage" / "__init__.py").read_bytes()
+
+
+def test_a_clone_whose_files_are_elsewhere_is_left_alone(
+        theirs, course, clone):
+    git(clone, "config", "core.worktree", str(theirs))
+    assert "a folder in the repository" in update(clone, status=1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_the_owner_that_git_doubts_is_said(clone):
+    for path in (clone, clone / ".git"):
+        os.chown(path, 65534, 65534)
+    assert "dubious ownership" in update(clone, status=1)
 
 
 def test_if_git_fails_the_script_is_there(course, clone):

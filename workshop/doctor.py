@@ -17,6 +17,7 @@ from backstage import ROOT
 from backstage.cores import count_cores
 from backstage.errors import UserError, explain, require
 from backstage.launchers import join_world
+from workshop import git
 from workshop.interpreter import PACKAGES
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
@@ -59,12 +60,10 @@ def ask_course():
 
 def name_commit():
     """The commit of this clone; "-dirty" if files were changed since."""
-    command = ["git", "-C", ROOT, "describe", "--always", "--dirty",
-               "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True,
-                              check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        git.require_clone()
+        return git.run("describe", "--always", "--dirty", "--exclude=*")
+    except UserError:
         return "unknown, not a git clone that you may read"
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import interpreter
+from workshop import git, interpreter
 
 PATIENCE = 4  # after so many times the expected seconds a step is ended
 ACTIVATED = 'source activate.sh >/dev/null && exec "$@"'
@@ -98,13 +98,13 @@ def main(flags):
 def make_clone(clone):
     """A clone as an attendee has it: the commit, not what was edited since."""
     # another user's clone, too: we run its code already
-    git = ("git", "-c", "safe.directory=*")
-    made = subprocess.run(
-        [*git, "clone", "--quiet", "--upload-pack",
-         shlex.join([*git, "upload-pack"]), ROOT, clone],
-        capture_output=True, text=True, check=False)
+    trust = ("-c", "safe.directory=*")
+    with git.start(*trust, "clone", "--quiet", "--upload-pack",
+                   shlex.join(["git", *trust, "upload-pack"]), ROOT, clone,
+                   ) as made:
+        said = made.communicate()[1].decode(errors="replace")
     if made.returncode:
-        raise UserError(f"{ROOT} cannot be cloned: {reason(made.stderr)}")
+        raise UserError(f"{ROOT} cannot be cloned: {reason(said)}")
     if (ROOT / "site.sh").exists():
         shutil.copy(ROOT / "site.sh", clone)
 
