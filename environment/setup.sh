@@ -54,9 +54,19 @@ requirements() {
         cksum
 }
 
+# Git in this clone alone: not in a repository around it, nor in one that
+# git's variables name, as a hook or somebody's dotfiles set them.
+course_git() {
+    (
+        # shellcheck disable=SC2046 # several names
+        unset $(git rev-parse --local-env-vars 2>/dev/null)
+        [ "$(git rev-parse --show-toplevel 2>/dev/null)" -ef . ] && git "$@"
+    )
+}
+
 # The time of this clone's commit.
 age() {
-    git --git-dir=.git log -1 --format=%ct 2>/dev/null || echo 0
+    course_git log -1 --format=%ct 2>/dev/null || echo 0
 }
 
 # An environment that was moved, or that has another Python, must be recreated.
@@ -213,13 +223,14 @@ filter_notebooks() {
 'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
 metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
 metadata.language_info.pygments_lexer metadata.language_info.version'"
-    if [ -e .git ] && [ -x "$venv/bin/nbstripout" ] &&
-        git rev-parse 2>/dev/null && # not another user's clone
-        [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then
+    if [ -x "$venv/bin/nbstripout" ] &&
+        course_git rev-parse 2>/dev/null && # not another user's clone
+        [ "$(course_git config filter.nbstripout.clean)" != "$filter" ]; then
         # Git does not trust the times in the index of a new clone, and would
         # filter each notebook for the first status: look without the filter
-        git -c filter.nbstripout.clean=cat update-index -q --refresh || true
-        git config filter.nbstripout.clean "$filter"
+        course_git -c filter.nbstripout.clean=cat update-index -q --refresh ||
+            true
+        course_git config filter.nbstripout.clean "$filter"
     fi
 }
 

@@ -279,6 +279,30 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
                    "match", "mbegin", "mend", "_OLD_VIRTUAL_PATH"}, new
 
 
+@pytest.mark.parametrize("place", ["variables", "around"])
+def test_the_settings_of_another_repository_stay(desk, tmp_path, place):
+    theirs, env = tmp_path / "theirs", {}
+    git(tmp_path, "init", "-q", "theirs")
+    before = (theirs / ".git" / "config").read_bytes()
+    repo = theirs / "course"
+    shutil.copytree(desk, repo, symlinks=True)
+    (repo / "site.sh").write_text(
+        f"WORKSHOP_VENV={shlex.quote(str(desk / '.venv'))}\n")
+    if place == "variables":
+        git(repo, "init", "-q")
+        env = {"GIT_DIR": str(theirs / ".git"), "GIT_WORK_TREE": str(theirs)}
+    program = desk / ".venv" / "bin" / "nbstripout"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    try:
+        works(repo, **env)
+    finally:
+        program.unlink()
+    assert (theirs / ".git" / "config").read_bytes() == before
+    if place == "variables":
+        assert "nbstripout" in (repo / ".git" / "config").read_text()
+
+
 def test_a_module_added_later_is_found(desk):
     site, again = desk / "site.sh", shlex.quote(str(desk / "activate.sh"))
     try:
