@@ -6,6 +6,7 @@ and `hyperparameters`.
 """
 
 import logging
+import re
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -175,8 +176,27 @@ def write_checkpoint(state, folder, step):
     except UserError as error:
         raise UserError(f"{error}. Mend that, and go on with --resume from an "
                         "earlier checkpoint") from error
-    for old in sorted(folder.glob("step_*.pt"))[:-2]:
-        old.unlink()
+    for old in list_checkpoints(folder)[2:]:
+        if is_ours(old):
+            old.unlink()
+
+
+def list_checkpoints(folder):
+    """The checkpoints that a run has written in a folder, the newest first."""
+    return sorted((file for file in Path(folder).glob("step_*.pt")
+                   if re.fullmatch(r"step_\d{8}\.pt", file.name)),
+                  reverse=True)
+
+
+def is_ours(file):
+    """Whether a file is what its name says: a checkpoint after that step."""
+    try:
+        state = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=True)
+        return (state["format"] == FORMAT
+                and f"step_{state['step']:08d}.pt" == Path(file).name)
+    except Exception:  # zipfile, torch and pickle raise any of them
+        return False
 
 
 def find_checkpoint(run):
@@ -188,7 +208,8 @@ def find_checkpoint(run):
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
     require(folder.is_dir(), f"{folder}: there is no such run")
-    files = folder.glob("**/checkpoints/step_*.pt")
+    files = (file for place in folder.glob("**/checkpoints")
+             for file in list_checkpoints(place))
     newest = max(files, default=None,
                  key=lambda file: (file.stat().st_mtime_ns, file.name))
     require(newest, f"{folder}: no checkpoint is there: train first")

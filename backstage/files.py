@@ -8,11 +8,13 @@ import fcntl
 import itertools
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError
+
+PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 
 
 def write_atomically(path, data):
@@ -22,9 +24,10 @@ def write_atomically(path, data):
     Raises `UserError` if they cannot be written.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = None
     try:
-        with open(part, "wb") as file:
+        part, file = open_part(path)
+        with file:
             if callable(data):
                 data(file)
             else:
@@ -42,7 +45,32 @@ def write_atomically(path, data):
         raise UserError(f"{show_path(path)} could not be written ({reason}), "
                         "and is unchanged") from error
     finally:
-        part.unlink(missing_ok=True)
+        if part:
+            part.unlink(missing_ok=True)
+
+
+def open_part(path):
+    """A new file beside `path`, and its name; it is locked while it is open.
+    """
+    for number in itertools.count():
+        part = path.with_name(f".{path.name}.{os.getpid()}-{number}{PART}")
+        with suppress(FileExistsError):
+            file = open(part, "xb")
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            return part, file
+
+
+def remove_parts(folder):
+    """Remove what killed processes have left of files they wrote there.
+
+    Nobody holds the lock on such a file any more. Where the file system has
+    no locks, they stay.
+    """
+    for part in Path(folder).glob(f".*{PART}"):
+        with suppress(OSError), open(part, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 @contextmanager

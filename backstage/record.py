@@ -40,7 +40,7 @@ def read_record(folder, types=None):
     more = {f"{name}?": kind for name, kind in (types or {}).items()}
     schema = SCHEMA | {"hyperparameters": more | SCHEMA["hyperparameters"]}
     return read_json(Path(folder) / RECORD, schema, "to go on with the run, "
-                     "delete it and give all of the run's flags again")
+                     "delete it, and give --resume and all of its flags again")
 
 
 def read_metrics(file):

@@ -42,14 +42,21 @@ from backstage.checkpoint import (
     check_fit,
     gather_state,
     get_shapes,
+    is_ours,
     is_sharded,
+    list_checkpoints,
     load_checkpoint,
     spread_state,
     write_checkpoint,
 )
 from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, explain, require, warn
-from backstage.files import lock_folder, show_path, write_atomically
+from backstage.files import (
+    lock_folder,
+    remove_parts,
+    show_path,
+    write_atomically,
+)
 from backstage.flops import flops_per_token, peak_flops
 from backstage.launchers import (
     count_processes,
@@ -140,7 +147,7 @@ class Run:
         self.lock = lock_folder(
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run")
-        (folder / "checkpoints").mkdir(exist_ok=True)
+        self._require_free(folder)
         on_node, _ = count_processes(getattr(hp, "devices", 0) or 1)
         record = {
             "stage": self.stage, "hyperparameters": asdict(hp),
@@ -161,10 +168,23 @@ class Run:
                 raise UserError(
                     f"{folder} holds a run already: continue it with "
                     "--resume, or name another folder") from None
+        (folder / "checkpoints").mkdir(exist_ok=True)
         if not witness.the_witness:  # what the start before this one left
             shutil.rmtree(folder / "why", ignore_errors=True)
         print(f"run {show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
+
+    def _require_free(self, folder):
+        """Raise a `UserError` if the folder holds what is not this run's."""
+        found = [name for name in (RECORD, "metrics.csv", "checkpoints")
+                 if (folder / name).exists()]
+        if found and not self.hp.resume:
+            raise UserError(f"{folder} holds a run already (its {found[0]}): "
+                            "continue it with --resume, or name another")
+        ours = RECORD in found or any(
+            map(is_ours, list_checkpoints(folder / "checkpoints")))
+        require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
+                "no run that --resume can continue: name another --run")
 
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one of them has none.
@@ -241,9 +261,8 @@ class Run:
         if not self.hp.resume:
             return []
         folder = self.folder / "checkpoints"
-        for part in folder.glob(".*.part"):  # from a save that was killed
-            part.unlink()
-        return sorted(map(str, folder.glob("step_*.pt")), reverse=True)
+        remove_parts(folder)  # of a save that was killed
+        return [*map(str, list_checkpoints(folder))]
 
     def _load(self, files, model, optimizer=None):
         """The first of the files that this run's model can load. All ranks.

@@ -29,11 +29,10 @@ import tokenise
 from backstage import vocabulary
 from backstage.command_line import parse_flags
 from backstage.errors import UserError, require, run_main
-from backstage.files import lock_folder
+from backstage.files import lock_folder, remove_parts
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-LEFT = (".*.part",)
 AHEAD = 4  # batches per worker that are read before they are needed
 
 
@@ -74,9 +73,7 @@ def main():
                           str(documents.CACHE / "tiktoken"))
     flags.out.mkdir(parents=True, exist_ok=True)
     with alone(flags.out):
-        for left in LEFT:  # left behind by a process that was killed
-            for path in flags.out.glob(left):
-                path.unlink()
+        remove_parts(flags.out)  # of a process that was killed
         made = begin(flags)
         if made["complete"]:
             print(f"{flags.out}: the dataset is complete")

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -425,10 +426,34 @@ def test_any_flags(data, pairs):
 # ---------------------------------------------------------------- the rest
 
 
+def leave_folder(parent):
+    """Make a check's folder in a process that is killed then; its path."""
+    program = (f"import os, tempfile; tempfile.tempdir = {parent!r}\n"
+               "from workshop import scratch\n"
+               "print(scratch.make_folder(), flush=True)\n"
+               "os.kill(os.getpid(), 9)")
+    said = subprocess.run([sys.executable, "-c", program], text=True,
+                          stdout=subprocess.PIPE).stdout
+    return Path(said.strip())
+
+
 def test_what_a_killed_check_has_left_is_removed(monkeypatch):
     with tempfile.TemporaryDirectory() as parent:  # of a short name
         monkeypatch.setattr("tempfile.gettempdir", lambda: parent)
-        mine, old = scratch.make_folder(), scratch.make_folder()
-        os.utime(old, (0, 0))
+        mine, killed = scratch.make_folder(), leave_folder(parent)
+        assert killed.exists()
+        theirs = Path(parent, "check-points-of-my-thesis")
+        marked = Path(parent, "check-marks")
+        linked = Path(parent, "check-link")
+        for folder, mark in (theirs, None), (marked, "another's words"):
+            folder.mkdir()
+            (folder / "best.pt").write_text("three weeks of training")
+            if mark:
+                (folder / scratch.MARK).write_text(mark)
+        linked.symlink_to(mine)
+        for folder in mine, theirs, marked:
+            os.utime(folder, (0, 0))  # it has been there for long
         scratch.make_folder()
-        assert mine.exists() and not old.exists()
+        assert mine.exists() and linked.exists() and not killed.exists()
+        for folder in theirs, marked:
+            assert (folder / "best.pt").exists()

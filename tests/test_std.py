@@ -198,15 +198,48 @@ def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
     folder = tmp_path / "run" / "checkpoints"
     part, whole_one = sorted(file.name for file in folder.iterdir())
     assert whole_one == "step_00000005.pt"
-    assert re.fullmatch(r"\.step_00000010\.pt\.\d+\.part", part)
+    assert re.fullmatch(r"\.step_00000010\.pt\.\d+-0\.workshop-part", part)
+    theirs = {"step_best.pt": b"kept by hand", "step_00000001.pt": b"mine",
+              ".film.part": b"half of it", "notes.workshop-part": b"a note"}
+    for name, data in theirs.items():
+        (folder / name).write_bytes(data)
     done = train("std", tmp_path / "run", "--resume")
     assert done.status == 0, done.err
     assert done.column("loss") == single.column("loss")
     assert done.column("step") == list(range(20))
-    assert same_state(done.checkpoint()["model"],
-                      single.checkpoint()["model"])
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "step_00000015.pt", "step_00000020.pt"]
+    last = torch.load(folder / "step_00000020.pt")
+    assert same_state(last["model"], single.checkpoint()["model"])
+    assert {file.name for file in folder.iterdir()} == {
+        "step_00000015.pt", "step_00000020.pt", *theirs}
+    for name, data in theirs.items():
+        assert (folder / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+@pytest.mark.parametrize("name", [
+    "metrics.csv", "checkpoints/step_00000020.pt", "checkpoints/best.ckpt"])
+def test_a_folder_with_anything_of_a_run_is_not_free(
+        data, tmp_path, name, resume):
+    run = tmp_path / "run"
+    file = run / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"of another program")
+    (run / "why").mkdir()
+    (run / "why" / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in run.rglob("*.*")}
+    refused(train("std", run, *resume, data=data), "holds")
+    assert before == {path: path.read_bytes() for path in run.rglob("*.*")}
+
+
+def test_without_its_hyperparameters_a_run_is_resumed_by_its_checkpoints(
+        data, tmp_path):
+    run = tmp_path / "run"
+    train("std", run, "--max-steps", 5, data=data)
+    (run / "hyperparameters.json").unlink()
+    refused(train("std", run, "--max-steps", 8, data=data), "holds a run")
+    done = train("std", run, "--resume", "--preset", "tiny", "--max-steps", 8,
+                 data=data)
+    assert done.status == 0 and done.column("step") == list(range(8))
 
 
 @pytest.mark.parametrize(("number", "status"), [

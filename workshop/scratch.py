@@ -6,6 +6,7 @@ end.
 
 import ast
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,9 @@ from workshop import processes
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
+MARK = ".gpt2-workshop"  # the file in each folder that is ours to remove,
+OURS = "made by python -m workshop; removed once its process has ended\n"
+HELD = []  # the open marks of this process
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
              "TORCHELASTIC_")
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
@@ -93,21 +97,36 @@ def remove(folder):
         time.sleep(0.02)
 
 
-def make_folder():
-    """The folder of a check: with room, and not too deep.
+def make_folder(prefix="check-"):
+    """A new folder: with room, and not too deep.
 
-    Those of checks that were killed (kill -9) are removed a day later.
+    It holds a mark, which is locked while this process lives. Folders whose
+    mark nobody holds any more are of checks that were killed (kill -9), and
+    are removed.
     """
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
-    for folder in Path(parent).glob("check-*"):
-        with contextlib.suppress(OSError):  # it has just been removed
-            if time.time() - folder.stat().st_mtime > 24 * 3600:
-                shutil.rmtree(folder)
+    for mark in Path(parent).glob(f"{prefix}*/{MARK}"):
+        remove_abandoned(mark)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    return Path(tempfile.mkdtemp(prefix="check-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    mark = open(folder / MARK, "x")
+    fcntl.flock(mark, fcntl.LOCK_EX)
+    mark.write(OURS)
+    mark.flush()
+    HELD.append(mark)  # and with it the lock
+    return folder
+
+
+def remove_abandoned(mark):
+    """Remove the folder of a mark of ours, if nobody holds the mark."""
+    with contextlib.suppress(OSError), open(mark, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (file.read(len(OURS)) == OURS
+                and mark.parent.stat().st_uid == os.getuid()):
+            shutil.rmtree(mark.parent)
 
 
 def full(folder):

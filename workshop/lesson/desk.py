@@ -210,11 +210,13 @@ def back_up():
     """Copy the desk's script to a name that is not taken; returns it."""
     for backup in dated_names(DESK):
         try:
-            with open(backup, "xb") as copy:
-                copy.write(DESK.read_bytes())
-            return backup
+            copy = open(backup, "xb")
         except FileExistsError:
             continue
+        try:
+            with copy:
+                copy.write(DESK.read_bytes())
+            return backup
         except OSError:
-            backup.unlink(missing_ok=True)  # half a copy is no backup
+            backup.unlink()  # half a copy is no backup
             raise
