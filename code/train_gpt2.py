@@ -44,7 +44,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # ordered head by head, so that stage tp can split it by heads
+        # GPT-2 has all queries first, then all keys, then all values; here
+        # they are ordered by head, so that stage tp can split them by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -106,9 +107,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        return self.head(x, targets)
-
-    def head(self, x, targets):  # logits: (B, T, padded_vocab_size)
+        # logits: (B, T, padded_vocab_size)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits
@@ -323,22 +322,24 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
 
-        mean_loss, stop = mean_loss.item(), run.stop_requested
+        mean_loss = mean_loss.item()
+        stop = run.stop_requested
         norm = norm.item()
         seconds = time.perf_counter() - start_time
         run.check_finite(step, mean_loss, norm)
 
         val_loss = None
-        last = step + 1 == max_steps
-        if last or (step + 1) % hp.eval_every == 0:
+        done = step + 1  # updates
+        last = done == max_steps
+        if last or done % hp.eval_every == 0:
             val_loss = evaluate(
                 raw_model, val_data, hp.eval_minibatches * accumulation_steps,
                 device, hp.precision)
-        save = last or stop or (step + 1) % hp.checkpoint_every == 0
+        save = last or stop or done % hp.checkpoint_every == 0
         run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:
-            run.save(step + 1, raw_model, optimizer)
-        if run.tokenizer and (last or (step + 1) % hp.generate_every == 0):
+            run.save(done, raw_model, optimizer)
+        if run.tokenizer and (last or done % hp.generate_every == 0):
             seed = hp.seed + 1000 * step
             print(write_texts(raw_model, run.tokenizer, device, seed))
         if stop:

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
-from backstage.deferred import draw_weights, make_shapes
-from backstage.device import compile_model, pin, use_device
+from backstage.device import can_compile, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
 from backstage.process import prepare_process
@@ -48,7 +47,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # ordered head by head, so that stage tp can split it by heads
+        # GPT-2 has all queries first, then all keys, then all values; here
+        # they are ordered by head, so that stage tp can split them by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -138,6 +138,19 @@ class GPT(nn.Module):
                   {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def compile_parts(model):
+    """Compile each block by itself, and the head with the loss.
+
+    FSDP gathers the weights between them, where a compiler has to give up.
+    """
+    for block in model.transformer.h.children():
+        block.compile()
+    model.head = torch.compile(model.head)
+    # a text grows: each of its lengths would be compiled anew
+    eager = torch.compiler.set_stance("force_eager")
+    model.generate = eager(model.generate)
 
 
 def training_step(model, batch, device, precision):
@@ -297,16 +310,17 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     device = use_device(hp.device, local_rank)
-    dist.init_process_group(dist.get_default_backend_for_device(device),
-                            device_id=None if device.type == "cpu" else device)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    round_size = B * world_size  # samples of a microbatch on every rank
-    require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: every rank has microbatches of {B}")
-    accumulation_steps = S // round_size
+    samples_per_round = B * world_size  # a microbatch on every rank
+    require(S % samples_per_round == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {samples_per_round}: every rank has microbatches "
+            f"of {B}")
+    accumulation_steps = S // samples_per_round
 
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), B, T,
@@ -316,19 +330,19 @@ def main():
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
-    raw_model = make_shapes(GPT, config, hp.recompute)
-    # a part of each block goes to each device, and of what is in no block
+    raw_model = GPT(config, hp.recompute)  # on the CPU
     mesh = dist.init_device_mesh(device.type, (world_size,))
-    for module in (*raw_model.transformer.h.children(), raw_model):
-        draw_weights(raw_model, module)
-        fully_shard(module, mesh=mesh)
+    for block in raw_model.transformer.h.children():
+        fully_shard(block, mesh=mesh)  # a part goes to each device
+    fully_shard(raw_model, mesh=mesh)  # what is in no block
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("fsdp", hp, config, max_steps, device)
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = compile_model(
-        raw_model, device, each_block=True) if hp.compile else raw_model
+    if hp.compile and can_compile(device):
+        compile_parts(raw_model)
+    model = raw_model
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
@@ -351,6 +365,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
 
+        # a signal may reach only some ranks, but all have to stop together
         stop = torch.full_like(mean_loss, run.stop_requested)
         report = torch.stack((mean_loss, stop))
         dist.all_reduce(report)  # the sum over all ranks
@@ -360,17 +375,18 @@ def main():
         run.check_finite(step, mean_loss, norm)
 
         val_loss = None
-        last = step + 1 == max_steps
-        if last or (step + 1) % hp.eval_every == 0:
+        done = step + 1  # updates
+        last = done == max_steps
+        if last or done % hp.eval_every == 0:
             val_loss = evaluate(
                 raw_model, val_data, hp.eval_minibatches * accumulation_steps,
                 device, hp.precision)
-        save = last or stop or (step + 1) % hp.checkpoint_every == 0
+        save = last or stop or done % hp.checkpoint_every == 0
         if rank == 0:
             run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:  # all ranks
-            run.save(step + 1, raw_model, optimizer)
-        if run.tokenizer and (last or (step + 1) % hp.generate_every == 0):
+            run.save(done, raw_model, optimizer)
+        if run.tokenizer and (last or done % hp.generate_every == 0):
             seed = hp.seed + 1000 * step + rank
             texts = [None] * world_size
             dist.all_gather_object(

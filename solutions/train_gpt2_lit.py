@@ -46,7 +46,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # ordered head by head, so that stage tp can split it by heads
+        # GPT-2 has all queries first, then all keys, then all values; here
+        # they are ordered by head, so that stage tp can split them by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -301,10 +302,11 @@ def main():
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    round_size = B * world_size  # samples of a microbatch on every rank
-    require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: every rank has microbatches of {B}")
-    accumulation_steps = S // round_size
+    samples_per_round = B * world_size  # a microbatch on every rank
+    require(S % samples_per_round == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {samples_per_round}: every rank has microbatches "
+            f"of {B}")
+    accumulation_steps = S // samples_per_round
 
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), B, T,

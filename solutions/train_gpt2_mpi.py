@@ -45,7 +45,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # ordered head by head, so that stage tp can split it by heads
+        # GPT-2 has all queries first, then all keys, then all values; here
+        # they are ordered by head, so that stage tp can split them by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -107,9 +108,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        return self.head(x, targets)
-
-    def head(self, x, targets):  # logits: (B, T, padded_vocab_size)
+        # logits: (B, T, padded_vocab_size)
         logits = self.lm_head(self.transformer.ln_f(x)).float()
         if targets is None:
             return logits
@@ -302,10 +301,11 @@ def main():
         torch.set_float32_matmul_precision("high")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    round_size = B * world_size  # samples of a microbatch on every rank
-    require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: every rank has microbatches of {B}")
-    accumulation_steps = S // round_size
+    samples_per_round = B * world_size  # a microbatch on every rank
+    require(S % samples_per_round == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {samples_per_round}: every rank has microbatches "
+            f"of {B}")
+    accumulation_steps = S // samples_per_round
 
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), B, T,
@@ -342,6 +342,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
 
+        # a signal may reach only some ranks, but all have to stop together
         report = np.array([mean_loss.item(), run.stop_requested])
         comm.Allreduce(MPI.IN_PLACE, report)  # the sum over all ranks
         mean_loss, stop = (report / world_size).tolist()
@@ -350,17 +351,18 @@ def main():
         run.check_finite(step, mean_loss, norm)
 
         val_loss = None
-        last = step + 1 == max_steps
-        if last or (step + 1) % hp.eval_every == 0:
+        done = step + 1  # updates
+        last = done == max_steps
+        if last or done % hp.eval_every == 0:
             val_loss = evaluate(
                 raw_model, val_data, hp.eval_minibatches * accumulation_steps,
                 device, hp.precision)
-        save = last or stop or (step + 1) % hp.checkpoint_every == 0
+        save = last or stop or done % hp.checkpoint_every == 0
         if rank == 0:
             run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if rank == 0 and save:
-            run.save(step + 1, raw_model, optimizer)
-        if run.tokenizer and (last or (step + 1) % hp.generate_every == 0):
+            run.save(done, raw_model, optimizer)
+        if run.tokenizer and (last or done % hp.generate_every == 0):
             seed = hp.seed + 1000 * step + rank
             texts = comm.gather(
                 write_texts(raw_model, run.tokenizer, device, seed))

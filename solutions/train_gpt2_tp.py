@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backstage import vocabulary
-from backstage.deferred import draw_weights, make_shapes
-from backstage.device import compile_model, pin, use_device
+from backstage.device import can_compile, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
 from backstage.process import prepare_process
@@ -50,7 +49,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        # ordered head by head, so that stage tp can split it by heads
+        # GPT-2 has all queries first, then all keys, then all values; here
+        # they are ordered by head, so that stage tp can split them by heads
         qkv = self.c_attn(x).view(B, T, -1, 3, self.head_size)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_size)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -119,7 +119,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss.full_tensor().clone()  # FSDP wants no view
+        # a copy: what changes a view in place would drop a hook of FSDP
+        return loss.full_tensor().clone()
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, generator, top_k=50):
@@ -143,14 +144,18 @@ class GPT(nn.Module):
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def parallelize(model, mesh):
-    """Split heads, MLPs and the vocabulary over the ranks of the mesh."""
+BLOCK_PLAN = {  # which matrix of a block is split how
+    "attn.c_attn": tp.ColwiseParallel(),
+    "attn.c_proj": tp.RowwiseParallel(),
+    "mlp.c_fc": tp.ColwiseParallel(),
+    "mlp.c_proj": tp.RowwiseParallel(),
+}
+
+
+def split_vocabulary(model, mesh):
+    """Split the embedding and the logits over the ranks of the mesh."""
     tp.parallelize_module(model, mesh, {
         "transformer.wte": tp.RowwiseParallel(input_layouts=Replicate()),
-        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
-        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
-        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(),
-        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(),
         "lm_head": tp.ColwiseParallel(use_local_output=False),
     })
     model.lm_head.weight = model.transformer.wte.weight  # tied again
@@ -158,13 +163,14 @@ def parallelize(model, mesh):
 
 def clip_grad_norm(model, max_norm, ranks):
     """Clip by the norm of all parts, each counted once; returns the norm."""
-    square = 0
+    squares = []
     for weight in model.parameters():
         parts = math.prod(size for size, placement in zip(
             weight.device_mesh.shape, weight.placements, strict=True)
             if not placement.is_replicate())
         copies = ranks / parts
-        square += weight.grad.to_local().square().sum() / copies
+        squares.append(weight.grad.to_local().square().sum() / copies)
+    square = torch.stack(squares).sum()
     dist.all_reduce(square)  # the sum over all ranks
     norm = torch.sqrt(square)
     nn.utils.clip_grads_with_norm_(
@@ -172,11 +178,25 @@ def clip_grad_norm(model, max_norm, ranks):
     return norm
 
 
+def compile_parts(model):
+    """Compile each block by itself, and the head with the loss.
+
+    FSDP gathers the weights between them, where a compiler has to give up.
+    """
+    for block in model.transformer.h.children():
+        block.compile()
+    model.head = torch.compile(model.head)
+    # a text grows: each of its lengths would be compiled anew
+    eager = torch.compiler.set_stance("force_eager")
+    model.generate = eager(model.generate)
+
+
 def training_step(model, batch, device, precision):
     """The mean loss of one microbatch."""
     # from pinned memory it is copied while the program goes on
     x, y = batch.to(device, non_blocking=batch.is_pinned())
-    with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
+    with (torch.autocast(device.type, torch.bfloat16, precision == "bf16"),
+          tp.loss_parallel()):  # the logits are split over the vocabulary
         return model(x, y)
 
 
@@ -318,7 +338,6 @@ def write_texts(model, tokenizer, device, seed):
     return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
 
 
-@tp.loss_parallel()  # of logits that are split over the vocabulary
 def main():
     prepare_process()
     hp = parse(Hyperparameters, PRESETS, MODELS)
@@ -331,8 +350,8 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     device = use_device(hp.device, local_rank)
-    dist.init_process_group(dist.get_default_backend_for_device(device),
-                            device_id=None if device.type == "cpu" else device)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
         torch.set_float32_matmul_precision("high")
 
@@ -344,10 +363,11 @@ def main():
     dp_rank = mesh.get_local_rank("dp")
 
     B, T, S = hp.microbatch_size, hp.sequence_length, hp.minibatch_size
-    round_size = B * dp_size  # samples of a microbatch in every TP group
-    require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: every rank has microbatches of {B}")
-    accumulation_steps = S // round_size
+    samples_per_round = B * dp_size  # a microbatch in every TP group
+    require(S % samples_per_round == 0, f"a minibatch of {S} samples is not "
+            f"divisible by {samples_per_round}: every rank has microbatches "
+            f"of {B}")
+    accumulation_steps = S // samples_per_round
 
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), B, T,
@@ -357,19 +377,20 @@ def main():
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
-    raw_model = make_shapes(GPT, config, hp.recompute)
-    parallelize(raw_model, mesh["tp"])
-    # a part of each block goes to each device, and of what is in no block
-    for module in (*raw_model.transformer.h.children(), raw_model):
-        draw_weights(raw_model, module)
-        fully_shard(module, mesh=mesh["dp"])
+    raw_model = GPT(config, hp.recompute)  # on the CPU
+    split_vocabulary(raw_model, mesh["tp"])
+    for block in raw_model.transformer.h.children():
+        tp.parallelize_module(block, mesh["tp"], BLOCK_PLAN)
+        fully_shard(block, mesh=mesh["dp"])  # a part goes to each device
+    fully_shard(raw_model, mesh=mesh["dp"])  # what is in no block
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("tp", hp, config, max_steps, device)
     first_step = run.restore(raw_model, optimizer)
     train_data.seek(first_step * S)
 
-    model = compile_model(
-        raw_model, device, each_block=True) if hp.compile else raw_model
+    if hp.compile and can_compile(device):
+        compile_parts(raw_model)
+    model = raw_model
 
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
@@ -386,12 +407,14 @@ def main():
             loss = training_step(model, batch, device, hp.precision)
             # backward() adds up gradients: this makes their sum the mean
             loss = loss / accumulation_steps
-            loss.backward()
+            with tp.loss_parallel():
+                loss.backward()
             mean_loss += loss.detach()
         norm = clip_grad_norm(raw_model, 1.0, world_size)
         optimizer.step()
         optimizer.zero_grad()
 
+        # a signal may reach only some ranks, but all have to stop together
         stop = torch.full_like(mean_loss, run.stop_requested)
         report = torch.stack((mean_loss, stop))
         dist.all_reduce(report)  # the sum over all ranks
@@ -401,17 +424,18 @@ def main():
         run.check_finite(step, mean_loss, norm)
 
         val_loss = None
-        last = step + 1 == max_steps
-        if last or (step + 1) % hp.eval_every == 0:
+        done = step + 1  # updates
+        last = done == max_steps
+        if last or done % hp.eval_every == 0:
             val_loss = evaluate(
                 raw_model, val_data, hp.eval_minibatches * accumulation_steps,
                 device, hp.precision)
-        save = last or stop or (step + 1) % hp.checkpoint_every == 0
+        save = last or stop or done % hp.checkpoint_every == 0
         if rank == 0:
             run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:  # all ranks
-            run.save(step + 1, raw_model, optimizer)
-        if run.tokenizer and (last or (step + 1) % hp.generate_every == 0):
+            run.save(done, raw_model, optimizer)
+        if run.tokenizer and (last or done % hp.generate_every == 0):
             seed = hp.seed + 1000 * step + dp_rank
             texts = [None] * world_size
             dist.all_gather_object(

@@ -5,7 +5,7 @@
     python tests/mutants.py ddp --pairs 20    two slips in each script
     python tests/mutants.py ddp --styles 20   right ones, written differently
     python tests/mutants.py ddp --busy 6      beside six busy processes
-    python tests/mutants.py ddp --only 'round_size'  where the line has this
+    python tests/mutants.py ddp --only per_round  where the line has this
 
 The check has to refuse each mutant, and to name the change that the slip is
 in, or its line. What survives is equivalent, for the reason in `EQUIVALENT` or
@@ -49,9 +49,10 @@ HERE = Path(__file__).resolve().parent
 # What is taken for one another: a word, an operator, or what a string says.
 NEIGHBOURS = [group.split() for group in (
     "rank local_rank", "rank dp_rank", "rank world_size", "dp_rank dp_size",
-    "world_size dp_size tp_size pp_size", "B S T", "B round_size",
+    "world_size dp_size tp_size pp_size", "B S T", "B samples_per_round",
     "model raw_model", "part model", "offset stride", "step microbatch",
-    "train_data val_data", "mean_loss stop", "round_size accumulation_steps",
+    "train_data val_data", "mean_loss stop",
+    "samples_per_round accumulation_steps",
     "RANK LOCAL_RANK WORLD_SIZE", "dp tp pp", "size rank",
     "eval_every checkpoint_every generate_every", "max_steps step",
     "ColwiseParallel RowwiseParallel", "c_attn c_proj c_fc", "wte wpe",
@@ -75,10 +76,8 @@ CALLS = {  # a collective -> what is called in its place; {0}, {1}: arguments
 }
 # (stages or "", a pattern of what the line was and became, why it is right)
 EQUIVALENT = (
-    ("", r"init_process_group\(.*-> dist.init_process_group\((device_id|dist)",
-     "PyTorch takes the backend of each device, and device_id only saves a "
-     "warning of NCCL's"),
-    ("", "device_id=None.* ->", "device_id only saves a warning of NCCL's"),
+    ("", r"init_process_group\(backend\) -> dist.init_process_group\(",
+     "PyTorch takes the backend of each device"),
     ("", '"RANK" not in os.environ.* -> .*"(WORLD_SIZE|LOCAL_RANK)" not in',
      "a launcher sets all three of them"),
     ("ddp fsdp", r"all_reduce\(loss\) .*-> dist.reduce\(loss, 0\)",

@@ -141,24 +141,6 @@ def test_peaks(gpu, name, bf16, fp32):
             peak and pytest.approx(peak * 1e12))
 
 
-@pytest.mark.parametrize("mine, backend, told", [
-    (torch.device("cuda", 2), "nccl", torch.device("cuda", 2)),
-    (torch.device("cpu"), "gloo", None)])
-def test_the_group_is_told_the_device(monkeypatch, mine, backend, told):
-    """Gloo refuses a device, NCCL warns without one."""
-    def init_process_group(*words, **options):
-        raise InterruptedError(words, options)
-
-    monkeypatch.setattr(ddp, "parse", lambda *_: SimpleNamespace(device=""))
-    monkeypatch.setattr(ddp, "use_device", lambda *_: mine)
-    monkeypatch.setattr(ddp.dist, "init_process_group", init_process_group)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    with pytest.raises(InterruptedError) as error:
-        ddp.main()
-    assert error.value.args == ((backend,), {"device_id": told})
-
-
 # ----------------------------------------------------------------- errors
 
 

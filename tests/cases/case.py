@@ -36,6 +36,7 @@ def right(name, *changes, warns="", suite=False):
 CLIP = ("        norm = nn.utils.clip_grad_norm_("
         "raw_model.parameters(), 1.0)\n")
 REPORT = """\
+        # a signal may reach only some ranks, but all have to stop together
         stop = torch.full_like(mean_loss, run.stop_requested)
         report = torch.stack((mean_loss, stop))
         dist.all_reduce(report)  # the sum over all ranks
@@ -47,8 +48,8 @@ RANKS = "rank, world_size)\n        for split"
 FSDP_SYNC = ("            raw_model.set_requires_gradient_sync("
              "is_last_microbatch)\n")
 TP_ATTENTION = """\
-        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
-        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
+    "attn.c_attn": tp.ColwiseParallel(),
+    "attn.c_proj": tp.RowwiseParallel(),
 """
 TP_LOSS = "return loss.full_tensor()"
 MEAN = """\

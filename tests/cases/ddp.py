@@ -19,7 +19,7 @@ LOG = """\
 """
 SAVE = """\
         if rank == 0 and save:
-            run.save(step + 1, raw_model, optimizer)
+            run.save(done, raw_model, optimizer)
 """
 WORLD = """\
     # The launcher says who this process is (prepare_process() translates
@@ -31,10 +31,7 @@ WORLD = """\
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
 """
-JOIN = ("    dist.init_process_group("
-        "dist.get_default_backend_for_device(device),\n"
-        '                            device_id=None if device.type == "cpu" '
-        "else device)\n")
+JOIN = "    dist.init_process_group(backend)\n"
 LEAVE = "    run.finish()\n    dist.destroy_process_group()\n"
 RESTORE = "    first_step = run.restore(raw_model, optimizer)\n"
 SEEK = "    train_data.seek(first_step * S)\n"
@@ -48,7 +45,7 @@ SWAPPED = ('"params": matrices, "weight_decay": hp.weight_decay},\n'
 OFFSET = "self.offset, self.stride = rank * B, world_size * B"
 BEGIN = "self.position = i + self.offset"
 MOVE = "self.position += self.stride"
-COUNT = "accumulation_steps = S // round_size"
+COUNT = "accumulation_steps = S // samples_per_round"
 OWN_WORLD = """\
     who = {key: int(os.environ.get(key, default)) for key, default in (
         ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))}
@@ -64,7 +61,8 @@ CASES = (
           (DEVICE, 'device = use_device("cpu", local_rank)')),
     wrong("no minibatch is refused", "which 2 ranks with microbatches of 2 "
           "cannot share, it trains all the same",
-          ("require(S % round_size == 0", "require(S % B == 0"), suite=True),
+          ("require(S % samples_per_round == 0", "require(S % B == 0"),
+          suite=True),
     wrong("always gloo", "is always 'gloo' (line",
           (JOIN, '    dist.init_process_group("gloo")\n')),
     # rank and world size
@@ -125,11 +123,11 @@ CASES = (
           ("    data.seek(0)\n    loss = torch.zeros(",
            "    loss = torch.zeros(")),
     wrong("never evaluated", "there is no validation loss of step",
-          ("if last or (step + 1) % hp.eval_every == 0:", "if False:")),
+          ("if last or done % hp.eval_every == 0:", "if False:")),
     # collectives
     wrong("evaluated on rank 0 only", "",
-          ("if last or (step + 1) % hp.eval_every == 0:",
-           "if rank == 0 and (last or (step + 1) % hp.eval_every == 0):")),
+          ("if last or done % hp.eval_every == 0:",
+           "if rank == 0 and (last or done % hp.eval_every == 0):")),
     # resuming and stopping
     wrong("seek left out", "samples of step 3", (SEEK, "")),
     wrong("restored on rank 0 only", "",
@@ -144,7 +142,7 @@ CASES = (
            "run.restore(other, other.configure_optimizers(hp))\n")),
     wrong("a fresh optimizer saved",
           "the checkpoint's state of the optimizer is off",
-          ("run.save(step + 1, raw_model, optimizer)", "run.save(step + 1, "
+          ("run.save(done, raw_model, optimizer)", "run.save(done, "
            "raw_model, raw_model.configure_optimizers(hp))")),
     wrong("saved without the last step", "the checkpoints are of steps",
           ("save = last or stop or",
@@ -218,7 +216,7 @@ CASES = (
            "        if save:\n            optimizer.consolidate_state_dict()\n"
            "        if rank == 0 and save:\n"
            "            plain.load_state_dict(optimizer.state_dict())\n"
-           "            run.save(step + 1, raw_model, plain)\n")),
+           "            run.save(done, raw_model, plain)\n")),
     right("torch.save by name",
           (SAVE, SAVE + "        if rank == 0 and save:\n"
            "            torch.save(obj=step, f=run.folder / 'my.pt')\n")),
@@ -250,8 +248,6 @@ CASES = (
           (OPTIMIZER, "    from torch.distributed.fsdp import fully_shard\n"
            "    for part in (*raw_model.transformer.h, raw_model):\n"
            "        fully_shard(part)\n" + OPTIMIZER),
-          ("compile_model(raw_model, device) if",
-           "compile_model(raw_model, device, each_block=True) if"),
           (WRAP, ""), (SYNC, "with nullcontext():"),
           ("norm = norm.item()", "norm = norm.full_tensor().item()"),
           (SAVE, SAVE.replace("rank == 0 and ", "")),
@@ -259,9 +255,8 @@ CASES = (
     right("a function for the mean over ranks", *OWN_MEAN),
     right("the world in another order", (WORLD, OWN_WORLD), (JOIN, """\
     dist.init_process_group(
-        dist.get_default_backend_for_device(device), rank=rank,
-        world_size=world_size, init_method="env://" if "RANK" in os.environ
-        else "tcp://localhost:0")
+        backend, rank=rank, world_size=world_size, init_method="env://"
+        if "RANK" in os.environ else "tcp://localhost:0")
 """), (OFFSET,
        "self.offset = B * rank\n        self.stride = B * world_size")),
     right("the wrapper before the run", (WRAP, ""),

@@ -3,11 +3,13 @@
 from cases.case import CLIP, FSDP_SYNC, OPTIMIZER, OWN_MEAN, right, wrong
 
 FSDP_MESH = "    mesh = dist.init_device_mesh(device.type, (world_size,))\n"
-FSDP_LOOP = "for module in (*raw_model.transformer.h.children(), raw_model):"
-FSDP_CALL = "fully_shard(module, mesh=mesh)"
-FSDP_DRAW = "        draw_weights(raw_model, module)\n"
-FSDP_SHARD = f"{FSDP_MESH}    {FSDP_LOOP}\n{FSDP_DRAW}        {FSDP_CALL}\n"
-ON_THE_CPU = (("make_shapes(GPT, config,", "GPT(config,"), (FSDP_DRAW, ""))
+FSDP_LOOP = "for block in raw_model.transformer.h.children():"
+FSDP_BLOCK = "fully_shard(block, mesh=mesh)"
+FSDP_MODEL = "fully_shard(raw_model, mesh=mesh)"
+FSDP_REST = f"    {FSDP_MODEL}  # what is in no block\n"
+FSDP_SHARD = (f"{FSDP_MESH}    {FSDP_LOOP}\n        {FSDP_BLOCK}"
+              f"  # a part goes to each device\n{FSDP_REST}")
+ON_THE_DEVICE = ("hp.recompute)  # on the CPU", "hp.recompute).to(device)")
 SAVE_ALL = "        if save:  # all ranks\n"
 PARTS = "[w.grad.to_local() for w in raw_model.parameters()]"
 
@@ -16,15 +18,14 @@ CASES = (
     wrong("the DDP script", "rank 0 keeps all of transf", "ddp"),
     # sharding
     wrong("the optimizer made before", "optimizer updates another model",
-          (FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD), *ON_THE_CPU),
-    wrong("the blocks alone", "",
-          (FSDP_LOOP, "for module in raw_model.transformer.h:"), *ON_THE_CPU,
+          (FSDP_SHARD + OPTIMIZER, OPTIMIZER + FSDP_SHARD)),
+    wrong("the blocks alone", "", (FSDP_REST, ""),
           (FSDP_SYNC, "            for block in raw_model.transformer.h:\n"
            "                "
            "block.set_requires_gradient_sync(is_last_microbatch)\n")),
     wrong("bf16 by a policy, always", "with --precision fp32 it trains in",
-          (FSDP_CALL, "fully_shard(module, mesh=mesh, "
-           "mp_policy=MixedPrecisionPolicy(torch.bfloat16))"),
+          *((call, call[:-1] + ", mp_policy=MixedPrecisionPolicy("
+             "torch.bfloat16))") for call in (FSDP_BLOCK, FSDP_MODEL)),
           ("import fully_shard\n",
            "import MixedPrecisionPolicy, fully_shard\n")),
     # the gradients
@@ -38,23 +39,19 @@ CASES = (
           ("norm.full_tensor().item()", "norm.item()")),
     right("the solution", suite=True),
     right("gathered weights kept for the backward pass",
-          (FSDP_CALL,
-           "fully_shard(module, mesh=mesh, reshard_after_forward=False)")),
+          (FSDP_BLOCK, FSDP_BLOCK[:-1] + ", reshard_after_forward=False)")),
     right("blocks in another order",
-          (FSDP_LOOP,
-           "for module in (*reversed(raw_model.transformer.h), raw_model):")),
+          (FSDP_LOOP, "for block in reversed(raw_model.transformer.h):")),
     right("blocks by twos",
-          (FSDP_LOOP, "blocks = list(raw_model.transformer.h)\n    for module "
-           "in (blocks[:2], blocks[2:], raw_model):"), *ON_THE_CPU),
-    right("all of it made on the CPU", *ON_THE_CPU),
-    right("all of it moved to the device", *ON_THE_CPU,
-          ("hp.recompute)\n", "hp.recompute).to(device)\n"),
+          (FSDP_LOOP, "blocks = list(raw_model.transformer.h)\n    for block "
+           "in (blocks[:2], blocks[2:]):")),
+    right("all of it moved to the device", ON_THE_DEVICE,
           warns="every device has the whole model before it is sharded"),
     right("attention and MLP by themselves",
           (FSDP_LOOP, "parts = [part for block in raw_model.transformer.h for "
            "part in (block.attn, block.mlp)]\n"
-           "    for module in (*parts, raw_model):")),
-    right("the model as one piece", (FSDP_LOOP, "for module in (raw_model,):"),
+           "    for block in parts:")),
+    right("the model as one piece", (FSDP_LOOP, "for block in ():"),
           warns="all weights are gathered at once"),
     right("no set_requires_gradient_sync", (FSDP_SYNC, ""),
           warns="gradients are reduced 4.0 times a step"),

@@ -10,24 +10,23 @@ from cases.case import (
     wrong,
 )
 
-TP_PLAN = """\
-    tp.parallelize_module(model, mesh, {
+ENDS_PLAN = """\
         "transformer.wte": tp.RowwiseParallel(input_layouts=Replicate()),
-        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(),
-        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(),
-        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(),
-        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(),
         "lm_head": tp.ColwiseParallel(use_local_output=False),
-    })
+"""
+BLOCK_PLAN = """\
+    "attn.c_attn": tp.ColwiseParallel(),
+    "attn.c_proj": tp.RowwiseParallel(),
+    "mlp.c_fc": tp.ColwiseParallel(),
+    "mlp.c_proj": tp.RowwiseParallel(),
 """
 TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
        "  # tied again\n")
-TP_CALL = '    parallelize(raw_model, mesh["tp"])\n'
-MESH_SHARD = """\
-    # a part of each block goes to each device, and of what is in no block
-    for module in (*raw_model.transformer.h.children(), raw_model):
-        draw_weights(raw_model, module)
-        fully_shard(module, mesh=mesh["dp"])
+TP_CALL = '    split_vocabulary(raw_model, mesh["tp"])\n'
+BLOCK_CALL = (
+    '        tp.parallelize_module(block, mesh["tp"], BLOCK_PLAN)\n')
+BLOCK_SHARD = """\
+        fully_shard(block, mesh=mesh["dp"])  # a part goes to each device
 """
 TP_CLIP = "        norm = clip_grad_norm(raw_model, 1.0, world_size)\n"
 HEADS = """\
@@ -46,12 +45,11 @@ BY_SQUARES = """\
         nn.utils.clip_grads_with_norm_(weights, 1.0, norm, foreach=False)
 """
 NOT_SUMMED = """\
-    def keep(module, inputs):
-        inputs[0].requires_grad and inputs[0].register_hook(
-            lambda grad: DTensor.from_local(
-                grad.to_local(), grad.device_mesh, [Replicate()]))
+        def keep(module, inputs):
+            inputs[0].requires_grad and inputs[0].register_hook(
+                lambda grad: DTensor.from_local(
+                    grad.to_local(), grad.device_mesh, [Replicate()]))
 
-    for block in model.transformer.h:
         block.attn.c_attn.register_forward_pre_hook(keep)
         block.mlp.c_fc.register_forward_pre_hook(keep)
 """
@@ -60,10 +58,10 @@ CASES = (
     # the changes of the lesson, each left out alone
     wrong("not tied again", "", (TIE, ""), suite=True),
     wrong("sharded over all ranks", "",
-          ('fully_shard(module, mesh=mesh["dp"])', "fully_shard(module, "
+          ('fully_shard(block, mesh=mesh["dp"])', "fully_shard(block, "
            "mesh=dist.init_device_mesh(device.type, (world_size,)))")),
-    wrong("sharded before it is split", "", (TP_CALL, ""),
-          (MESH_SHARD, MESH_SHARD + TP_CALL)),
+    wrong("sharded before it is split", "",
+          (BLOCK_CALL + BLOCK_SHARD, BLOCK_SHARD + BLOCK_CALL)),
     wrong("FSDP's norm", "", (TP_CLIP, CLIP),
           ("norm = norm.item()", "norm = norm.full_tensor().item()")),
     # another stage's script
@@ -72,7 +70,7 @@ CASES = (
     wrong("c_attn in three parts", "gradients of step 0 are off",
           (HEADS, BY_THREES)),
     wrong("the gradient of an input not summed", "gradients of step 0 differ",
-          (TIE, NOT_SUMMED + TIE),
+          (BLOCK_CALL, BLOCK_CALL + NOT_SUMMED),
           ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"),
           suite=True),
     wrong("the norm of the part", "gradients of step 0",
@@ -87,26 +85,21 @@ CASES = (
            ""), (TIE, ""), (TP_LOSS, "return loss"),
           ("logits.full_tensor()[:, :", "logits[:, :")),
     right("the MLPs alone", (TP_ATTENTION, "")),
-    right("SequenceParallel", (TP_PLAN, """\
-    parts = Shard(1)
-    tp.parallelize_module(model, mesh, {
+    right("SequenceParallel", (ENDS_PLAN, """\
         "transformer.wte": tp.RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=parts),
+            input_layouts=Replicate(), output_layouts=Shard(1)),
         "transformer.wpe": tp.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0)),
-        "transformer.h.*.ln_1": tp.SequenceParallel(),
-        "transformer.h.*.attn.c_attn": tp.ColwiseParallel(
-            input_layouts=parts),
-        "transformer.h.*.attn.c_proj": tp.RowwiseParallel(
-            output_layouts=parts),
-        "transformer.h.*.ln_2": tp.SequenceParallel(),
-        "transformer.h.*.mlp.c_fc": tp.ColwiseParallel(input_layouts=parts),
-        "transformer.h.*.mlp.c_proj": tp.RowwiseParallel(
-            output_layouts=parts),
         "transformer.ln_f": tp.SequenceParallel(),
         "lm_head": tp.ColwiseParallel(
-            input_layouts=parts, use_local_output=False),
-    })
+            input_layouts=Shard(1), use_local_output=False),
+"""), (BLOCK_PLAN, """\
+    "ln_1": tp.SequenceParallel(),
+    "attn.c_attn": tp.ColwiseParallel(input_layouts=Shard(1)),
+    "attn.c_proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+    "ln_2": tp.SequenceParallel(),
+    "mlp.c_fc": tp.ColwiseParallel(input_layouts=Shard(1)),
+    "mlp.c_proj": tp.RowwiseParallel(output_layouts=Shard(1)),
 """), ("import Replicate\n", "import Replicate, Shard\n"),
           ("logits = self(idx[:, -self.config.block_size:])[:, -1]\n",
            "known = idx[:, -self.config.block_size:]\n"

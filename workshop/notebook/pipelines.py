@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import parallelize_module
 
 from workshop.notebook.sharding import Traffic, load
 
@@ -118,15 +118,16 @@ def traffic_3d(pp, tp, accumulation_steps, B):
         mesh_dim_names=("pp", "dp", "tp"))
     config = script.replace(script.MODELS["tiny"], vocab_size=512)
     model = script.GPT(config)
-    script.parallelize(model, mesh["tp"])
+    script.split_vocabulary(model, mesh["tp"])
     script.cut(model, mesh["pp"])
-    for module in (*model.transformer.h.children(), model):
-        fully_shard(module, mesh=mesh["dp"])
+    for block in model.transformer.h.children():
+        parallelize_module(block, mesh["tp"], script.BLOCK_PLAN)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     cpu = torch.device("cpu")
     pipeline = script.Pipeline(model, accumulation_steps, cpu, mesh["pp"])
     batch = torch.randint(512, (2, accumulation_steps * B, 32))
-    with loss_parallel():
-        for _ in range(2):  # the first step sends more, to learn the shapes
-            with Traffic() as traffic:
-                script.training_step(pipeline, batch, cpu, "fp32")
+    for _ in range(2):  # the first step sends more, to learn the shapes
+        with Traffic() as traffic:
+            script.training_step(pipeline, batch, cpu, "fp32")
     return model, traffic

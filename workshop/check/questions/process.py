@@ -63,9 +63,8 @@ def parts(trial, reference):
                     "the same")
     if any(trial.asked("to")):
         return warn("every device has the whole model before it is sharded",
-                    "right, as long as it fits: make_shapes(GPT, ...), and "
-                    "draw_weights(raw_model, module) before each module is "
-                    "sharded")
+                    "right, as long as it fits: leave the model on the CPU, "
+                    "fully_shard moves its parts")
     return None
 
 
