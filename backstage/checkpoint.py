@@ -6,6 +6,7 @@ and `hyperparameters`.
 """
 
 import logging
+import math
 import re
 import zipfile
 from functools import cache
@@ -24,11 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from backstage import ROOT, huggingface
+from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import write_atomically
+from backstage.files import is_count, reading, write_atomically
 from backstage.record import CONFIG
-from backstage.schema import COUNT, check, reason, require_file
 from backstage.world import on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
@@ -38,18 +38,6 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
-SCHEMA = {
-    "format": int, "stage": str, "step": COUNT,
-    "model": {str: torch.Tensor},
-    "optimizer": {
-        "state": {str: {str: torch.Tensor}},
-        "param_groups": [{"params": [str]}]},
-    "config": CONFIG, "hyperparameters": {"data": str},
-}
-
-
-class Damaged(UserError):
-    """A file that is no checkpoint, or not all of one."""
 
 
 def gather_state(model, optimizer):
@@ -202,9 +190,9 @@ def is_ours(file):
 def find_checkpoint(run):
     """The newest checkpoint in a run's folder, or of the newest run for "".
 
-    A file, and a folder in Hugging Face's format, is its own.
+    A file is its own.
     """
-    if Path(run).is_file() or (run and huggingface.is_folder(run)):
+    if Path(run).is_file():
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
     require(folder.is_dir(), f"{folder}: there is no such run")
@@ -217,9 +205,7 @@ def find_checkpoint(run):
 
 
 def load_checkpoint(file, verify=True):
-    """A checkpoint's dictionary, on the CPU, as in `SCHEMA`.
-
-    file: it may be a folder in Hugging Face's format, which has only weights.
+    """A checkpoint's dictionary, on the CPU.
 
     The tensors are read from the file where they are used: a rank that holds
     a part of the model does not read the others' parts. They may be changed;
@@ -228,32 +214,43 @@ def load_checkpoint(file, verify=True):
     verify: compare the checksums, too, which torch.load does not. Raises
     `Damaged` if it is not a checkpoint, `UserError` if it is an older one.
     """
-    try:
-        if huggingface.is_folder(file):
-            config, weights = huggingface.read_folder(file)
-            return {"format": FORMAT, "stage": "Hugging Face", "step": 0,
-                    "model": weights, "config": config,
-                    "optimizer": {"state": {}, "param_groups": []},
-                    "hyperparameters": {"data": str(file)}}
-        require_file(file)
+    with reading(file):
         with zipfile.ZipFile(file) as archive:
             broken = verify and archive.testzip()
-        if broken:
-            raise ValueError(f"the checksum of {broken} is wrong")
+        require(not broken, f"the checksum of {broken} is wrong")
         state = torch.load(
             file, map_location="cpu", weights_only=True, mmap=True)
-        check(state, {"format": int}, "a checkpoint")
-        found = state["format"]
-        require(found == FORMAT, f"{file}: a checkpoint of format {found}, "
-                f"but this version of the course reads only format {FORMAT}: "
-                "train again, or go back to the version that wrote it")
-        check(state, SCHEMA, "a checkpoint")
-        return state
-    except UserError:
-        raise
-    except Exception as error:  # zipfile, torch and pickle raise any of them
-        raise Damaged(f"{file} is damaged, or not a checkpoint "
-                      f"({reason(error)})") from error
+        require(isinstance(state, dict), "not a checkpoint")
+        found = int(state["format"])
+    require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
+            f"this version of the course reads only format {FORMAT}: train "
+            "again, or go back to the version that wrote it")
+    with reading(file):
+        check_state(state)
+    return state
+
+
+def check_state(state):
+    """Raise an exception unless all parts of a checkpoint are there.
+
+    `check_fit` compares the tensors with those of a model.
+    """
+    optimizer, config = state["optimizer"], state["config"]
+    moments = optimizer["state"].values()
+    tensors = [*state["model"].values(), *(
+        tensor for each in moments for tensor in each.values())]
+    texts = [state["stage"], state["hyperparameters"]["data"],
+             *state["model"], *optimizer["state"], *(
+                 name for group in optimizer["param_groups"]
+                 for name in group["params"])]
+    require(type(state["step"]) is int and 0 <= state["step"] < 2**31,
+            "its step is no number of steps")
+    require(config.keys() == {*CONFIG} and all(
+        map(is_count, config.values())), "its config is no model's")
+    require(all(isinstance(tensor, torch.Tensor) for tensor in tensors),
+            "what should be a tensor is none")
+    require(all(isinstance(text, str) for text in texts),
+            "what should be a text is none")
 
 
 def get_shapes(model):
@@ -292,23 +289,21 @@ def check_fit(file, state, shapes, optimizer=None):
                   in state["optimizer"]["state"].items()
                   for what, tensor in tensors.items()}
     groups = state["optimizer"]["param_groups"]
-    try:
+    with reading(file):
         for name, what in wanted.keys() | found.keys():
             here, there = (outline.get((name, what), "missing")
                            for outline in (wanted, found))
-            if here != there:
-                raise ValueError(f"{name}: its {what} is {there}, not {here}")
+            require(here == there,
+                    f"{name}: its {what} is {there}, not {here}")
         if optimizer is None:
             return
-        if sorted(own) != sorted(
-                name for group in groups for name in group["params"]):
-            raise ValueError("the optimizer has other weights")
-        ours = optimizer.param_groups
-        if len(groups) != len(ours):
-            raise ValueError("the optimizer has other groups")
-        # after a run was resumed, its two betas are a list
-        check(groups, [{key: {float: float, tuple: [float]}.get(
-            type(value), object)
-            for key, value in optimizer.defaults.items()}])
-    except ValueError as error:
-        raise Damaged(f"{file} is damaged ({reason(error)})") from error
+        require(sorted(own) == sorted(
+            name for group in groups for name in group["params"]),
+            "the optimizer has other weights")
+        require(len(groups) == len(optimizer.param_groups),
+                "the optimizer has other groups")
+        for key, value in optimizer.defaults.items():
+            for found in (group[key] for group in groups):
+                numbers = found if isinstance(value, tuple) else [found]
+                require(not isinstance(value, (float, tuple)) or all(
+                    map(math.isfinite, numbers)), f"its {key} is {found}")

@@ -1,26 +1,97 @@
-"""What the program that built a dataset folder wrote about it."""
+"""A dataset's folder: its shards, its vocabulary, and what built it.
 
+The vocabulary is two files: `vocabulary.tiktoken`, in tiktoken's file format
+(a line for each token: its bytes in base64, its rank), and `vocabulary.json`
+with everything else that an `Encoding` needs. A folder without them holds
+GPT-2's tokens. `manifest.json` is by the program that built the folder.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
 from pathlib import Path
 
-from backstage.errors import UserError, require
-from backstage.schema import read_json, reason, require_file
+import numpy as np
+import tiktoken
 
+from backstage.errors import UserError, require
+from backstage.files import reading, write_atomically
+
+GPT2_SIZE = 50257
+END_OF_TEXT = "<|endoftext|>"
+TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
-SUM = range(2**63)  # a text may have no validation split
-SCHEMA = {"complete?": bool, "val?": {"bytes?": SUM, "tokens?": SUM}}
+AGAIN = "make the dataset again"
 LOOK = 100_000  # tokens of each shard that are looked at before a run
 
 
-def read_manifest(folder):
-    """The folder's `manifest.json`, a dictionary; {} if there is none.
+def save_vocabulary(encoding, folder):
+    """Write `encoding`, a `tiktoken.Encoding`, into the folder, atomically."""
+    ranks = encoding._mergeable_ranks  # tiktoken has no public name for them
+    lines = (base64.b64encode(token) + b" %d\n" % rank
+             for token, rank in sorted(ranks.items(), key=lambda kv: kv[1]))
+    settings = {"name": encoding.name, "pat_str": encoding._pat_str,
+                "special_tokens": encoding._special_tokens}
+    write_atomically(Path(folder) / TOKENS, b"".join(lines))
+    text = json.dumps(settings, indent=1)
+    write_atomically(Path(folder) / SETTINGS, text.encode())
 
-    Raises `UserError` if it is damaged.
+
+def load_vocabulary(folder):
+    """The `tiktoken.Encoding` of a dataset folder; never uses the network.
+
+    Raises `UserError` if the files are damaged, or if the folder has none and
+    GPT-2's vocabulary has not been downloaded.
     """
-    try:
-        return read_json(Path(folder) / MANIFEST, SCHEMA,
-                         "make the dataset again")
-    except FileNotFoundError:
-        return {}
+    file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
+    if not file.exists():
+        return gpt2_vocabulary()
+    with reading(file, AGAIN):
+        settings = json.loads(file.read_bytes())
+        special = settings["special_tokens"]
+        require(END_OF_TEXT in special, f"it has no {END_OF_TEXT}")
+        require(tokens.exists(), f"{TOKENS} is missing")
+    with reading(tokens, AGAIN):
+        pairs = [line.split() for line in tokens.read_bytes().splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank)
+                 for token, rank in pairs}
+        size = len(pairs) + len(special)
+        # tiktoken would panic
+        require(sorted([*ranks.values(), *special.values()]) == [*range(size)],
+                "the ranks have gaps or come twice")
+        return tiktoken.Encoding(
+            settings["name"], pat_str=settings["pat_str"],
+            mergeable_ranks=ranks, special_tokens=special)
+
+
+def vocabulary_size(folder):
+    """How many tokens the vocabulary has; never uses the network."""
+    if not (Path(folder) / SETTINGS).exists():
+        return GPT2_SIZE
+    return load_vocabulary(folder).n_vocab
+
+
+def gpt2_vocabulary(download=False):
+    """GPT-2's own vocabulary, from tiktoken's cache.
+    `activate.sh` downloads it if there is a network (`download=True`). A run
+    never tries, because the attempt may hang on a compute node.
+    """
+    if not (download or gpt2_is_cached()):
+        raise UserError("GPT-2's vocabulary is not on this machine: run "
+                        "`source activate.sh` where there is a network")
+    return tiktoken.get_encoding("gpt2")
+
+
+def gpt2_is_cached():
+    """Whether `tiktoken.get_encoding("gpt2")` works without a network."""
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get(
+        "DATA_GYM_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache"
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    names = (hashlib.sha1((base + file).encode()).hexdigest()
+             for file in ("vocab.bpe", "encoder.json"))  # tiktoken's naming
+    return all((Path(cache) / name).exists() for name in names)
 
 
 def check_shards(folder, sequence_length):
@@ -29,34 +100,40 @@ def check_shards(folder, sequence_length):
     Each is whole, a list of uint16, and its tokens, as far as a look at its
     beginning tells, are in the vocabulary.
     """
-    import numpy as np
-
-    from backstage import vocabulary
-
     require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
             "check --data")
-    vocab_size = vocabulary.size(folder)
+    vocab_size = vocabulary_size(folder)
     for split in ("train", "val"):
         name, count = f"*_{split}_*.npy", 0
         for shard in sorted(Path(folder).glob(name)):
-            try:
-                require_file(shard)
+            with reading(shard, "make it again"):
                 tokens = np.lib.format.open_memmap(shard, mode="r")
-                if shard.stat().st_size != tokens.offset + tokens.nbytes:
-                    raise ValueError("not as long as its first line says")
-            except Exception as error:  # NumPy parses that line as Python
-                raise UserError(f"{shard}: not a whole shard, make it again "
-                                f"({reason(error)})") from error
-            require(tokens.dtype == np.uint16 and tokens.ndim == 1, f"{shard}:"
-                    f" {tokens.dtype} {tokens.shape}, not a list of uint16")
-            highest = tokens[:LOOK].max(initial=0)
-            require(highest < vocab_size, f"{shard}: token {highest} is not "
-                    f"in the vocabulary of {vocab_size}")
+                require(tokens.dtype == np.uint16 and tokens.ndim == 1,
+                        f"{tokens.dtype} {tokens.shape}, not a list of uint16")
+                require(shard.stat().st_size == tokens.offset + tokens.nbytes,
+                        "not as long as its first line says")
+                highest = tokens[:LOOK].max(initial=0)
+                require(highest < vocab_size, f"token {highest} is not in the "
+                        f"vocabulary of {vocab_size}")
             count += len(tokens)
         require(count, f"{folder}: no shard {name} is there: see --data")
         require(count > sequence_length, f"{folder}: {count} tokens of "
                 f"{split} are too few for one sample of {sequence_length} and "
                 "its targets")
+
+
+def read_manifest(folder):
+    """The folder's `manifest.json`, a dictionary; {} if there is none.
+
+    Raises `UserError` if it is damaged.
+    """
+    file = Path(folder, MANIFEST)
+    if not file.exists():
+        return {}
+    with reading(file, AGAIN):
+        manifest = json.loads(file.read_bytes())
+        require(isinstance(manifest, dict), "not a dictionary")
+        return manifest
 
 
 def is_unfinished(folder):
@@ -71,6 +148,7 @@ def bytes_per_token(folder):
     """For the validation split; None if the folder does not say."""
     try:
         val = read_manifest(folder)["val"]
-        return val["bytes"] / val["tokens"] or None
-    except (UserError, KeyError, ZeroDivisionError):
+        ratio = val["bytes"] / val["tokens"]
+        return ratio if ratio > 0 else None
+    except (UserError, LookupError, TypeError, ArithmeticError):
         return None

@@ -1,4 +1,4 @@
-"""Write files all or nothing, and show paths as a person would type them.
+"""Files: written all or nothing, and one line for what is wrong with one.
 
 This needs only the standard library, from Python 3.9 on: the tools of the
 course use it, too.
@@ -7,12 +7,48 @@ course use it, too.
 import fcntl
 import itertools
 import os
+import stat
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError
+from backstage.errors import UserError, require
+
+
+class Damaged(UserError):
+    """A file that does not hold what it should."""
+
+
+@contextmanager
+def reading(file, remedy=""):
+    """Whatever goes wrong while a file is read and checked is a `Damaged`.
+
+    Anybody may have changed, copied or cut the file, and each library has its
+    own exceptions. Only `FileNotFoundError` stays as it is.
+    """
+    try:
+        # one would wait for ever for what a pipe holds
+        require(stat.S_ISREG(os.stat(file).st_mode), "not a file")
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise Damaged(f"{file} is damaged ({reason(error)})"
+                      + f": {remedy}" * bool(remedy)) from error
+
+
+def reason(error):
+    """What a library says about a file, in one short line."""
+    text = getattr(error, "strerror", None) or str(error)
+    first = (text.strip().splitlines() or [type(error).__name__])[0]
+    missing = " is missing" if isinstance(error, KeyError) else ""
+    return " ".join(first.split())[:200] + missing
+
+
+def is_count(value):
+    """Whether a value is a whole number from 1 to 2**31 - 1."""
+    return type(value) is int and 0 < value < 2**31
 
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 

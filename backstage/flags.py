@@ -42,7 +42,7 @@ class RunFlags:
     data: str = ""  # folder of the shards
     run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
     resume: bool = False  # continue from the last checkpoint in --run
-    init: str = ""  # start from this checkpoint, or Hugging Face folder
+    init: str = ""  # start from the weights of this checkpoint
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?

@@ -5,42 +5,61 @@ course read runs, too.
 """
 
 import csv
+import json
+import math
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
-from backstage.errors import UserError
-from backstage.schema import COUNT, check, read_json, reason, require_file
+from backstage.errors import require
+from backstage.files import is_count, reading
 
 RECORD = "hyperparameters.json"
-CONFIG = dict.fromkeys(
-    ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"), COUNT)
-SCHEMA = {
-    "stage": str, "world_size": COUNT, "nodes?": COUNT, "device": str,
-    "max_steps": COUNT, "config": CONFIG,
-    "hyperparameters": {
-        "preset": str, "data": str, "minibatch_size": COUNT,
-        "microbatch_size": COUNT, "sequence_length": COUNT,
-        "pipeline_parallel?": COUNT, "tensor_parallel?": COUNT,
-        "strategy?": str},
-}
+CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
+COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
+DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
            "tokens_per_second_per_device", "microbatch_norm", "noise_scale",
            "memory", "memory_reserved")
-ROW = {"step": range(2**31), **dict.fromkeys(
-    ("loss", "lr", "norm", "seconds", "tokens_per_second"), float)}
+ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"
 
 
 def read_record(folder, types=None):
-    """The run's `hyperparameters.json`, a dictionary as in `SCHEMA`.
+    """The run's `hyperparameters.json`, a dictionary.
 
     types: of more of the hyperparameters, which an older run may not have.
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
-    more = {f"{name}?": kind for name, kind in (types or {}).items()}
-    schema = SCHEMA | {"hyperparameters": more | SCHEMA["hyperparameters"]}
-    return read_json(Path(folder) / RECORD, schema, "to go on with the run, "
-                     "delete it, and give --resume and all of its flags again")
+    file = Path(folder) / RECORD
+    with reading(file, "to go on with the run, delete it, and give --resume "
+                 "and all of its flags again"):
+        record = json.loads(file.read_bytes())
+        hp, config = record["hyperparameters"], record["config"]
+        counts = {name: record[name] for name in ("max_steps", "world_size")}
+        counts |= {name: config[name] for name in CONFIG}
+        counts |= {name: hp[name] for name in COUNTS}
+        counts |= {name: hp.get(name, 1) for name in DIVISORS}
+        counts["nodes"] = record.get("nodes", 1)
+        for name, value in counts.items():
+            require(is_count(value), f"{name} is no number from 1 on")
+        texts = {name: record[name] for name in ("stage", "device")}
+        texts |= {name: hp[name] for name in ("preset", "data")}
+        texts["strategy"] = hp.get("strategy", "")
+        for name, value in texts.items():  # no path has a zero byte
+            require(type(value) is str and "\0" not in value,
+                    f"{name} is no text")
+        for name, kind in (types or {}).items():
+            require(name not in hp or is_a(hp[name], kind),
+                    f"{name} has another type")
+    return record
+
+
+def is_a(value, kind):
+    """Whether a value of a JSON file has the type of a flag."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def read_metrics(file):
@@ -48,16 +67,10 @@ def read_metrics(file):
 
     Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
     """
-    try:
-        require_file(file)
-        with open(file, newline="", encoding="utf-8") as lines:
-            for cells in csv.DictReader(lines):
-                row = {name: float(cell) for name, cell in cells.items()
-                       if cell}
-                row["step"] = int(row.get("step", -1))
-                check(row, ROW)
-                yield dict.fromkeys(COLUMNS) | row
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, csv.Error) as error:
-        raise UserError(f"{file}: damaged ({reason(error)})") from error
+    with reading(file), open(file, newline="", encoding="utf-8") as lines:
+        for cells in csv.DictReader(lines):
+            row = {name: float(cell) for name, cell in cells.items() if cell}
+            row["step"] = int(row["step"])
+            require(0 <= row["step"] < 2**31 and all(
+                math.isfinite(row[name]) for name in ALWAYS), "no metrics")
+            yield dict.fromkeys(COLUMNS) | row

@@ -33,12 +33,10 @@ from backstage import (
     profile,
     terminal,
     track,
-    vocabulary,
     witness,
 )
 from backstage.checkpoint import (
     FORMAT,
-    Damaged,
     check_fit,
     gather_state,
     get_shapes,
@@ -52,6 +50,7 @@ from backstage.checkpoint import (
 from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, explain, require, warn
 from backstage.files import (
+    Damaged,
     lock_folder,
     remove_parts,
     show_path,
@@ -199,7 +198,7 @@ class Run:
             return None
         tokenizer, problem = None, None
         try:
-            tokenizer = vocabulary.load(self.hp.data)
+            tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
         problems = [problem for problem in on_every_rank(problem) if problem]

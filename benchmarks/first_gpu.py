@@ -38,7 +38,7 @@ import torch
 import tyro
 from turns import NEVER, SIDE, STEP, random_tokens
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from backstage.command_line import parse_flags
 from backstage.cores import count_cores
 from backstage.device import device_name, driver, find_device, memory_size
@@ -92,12 +92,12 @@ class Bench:
         self.output.mkdir(parents=True, exist_ok=True)
         self.data = work / "data"
         self.data.mkdir()
-        size = vocabulary.GPT2_SIZE if self.gpu else 257
+        size = dataset.GPT2_SIZE if self.gpu else 257
         random_tokens(self.data, vocabulary=size)
-        vocabulary.save(tiktoken.Encoding(
+        dataset.save_vocabulary(tiktoken.Encoding(
             "random", pat_str=r"[\s\S]", mergeable_ranks={
                 i.to_bytes(1 + (i > 255), "big"): i for i in range(size - 1)},
-            special_tokens={vocabulary.END_OF_TEXT: size - 1}), self.data)
+            special_tokens={dataset.END_OF_TEXT: size - 1}), self.data)
         self.record = {
             "date": time.strftime("%Y-%m-%d"), "commit": name_commit(),
             **describe(self.device, self.count), "items": {}}

@@ -12,7 +12,7 @@ import torch
 import train_gpt2_std as std
 from turns import column, show, summary, take_turns, train
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.checkpoint import (
     FORMAT,
     gather_state,
@@ -35,7 +35,7 @@ def measure(flags, device):
             f"open {n:3d} shard(s), read one": partial(read, shards[:n])
             for n in (1, 10, 100)}, flags.rounds)
         sizes = {"tiny": 257} if flags.quick else {
-            "nano": vocabulary.size(DEMO), "gpt2": vocabulary.GPT2_SIZE}
+            "nano": dataset.vocabulary_size(DEMO), "gpt2": dataset.GPT2_SIZE}
         saved = take_turns({
             f"{preset}: checkpoint": partial(save, preset, size, folder)
             for preset, size in sizes.items()}, flags.rounds)

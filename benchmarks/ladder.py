@@ -43,13 +43,12 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from turns import processor
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from backstage.command_line import parse_flags
 from backstage.cores import count_cores
 from backstage.device import device_name
 from backstage.errors import require, run_main
-from backstage.files import show_path, write_atomically
-from backstage.schema import read_json
+from backstage.files import reading, show_path, write_atomically
 from workshop.combine import combine
 from workshop.processes import OPEN_MPI, free_port
 from workshop.results import runs as results
@@ -60,8 +59,6 @@ TOKENS, VOCABULARY, EPOCHS = 52_600, 172, 50
 SIZES = {"ladder": ("nano", 256, 16), "tiny": ("tiny", 32, 8)}  # preset, T, S
 TEXTS = 4  # which each rung writes
 FEW_TOKENS, FEW_SAMPLES = 8, 2  # where the kernels are interpreted
-RECORD = {"date": str, "hardware": str, "load": float, "distance": float,
-          "model": str, "rungs": [{"name": str}]}
 SOLUTIONS, WRITER = ROOT / "solutions", ROOT / "code" / "generate.py"
 KERNELS = SOLUTIONS / "train_gpt2_kernels.py"
 
@@ -213,7 +210,7 @@ def make_dataset(folder):
     """A toy dataset from the demo's text: 52,600 tokens, vocabulary of 172."""
     demo = ROOT / "fineweb" / "demo"
     require(demo.is_dir(), f"{demo} is not there: run `source activate.sh`")
-    encoding = vocabulary.load(demo)
+    encoding = dataset.load_vocabulary(demo)
     shard = min(demo.glob("*_train_*.npy"))
     ids = np.load(shard, mmap_mode="r")[:TOKENS].tolist()
     text = encoding.decode([i for i in ids if i != encoding.eot_token])
@@ -226,7 +223,7 @@ def make_dataset(folder):
     parts = parts[:VOCABULARY - 1]
     encoding = tiktoken.Encoding(
         "toy", pat_str=r"\s*\S+|\s+", special_tokens={
-            vocabulary.END_OF_TEXT: len(parts)},
+            dataset.END_OF_TEXT: len(parts)},
         mergeable_ranks={part: rank for rank, part in enumerate(parts)})
     ids = np.array(encoding.encode_ordinary(text.decode()), np.uint16)
     end = TOKENS + TOKENS // 10
@@ -234,7 +231,7 @@ def make_dataset(folder):
             "without sources of your own")
     np.save(folder / "toy_train_000001.npy", ids[:TOKENS])
     np.save(folder / "toy_val_000000.npy", ids[TOKENS:end])
-    vocabulary.save(encoding, folder)
+    dataset.save_vocabulary(encoding, folder)
 
 
 def measure(rung, flags, data, run):
@@ -377,7 +374,10 @@ def main():
     rungs, lacks = find_rungs(flags.processes)
     kept = {"rungs": [], "distance": 0, "same": None}
     if flags.only_kernels:
-        kept = read_json(flags.output, RECORD, "measure all rungs")
+        with reading(flags.output, "measure all rungs"):
+            found = json.loads(flags.output.read_bytes())
+            kept = {name: found[name] for name in (
+                "hardware", "model", "same", "distance", "rungs")}
         require((kept["hardware"], kept["model"]) == (
             hardware(), flags.model), f"{show_path(flags.output)} has rungs "
             f"of model {kept['model']} on {kept['hardware']}, which do not "

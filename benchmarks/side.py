@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from backstage import ROOT, flags, process, vocabulary
+from backstage import ROOT, dataset, flags, process
 from backstage.cores import use_cores
 from backstage.device import use_device
 from backstage.errors import run_main
@@ -146,7 +146,7 @@ def train(make):
     device = use_device(hp.device)
     torch.manual_seed(hp.seed)
     config = replace(
-        std.MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+        std.MODELS[hp.preset], vocab_size=dataset.vocabulary_size(hp.data))
     weights = std.GPT(config).state_dict()
     for name, weight in weights.items():  # the stages have it head by head
         if ".c_attn." in name:

@@ -22,8 +22,8 @@ from turns import (
     train,
 )
 
+from backstage import dataset
 from backstage import flags as stage_flags
-from backstage import vocabulary
 from backstage.device import has_bf16
 from backstage.errors import require
 from backstage.flops import flops_per_token, peak_flops
@@ -124,7 +124,8 @@ def compare(preset, flags, device, data):
     print(NOTE if base != BASE else f"ratio: over {base}; of matmul: of "
           "the FLOP/s that products of large matrices reach here; start, "
           "first step: from the command to the begin and the end of that step")
-    config = replace(std.MODELS[preset], vocab_size=vocabulary.size(data))
+    config = replace(std.MODELS[preset],
+                     vocab_size=dataset.vocabulary_size(data))
     flops = flops_per_token(config, std.PRESETS[preset].sequence_length)
     rows = {}
     for name, turns in found.items():

@@ -23,7 +23,7 @@ import tokenise
 from turns import show, summary, take_turns
 
 import fineweb
-from backstage import vocabulary
+from backstage import dataset
 from backstage.errors import UserError
 
 SHARD = 10_000_000  # tokens
@@ -70,7 +70,7 @@ def ours(path, out, encoding, workers):
     source = {"dataset": str(path), "subset": "", "text_column": "text",
               "shard_size": SHARD}
     revision, files = documents.list_files(str(path), "", "")
-    vocabulary.save(encoding, out)
+    dataset.save_vocabulary(encoding, out)
     made = manifest.new("fineweb", out, source, revision=revision,
                         files=files, next={"file": 0, "row": 0, "token": 0})
     stream = fineweb.tokenise_all(made, encoding, workers)
@@ -91,7 +91,7 @@ def make_parquet(path, megabytes):
 def find_vocabulary(texts):
     """GPT-2's vocabulary, or a new one of at most its size."""
     try:
-        return vocabulary.gpt2()
+        return dataset.gpt2_vocabulary()
     except UserError:
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(texts, vocab_size=50256,
@@ -101,7 +101,7 @@ def find_vocabulary(texts):
         return tiktoken.Encoding(
             "of this text", pat_str=tokenise.GPT2_SPLITS[1],
             mergeable_ranks=ranks,
-            special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
+            special_tokens={dataset.END_OF_TEXT: len(ranks)})
 
 
 def measure(flags, device):

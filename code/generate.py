@@ -4,11 +4,10 @@
     torchrun --standalone --nproc-per-node 4 -- code/generate.py
     mpirun -n 4 python -m workshop.as_torchrun code/generate.py
 
-It reads the checkpoints of every stage, and a folder with GPT-2 in Hugging
-Face's format. Several processes share the continuations. With the key-value
-cache (the default) each step computes the keys and values of the newest token
-only, and keeps those of the tokens before it. Without the cache it computes
-all of them again.
+It reads the checkpoints of every stage. Several processes share the
+continuations. With the key-value cache (the default) each step computes the
+keys and values of the newest token only, and keeps those of the tokens before
+it. Without the cache it computes all of them again.
 """
 
 import os
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from backstage.checkpoint import (
     check_fit,
     find_checkpoint,
@@ -47,8 +46,7 @@ from train_gpt2_std import GPT, GPTConfig
 class Flags:
     """Write continuations of a prompt."""
 
-    # folder of a run, of Hugging Face, or a checkpoint (default: newest run)
-    run: str = ""
+    run: str = ""  # folder of a run, or a checkpoint (default: newest run)
     prompt: str = "Hello, I'm a language model,"  # the text to continue
     num_sequences: int = 4  # how many continuations
     max_new_tokens: int = 64  # tokens in each
@@ -155,7 +153,7 @@ def main():
     model = GPT(GPTConfig(**state["config"])).to(device)
     check_fit(file, state, get_shapes(model))
     model.load_state_dict(state["model"])
-    tokenizer = vocabulary.load(state["hyperparameters"]["data"])
+    tokenizer = dataset.load_vocabulary(state["hyperparameters"]["data"])
     require(tokenizer.n_vocab == model.config.vocab_size,
             f"{state['hyperparameters']['data']} now has another vocabulary: "
             "restore the dataset that the run was trained on")

@@ -210,8 +210,8 @@ fetch_vocabulary() {
         "$venv/bin/python" -c 'if True:
             import signal
             signal.alarm(20)  # seconds; some firewalls never answer
-            from backstage.vocabulary import gpt2
-            gpt2(download=True)' || true
+            from backstage.dataset import gpt2_vocabulary
+            gpt2_vocabulary(download=True)' || true
     fi
 }
 

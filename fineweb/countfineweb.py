@@ -14,7 +14,7 @@ import manifest
 import shards
 import tyro
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.command_line import parse_flags
 from backstage.errors import UserError, require, run_main
 
@@ -40,7 +40,7 @@ def main():
     wrong = [f"{name} is missing" for name in listed
              if not (folder / name).exists()]
     if made and flags.verify and made["vocabulary"]["sha256"] != (
-            manifest.checksum(folder / vocabulary.TOKENS)):
+            manifest.checksum(folder / dataset.TOKENS)):
         wrong.append("the vocabulary is not the one in the manifest")
     sums = {"val": [0, 0], "train": [0, 0]}  # shards, tokens
     for path in shards.progress(paths, unit=" shards"):
@@ -83,9 +83,9 @@ def main():
 
 def tokens_of(folder):
     """The size of a folder's vocabulary, and the id of `<|endoftext|>`."""
-    if not (folder / vocabulary.SETTINGS).exists():
-        return vocabulary.GPT2_SIZE, vocabulary.GPT2_SIZE - 1
-    encoding = vocabulary.load(folder)
+    if not (folder / dataset.SETTINGS).exists():
+        return dataset.GPT2_SIZE, dataset.GPT2_SIZE - 1
+    encoding = dataset.load_vocabulary(folder)
     return encoding.n_vocab, encoding.eot_token
 
 

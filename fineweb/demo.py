@@ -20,7 +20,7 @@ from typing import Annotated
 import manifest
 import tyro
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.command_line import parse_flags
 from backstage.errors import UserError, require, run_main
 
@@ -198,7 +198,7 @@ def train_vocabulary(documents, size):
              for token, rank in trainer.get_mergeable_ranks()}
     return tiktoken.Encoding(
         "demo", pat_str=trainer.get_pattern(), mergeable_ranks=ranks,
-        special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
+        special_tokens={dataset.END_OF_TEXT: len(ranks)})
 
 
 def encode(documents, encoding):
@@ -218,7 +218,7 @@ def write(out, source, train, val, vocabulary_size):
     encoding = train_vocabulary(train, vocabulary_size)
     try:
         with shards.new_folder(out) as folder:
-            vocabulary.save(encoding, folder)
+            dataset.save_vocabulary(encoding, folder)
             made = manifest.new("demo", folder, source)
             for split, documents in ("val", val), ("train", train):
                 tokens = encode(documents, encoding)

@@ -8,8 +8,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from backstage.dataset import END_OF_TEXT
 from backstage.errors import UserError, require
-from backstage.vocabulary import END_OF_TEXT
 
 CACHE = Path(__file__).resolve().parent / ".cache"
 ROWS = 512  # documents in a batch, at most

@@ -26,7 +26,7 @@ import numpy as np
 import shards
 import tokenise
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.command_line import parse_flags
 from backstage.errors import UserError, require, run_main
 from backstage.files import lock_folder, remove_parts
@@ -83,7 +83,7 @@ def main():
                     made["source"]["dataset"], made["revision"], names):
                 print(f"{path} is here")
         else:
-            encoding = vocabulary.load(flags.out)
+            encoding = dataset.load_vocabulary(flags.out)
             stream = with_progress(made, tokenise_all(
                 made, encoding, flags.workers or count_cores()))
             with closing(stream):  # ends the bar before an error is shown
@@ -126,7 +126,7 @@ def begin(flags):
         encoding = find_vocabulary(flags.vocabulary)
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
-        vocabulary.save(encoding, flags.out)
+        dataset.save_vocabulary(encoding, flags.out)
         made = manifest.new(
             flags.name, flags.out, source, revision=revision, files=files,
             next={"file": 0, "row": 0, "token": 0})
@@ -144,11 +144,11 @@ def begin(flags):
 def find_vocabulary(folder):
     """GPT-2's vocabulary, or that of a dataset folder."""
     if folder is not None:
-        require((folder / vocabulary.SETTINGS).exists(), f"{folder} has no "
+        require((folder / dataset.SETTINGS).exists(), f"{folder} has no "
                 "vocabulary: name a dataset folder that has one")
-        return tokenise.check_vocabulary(vocabulary.load(folder))
+        return tokenise.check_vocabulary(dataset.load_vocabulary(folder))
     try:
-        return vocabulary.gpt2(download=True)
+        return dataset.gpt2_vocabulary(download=True)
     except OSError as error:
         raise UserError("GPT-2's vocabulary cannot be downloaded: run this "
                         "once where there is a network") from error

@@ -10,7 +10,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.dataset import MANIFEST, read_manifest
 from backstage.errors import UserError
 from backstage.files import write_atomically
@@ -22,14 +22,14 @@ def new(name, folder, source, **more):
     `source` is everything that decides the tokens, as plain JSON: a folder
     that was started with another source is another dataset.
     """
-    encoding = vocabulary.load(folder)
+    encoding = dataset.load_vocabulary(folder)
     return {
         "name": name,
         "complete": False,
         "source": source,
         **more,
         "vocabulary": {"name": encoding.name, "size": encoding.n_vocab,
-                       "sha256": checksum(folder / vocabulary.TOKENS)},
+                       "sha256": checksum(folder / dataset.TOKENS)},
         "versions": {"python": platform.python_version(),
                      "tiktoken": version("tiktoken")},
         "train": {}, "val": {},

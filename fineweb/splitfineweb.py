@@ -17,7 +17,7 @@ import numpy as np
 import shards
 import tyro
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.command_line import parse_flags
 from backstage.errors import require, run_main
 
@@ -43,8 +43,9 @@ def main():
     out = flags.out or given.with_suffix("")
     require(not out.exists(), f"{out} already exists: choose another --out")
     with shards.new_folder(out) as folder:
-        if (paths[0].parent / vocabulary.SETTINGS).exists():
-            vocabulary.save(vocabulary.load(paths[0].parent), folder)
+        if (paths[0].parent / dataset.SETTINGS).exists():
+            dataset.save_vocabulary(
+                dataset.load_vocabulary(paths[0].parent), folder)
         number = {"val": 0, "train": 1}  # the next shard's
         for path in shards.progress(paths, unit=" shards"):
             named = re.fullmatch(r"(.+)_(train|val)_\d+", path.stem)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from backstage import vocabulary
+from backstage.dataset import vocabulary_size
 from backstage.device import can_compile, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -329,7 +329,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute)  # on the CPU
     mesh = dist.init_device_mesh(device.type, (world_size,))
     for block in raw_model.transformer.h.children():

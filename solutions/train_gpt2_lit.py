@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from backstage import lightning as lit
-from backstage import vocabulary
+from backstage.dataset import vocabulary_size
 from backstage.device import compile_model, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -315,7 +315,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp)
     model = compile_model(
         raw_model, device, each_block=hp.strategy == "fsdp2"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from backstage import vocabulary
+from backstage.dataset import vocabulary_size
 from backstage.device import compile_model, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -295,7 +295,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute).to(device)
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("std", hp, config, max_steps, device)

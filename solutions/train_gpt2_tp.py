@@ -21,7 +21,7 @@ from torch.distributed.tensor import parallel as tp
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from backstage import vocabulary
+from backstage.dataset import vocabulary_size
 from backstage.device import can_compile, pin, use_device
 from backstage.errors import require, run_main
 from backstage.flags import RunFlags, parse
@@ -376,7 +376,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary.size(hp.data))
+    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute)  # on the CPU
     split_vocabulary(raw_model, mesh["tp"])
     for block in raw_model.transformer.h.children():

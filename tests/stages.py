@@ -16,7 +16,7 @@ import tiktoken
 import torch
 from conftest import edit, needs
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from workshop.processes import OPEN_MPI, Launch, modules_of
 from workshop.stages import STAGES
 
@@ -27,7 +27,7 @@ STARTER = ROOT / "starter" / "train.py"  # the tests call it stage "starter"
 BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
     "bytes", pat_str=r"[\s\S]",
     mergeable_ranks={bytes([i]): i for i in range(256)},
-    special_tokens={vocabulary.END_OF_TEXT: 256})
+    special_tokens={dataset.END_OF_TEXT: 256})
 
 
 def write_shards(folder, train, val, name="test"):
@@ -47,7 +47,7 @@ def make_dataset(folder):
     text = " ".join(rng.choice(words, 3000)).encode()
     tokens = np.frombuffer(text, np.uint8)[:8400]
     write_shards(folder, np.split(tokens, [2500, 2510]), tokens[:1100])
-    vocabulary.save(BYTES, folder)
+    dataset.save_vocabulary(BYTES, folder)
     return folder
 
 

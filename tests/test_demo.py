@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_fineweb import FOLDER, contents, refuses, run, start, succeeds
 
-from backstage import vocabulary
+from backstage import dataset
 
 
 def documents(path, encoding):
@@ -49,7 +49,7 @@ def test_the_default_dataset(demo):
     assert sorted(path.name for path in demo.iterdir()) == [
         "demo_train_000001.npy", "demo_val_000000.npy", "manifest.json",
         "vocabulary.json", "vocabulary.tiktoken"]
-    encoding = vocabulary.load(demo)
+    encoding = dataset.load_vocabulary(demo)
     assert encoding.n_vocab == 2048
     train = documents(demo / "demo_train_000001.npy", encoding)
     val = documents(demo / "demo_val_000000.npy", encoding)
@@ -76,7 +76,7 @@ def test_the_default_dataset(demo):
 def test_text_of_ones_own(texts, tmp_path):
     out = tmp_path / "out"
     succeeds("demo", *texts, "--out", out, "--vocabulary-size", 300)
-    encoding = vocabulary.load(out)
+    encoding = dataset.load_vocabulary(out)
     assert encoding.n_vocab == 300
     found = [text for path in out.glob("*.npy")
              for text in documents(path, encoding)]

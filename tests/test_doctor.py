@@ -9,7 +9,7 @@ import torch
 from conftest import copy_course, git, needs, program, python
 from stages import BYTES, write_shards
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.errors import UserError
 from workshop import doctor
 
@@ -50,7 +50,7 @@ def repo(tmp_path):
     copy_course(tmp_path, "backstage", "workshop")
     demo = write_shards(tmp_path / "fineweb" / "demo",
                         [[0] * 1234, [0] * 1000], [0] * 56, name="demo")
-    vocabulary.save(BYTES, demo)
+    dataset.save_vocabulary(BYTES, demo)
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_without_packages_it_says_what_is_missing(repo):
      "no shard *_val_*.npy"),
     (doctor.ask_data, lambda demo: (demo / "demo_train_000002.npy")
      .write_bytes(b"\x93NUMPY"), "damaged"),
-    (doctor.ask_vocabulary, lambda demo: (demo / vocabulary.TOKENS).unlink(),
+    (doctor.ask_vocabulary, lambda demo: (demo / dataset.TOKENS).unlink(),
      "damaged"),
     (doctor.ask_data, lambda demo: os.environ.update(
         WORKSHOP_DATA=f"{demo}/lost"), "lost, which does not exist"),

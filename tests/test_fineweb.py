@@ -24,7 +24,7 @@ import stages
 import tiktoken
 import tokenise
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 
 FOLDER = ROOT / "fineweb"
 NAME = "HuggingFaceFW/fineweb-edu"
@@ -113,9 +113,9 @@ def corpus(tmp_path_factory):
              for token, rank in trainer.get_mergeable_ranks()}
     encoding = tiktoken.Encoding(
         "small", pat_str=tokenise.GPT2_SPLITS[0], mergeable_ranks=ranks,
-        special_tokens={vocabulary.END_OF_TEXT: len(ranks)})
+        special_tokens={dataset.END_OF_TEXT: len(ranks)})
     (root / "vocabulary").mkdir()
-    vocabulary.save(encoding, root / "vocabulary")
+    dataset.save_vocabulary(encoding, root / "vocabulary")
     # the plain loop that fineweb.py has to agree with
     tokens = [token for text in texts
               for token in (encoding.eot_token,
@@ -157,7 +157,7 @@ def test_the_tokens_are_those_of_a_plain_loop(corpus, whole):
     assert train["bytes"] + val["bytes"] == sum(
         len(text.encode()) for text in corpus.texts)
     assert made["vocabulary"]["size"] == corpus.encoding.n_vocab == 701
-    saved = vocabulary.load(whole)
+    saved = dataset.load_vocabulary(whole)
     assert saved.decode(corpus.tokens[1:500].tolist()) == (
         corpus.encoding.decode(corpus.tokens[1:500].tolist()))
 
@@ -406,7 +406,7 @@ def test_bad_input(make, flags, message, corpus, tmp_path):
 
 
 def test_what_does_not_fit_or_is_missing(corpus, tmp_path):
-    vocabulary.save(stages.BYTES, tmp_path)
+    dataset.save_vocabulary(stages.BYTES, tmp_path)
     flags = [*corpus.flags, "--out", tmp_path / "out"]
     assert refuses(run("fineweb", *flags, "--vocabulary", tmp_path),
                    "splits text differently")
@@ -454,7 +454,7 @@ def test_counting_and_verifying(corpus, whole, tmp_path):
     damage(flip, "sha256", "--verify")
     damage(beyond, "holds ids beyond the vocabulary's 701", "--verify")
     damage(begin_late, "does not begin with a document", "--verify")
-    damage(lambda _, copy: vocabulary.save(stages.BYTES, copy),
+    damage(lambda _, copy: dataset.save_vocabulary(stages.BYTES, copy),
            "the vocabulary is not the one in the manifest", "--verify")
     damage(shorten, "is not a shard, or is damaged")
     damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")

@@ -102,4 +102,4 @@ def test_bad_flags(flags, words):
 def test_a_damaged_checkpoint(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_00000001.pt").write_bytes(b"PK no")
-    refused(write("--run", tmp_path), "not a checkpoint")
+    refused(write("--run", tmp_path), "is damaged")

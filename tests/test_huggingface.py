@@ -1,20 +1,24 @@
-"""GPT-2's weights in Hugging Face's format: in with --init, and out.
+"""GPT-2's weights in Hugging Face's format: python -m workshop import, export
 
 transformers' model is GPT-2 as published: so is ours, if the logits agree.
 """
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import python
-from stages import GOLDEN, refused, same_state, train
+from stages import GOLDEN, make_dataset, refused, same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
-from backstage import ROOT, huggingface
-from backstage.checkpoint import load_checkpoint
+from backstage import ROOT
+from backstage.checkpoint import TIED, load_checkpoint
+from backstage.errors import UserError
+from workshop.huggingface import import_folder
 from workshop.stages import STAGES
 
 TINY = {"n_positions": 32, "vocab_size": 300, "n_layer": 4, "n_head": 4,
@@ -30,6 +34,12 @@ def make(**config):
         for weight in model.parameters():
             weight += 0.2 * torch.randn_like(weight)
     return model
+
+
+def imported(folder, file):
+    """The checkpoint of a folder, written to the file."""
+    import_folder(folder, file)
+    return load_checkpoint(file)
 
 
 def our_model(state):
@@ -65,64 +75,70 @@ def test_the_logits_are_theirs(prefix, tmp_path):
                     for name, weight in model.state_dict().items()} | {
             "h.0.attn.bias": torch.ones(1, 1, 32, 32).tril().bool()},
             tmp_path / "pytorch_model.bin")
-    logits = compare(model, load_checkpoint(tmp_path))
+    logits = compare(model, imported(tmp_path, tmp_path / "our.pt"))
     # the padded rows take no more than their share of the probability
     rest = logits.logsumexp(-1) - logits[..., :300].logsumexp(-1)
     assert 0 < rest.max() <= math.log(384 / 300)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model with the vocabulary of the golden tokens."""
+def file(tmp_path_factory):
+    """A checkpoint of theirs, with the vocabulary of the golden tokens."""
     folder = tmp_path_factory.mktemp("theirs")
     make(**TINY | {"vocab_size": 257}).save_pretrained(folder)
-    return folder
+    import_folder(folder, folder / "our.pt")
+    return folder / "our.pt"
 
 
 @pytest.fixture(scope="module")
-def first_losses(folder, tmp_path_factory):
-    """Of the single device: from the folder's weights, and from new ones."""
-    place = tmp_path_factory.mktemp("first")
-    torch.save(load_checkpoint(folder) | {"step": 1}, place / "our.pt")
-    return [train("std", place / str(len(flags)), "--max-steps", 1, *flags,
-                  data=GOLDEN).column("loss")[0]
-            for flags in (["--init", place / "our.pt"], [])]
+def first_loss(file):
+    """The mean loss of the imported weights on the first minibatch."""
+    tokens = torch.from_numpy(np.load(GOLDEN / "test_train_000001.npy")
+                              .astype(np.int64))
+    x, y = tokens[:8 * 32].view(8, 32), tokens[1:8 * 32 + 1].view(8, 32)
+    with torch.no_grad():
+        return our_model(load_checkpoint(file))(x, y).item()
 
 
 @pytest.mark.parametrize("stage", [
     stage if stage in ("std", "ddp") else
     pytest.param(stage, marks=pytest.mark.whole) for stage in STAGES])
-def test_every_stage_starts_from_a_folder(stage, folder, first_losses,
-                                          tmp_path):
-    result = train(stage, tmp_path / "run", "--init", folder, "--max-steps", 1,
+def test_every_stage_starts_from_it(stage, file, first_loss, tmp_path):
+    result = train(stage, tmp_path / "run", "--init", file, "--max-steps", 1,
                    data=GOLDEN, mesh=STAGES[stage].meshes[:2][-1])
     assert result.status == 0, result.err
-    loss, new = first_losses
-    assert result.column("loss") == [pytest.approx(loss, rel=1e-5)]
-    assert abs(loss - new) > 0.1
+    assert result.column("loss") == [pytest.approx(first_loss, rel=1e-5)]
 
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"activation_function": "relu"}, "activation_function is relu"),
     ({"n_inner": 7}, "n_inner"),
-    ({"n_layer": 5}, "holds another model"),
-    ({"n_embd": 64, "n_head": 4}, "n_embd"),
+    ({"n_embd": "x"}, "n_embd is x"),
+    ({"n_layer": 5}, "is missing"),
+    ({"n_embd": 64, "n_head": 4}, "its weight is ("),
     ({"n_head": 5}, "damaged"),
     ({}, "h.3.ln_2.bias: its weight is missing"),
 ], ids=str)
 def test_another_model_is_one_line(change, words, tmp_path):
-    theirs = tmp_path / "theirs"
-    vocab_size = 300 if change else 257
-    model = make(**TINY | {"vocab_size": vocab_size})
+    model = make(**TINY)
     weights = model.state_dict()
     del weights["transformer.h.3.ln_2.bias" if not change else
                 "lm_head.weight"]
-    theirs.mkdir()
-    torch.save(weights, theirs / "pytorch_model.bin")
-    (theirs / "config.json").write_text(json.dumps(
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(
         model.config.to_dict() | change))
-    refused(train("std", tmp_path / "run", "--init", theirs, data=GOLDEN),
-            str(theirs), words)
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        import_folder(tmp_path, tmp_path / "our.pt")
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "our.pt").exists()
+
+
+def test_another_vocabulary_is_one_line(file, tmp_path):
+    data = make_dataset(tmp_path / "data")
+    for part in data.glob("vocabulary.*"):  # then it is GPT-2's
+        part.unlink()
+    refused(train("std", tmp_path / "run", "--init", file, data=data),
+            str(file), "holds another model")
 
 
 @torch.no_grad()
@@ -135,15 +151,19 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     state = single.checkpoint()
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     compare(theirs, state)
-    back = load_checkpoint(folder)
+    file = tmp_path / "back.pt"
+    result = python(ROOT, "-m", "workshop", "import", folder, file)
+    assert result.returncode == 0, result.stderr
+    back = load_checkpoint(file)
     assert back["config"] == state["config"]
     rows = theirs.config.vocab_size
     for name, weight in state["model"].items():
-        tied = name in (huggingface.WTE, huggingface.LM_HEAD)
-        kept = slice(rows if tied else None)
+        kept = slice(rows if name in TIED else None)
         assert same_state(weight[kept], back["model"][name][kept]), name
-    text = python(ROOT, "code/generate.py", "--run", folder, "--device",
+    text = python(ROOT, "code/generate.py", "--run", file, "--device",
                   "cpu", "--max-new-tokens", 3)
     assert text.returncode == 0, text.stderr
     again = python(ROOT, *export)
     assert again.returncode == 1 and "name another" in again.stderr
+    with pytest.raises(UserError, match="name another"):
+        import_folder(folder, file)

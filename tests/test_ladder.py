@@ -11,7 +11,7 @@ import torch
 from conftest import edit, needs, python
 from stages import train
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from backstage.errors import UserError
 from workshop import combine
 from workshop.results import plot
@@ -28,7 +28,7 @@ def test_the_toy_dataset(tmp_path):
     ladder.make_dataset(tmp_path)
     train, val = (np.load(tmp_path / f"toy_{name}.npy")
                   for name in ("train_000001", "val_000000"))
-    encoding = vocabulary.load(tmp_path)
+    encoding = dataset.load_vocabulary(tmp_path)
     assert encoding.n_vocab == 172 and encoding.eot_token == 171
     assert len(train) == 52_600 and len(val) > 5_000
     assert train.dtype == np.uint16 and len(np.unique(train)) > 150

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stages import Result, run_command
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from workshop.processes import Rank
 
 DEMO = ROOT / "fineweb" / "demo"
@@ -38,7 +38,7 @@ def test_an_eighth_of_the_default_run(tmp_path):
             re.findall(r"bits/byte: ([\d.]+)", result.out)]
     assert bits[-1] <= 2.65  # measured: 2.53
 
-    encoding = vocabulary.load(DEMO)
+    encoding = dataset.load_vocabulary(DEMO)
     corpus = set()
     for shard in DEMO.glob("demo_train_*.npy"):
         text = encoding.decode(np.load(shard).tolist())

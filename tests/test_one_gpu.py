@@ -7,7 +7,7 @@ import pytest
 import torch
 from stages import GOLDEN
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.flags import DEMO, parse
 from backstage.flops import flops_per_token
 from workshop.notebook import one_gpu
@@ -51,7 +51,8 @@ def test_each_row_has_one_change_more(monkeypatch, gpu):
 def test_the_limit_is_that_of_the_rows_dataset(
         tmp_path, monkeypatch, capsys, gpu):
     gpu()
-    for folder, size in ((GOLDEN, vocabulary.size(GOLDEN)), (tmp_path, 50257)):
+    own = dataset.vocabulary_size(GOLDEN)
+    for folder, size in ((GOLDEN, own), (tmp_path, 50257)):
         monkeypatch.setenv("WORKSHOP_DATA", str(folder))
         one_gpu.limit(GPU, tmp_path / "one_gpu.json")
         config = std.replace(std.MODELS["gpt2"], vocab_size=size)

@@ -126,7 +126,7 @@ def test_what_cannot_be_read_is_said(runs, tmp_path):
     text = "\n".join(notes)
     assert "empty: there is no hyperparameters.json" in text
     assert "begun: no step is finished yet" in text
-    assert "damaged/hyperparameters.json: damaged (" in text
+    assert "damaged/hyperparameters.json is damaged (" in text
     with pytest.raises(UserError, match="there is no hyperparameters"):
         results.find([runs / "empty"])
 

@@ -17,7 +17,7 @@ from conftest import needs
 from stages import BYTES, train, weight_distance
 from tiktoken_ext import openai_public
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from workshop.stages import FIRST, SIZES, STAGES
 
 pytestmark = pytest.mark.whole
@@ -233,7 +233,7 @@ def test_fineweb_as_a_job(slurm):
     words.mkdir()
     for number in range(30):
         (texts / f"{number}.txt").write_text(f"text number {number} " * 100)
-    vocabulary.save(tiktoken.Encoding(  # splits text as GPT-2's does
+    dataset.save_vocabulary(tiktoken.Encoding(  # splits text as GPT-2's does
         "bytes", pat_str=openai_public.r50k_pat_str,
         mergeable_ranks=BYTES._mergeable_ranks,
         special_tokens=BYTES._special_tokens), words)

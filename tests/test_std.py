@@ -416,7 +416,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     (["--preset", "huge"], ["preset huge", "tiny, nano, gpt2, gpt2-xl"]),
     (["--max-steps", -1], ["--max-steps"]),
     (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
-    (["--data", "BAD"], ["vocabulary.json: damaged"]),
+    (["--data", "BAD"], ["vocabulary.json is damaged"]),
     (["--run", "FILE/run"], ["FILE"]),
 ])
 def test_bad_flags(data, tmp_path, monkeypatch, flags, words):
@@ -440,7 +440,7 @@ SECOND = "test_train_000002.npy"
     (lambda data: write_shards(data, [[257] * 2500], [1] * 100),
      ["token 257", "vocabulary of 257"]),
     (lambda data: (data / "vocabulary.tiktoken").write_text("not base64"),
-     ["the vocabulary is damaged"]),
+     ["vocabulary.tiktoken is damaged"]),
 ], ids=["dtype", "truncated", "short", "token", "vocabulary"])
 def test_bad_shards(tmp_path, change, words):
     data = make_dataset(tmp_path / "data")
@@ -471,7 +471,7 @@ def test_a_run_of_another_model(data, tmp_path, single):
             "another model", "50257")
     file = other / "hyperparameters.json"
     file.write_text(file.read_text()[:50])
-    refused(train("std", other, "--resume"), "hyperparameters.json: damaged")
+    refused(train("std", other, "--resume"), "hyperparameters.json is damaged")
 
 
 def test_a_dataset_in_the_making_is_said(tmp_path):

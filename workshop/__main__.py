@@ -66,13 +66,13 @@ def run(args):
     elif args.command == "doctor":
         sys.exit(doctor.main(args.ranks))
     elif args.command == "export":
-        from workshop.export import main as export
+        from workshop.huggingface import export_run
 
-        export(args.run, args.folder)
-    elif args.command == "take-home":
-        from workshop.take_home import main as take_home
+        export_run(args.run, args.folder)
+    elif args.command == "import":
+        from workshop.huggingface import import_folder
 
-        take_home(args.stage, args.file)
+        import_folder(args.folder, args.file)
     elif args.command == "combine":
         from workshop.combine import main as combine
 
@@ -189,10 +189,10 @@ def parse():
                  "which transformers loads.")
     export.add_argument("run", help="folder of the run, or a checkpoint")
     export.add_argument("folder", help="the folder to write")
-    home = add("take-home", "Write a stage's script as one file, which "
-               "imports nothing of the course.")
-    home.add_argument("stage", choices=STAGES, help="the stage")
-    home.add_argument("file", help="the file to write, such as my_train.py")
+    theirs = add("import", "Write a model in Hugging Face's format as a "
+                 "checkpoint, for --init.")
+    theirs.add_argument("folder", help="its folder")
+    theirs.add_argument("file", help="the checkpoint to write, a .pt file")
     both = add("combine", "Write a script with what two stages change of std, "
                "such as mpi and kernels; its losses have to be std's.")
     both.add_argument("stage", nargs=2, help="their names")

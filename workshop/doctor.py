@@ -195,10 +195,10 @@ def count_tokens(folder, split):
 
 def ask_vocabulary():
     """Whether text can be generated without a network."""
-    from backstage import vocabulary
+    from backstage import dataset
 
-    demo = vocabulary.load(ROOT / "fineweb" / "demo")
-    gpt2 = ("GPT-2's is on this machine" if vocabulary.gpt2_is_cached() else
+    demo = dataset.load_vocabulary(ROOT / "fineweb" / "demo")
+    gpt2 = ("GPT-2's is on this machine" if dataset.gpt2_is_cached() else
             "GPT-2's is not on this machine (activate.sh downloads it; "
             "datasets with their own do not need it)")
     return f"the demo dataset's has {demo.n_vocab:,} tokens; {gpt2}"

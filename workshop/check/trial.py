@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.errors import KILLED, require
 from workshop.check import operations
 from workshop.check.observe import SAMPLES, Observer, T
@@ -296,7 +296,7 @@ def make_dataset(folder):
         np.save(folder / f"check_{split}.npy", tokens.astype(np.uint16))
     import tiktoken
 
-    vocabulary.save(tiktoken.Encoding(
+    dataset.save_vocabulary(tiktoken.Encoding(
         "check", pat_str=r"[\s\S]",
         mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={vocabulary.END_OF_TEXT: 256}), folder)
+        special_tokens={dataset.END_OF_TEXT: 256}), folder)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from backstage import vocabulary
+from backstage import dataset
 from backstage.errors import require, run_main
 from backstage.flags import DEMO
 from backstage.noise import NoiseScale
@@ -53,7 +53,7 @@ class Curve:
 def letters(folder):
     """Write the letters of the demo's text as a dataset."""
     require(DEMO.is_dir(), f"{DEMO} is not there: run `source activate.sh`")
-    encoding = vocabulary.load(DEMO)
+    encoding = dataset.load_vocabulary(DEMO)
     shards = std.get_shards(DEMO, "train")
     text = b"".join(encoding.decode_bytes(std.load_tokens(shard).tolist())
                     for shard in shards)

@@ -20,22 +20,18 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT, vocabulary
+from backstage import ROOT, dataset
 from backstage.cores import count_cores
 from backstage.device import device_name, find_device, has_bf16
 from backstage.errors import require, run_main
-from backstage.files import write_atomically
+from backstage.files import reading, write_atomically
 from backstage.flags import find_data
 from backstage.flops import flops_per_token, peak_flops
-from backstage.schema import read_json
 from workshop.notebook.sharding import std
 from workshop.results import plot, runs
 from workshop.stages import FIRST, STAGES
 
 RECORD = runs.RUNS / "one_gpu.json"
-SCHEMA = {"date": str, "hardware": str, "peak": float, "rows": {str: {
-    "what": str, "flags": str, "tokens_per_second": float, "memory": float,
-    "seconds": float, "mfu": float, "parts": {str: float}}}}
 EDITS = {  # what the script was like before somebody knew better
     "TF32": ('if hp.precision == "bf16":', "if True:"),
     "rows": ("math.ceil(config.vocab_size / 128) * 128",
@@ -193,9 +189,11 @@ def draw(record):
 def read(device, file=RECORD):
     """What has been measured here so far, or a record without rows."""
     if file.exists():
-        record = read_json(file, SCHEMA, "delete it")
-        if record["hardware"].startswith(hardware(device)):
-            return record
+        with reading(file, "delete it"):
+            record = json.loads(file.read_bytes())
+            table(record)  # which needs all of it
+            if record["hardware"].startswith(hardware(device)):
+                return record
     peak, source = find_peak(device)
     return {"date": str(datetime.date.today()), "peak": peak, "rows": {},
             "hardware": f"{hardware(device)}; peak {peak / 1e12:.3g} TFLOP/s "
@@ -234,7 +232,8 @@ def limit(device, file=RECORD):
     preset = sizes(device)["--preset"]
     data = find_data(preset)
     require(data.is_dir(), f"{data} is not there: run `source activate.sh`")
-    config = replace(std.MODELS[preset], vocab_size=vocabulary.size(data))
+    config = replace(std.MODELS[preset],
+                     vocab_size=dataset.vocabulary_size(data))
     each = flops_per_token(config, std.PRESETS[preset].sequence_length)
     print(f"{record['hardware']}\n"
           f"preset {preset}: {each / 1e6:,.1f} MFLOP a token\n"

@@ -4,6 +4,7 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
+import json
 import statistics
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -11,10 +12,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import show_path
+from backstage.files import reading, show_path
 from backstage.flops import num_parameters
 from backstage.record import read_metrics, read_record
-from backstage.schema import read_json
 from workshop.arithmetic import of_step
 from workshop.stages import FIRST, STAGES
 
@@ -336,24 +336,16 @@ def recorded_parts(folder):
     """Seconds of a step by part, the mean of those recorded: one for each
     rank, [] if none were.
     """
-    try:
-        ranks = read_json(folder / "profile/parts.json",
-                          {"ranks": [[{str: float}]]}, "record it again")[
-            "ranks"]
-        return [{part: statistics.mean(step[part] for step in steps)
-                 for part in steps[0]} for steps in ranks]
-    except FileNotFoundError:
+    file = folder / "profile/parts.json"
+    if not file.exists():
         return []
-    except (KeyError, IndexError) as error:
-        raise UserError(f"{show_path(folder)}/profile/parts.json: damaged "
-                        f"({error})") from error
+    with reading(file, "record it again"):
+        return [{part: statistics.fmean(step[part] for step in steps)
+                 for part in steps[0]}
+                for steps in json.loads(file.read_bytes())["ranks"]]
 
 
 # -------------------------------------------------------------- the ladder
-
-
-LADDER = {"hardware": str, "load": float, "rungs": [
-    {"name": str, "stage": str, "training": float}]}
 
 
 def read_ladder(example=False):
@@ -362,7 +354,11 @@ def read_ladder(example=False):
     file = EXAMPLES / "ladder.json"
     if mine.exists() and not example:
         file = mine
-    return read_json(file, LADDER, "run benchmarks/ladder.py again")
+    with reading(file, "run benchmarks/ladder.py again"):
+        ladder = json.loads(file.read_bytes())
+        require(all(rung["training"] > 0 for rung in ladder["rungs"]),
+                "a rung has no time")
+        return ladder
 
 
 # --------------------------------------------------------- GPU utilisation

@@ -5,12 +5,12 @@ runs beside it that train the same on fewer nodes. What the network can do is
 known from the last `doctor --ranks`.
 """
 
+import json
 import statistics
 
 from backstage import ROOT
 from backstage.errors import UserError
-from backstage.files import show_path
-from backstage.schema import read_json
+from backstage.files import reading, show_path
 from workshop.results.runs import (
     list_folders,
     read,
@@ -119,7 +119,9 @@ def explain_network(sent):
     """How long a step's messages take at least, by the doctor's figures."""
     doctor = "`python -m workshop doctor --ranks`"
     try:
-        speeds = read_json(NETWORK, {str: float}, f"run {doctor} again")
+        with reading(NETWORK, f"run {doctor} again"):
+            speeds = {where: float(speed) for where, speed
+                      in json.loads(NETWORK.read_bytes()).items()}
     except (FileNotFoundError, UserError):
         speeds = {}
     times = " or ".join(

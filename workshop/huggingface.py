@@ -1,5 +1,8 @@
 """GPT-2 in a folder as Hugging Face's transformers read and write it.
 
+    python -m workshop export RUN FOLDER   # our model for theirs
+    python -m workshop import FOLDER FILE  # theirs, a checkpoint of ours
+
 Three things differ from ours. Their linear layers are of a class of their own,
 Conv1D, whose weights are transposed. The rows of c_attn are ordered q, k, v,
 and by heads only within these; ours are ordered by heads, and q, k, v within
@@ -12,10 +15,19 @@ from pathlib import Path
 
 import torch
 
+from backstage import dataset
+from backstage.checkpoint import (
+    FORMAT,
+    TIED,
+    check_fit,
+    find_checkpoint,
+    get_shapes,
+    load_checkpoint,
+)
 from backstage.errors import UserError, require
-from backstage.files import write_atomically
+from backstage.files import is_count, reading, write_atomically
 from backstage.flops import padded_vocab_size
-from backstage.schema import COUNT, check, read_json
+from workshop.notebook.sharding import std
 
 CONFIG, WEIGHTS, PICKLED = (
     "config.json", "model.safetensors", "pytorch_model.bin")
@@ -28,12 +40,7 @@ FIXED = {  # what our model does; what a config.json leaves out is like that
     "add_cross_attention": False}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")  # which older versions saved
-WTE, LM_HEAD = "transformer.wte.weight", "lm_head.weight"  # tied
-
-
-def is_folder(path):
-    """Whether the path is a folder in Hugging Face's format."""
-    return (Path(path) / CONFIG).is_file()
+WTE, LM_HEAD = TIED
 
 
 def safetensors():
@@ -46,39 +53,56 @@ def safetensors():
     return module
 
 
-def read_folder(folder):
-    """(config, weights) as in our checkpoints, in fp32, on the CPU.
+def read_config(file):
+    """Our `GPTConfig`, a dictionary, of a model of theirs."""
+    with reading(file, "copy it again"):
+        theirs = json.loads(file.read_bytes())
+        config = {ours: theirs[name] for ours, name in NAMES.items()}
+        for name, value in config.items():
+            require(is_count(value), f"{name} is {value}")
+    fixed = FIXED | {"n_inner": theirs.get("n_inner") and 4 * config["n_embd"]}
+    for name, value in fixed.items():
+        require(theirs.get(name, value) == value, f"{file}: {name} is "
+                f"{theirs.get(name)}, but the course's model has {value}")
+    return config
 
-    Raises `ValueError` if the folder holds another kind of model, and whatever
-    the libraries raise if it is damaged.
+
+def read_weights(file, heads):
+    """The weights as in our checkpoints, in fp32, on the CPU."""
+    library, weights = safetensors(), {}
+    with reading(file, "copy it again"):
+        found = (library.load_file(file) if file.name == WEIGHTS else
+                 torch.load(file, map_location="cpu", weights_only=True))
+        for name, weight in found.items():
+            if not name.endswith((*MASKS, LM_HEAD)):
+                name = f"transformer.{name.removeprefix('transformer.')}"
+                weights[name] = from_theirs(name, weight.float(), heads)
+        weights[LM_HEAD] = weights[WTE] = pad(weights[WTE])
+    return weights
+
+
+def import_folder(folder, file):
+    """Write a model of theirs as a checkpoint with weights alone.
+
+    A run starts from it with --init; `code/generate.py` lets it write. The
+    file must be new.
     """
-    folder = Path(folder)
-    theirs = read_json(folder / CONFIG, dict.fromkeys(NAMES.values(), COUNT),
-                       "copy it again")
-    for name, value in FIXED.items():
-        if theirs.get(name, value) != value:
-            raise ValueError(f"{name} is {theirs[name]}, but the course's "
-                             f"model has {value}")
-    config = {ours: theirs[name] for ours, name in NAMES.items()}
-    if theirs.get("n_inner") not in (None, 4 * config["n_embd"]):
-        raise ValueError("n_inner is not 4 * n_embd")
-    if (folder / WEIGHTS).exists():
-        found = safetensors().load_file(folder / WEIGHTS)
-    elif (folder / PICKLED).exists():
-        found = torch.load(folder / PICKLED, map_location="cpu",
-                           weights_only=True)
-    else:
-        raise ValueError(f"it has no {WEIGHTS} and no {PICKLED}")
-    check(found, {str: torch.Tensor})
-    weights = {}
-    for name, weight in found.items():
-        if not name.endswith((*MASKS, LM_HEAD)):
-            name = f"transformer.{name.removeprefix('transformer.')}"
-            weights[name] = from_theirs(name, weight.float(), config["n_head"])
-    if WTE not in weights:
-        raise ValueError(f"{WTE} is missing")
-    weights[LM_HEAD] = weights[WTE] = pad(weights[WTE])
-    return config, weights
+    folder, file = Path(folder).resolve(), Path(file)
+    require(not file.exists(), f"{file} is there already: name another")
+    config = read_config(folder / CONFIG)
+    weights = next((path for path in (folder / WEIGHTS, folder / PICKLED)
+                    if path.exists()), None)
+    require(weights, f"{folder} has no {WEIGHTS} and no {PICKLED}: copy it "
+            "again")
+    state = {"format": FORMAT, "stage": "Hugging Face", "step": 0,
+             "model": read_weights(weights, config["n_head"]),
+             "optimizer": {"state": {}, "param_groups": []}, "config": config,
+             "hyperparameters": {"data": str(folder)}}
+    with torch.device("meta"):  # no weights, but their shapes
+        shapes = get_shapes(std.GPT(std.GPTConfig(**config)))
+    check_fit(weights, state, shapes)
+    write_atomically(file, lambda part: torch.save(state, part))
+    print(f"{file} has the weights: start a run with --init {file}")
 
 
 def from_theirs(name, weight, heads):
@@ -115,9 +139,15 @@ def pad(embedding):
         padded_vocab_size(rows) - rows, width)))
 
 
-def write_folder(folder, config, weights):
-    """Write a model of ours for transformers; the folder must be new."""
-    folder = Path(folder)
+def export_run(run, folder):
+    """Write the newest checkpoint of a run; the folder must be new.
+
+    The vocabulary is written beside it as ours, for an import, if it is not
+    GPT-2's, which transformers has.
+    """
+    file, folder = find_checkpoint(run), Path(folder)
+    state = load_checkpoint(file)
+    config, weights = state["config"], state["model"]
     require(not folder.exists(), f"{folder} is there already: name another")
     library = safetensors()
     theirs = {name: to_theirs(name, weight.float(), config["n_head"])
@@ -137,6 +167,12 @@ def write_folder(folder, config, weights):
         write_atomically(folder / WEIGHTS, library.save(
             theirs, metadata={"format": "pt"}))
         write_atomically(folder / CONFIG, json.dumps(text, indent=1).encode())
+        for name in (dataset.TOKENS, dataset.SETTINGS):
+            source = Path(state["hyperparameters"]["data"], name)
+            if source.exists():
+                write_atomically(folder / name, source.read_bytes())
     except UserError:  # the next attempt may make it anew
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    print(f"{file} is in {folder}: "
+          f"GPT2LMHeadModel.from_pretrained({str(folder)!r})")
