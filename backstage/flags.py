@@ -94,8 +94,9 @@ def parse(Hyperparameters, presets, models):
             why += ["no FineWeb folder" if not has_fineweb else
                     "the demo dataset suits the preset"]
     data = Path(data).resolve()
-    require(data.is_dir() or data != DEMO, "the demo dataset is not there "
-            "yet: run `source activate.sh` or `python fineweb/demo.py`")
+    require(data.is_dir() or data != DEMO, f"{show_path(DEMO)} is not there: "
+            "name a dataset with --data; the course's `source activate.sh` "
+            "makes this one")
 
     default = replace(
         presets[preset], data=str(data),

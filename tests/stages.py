@@ -226,15 +226,15 @@ class CollectivesSeen:
 # ----------------------------------------------------------- real launchers
 
 
-def run_command(*command, timeout=400, **more):
+def run_command(*command, timeout=400, folder=ROOT, **more):
     """Run a launcher, and wait until everything that it started has ended.
 
     more: variables of its environment.
     """
     process = subprocess.Popen(
         [str(word) for word in command], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, **OPEN_MPI, "PYTHONPATH": str(ROOT),
+        stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True,
+        env={**os.environ, **OPEN_MPI, "PYTHONPATH": str(folder),
              "OMP_NUM_THREADS": "1", **more,
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # as activate.sh
     try:
