@@ -1,9 +1,11 @@
 """Errors for people: one line that says what is wrong and what to do."""
 
 import atexit
+import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +27,26 @@ def require(condition, message):
     """Raise a `UserError` with `message` unless `condition` holds."""
     if not condition:
         raise UserError(message)
+
+
+def parse_flags(cls, **options):
+    """`tyro.cli(cls, **options)`, but a wrong flag is a `UserError`."""
+    import tyro  # which a portal's kernel does not have
+
+    box = io.StringIO()  # tyro draws its errors on stderr, in a box
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(cls, **options)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    text = re.sub(r"\x1b\[[\d;]*m", "", box.getvalue())  # without colours
+    rows = [row.strip(" │") for row in text.splitlines()]
+    edges = [number for number, row in enumerate(rows)
+             if re.match("[╭╰]|[─-]+$", row)]  # hyphens: no UTF-8 here
+    first, end, *_ = *edges, 0, 0
+    reason = " ".join(rows[first + 1:end]) or "wrong flags"
+    raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
 
 
 def run_main(main):

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, profile, track
-from backstage.command_line import parse_flags
 from backstage.device import (
     device_name,
     find_device,
     has_bf16,
     memory_size,
 )
-from backstage.errors import require, warn
+from backstage.errors import parse_flags, require, warn
 from backstage.files import show_path
 from backstage.launchers import count_processes
 from backstage.record import read_record

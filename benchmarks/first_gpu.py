@@ -39,10 +39,9 @@ import tyro
 from turns import NEVER, SIDE, STEP, random_tokens
 
 from backstage import ROOT, dataset
-from backstage.command_line import parse_flags
 from backstage.cores import count_cores
 from backstage.device import device_name, driver, find_device, memory_size
-from backstage.errors import UserError, require, run_main
+from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import show_path, write_atomically
 from backstage.run import new_folder
 from workshop.doctor import name_commit, name_libraries

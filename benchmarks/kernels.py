@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from turns import processor
 
 from backstage import ROOT
-from backstage.command_line import parse_flags
-from backstage.errors import run_main
+from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
 
 ROUNDS = 20

@@ -44,10 +44,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from turns import processor
 
 from backstage import ROOT, dataset
-from backstage.command_line import parse_flags
 from backstage.cores import count_cores
 from backstage.device import device_name
-from backstage.errors import require, run_main
+from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from workshop.combine import combine
 from workshop.processes import OPEN_MPI, free_port

@@ -29,10 +29,9 @@ import tyro
 from turns import processor
 
 from backstage import ROOT
-from backstage.command_line import parse_flags
 from backstage.cores import count_cores
 from backstage.device import device_name, find_device
-from backstage.errors import run_main
+from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
 
 sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]

@@ -26,10 +26,9 @@ from backstage.checkpoint import (
     get_shapes,
     load_checkpoint,
 )
-from backstage.command_line import parse_flags
 from backstage.cores import use_cores
 from backstage.device import use_device
-from backstage.errors import require, run_main
+from backstage.errors import parse_flags, require, run_main
 from backstage.launchers import name_ranks
 from backstage.world import (
     call_on_rank_0,

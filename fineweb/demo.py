@@ -21,8 +21,7 @@ import manifest
 import tyro
 
 from backstage import dataset
-from backstage.command_line import parse_flags
-from backstage.errors import UserError, require, run_main
+from backstage.errors import UserError, parse_flags, require, run_main
 
 HERE = Path(__file__).resolve().parent
 SEED = 1337

@@ -27,8 +27,7 @@ import shards
 import tokenise
 
 from backstage import dataset
-from backstage.command_line import parse_flags
-from backstage.errors import UserError, require, run_main
+from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import lock_folder, remove_parts
 
 HERE = Path(__file__).resolve().parent

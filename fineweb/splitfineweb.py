@@ -18,8 +18,7 @@ import shards
 import tyro
 
 from backstage import dataset
-from backstage.command_line import parse_flags
-from backstage.errors import require, run_main
+from backstage.errors import parse_flags, require, run_main
 
 
 @dataclass
