@@ -13,7 +13,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 
 from backstage.errors import UserError, require
@@ -100,6 +99,8 @@ def check_shards(folder, sequence_length):
     Each is whole, a list of uint16, and its tokens, as far as a look at its
     beginning tells, are in the vocabulary.
     """
+    import numpy as np  # the demo dataset's program begins without it
+
     require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
             "check --data")
     vocab_size = vocabulary_size(folder)
