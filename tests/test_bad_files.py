@@ -170,6 +170,7 @@ VALUES = JSON | st.sampled_from([
 @example(("optimizer", "param_groups", 0, "lr"), "x")
 @example(("optimizer", "state", WEIGHT), {"more": 3})
 @example(("config",), [1])
+@example(("config",), asdict(MODEL.config) | {"more": 1})  # for GPTConfig
 @example(("hyperparameters",), None)
 def test_a_checkpoint_with_another_value(place, path, value):
     file = place / "value.pt"
@@ -177,6 +178,7 @@ def test_a_checkpoint_with_another_value(place, path, value):
     state = one_line(read_checkpoint, file)
     if state:
         assert type(state["step"]) is int and state["step"] >= 0
+        std.GPTConfig(**state["config"])
         for name, weight in state["model"].items():
             assert weight.shape == STATE["model"][name].shape
 
@@ -274,7 +276,8 @@ def test_a_record_of_any_bytes(place, content):
 @few
 @given(st.one_of(st.binary(max_size=100), st.text().map(str.encode),
                  flipped(ROWS.encode())))
-@examples([*DAMAGE, b"step,loss\n0,x\n", b"step,loss\n0,\0\n"])
+@examples([*DAMAGE, b"step,loss\n0,x\n", b"step,loss\n0,\0\n",
+           b"step\ninf\n"])
 def test_metrics_of_any_bytes(place, content):
     file = place / "metrics.csv"
     file.write_bytes(content)
