@@ -21,10 +21,6 @@ from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
 DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
-PARTS = {  # as in backstage/profile.py
-    "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
-    "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f",
-    "loop": "#999999"}
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -165,7 +161,7 @@ def parts(ax, runs):
         return note(ax, "no step of these runs was recorded:\n"
                         "train with --profile 10")
     left = [0.0] * len(rows)
-    for part, color in PARTS.items():
+    for part, color in results.PARTS.items():
         widths = [1000 * seconds[part] for _, seconds in rows]
         ax.barh(range(len(rows)), widths, left=left, label=part, color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -370,6 +366,8 @@ def about(ax):
 
 def main(output, folders=()):
     """Draw all panels in one picture, and print which runs it shows."""
+    require(not Path(output).is_dir(), f"{output} is a folder: name a file in "
+            "it, .png, .svg or .pdf")
     runs, notes = results.find(folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
               or any(results.recorded_parts(run.folder) for run in runs)]
