@@ -40,6 +40,9 @@ LOOKS = 40  # at where the time goes
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
          ("PMI_RANK", "PMI_SIZE"))
+# The agent of torchrun is no rank, whatever srun has told it
+LAUNCHER = re.compile(r"(^|/)torchrun$|^(-m)?torch\.distributed\."
+                      r"(run|launch)$")
 # Files whose lines are not the script's
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
                      r"|/workshop/(as_torchrun|processes)\.py|\.pyx$"
@@ -311,16 +314,21 @@ def name_host(env):
 
 def find_rank():
     """(rank, world size), None where the process does not know them yet."""
-    env, torch = os.environ, find_torch()
+    torch = find_torch()
     if torch:
         return torch.get_rank(), torch.get_world_size()
-    # the agent of torchrun is no rank, whatever srun has told it
-    launcher = re.search(r"torchrun|torch\.distributed\.(run|launch)",
-                         " ".join(sys.orig_argv[:4]))
-    for rank, size in RANKS:
-        if rank in env and size in env and not (
-                launcher and rank != "RANK"):
-            return int(env[rank]), int(env[size])
+    return read_rank(os.environ, sys.orig_argv)
+
+
+def read_rank(env, command):
+    """(rank, world size) as a process's launcher told it, None if none did.
+
+    env: the process's variables; command: its command line, a list.
+    """
+    if not any(map(LAUNCHER.search, command[:4])):
+        for rank, size in RANKS:
+            if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+                return int(env[rank]), int(env[size])
     return None, None
 
 
@@ -457,7 +465,7 @@ def describe_call(comm, name, args):
 def read_state(pid):
     """The main thread's state: R runs, S sleeps, D waits for a device."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return stat.rpartition(")")[2].split()[0]
     except OSError:
         return "?"

@@ -15,7 +15,7 @@ from conftest import edit, needs, python
 
 from backstage import ROOT
 from backstage.errors import UserError
-from backstage.witness import find_line
+from backstage.witness import find_line, read_rank, read_state
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
@@ -335,6 +335,37 @@ def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
     (tmp_path / "launcher").mkdir()
     _, found = run_watched(tmp_path / "launcher", again)
     assert not found
+
+
+@pytest.mark.parametrize(("command", "is_launcher"), [
+    ("python -m torch.distributed.run train.py", True),
+    ("python -m torch.distributed.launch train.py", True),
+    ("/opt/bin/python /opt/bin/torchrun --nproc-per-node 4 train.py", True),
+    ("python -m workshop.as_torchrun train.py", False),
+    ("python my_torchrun_test.py", False), ("python train.py", False)])
+def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
+    """SLURM has told it a number, which is not that of its first rank."""
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    agent = None, None
+    assert read_rank(slurm, command.split()) == (
+        agent if is_launcher else (1, 2))
+    assert read_rank(slurm | {"RANK": "5", "WORLD_SIZE": "8"},
+                     command.split()) == (agent if is_launcher else (5, 8))
+    assert read_rank({"RANK": "x", "WORLD_SIZE": ""}, ["python"]) == agent
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    """Of any process of the machine, which `why` looks through."""
+    name = os.path.join(os.fsencode(tmp_path), b"\xff\xfe")
+    shutil.copy(shutil.which("sleep"), name)
+    process = subprocess.Popen([name, "60"])
+    try:
+        assert process.pid in evidence.descendants(os.getpid())
+        assert evidence.look(process.pid) is None
+        assert read_state(process.pid) in "RS"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_mpi_calls_are_recorded(tmp_path):

@@ -322,7 +322,8 @@ class Server:
                         folder.name == str(self.process.pid)):
                     continue
                 for task in (folder / "task").iterdir():
-                    fields = (task / "stat").read_text().rpartition(")")[2]
+                    fields = (task / "stat").read_text(
+                        errors="replace").rpartition(")")[2]
                     state, *numbers = fields.split()
                     eager += state in "RD"
                     tasks[task.name] = (

@@ -19,10 +19,10 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.witness import (
-    RANKS,
     connecting,
     count_oom_kills,
     name_host,
+    read_rank,
     read_state,
     try_meeting,
 )
@@ -109,7 +109,8 @@ def descendants(root):
     children = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            stat = (folder / "stat").read_text(
+                errors="replace").rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
         children.setdefault(int(stat[1]), []).append(int(folder.name))
@@ -242,22 +243,20 @@ def read_environment(pid):
 
 def look(pid):
     """A rank's record, as its witness would write it; None if it is none."""
-    env, name, size = read_environment(pid), None, None
-    for names in RANKS:
-        if name is None and set(names) <= set(env):
-            name, size = names
+    env = read_environment(pid)
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        command = Path(f"/proc/{pid}/cmdline").read_text(
+            errors="replace").split("\0")
         began = Path(f"/proc/{pid}").stat().st_mtime
     except OSError:  # it has ended
         return None
-    if name is None or "python" not in Path(command[0]).name or any(
-            word.endswith("torchrun") for word in command[:3]):
+    rank, size = read_rank(env, command)
+    if rank is None or "python" not in Path(command[0]).name:
         return None
     master, stack = [env.get("MASTER_ADDR"), env.get("MASTER_PORT")], spy(pid)
     joined = not any("init_process_group" in name for _, _, name in stack)
     return {
-        "rank": int(env[name]), "world_size": int(env[size]), "pid": pid,
+        "rank": rank, "world_size": size, "pid": pid,
         "host": name_host(env),
         "master": master, "began": began, "ended": None,
         "stack": stack, "state": read_state(pid), "calls": None,
