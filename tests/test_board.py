@@ -73,6 +73,37 @@ def test_the_same_in_a_terminal(tmp_path, capsys):
     assert "  warn  " not in out
 
 
+NOISE = ("/x/torch/cuda.py:1: UserWarning: CUDA is not there\n",
+         "  warnings.warn(\n", "\n", "[]\n", "{\n", "17\n")
+
+
+def board_after(*lines):
+    board = Board()
+    for line in lines:
+        board.read(line)
+    board.end()
+    return board
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_libraries_print_is_no_finding(right):
+    board = board_after('{"say": "it is so"}\n', *NOISE,
+                        f'{{"right": {str(right).lower()}}}\n', *NOISE)
+    assert board.right is right and not board.findings
+    assert board.last == "it is so"
+
+
+def test_the_last_words_of_a_check_without_a_verdict():
+    board = board_after(*NOISE, "error: the folder is full\n")
+    assert board.right is False
+    assert board.findings == [["FAIL", "error: the folder is full", ""]]
+    assert "did not come to its end" in board.to_html()
+    board = board_after(*NOISE, "interrupted\n")
+    assert board.findings == [["FAIL", "interrupted", ""]]
+    board = board_after('{"right": true}\n', "warning: not recorded\n")
+    assert board.right and board.findings == [["warn", "not recorded", ""]]
+
+
 @pytest.mark.parametrize("width", [40, 60, 79, 120])
 def test_no_word_is_broken(width):
     board = Board()

@@ -20,6 +20,7 @@ Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
 import html
+import json
 import textwrap
 
 from workshop.lesson.render import (
@@ -48,6 +49,28 @@ class Board:
         self.causes = []
         self.last, self.right = "", None
         self.is_old = False  # the script was changed since
+        self.said = ""  # the last line that is no event
+
+    def read(self, line):
+        """Take in a line that the check prints: an event, as a rule.
+
+        Libraries print, too; only our own warnings are worth showing. An
+        error is the last line, and no event comes after it.
+        """
+        try:
+            self.update(json.loads(line))
+        except (ValueError, AttributeError):
+            self.said = line.strip() or self.said
+            if line.startswith("warning: "):
+                self.update({"finding": ["warn", self.said[9:], ""]})
+
+    def end(self):
+        """No more lines come: if no verdict has, the check has failed."""
+        if self.right is None:
+            self.update({"say": "The check did not come to its end."})
+            if self.said:
+                self.update({"finding": ["FAIL", self.said, ""]})
+            self.right = False
 
     def update(self, event):
         """Take in an event."""

@@ -211,10 +211,7 @@ def check(stage, change=None):
     show(now=True)
 
     def on_line(line):
-        try:
-            board.update(json.loads(line))
-        except ValueError:  # an error, in its one line
-            board.update({"finding": ["FAIL", line.strip(), ""]})
+        board.read(line)
         show()
 
     try:
@@ -222,9 +219,7 @@ def check(stage, change=None):
                         *([] if change is None else [str(change)]),
                         "--events", on_line=on_line)
     finally:
-        if board.right is None:
-            board.update({"say": "The check did not come to its end."})
-            board.right = False
+        board.end()
         show(now=True)
 
     def follow():
