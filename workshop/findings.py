@@ -32,6 +32,8 @@ def number(row, column):
 
 
 def percent(error):
+    if error != error:
+        return "nan"
     return f"{error:.0%}" if error >= 0.1 else f"{error:.1%}"
 
 

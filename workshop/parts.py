@@ -59,22 +59,40 @@ class Whole:
     apart: set  # names of which ranks have different copies
 
     def distance(self, other):
-        """The largest difference of an element, in the names of both."""
-        return max(((self.tensors[name] - tensor).abs().max().item()
-                    for name, tensor in other.tensors.items()
-                    if name in self.tensors), default=float("nan"))
+        """The largest difference of an element, in the names of both.
+
+        It is nan if one of them is.
+        """
+        off = [difference(self.tensors[name], tensor).abs().max()
+               for name, tensor in other.tensors.items()
+               if name in self.tensors]
+        return torch.stack(off).max().item() if off else float("nan")
 
     def length(self):
-        """Of all of them as one vector."""
-        return sum(tensor.square().sum().item()
-                   for tensor in self.tensors.values()) ** 0.5
+        """Of all of them as one vector, as far as they are finite."""
+        return length(self.tensors)
 
     def error(self, other):
         """How far off the other it is as one vector, relatively."""
-        off = sum((self.tensors.get(name, torch.zeros(())) - tensor
-                   ).square().sum().item()
-                  for name, tensor in other.tensors.items()) ** 0.5
-        return off / max(other.length(), 1e-30)
+        return relative_error(self.tensors, other.tensors)
+
+
+def length(tensors):
+    return sum(tensor[tensor.isfinite()].square().sum().item()
+               for tensor in tensors.values()) ** 0.5
+
+
+def relative_error(mine, good):
+    """Of tensors by name, as one vector; nan where only one of them is."""
+    off = sum(difference(mine.get(name, torch.zeros(())), tensor
+                         ).square().sum().item()
+              for name, tensor in good.items()) ** 0.5
+    return off / max(length(good), 1e-30)
+
+
+def difference(a, b):
+    """a - b, but 0 where both are the same infinity, or both nan."""
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
 def assemble(ranks):
@@ -91,11 +109,12 @@ def assemble(ranks):
                 continue
             values, done = tensors[name].view(-1), filled[name].view(-1)
             again = done[at]
-            difference = (values[at] - part)[again]
-            if difference.count_nonzero():  # nan is none, too
+            off = difference(values[at], part)[again]
+            if off.any():
                 apart.add(name)
-                differing[rank] = max(differing.get(rank, 0.0),
-                                      difference.abs().max().item())
+                differing[rank] = max(
+                    differing.get(rank, 0.0),
+                    off.abs().nan_to_num(torch.inf).max().item())
             values[at] = torch.where(again, values[at], part)
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]

@@ -11,11 +11,12 @@ from collections import Counter
 from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
+from backstage.files import show_path
 from workshop import classroom, processes
 from workshop.check import localise
 from workshop.check.board import Board
 from workshop.lesson import checked, documents
-from workshop.lesson.diff import Diff
+from workshop.lesson.diff import LARGEST, Diff
 from workshop.lesson.render import advice
 from workshop.scratch import read_script, remove, scratch_folder
 from workshop.stages import DESK, FIRST, STAGES
@@ -34,6 +35,9 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     out = Events() if events else Terminal()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
+        require(len(data) <= LARGEST, f"{show_path(script)}: "
+                f"{len(data) / 1e3:.0f} kB are too much for a script of this "
+                "course: keep data in another file")
         if change is not None:
             data = make_others(stage, script, yours, change, out.say)
             if data is None:
@@ -79,6 +83,8 @@ def lines_as_in(yours, tried):
     It names them as lines of the attendee's script, and quotes those that are
     not there.
     """
+    if tried == yours:  # comparing it with itself may take long
+        return str
     yours, tried = (data.decode("utf-8", "replace").splitlines()
                     for data in (yours, tried))
     same = {a + k + 1: b + k + 1 for a, b, size in SequenceMatcher(
@@ -97,7 +103,7 @@ def lines_as_in(yours, tried):
 class Quiet:
     """Prints nothing."""
 
-    more, interrupted = "", b""
+    more, interrupted = "", b"\ninterrupted\n"
     say = report = show_table = lambda self, *_, **event: None
 
 
@@ -105,7 +111,6 @@ class Terminal(Quiet):
     """Prints lines, and the table at the end."""
 
     more = " With -v it tells all that it saw."
-    interrupted = b"\ninterrupted\n"
 
     def __init__(self):
         self.board = Board()
@@ -251,7 +256,7 @@ class Check:
         stage, script = self.bench.stage, self.bench.script
         try:
             diff = Diff(stage, script, localise.rename(
-                script.read_text("utf-8"),
+                script.read_text("utf-8-sig"),  # there may be a mark
                 STAGES[stage].solution.read_text("utf-8")).encode())
         except (UnicodeDecodeError, UserError, tokenize.TokenError):
             return  # it cannot be compared

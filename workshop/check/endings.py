@@ -11,6 +11,7 @@ TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
+OURS = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # backstage/errors.py's
 NO_GPU = re.compile("CUDA|NVIDIA|NCCL|XPU|HIP|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
@@ -53,18 +54,18 @@ def last_words(trial, rank):
     err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
                  flags=re.MULTILINE)
     lines = [line for line in err.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("error")]
+    ours = [found[1] for found in map(OURS.match, lines) if found]
     if (status or 0) < 0 and not ours:  # not by an error of Python
         name = {one.value: one.name for one in signal.Signals}.get(-status)
         name = f"{name or -status}" + (
             " (is the memory full?)" * (status == -signal.SIGKILL))
         return f"was ended by {name}, {where(trial, rank)}"
     if ours:
-        return f"ended with an error: {ours[-1].split(': ', 1)[1]}"
+        return f"ended with an error: {ours[-1]}"
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
-    if words.endswith("Error:"):  # the cause has the message
+    if errors and words.endswith("Error:"):  # the cause has the message
         words = errors[0]
     places = re.findall(
         rf'^  File "[^"]*{re.escape(trial.script.name)}", (line \d+)', err,

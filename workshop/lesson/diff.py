@@ -23,7 +23,7 @@ from workshop.stages import DESK, FIRST, STAGES, find
 
 GAP = 2  # this many equal lines do not split a change
 FEW = 10  # with so many lines changed, a script is still nearly a stage's
-LARGEST = 500_000  # characters: comparing more takes minutes
+LARGEST = 500_000  # bytes or characters: comparing more takes minutes
 
 # A line up to its comment: a string may contain "#", a quote may be unclosed.
 CODE = re.compile(r"""("(\\.|[^"\\])*"|'(\\.|[^'\\])*'|[^#])*""")
@@ -61,11 +61,13 @@ class Script:
         code = [CODE.match(line)[0].rstrip() for line in self.lines]
         self.where = [i for i, line in enumerate(code) if line]
         self.code = [code[i] for i in self.where]
-        self.syntax_error = None
+        self.syntax_error = self.tree = None
         try:
             self.tree = ast.dump(ast.parse(text))
         except SyntaxError as error:
             self.syntax_error = f"line {error.lineno}: {error.msg}"
+        except RecursionError:  # Python may run it all the same
+            pass
 
     def span(self, begin, end, last=True):
         """The range of lines of code[begin:end] and the comments above it.
@@ -395,7 +397,7 @@ def same_code(a, b):
     try:
         a, b = (ast.dump(ast.parse(textwrap.dedent("\n".join(lines))))
                 for lines in (a, b))
-    except SyntaxError:
+    except (SyntaxError, RecursionError):
         return False
     return a == b
 

@@ -499,9 +499,10 @@ def mean(case):
                              f"of rank {owner[0]} alone", "all_reduce adds "
                              "up those of all ranks; broadcast does not")]
             factor = (mine @ good / (good @ good)).item()
-            worst = max(worst or 0.0, off(mine, factor * good))
+            error = off(mine, factor * good)
+            worst = max(worst or 0.0, error)
             scale = f", times {factor:.3g}"
-            if not worst <= bound:
+            if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
                              f"{percent(off(mine, good))}", "does the script "

@@ -9,7 +9,7 @@ with the run that was not interrupted.
 from collections import Counter
 
 from workshop.findings import fail, ok, percent, warn
-from workshop.parts import assemble
+from workshop.parts import assemble, relative_error
 from workshop.verify import questions
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
@@ -92,7 +92,7 @@ def weights(before, good, back):
         mine, saved = put_together(other, "before"), put_together(
             one, "before")
         error = mine.error(saved)
-        if error > SAME:
+        if not error <= SAME:  # nan is not
             begin = next((put_together(updates, "before")
                           for updates in before if updates[0]["optimizer"]
                           == one[0]["optimizer"]), saved)
@@ -120,13 +120,13 @@ def kept(case, good, back):
             if value.shape != expected.shape:
                 return [fail(f"the optimizer's {name} of {parameter} has "
                              "another shape", load)]
-            error = (value - expected).norm() / expected.norm().clamp(1e-30)
-            if error > SAME:
+            error = relative_error({key: value}, {key: expected})
+            if not error <= SAME:
                 return [fail(
                     f"the optimizer's {name} of {parameter} is "
                     + (f"{value.item():g}, not {expected.item():g}"
                        if value.numel() == 1 else
-                       f"off by {percent(error.item())}"), load)]
+                       f"off by {percent(error)}"), load)]
     if not names:
         return [ok("the optimizer keeps no state")]
     return [ok(f"the optimizer's state comes back ({', '.join(sorted(names))}"
@@ -136,8 +136,8 @@ def kept(case, good, back):
 def learning_rates(before, good, back):
     for i, (one, other) in enumerate(zip(good, back, strict=False)):
         mine, saved = other[0]["rates"], one[0]["rates"]
-        if len(mine) != len(saved) or any(
-                abs(a - b) > SAME * abs(b) for a, b in zip(mine, saved,
+        if len(mine) != len(saved) or not all(
+                abs(a - b) <= SAME * abs(b) for a, b in zip(mine, saved,
                                                            strict=True)):
             anew = i < len(before) and mine == before[i][0]["rates"]
             return [fail(
@@ -201,7 +201,7 @@ def afterwards(good, back):
     for i, (one, other) in enumerate(zip(good, back, strict=False)):
         mine, expected = (sum(sum(update["losses"]) for update in updates)
                           for updates in (other, one))
-        if abs(mine - expected) > CLOSE * max(abs(expected), 1e-30):
+        if not abs(mine - expected) <= CLOSE * max(abs(expected), 1e-30):
             return [fail(f"{later(i)} the loss is {mine / len(one):.6g}, not "
                          f"{expected / len(one):.6g}", "something else does "
                          "not come back: BatchNorm's statistics, the scale "
@@ -211,7 +211,7 @@ def afterwards(good, back):
                 count += what == "weights"
                 error = put_together(other, what).error(
                     put_together(one, what))
-                if error > CLOSE:
+                if not error <= CLOSE:
                     return [fail(f"{later(i)} the {what} are off by "
                                  f"{percent(error)}", "something else does "
                                  "not come back: a setting of the optimizer, "

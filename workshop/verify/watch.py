@@ -391,8 +391,7 @@ class Watcher(Observer):
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.modules.values())
                    for name, buffer in module.named_buffers()
-                   if buffer.is_floating_point()
-                   and not buffer.isinf().any()}  # a mask: inf - inf is nan
+                   if buffer.is_floating_point()}
         self.seen["updates"][-1] |= {
             "weights": self.weights(thin), "buffers": parts.describe(
                 buffers.items())}

@@ -53,7 +53,7 @@ def first_weights(trial, reference):
     if mine.differing:
         return fail(f"rank {min(mine.differing)} starts from other weights "
                     "than rank 0")
-    if mine.distance(good) > 0:
+    if not mine.distance(good) <= 0:
         return fail("it starts from other weights than " + (
             "the checkpoint's" if trial.first_step else "the single device"))
     return None

@@ -1,0 +1,159 @@
+"""What check and verify conclude, from records: no process is started."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backstage.errors import UserError
+from workshop.check import endings
+from workshop.check.command import Check, Quiet, lines_as_in, main
+from workshop.check.questions import ask, model, process
+from workshop.check.questions.question import QUESTIONS
+from workshop.check.trial import Mesh, Trial
+from workshop.lesson.diff import Diff
+from workshop.parts import assemble, describe
+from workshop.processes import Rank
+from workshop.stages import STAGES
+from workshop.verify import resume
+
+NAN, INF = torch.nan, torch.inf
+
+
+def trial(*ranks, script="their_train.py", **seen):
+    """One that ended so, without an observer's record but for `seen`."""
+    return Trial("ddp", Mesh(dp=len(ranks)), Path(script), list(ranks),
+                 seen=[seen or None] * len(ranks),
+                 events=[[] for _ in ranks])
+
+
+@pytest.mark.parametrize(("err", "says"), [
+    ("error while reading the data\n", "error while reading the data"),
+    ("error: no data: see --data\n", "no data: see --data"),
+    ("[rank1]: error (rank 1): no data\n", "no data"),
+    ("cannot read it: OSError:\n", "cannot read it: OSError:"),
+    ("ValueError: 3\nthe cause\nRuntimeError:\n", "ValueError: 3"),
+])
+def test_the_last_words_of_a_script(err, says):
+    finding = endings.explain(trial(Rank(1, "", err), Rank(0, "", "")))
+    assert finding.text == f"rank 0 ended with an error: {says}"
+
+
+# -------------------------------------------------------- too deep to look at
+
+
+DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
+
+
+def test_a_deep_expression_is_no_mistake(tmp_path):
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(DEEP)
+    ast.parse(DEEP)  # Python runs it
+    one = trial(Rank(0, "", ""), script=script, asked=[], compiled=None)
+    for question in QUESTIONS:
+        if question.answer not in (process.definitions, process.devices):
+            continue
+        single = SimpleNamespace(seen=[None])
+        assert all(finding.verdict != "FAIL" for asked, finding
+                   in ask(one, single) if asked is question)
+    solution = STAGES["ddp"].solution.read_text()
+    diff = Diff("ddp", script, (solution + DEEP).encode())
+    assert not diff.left and len(diff.others) == 1
+
+
+# ------------------------------------------------------------ odd scripts
+
+
+def test_a_byte_order_mark_is_no_difference(tmp_path):
+    """Notepad writes one. What is wrong is said, as of any script."""
+    class Out(Quiet):
+        def __init__(self):
+            self.said = []
+            self.say = self.said.append
+
+    script, out = tmp_path / "train_gpt2.py", Out()
+    script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
+    bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
+    check = Check(bench, False, out, None, str)
+    check.wrong = ["losses agree", "the logged loss of step 0 is 5"]
+    check.localise()
+    assert "changes are left" in out.said[0]
+
+
+def test_a_large_script_is_a_line_at_once(tmp_path):
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(f"data = {'1' * 900_000!r}\n")
+    with pytest.raises(UserError, match="900 kB are too much"):
+        main("ddp", script)
+    data = b"x = 1\n" * 80_000
+    assert lines_as_in(data, bytes([*data]))("line 7") == "line 7"
+
+
+# ------------------------------------------------------------------------ nan
+
+
+@pytest.mark.parametrize(("mine", "good", "same"), [
+    ([1.0, 2.0], [1.0, 2.0], True), ([1.0, NAN], [1.0, 2.0], False),
+    ([1.0, 2.0], [1.0, NAN], False), ([INF, NAN], [INF, NAN], True),
+    ([INF, 2.0], [INF, 4.0], False), ([INF, 2.0], [-INF, 2.0], False),
+    ([NAN, NAN], [1.0, 2.0], False)])
+def test_nan_is_no_number_and_itself(mine, good, same):
+    """Whichever of several parameters it is in."""
+    for at in range(3):
+        wholes = [assemble([describe(
+            (str(i), torch.tensor(values if i == at else [3.0]))
+            for i in range(3))]) for values in (mine, good)]
+        one, other = wholes
+        assert (one.distance(other) == 0) == same
+        assert (one.error(other) < 1e-6) == same
+        both = assemble([describe(one.tensors.items()),
+                         describe(other.tensors.items())])
+        assert both.apart == (set() if same else {str(at)})
+        assert all(off > 0 for off in both.differing.values())
+
+
+def test_weights_of_nan_are_not_the_single_devices():
+    def with_weights(*values):
+        return SimpleNamespace(seen=[{"weights": describe(
+            (str(i), torch.tensor([value]))
+            for i, value in enumerate(values))}])
+
+    good = with_weights(1.0, 2.0, 3.0)
+    assert model.weights(good, good) is None
+    for values in ((NAN, 2.0, 3.0), (1.0, NAN, NAN), (1.0, 2.0, NAN)):
+        assert model.weights(with_weights(*values), good).verdict == "FAIL"
+
+
+def update(**other):
+    """What a rank has recorded of an update."""
+    def state(key):
+        value = other.get(key, [1.0, 2.0])
+        return describe([("0.0", torch.tensor(value)),
+                         ("0.1", torch.tensor(value))])
+
+    return ({"optimizer": 0, "rows": ["a"], "rates": [other.get("lr", 0.1)],
+             "losses": [other.get("loss", 2.0)], "before": state("before"),
+             "weights": state("weights"), "buffers": state("buffers"),
+             "kept": describe([(f"0.{i} exp_avg", torch.tensor(
+                 other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
+
+
+CASE = SimpleNamespace(name=str)
+ASKED = {
+    "before": lambda good, back: resume.weights([], good, back),
+    "kept": lambda good, back: resume.kept(CASE, good, back),
+    "lr": lambda good, back: resume.learning_rates([], good, back),
+    "loss": resume.afterwards, "weights": resume.afterwards,
+    "buffers": resume.afterwards}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_a_resume_brings_back_nan(what):
+    """In two parameters, of which one alone could be seen."""
+    nan = NAN if what in ("lr", "loss") else [NAN, NAN]
+    finding, = ASKED[what]([update()], [update(**{what: nan})])
+    assert finding.verdict == "FAIL" and "nan" in finding.text
+    finding, = ASKED[what]([update()], [update()])
+    assert finding.verdict == "ok"
