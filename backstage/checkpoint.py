@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import is_count, reading, write_atomically
+from backstage.flops import num_parameters
 from backstage.record import CONFIG
 from backstage.world import on_every_rank
 
@@ -36,6 +37,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
     logging.ERROR)
 
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
+MOST = 100  # times the weights that a file has, if a model shares them
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
 
@@ -211,8 +213,9 @@ def load_checkpoint(file, verify=True):
     a part of the model does not read the others' parts. They may be changed;
     the file stays as it is.
 
-    verify: compare the checksums, too, which torch.load does not. Raises
-    `Damaged` if it is not a checkpoint, `UserError` if it is an older one.
+    verify: read it all, to compare the checksums, which torch.load does not,
+    and to find nan. Raises `Damaged` if it is not a checkpoint, `UserError` if
+    it is an older one.
     """
     with reading(file):
         with zipfile.ZipFile(file) as archive:
@@ -226,31 +229,41 @@ def load_checkpoint(file, verify=True):
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
     with reading(file):
-        check_state(state)
+        check_state(state, verify)
     return state
 
 
-def check_state(state):
+def check_state(state, verify):
     """Raise an exception unless all parts of a checkpoint are there.
 
     `check_fit` compares the tensors with those of a model.
     """
     optimizer, config = state["optimizer"], state["config"]
-    moments = optimizer["state"].values()
-    tensors = [*state["model"].values(), *(
-        tensor for each in moments for tensor in each.values())]
-    texts = [state["stage"], state["hyperparameters"]["data"],
-             *state["model"], *optimizer["state"], *(
-                 name for group in optimizer["param_groups"]
-                 for name in group["params"])]
+    tensors = state["model"] | {
+        f"{what} of {name}": tensor for name, moments
+        in optimizer["state"].items() for what, tensor in moments.items()}
+    texts = [state["stage"], state["hyperparameters"]["data"], *tensors, *(
+        name for group in optimizer["param_groups"]
+        for name in group["params"])]
+    require(all(isinstance(text, str) for text in texts),
+            "what should be a text is none")
     require(type(state["step"]) is int and 0 <= state["step"] < 2**31,
             "its step is no number of steps")
     require(config.keys() == {*CONFIG} and all(
         map(is_count, config.values())), "its config is no model's")
-    require(all(isinstance(tensor, torch.Tensor) for tensor in tensors),
-            "what should be a tensor is none")
-    require(all(isinstance(text, str) for text in texts),
-            "what should be a text is none")
+    require(config["n_embd"] % config["n_head"] == 0,
+            "n_head does not divide n_embd")
+    for name, tensor in tensors.items():
+        require(isinstance(tensor, torch.Tensor) and not tensor.is_meta
+                and tensor.layout == torch.strided,
+                f"{name} is not a whole tensor")
+        require(not tensor.is_complex() and not (
+            verify and tensor.isnan().any()),
+            f"{name} has nan or complex numbers")
+    wanted = num_parameters(config)
+    found = sum(tensor.numel() for tensor in tensors.values())
+    require(wanted <= MOST * found, f"a model of {wanted:.2g} weights, of "
+            f"which the file has {found:.2g}")  # to make it would take for ever
 
 
 def get_shapes(model):

@@ -202,6 +202,24 @@ def test_a_checkpoint_with_something_missing(place, path):
     assert one_line(read_checkpoint, file) is None
 
 
+@pytest.mark.parametrize(("path", "value", "says"), [
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to_sparse(), "not a whole tensor"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to("meta"), "not a whole tensor"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to(torch.complex64), "complex"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT] * torch.nan, "nan"),
+    (("optimizer", "state", WEIGHT, "exp_avg"),
+     MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan, "exp_avg of .* nan"),
+    (("config", "n_layer"), 10**6, "a model of 8.*e.08 weights"),
+    (("config", "block_size"), 2**30, "a model of 8.*e.09 weights"),
+    (("config", "n_head"), 3, "n_head does not divide")])
+def test_what_no_model_can_have(path, value, says, tmp_path):
+    """Without a model to compare with, as for an export."""
+    file = tmp_path / "odd.pt"
+    torch.save(changed(STATE, path, value), file)
+    with pytest.raises(Damaged, match=says):
+        load_checkpoint(file)
+
+
 def test_weights_more_and_weights_alone():
     with pytest.raises(Damaged, match="more: its weight is"):
         check_fit(__file__, STATE | {
