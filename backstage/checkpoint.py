@@ -263,7 +263,7 @@ def check_state(state, verify):
     wanted = num_parameters(config)
     found = sum(tensor.numel() for tensor in tensors.values())
     require(wanted <= MOST * found, f"a model of {wanted:.2g} weights, of "
-            f"which the file has {found:.2g}")  # to make it would take for ever
+            f"which the file has {found:.2g}")  # making it takes for ever
 
 
 def get_shapes(model):

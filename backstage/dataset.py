@@ -117,7 +117,11 @@ def check_shards(folder, sequence_length):
                 require(highest < vocab_size, f"token {highest} is not in the "
                         f"vocabulary of {vocab_size}")
             count += len(tokens)
-        require(count, f"{folder}: no shard {name} is there: see --data")
+        other = next(Path(folder).glob("*.bin"), None)
+        require(count, f"{folder}: no shard {name} is there" + (
+            f", but {other.name}: if it is of nanoGPT, llm.c or modded-nanogpt"
+            f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
+            "converts the folder" if other else ": see --data"))
         require(count > sequence_length, f"{folder}: {count} tokens of "
                 f"{split} are too few for one sample of {sequence_length} and "
                 "its targets")

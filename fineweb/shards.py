@@ -18,6 +18,7 @@ from backstage.errors import UserError, require
 from backstage.files import write_atomically
 
 SIZE = 100_000_000  # tokens: 200 MB
+BIN_MAGIC = 20240520  # with which the shards of llm.c begin
 
 
 def file_name(name, split, index):
@@ -43,11 +44,16 @@ def new_folder(out):
 
 
 def find(folder):
-    """The paths of a folder's shards, in the order in which they were made."""
-    paths = [path for split in ("val", "train")
-             for path in sorted(folder.glob(f"*_{split}_*.npy"))]
-    require(paths, f"{folder} has no shards *_val_*.npy and *_train_*.npy")
-    return paths
+    """The paths of a folder's shards, in the order in which they were made.
+
+    If it has none, those of other courses: see `read_bin`.
+    """
+    for patterns in ("*_{}_*.npy",), ("*_{}_*.bin", "{}.bin"):
+        paths = [path for split in ("val", "train") for pattern in patterns
+                 for path in sorted(folder.glob(pattern.format(split)))]
+        if paths:
+            return paths
+    raise UserError(f"{folder} has no shards *_val_*.npy and *_train_*.npy")
 
 
 def write(path, tokens):
@@ -68,12 +74,27 @@ def write(path, tokens):
 def read(path):
     """The tokens of a shard, uint16 of shape (n,), memory-mapped."""
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = read_bin(path) if path.suffix == ".bin" else np.load(
+            path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} is not a shard, or is damaged ({error})"
                         ) from error
     require(tokens.ndim == 1 and tokens.dtype == np.uint16, f"{path} is not a "
             f"shard: it holds {tokens.dtype} of shape {tokens.shape}")
+    return tokens
+
+
+def read_bin(path):
+    """The tokens of a shard of nanoGPT, which holds nothing else, or of llm.c
+    and modded-nanogpt, where a header says how many there are.
+
+    Raises `ValueError` if the header says something else.
+    """
+    header = np.fromfile(path, np.int32, 256)
+    begin = header.nbytes if header[:1].tolist() == [BIN_MAGIC] else 0
+    tokens = np.memmap(path, np.uint16, "r", begin)
+    if begin and header[1:3].tolist() != [1, len(tokens)]:
+        raise ValueError("not as many tokens as its header says")
     return tokens
 
 

@@ -3,9 +3,11 @@
     cd fineweb
     python splitfineweb.py edu_fineweb10B/fineweb_train_000001.npy
     python splitfineweb.py edu_fineweb10B --out small  # each of its shards
+    python splitfineweb.py fineweb10B --parts 1 --out mine  # *.bin
 
 The parts have the same size, give or take a token, and are written to a new
-folder, with the vocabulary.
+folder, with the vocabulary. It reads *.bin of nanoGPT, llm.c and
+modded-nanogpt, too.
 """
 
 import re
@@ -47,7 +49,8 @@ def main():
                 dataset.load_vocabulary(paths[0].parent), folder)
         number = {"val": 0, "train": 1}  # the next shard's
         for path in shards.progress(paths, unit=" shards"):
-            named = re.fullmatch(r"(.+)_(train|val)_\d+", path.stem)
+            named = re.fullmatch(  # nanoGPT's are train.bin and val.bin
+                r"(?:(.+)_)?(train|val)(?:_\d+)?", path.stem)
             require(named, f"{path}: rename it: a shard is called "
                     "<name>_train_<number>.npy or <name>_val_<number>.npy")
             name, split = named.groups()
@@ -55,7 +58,8 @@ def main():
             require(0 < flags.parts <= len(tokens), f"{path} has "
                     f"{len(tokens):,} tokens: --parts must be from 1 to that")
             for part in np.array_split(tokens, flags.parts):
-                target = shards.file_name(name, split, number[split])
+                target = shards.file_name(
+                    name or "nanogpt", split, number[split])
                 shards.write(folder / target, part)
                 number[split] += 1
     print(f"{out}: {len(paths) * flags.parts} shards")

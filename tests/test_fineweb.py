@@ -20,11 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import rustbpe
+import splitfineweb
 import stages
 import tiktoken
 import tokenise
 
 from backstage import ROOT, dataset
+from backstage.errors import UserError
 
 FOLDER = ROOT / "fineweb"
 NAME = "HuggingFaceFW/fineweb-edu"
@@ -499,6 +501,40 @@ def test_splitting_changes_no_token(whole, tmp_path):
             ([whole], "name the new folder")):
         assert refuses(run("splitfineweb", *args), message)
     assert not (tmp_path / "a_train_000001").exists()
+
+
+HEADER = np.array([20240520, 1, 700, *[0] * 253], np.int32).tobytes()
+TOKENS = np.arange(700, dtype=np.uint16)
+
+
+@pytest.mark.parametrize(("header", "name", "number"), [
+    (b"", "", ""), (HEADER, "fineweb_", "_000009")])
+def test_shards_of_other_courses_are_named_and_converted(
+        header, name, number, tmp_path, monkeypatch):
+    theirs, out = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    for i, split in enumerate(("val", "train")):
+        (theirs / f"{name}{split}{number}.bin").write_bytes(
+            header + (TOKENS + i).tobytes())
+    with pytest.raises(UserError, match=f"{name}.*bin: if it is of nanoGPT"):
+        dataset.check_shards(theirs, 32)
+    monkeypatch.setattr(sys, "argv", [
+        "", str(theirs), "--parts", "2", "--out", str(out)])
+    splitfineweb.main()
+    dataset.check_shards(out, 32)
+    for i, split in enumerate(("val", "train")):
+        parts = [np.load(path) for path in sorted(out.glob(f"*_{split}_*"))]
+        assert np.array_equal(np.concatenate(parts), TOKENS + i)
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"123", HEADER, HEADER[:1000], HEADER + bytes(1398),
+    HEADER.replace(b"\1\0\0\0", b"\2\0\0\0", 1) + bytes(1400)])
+def test_a_damaged_shard_of_another_course(content, tmp_path):
+    file = tmp_path / "train.bin"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is not a shard, or is damaged"):
+        splitfineweb.shards.read(file)
 
 
 @pytest.mark.whole
