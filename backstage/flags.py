@@ -45,7 +45,6 @@ class RunFlags:
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
-    noise_scale: bool = False  # measure the gradient noise scale
     timeout: int = 0  # seconds that a rank may stand still (0: no limit)
 
 

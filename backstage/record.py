@@ -20,8 +20,7 @@ DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
-           "tokens_per_second_per_device", "microbatch_norm", "noise_scale",
-           "memory", "memory_reserved")
+           "tokens_per_second_per_device", "memory", "memory_reserved")
 ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"
 
 

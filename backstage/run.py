@@ -62,7 +62,6 @@ from backstage.launchers import (
     is_one_of_several,
     stop_all,
 )
-from backstage.noise import NoiseScale
 from backstage.record import COLUMNS, RECORD, read_metrics
 from backstage.world import (
     call_on_rank_0,
@@ -102,9 +101,6 @@ class Run:
             witness.start(self.folder / "why", getattr(hp, "timeout", 0))
         self.recorder = profile.start(
             getattr(hp, "profile", 0), self.folder, max_steps, device)
-        self.noise, self.microbatch_norm = None, None
-        if getattr(hp, "noise_scale", False):
-            self.noise = NoiseScale(hp.microbatch_size, hp.minibatch_size)
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.catch_signals()
@@ -215,8 +211,6 @@ class Run:
         the weights from --init if it is given. If the run is already
         finished, this exits with status 0.
         """
-        if self.noise:
-            self.noise.watch(model)
         files = call_on_rank_0(self._list_checkpoints)
         if not files:
             if self.hp.init:
@@ -296,8 +290,6 @@ class Run:
         Called at the end of a step, where its time is taken.
         """
         self.recorder.step_ended(step)
-        if self.noise:
-            self.microbatch_norm = self.noise.read()
         if math.isfinite(loss) and math.isfinite(norm):
             return
         raise UserError(
@@ -330,24 +322,12 @@ class Run:
             self.bytes_per_token, describe_memory(memory, self.device))
         self._show(step, line, val_loss is not None)
         row = (step, loss, val_loss, lr, norm, seconds, speed, mfu,
-               self.hp.minibatch_size / seconds, each,
-               self.microbatch_norm,
-               self._noise_scale(norm, self.microbatch_norm), memory, reserved)
+               self.hp.minibatch_size / seconds, each, memory, reserved)
         csv.writer(self.metrics, lineterminator="\n").writerow(
             [format_number(value) for value in row])
         self.metrics.flush()
         self.tracker.log(step, dict(zip(COLUMNS[1:], row[1:], strict=True)))
         self.next_step = step + 1
-
-    def _noise_scale(self, norm, microbatch_norm):
-        """The noise scale after a step, or None if it is not measured.
-
-        From what metrics.csv keeps of the norms: a resumed run has no more.
-        """
-        if not self.noise or microbatch_norm is None:
-            return None
-        return self.noise.add(*(float(format_number(value))
-                                for value in (norm, microbatch_norm)))
 
     def _show(self, step, line, stays):
         if not terminal.is_terminal():
@@ -430,7 +410,6 @@ class Run:
                     if row["step"] == kept < step:
                         rows.writerow(
                             [format_number(row[name]) for name in COLUMNS])
-                        self._noise_scale(row["norm"], row["microbatch_norm"])
                         kept += 1
             except (UserError, FileNotFoundError) as error:
                 warn(explain(error))

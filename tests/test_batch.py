@@ -1,12 +1,17 @@
 """The lesson about larger minibatches: its curves, at a small size."""
 
+import csv
+import math
+
 import numpy as np
 import pytest
+import torch
+from stages import GOLDEN
+from torch import nn
 
 from backstage.errors import UserError
 from workshop import arithmetic
 from workshop.notebook import batch
-from workshop.results import plot, runs
 
 
 @pytest.fixture
@@ -68,16 +73,40 @@ def test_the_bill_is_twice_the_least_at_the_critical_minibatch():
         2 * int(fewest.replace(",", "")), rel=1e-3)
 
 
-def test_the_picture_of_the_noise_scale():
-    run, = (run for run in runs.find_examples()[0] if run.name == "std x 1")
-    assert plot.missing(plot.noise, [run]) == (
-        "not measured in these runs: train with --noise-scale, and "
-        "microbatches smaller than the minibatch", True)
-    for row in run.rows[2:]:  # where the noise hid the signal, it is empty
-        row["noise_scale"] = 20.0
-    assert plot.missing(plot.noise, [run]) == ("", False)
-    assert "std x 1: from 20 to 20" in plot.themed(
-        lambda ax: plot.noise(ax, [run]))
-    both = plot.themed(lambda ax: plot.critical(ax, [run]))
-    assert "std x 1: its noise scale: from 2560 to 2560" in both
+@pytest.mark.parametrize("B, S", [(1, 4), (4, 64)])
+def test_gradients_whose_noise_scale_is_known(B, S):
+    """Each sample's gradient is the signal and noise: 50 samples' worth."""
+    torch.manual_seed(0)
+    size, known = 500, 50
+    model = nn.Linear(size, 1, bias=False)
+    signal = torch.full((size,), 1 / math.sqrt(size))  # its norm is 1
+    measured = batch.NoiseScale(model, B, S)
+    for _ in range(400):
+        for _ in range(S // B):
+            x = signal + math.sqrt(known / size) * torch.randn(B, size)
+            (model(x).mean() / (S // B)).backward()
+        scale = measured.after_step(model.weight.grad.norm().item())
+        model.zero_grad()
+    assert scale == pytest.approx(known, rel=0.1)
+
+
+def test_it_is_the_ratio_of_the_means_and_not_the_mean_of_the_ratios():
+    measured = batch.NoiseScale(nn.Linear(1, 1), 1, 2)
+    measured.squares = 4 / 2  # two microbatches, a norm of 2
+    assert measured.after_step(1) is None  # the noise hides the signal
+    measured.squares = 16 / 2
+    # |G|^2: -2 and 2; tr(Sigma): 6 and 14. The later counts more.
+    assert measured.after_step(3) == pytest.approx(
+        (0.99 * 6 + 14) / (0.99 * -2 + 2))
+
+
+def test_the_noise_scale_of_preset_tiny():
+    """It is measured on what the stages train."""
+    curve = batch.noise(GOLDEN, steps=20, warm_up=4)
+    with open(GOLDEN / "metrics.csv", newline="") as file:
+        expected = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert curve.losses == pytest.approx(expected, rel=1e-5)
+    assert "the minibatch: from 8 to 8" in batch.draw_noise(curve)
+    both = batch.draw_published(curve)
+    assert "preset tiny: its noise scale: from " in both
     assert "Kaplan" in both and "from 7.37" in both

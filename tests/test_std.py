@@ -59,8 +59,8 @@ def test_log_and_metrics(single):
     header = (single.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == ("step,loss,val_loss,lr,norm,seconds,"
                       "tokens_per_second,mfu,samples_per_second,"
-                      "tokens_per_second_per_device,microbatch_norm,"
-                      "noise_scale,memory,memory_reserved")
+                      "tokens_per_second_per_device,memory,"
+                      "memory_reserved")
     assert single.column("step") == list(range(20)) and len(lines) == 20
     evaluated = [row["step"] for row in single.rows
                  if row["val_loss"] is not None]

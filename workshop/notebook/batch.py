@@ -1,12 +1,16 @@
 """What the lesson about larger minibatches trains, and draws.
 
     python -m workshop.notebook.batch eightfold FILE    the picture, as SVG
+    python -m workshop.notebook.batch noise FILE
     python -m workshop.notebook.batch critical FILE
+    python -m workshop.notebook.batch published FILE
 
 The model has the size of preset tiny, but two layers, and reads the letters of
 the demo's text: on a CPU a step takes milliseconds, and learning shows soon.
+The noise scale is measured on preset tiny itself.
 """
 
+import math
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -19,7 +23,7 @@ from torch import nn
 from backstage import dataset
 from backstage.errors import require, run_main
 from backstage.flags import DEMO
-from backstage.noise import NoiseScale
+from workshop.arithmetic import critical_tokens
 from workshop.notebook.pictures import COLOURS
 from workshop.notebook.sharding import std
 from workshop.results import plot
@@ -28,7 +32,44 @@ S, RATE, SAMPLES = 4, 3e-3, 12_800  # where "eightfold" begins
 WARM_UP = 0.1  # of the samples
 TARGET = 2.8  # nats for each letter
 SIZES = (2, 8, 32, 128)
+LETTERS = replace(std.MODELS["tiny"], vocab_size=128, n_layer=2)
+KEEP = 0.99  # of the running means in each step: they remember some 100 steps
 CPU = torch.device("cpu")
+
+
+class NoiseScale:
+    """Measures the gradient noise scale of a model while it is trained.
+
+    McCandlish et al. (2018), arXiv:1812.06162, Appendix A.1: the gradient of
+    B samples has on average the squared norm |G|^2 + tr(Sigma)/B, so two
+    sizes of B tell signal and noise apart. Here they are a microbatch of B
+    samples and the minibatch of S: nothing is computed twice.
+    """
+
+    def __init__(self, model, B, S):
+        self.B, self.S = B, S
+        self.squares = 0.0  # of the microbatches' gradients in this step
+        self.signal = self.noise = 0.0  # running means of |G|^2, tr(Sigma)
+        for weight in model.parameters():  # before gradients are added up
+            weight.register_hook(self._add)
+
+    def _add(self, gradient):
+        self.squares += gradient.norm().item() ** 2
+
+    def after_step(self, norm):
+        """The noise scale in samples, or None if it is below 0.
+
+        norm: that of the minibatch's gradient. The noise scale is the ratio
+        of the means: a mean of ratios would be biased.
+        """
+        B, S, big = self.B, self.S, norm**2
+        # each loss is divided by the number of microbatches, S / B
+        small, self.squares = self.squares * S / B, 0.0
+        signal = (S * big - B * small) / (S - B)
+        noise = (small - big) / (1 / B - 1 / S)
+        self.signal += (1 - KEEP) * (signal - self.signal)
+        self.noise += (1 - KEEP) * (noise - self.noise)
+        return self.noise / self.signal if self.signal > 0 else None
 
 
 @dataclass
@@ -38,7 +79,7 @@ class Curve:
     S: int
     rate: float  # the maximum of the learning rate
     losses: list = field(default_factory=list)  # of each step
-    scale: float | None = None  # the noise scale at the end, in samples
+    scales: list = field(default_factory=list)  # noise scale, or None
 
     @property
     def smooth(self):
@@ -51,7 +92,7 @@ class Curve:
 
 
 def letters(folder):
-    """Write the letters of the demo's text as a dataset."""
+    """Write the letters of the demo's text as a dataset: its folder."""
     require(DEMO.is_dir(), f"{DEMO} is not there: run `source activate.sh`")
     encoding = dataset.load_vocabulary(DEMO)
     shards = std.get_shards(DEMO, "train")
@@ -60,38 +101,40 @@ def letters(folder):
     ids = np.frombuffer(text, np.uint8)
     np.save(Path(folder, "letters_train_000001.npy"),
             ids[ids < 128].astype(np.uint16))
+    return folder
 
 
-def train(data, S, rate, samples, warm_up=WARM_UP, target=None):
+def train(data, S, rate, samples, warm_up=WARM_UP, target=None,
+          config=LETTERS, microbatches=2):
     """Train on so many samples, or until the loss is the target: a `Curve`.
 
     On the way to a target, the learning rate stays where the warm-up ends.
     """
+    B = S // microbatches
     hp = replace(std.PRESETS["tiny"], learning_rate=rate,
                  warmup_steps=round(warm_up * SAMPLES / S))
-    config = replace(std.MODELS["tiny"], vocab_size=128, n_layer=2)
     batches = std.DataIterator(
-        std.get_shards(data, "train"), S // 2, hp.sequence_length)
+        std.get_shards(data, "train"), B, hp.sequence_length)
     torch.manual_seed(hp.seed)
     model = std.GPT(config)
     optimizer = model.configure_optimizers(hp)
-    noise, curve = NoiseScale(S // 2, S), Curve(S, rate)
-    noise.watch(model)
+    noise, curve = NoiseScale(model, B, S), Curve(S, rate)
     for step in range(samples // S):
         lr = (std.get_lr(step, samples // S, hp) if target is None
               else rate * min(1, (step + 1) / max(1, hp.warmup_steps)))
         for group in optimizer.param_groups:
             group["lr"] = lr
         mean_loss = 0.0
-        for _ in range(2):  # microbatches
-            loss = std.training_step(model, next(batches), CPU, "fp32") / 2
+        for _ in range(microbatches):
+            loss = std.training_step(model, next(batches), CPU, "fp32")
+            loss = loss / microbatches
             loss.backward()
             mean_loss += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         curve.losses.append(mean_loss)
-        curve.scale = noise.add(norm.item(), noise.read())
+        curve.scales.append(noise.after_step(norm.item()))
         if target and step % 10 == 9 and curve.smooth[-1] < target:
             break
     return curve
@@ -112,6 +155,15 @@ def eightfold(data, samples=SAMPLES):
     return found
 
 
+def noise(data, steps=600, warm_up=50):
+    """Preset tiny, with the noise scale of each step."""
+    hp = std.PRESETS["tiny"]
+    S = hp.minibatch_size
+    config = replace(std.MODELS["tiny"], vocab_size=vocabulary.size(data))
+    return train(data, S, hp.learning_rate, steps * S, warm_up * S / SAMPLES,
+                 config=config, microbatches=S // hp.microbatch_size)
+
+
 def critical(data, sizes=SIZES, target=TARGET, samples=8 * SAMPLES):
     """For each size the learning rate, of three, that is at the target first.
 
@@ -126,7 +178,8 @@ def critical(data, sizes=SIZES, target=TARGET, samples=8 * SAMPLES):
                 best, most = curve, size * len(curve.losses)
         require(best, f"with {size} samples a step, none is at {target}")
         found.append(best)
-        scale = "?" if best.scale is None else f"{best.scale:.0f}"
+        scale = best.scales[-1]
+        scale = "?" if scale is None else f"{scale:.0f}"
         print(f"{size} samples a step: {len(best.losses)} steps, {most:,} "
               f"samples, learning rate {best.rate:.3f}, noise scale {scale}",
               flush=True)
@@ -191,16 +244,51 @@ def draw_critical(curves):
     return plot.themed(panel)
 
 
+def draw_noise(curve):
+    def panel(ax):
+        ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
+               yscale="log")
+        ax.plot([math.nan if scale is None else scale
+                 for scale in curve.scales], color=COLOURS[0],
+                label="the noise scale")
+        ax.axhline(curve.S, color=plot.INK, linestyle=":", linewidth=0.8,
+                   label="the minibatch")
+        ax.legend()
+
+    return plot.themed(panel)
+
+
+def draw_published(curve):
+    T = std.PRESETS["tiny"].sequence_length
+
+    def panel(ax):
+        ax.set(title="how large a minibatch pays, as the loss falls",
+               xlabel="loss (nats a token)", ylabel="tokens in a minibatch",
+               yscale="log", xlim=(8, 2))
+        losses = [2 + k / 10 for k in range(61)]
+        ax.plot(losses, [critical_tokens(loss) for loss in losses], "--",
+                color=plot.INK, label="critical minibatch of language models\n"
+                                      "(Kaplan et al., 2020)")
+        ax.plot(*zip(*((loss, T * scale) for loss, scale in zip(
+            curve.losses, curve.scales, strict=True) if scale), strict=True),
+            ".", color=COLOURS[0], label="preset tiny: its noise scale")
+        ax.legend()
+
+    return plot.themed(panel)
+
+
 DRAW = {"eightfold": (eightfold, draw_eightfold),
+        "noise": (noise, draw_noise), "published": (noise, draw_published),
         "critical": (critical, draw_critical)}
 
 
 def main():
     name, output = sys.argv[1:]
     measure, draw = DRAW[name]
+    require(DEMO.is_dir(), f"{DEMO} is not there: run `source activate.sh`")
     torch.set_num_threads(1)  # such small matrices gain nothing by a second
-    with tempfile.TemporaryDirectory() as data:
-        letters(data)
+    with tempfile.TemporaryDirectory() as folder:
+        data = DEMO if measure is noise else letters(folder)
         Path(output).write_text(draw(measure(data)), encoding="utf-8")
 
 

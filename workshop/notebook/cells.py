@@ -717,7 +717,7 @@ def table(rows):
 
 @in_one_line
 def experiment(name):
-    """Train with several minibatches: "eightfold" or "critical"; draw it."""
+    """Run one of workshop/notebook/batch.py's trainings, and draw it."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
         interpreter.run("-m", "workshop.notebook.batch", name, str(output))

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from backstage.errors import UserError, require, run_main
-from workshop.arithmetic import critical_tokens
 from workshop.results import runs as results
 from workshop.stages import STAGES
 
@@ -205,48 +204,6 @@ def gpus(ax, runs):
              "(gpus-*.txt)")
 
 
-def noise(ax, runs):
-    """The gradient noise scale, as --noise-scale measured it."""
-    ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
-           yscale="log")
-    found = [(run, [row for row in run.rows if row["noise_scale"]])
-             for run in runs]
-    for run, rows in found:
-        if rows:
-            steps, scales = zip(*(
-                (row["step"], row["noise_scale"]) for row in rows),
-                strict=True)
-            size = run.hyperparameters["minibatch_size"]
-            ax.plot(steps, scales, color=colour(run), label=run.name)
-            ax.axhline(size, color=INK, linestyle=":", linewidth=0.8,
-                       label=f"{run.name}: its minibatch")
-    if not any(rows for _, rows in found):
-        ax.set_axis_off()
-        return note(ax, "not measured in these runs:\ntrain with "
-                        "--noise-scale, and microbatches\nsmaller than the "
-                        "minibatch")
-    ax.legend()
-
-
-def critical(ax, runs):
-    """The noise scale as the loss falls, beside a published curve."""
-    ax.set(title="how large a minibatch pays, as the loss falls",
-           xlabel="loss (nats a token)", ylabel="tokens in a minibatch",
-           yscale="log", xlim=(8, 2))
-    losses = [2 + k / 10 for k in range(61)]
-    ax.plot(losses, [critical_tokens(loss) for loss in losses], "--",
-            color=INK, label="critical minibatch of language models\n"
-                             "(Kaplan et al., 2020)")
-    for run in runs:
-        rows = [row for row in run.rows if row["noise_scale"]]
-        T = run.hyperparameters["sequence_length"]
-        if rows:
-            ax.plot([row["loss"] for row in rows],
-                    [T * row["noise_scale"] for row in rows], ".",
-                    color=colour(run), label=f"{run.name}: its noise scale")
-    ax.legend()
-
-
 def ladder(ax, runs, record=None):
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
@@ -277,8 +234,7 @@ def ladder(ax, runs, record=None):
 
 PANELS = {panel.__name__: panel
           for panel in (loss, speed, scaling, model, parts, published, gpus)}
-IN_NOTEBOOK = {  # for some runs, or not about the runs
-    **PANELS, "noise": noise, "critical": critical, "ladder": ladder}
+IN_NOTEBOOK = {**PANELS, "ladder": ladder}  # which is not about the runs
 
 
 # ----------------------------------------------------------------- helpers
