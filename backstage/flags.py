@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
-from backstage import ROOT, dataset, profile, track
+from backstage import ROOT, dataset, track
 from backstage.device import (
     device_name,
     find_device,
@@ -118,7 +118,6 @@ def parse(Hyperparameters, presets, models):
     check_pipeline(hp, data_size)
     dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
-    profile.check(hp.profile)
     if os.environ.get("RANK", "0") == "0":
         if hp.warmup_steps > hp.max_steps > 0:
             warn(f"the learning rate is still low at the end: --warmup-steps "

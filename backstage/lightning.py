@@ -185,7 +185,6 @@ class LitRun(L.Callback):
         self.begin_step()
 
     def begin_step(self):
-        self.run.recorder.step_began()
         self.row = None  # what is known of a step that is done, not logged
         self.start_time = time.perf_counter()
         self.mean_loss = torch.zeros((), device=self.device)

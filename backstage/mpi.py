@@ -10,7 +10,6 @@ backstage talks to the other processes by MPI from then on.
 from backstage import witness, world
 from backstage.errors import UserError, leave, report
 from backstage.launchers import join_mpi, name_mpi_ranks
-from backstage.profile import record_messages
 
 
 def join():
@@ -19,7 +18,6 @@ def join():
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
     witness.record_mpi(MPI)
-    MPI.COMM_WORLD = record_messages(MPI.COMM_WORLD)
     world.use_group(MPI.COMM_WORLD)
     return MPI
 

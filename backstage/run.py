@@ -30,7 +30,6 @@ import torch
 from backstage import (
     ROOT,
     dataset,
-    profile,
     terminal,
     track,
     witness,
@@ -62,6 +61,7 @@ from backstage.launchers import (
     is_one_of_several,
     stop_all,
 )
+from backstage.profile import Recorder
 from backstage.record import COLUMNS, RECORD, read_metrics
 from backstage.world import (
     call_on_rank_0,
@@ -99,8 +99,7 @@ class Run:
         self.folder = Path(call_on_rank_0(self._make_folder))
         if self.world_size > 1:
             witness.start(self.folder / "why", getattr(hp, "timeout", 0))
-        self.recorder = profile.start(
-            getattr(hp, "profile", 0), self.folder, max_steps, device)
+        self.recorder = Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.catch_signals()

@@ -81,10 +81,9 @@ def run(script, n, *options):
     turn = train(script, *options, "--max-steps", STEPS + record, "--profile",
                  record, processes=n, skip=5 + record + 1,
                  env=os.environ | {"OMP_NUM_THREADS": threads})
-    steps = [step for rank in turn["parts"]["ranks"] for step in rank]
-    all_of_it = sum(sum(step.values()) for step in steps)
+    all_of_it = sum(sum(rank.values()) for rank in turn["parts"])
     for part in ("all-reduce", "waiting"):
-        turn[part] = sum(step[part] for step in steps) / all_of_it
+        turn[part] = sum(rank[part] for rank in turn["parts"]) / all_of_it
     return turn
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from backstage import ROOT, terminal
 from backstage.errors import require
+from workshop.profile import recorded_parts
 
 SIDE = Path(__file__).with_name("side.py")
 STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| dt: +(\S+) ms \| "
@@ -68,8 +69,8 @@ def train(side, *flags, processes=1, skip=1, limit=None, env=None):
     Returns a dictionary: tokens_per_second and seconds (medians of the
     steps), steps (seconds of each), losses, memory (bytes, of the process
     that needs most), start and first (seconds from the command to the
-    begin and the end of the first step), and hyperparameters and parts, as
-    the run has written them.
+    begin and the end of the first step), hyperparameters, as the run has
+    written them, and parts, as it has recorded them.
     """
     launcher = [] if processes == 1 else [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -81,10 +82,10 @@ def train(side, *flags, processes=1, skip=1, limit=None, env=None):
             "--eval-every", NEVER, "--generate-every", NEVER,
             "--checkpoint-every", NEVER, "--eval-minibatches", 1]
         turn = follow([str(word) for word in command], skip, limit, env)
-        for file in ("hyperparameters", "profile/parts"):
-            file = run / f"{file}.json"
-            if file.exists():
-                turn[file.stem] = json.loads(file.read_text())
+        file = run / "hyperparameters.json"
+        if file.exists():
+            turn["hyperparameters"] = json.loads(file.read_text())
+        turn["parts"] = recorded_parts(run)
     return turn
 
 

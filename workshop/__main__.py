@@ -96,6 +96,10 @@ def run(args):
         classroom.main(args.folder, args.output)
     elif args.command == "update":
         update.main()
+    elif args.command == "profile":
+        from workshop.profile import main as profile
+
+        profile(args.run)
     elif args.command == "plot":
         from workshop.results.plot import main as plot
 
@@ -208,6 +212,9 @@ def parse():
                       help="the page (class.html)")
     add("update", "Bring this clone to the newest state of the course; what "
         "you edited is kept.")
+    add("profile", "Say where the time of a step goes on each rank, from the "
+        "traces that --profile N has recorded.").add_argument(
+            "run", help="its folder")
     plot = add("plot", "Draw the runs: loss curves, tokens/s, scaling.")
     plot.add_argument("run", nargs="*", help="folders of runs (default: the "
                       "newest in runs/ and those like it)")

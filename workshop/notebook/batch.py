@@ -159,7 +159,8 @@ def noise(data, steps=600, warm_up=50):
     """Preset tiny, with the noise scale of each step."""
     hp = std.PRESETS["tiny"]
     S = hp.minibatch_size
-    config = replace(std.MODELS["tiny"], vocab_size=vocabulary.size(data))
+    config = replace(std.MODELS["tiny"],
+                     vocab_size=dataset.vocabulary_size(data))
     return train(data, S, hp.learning_rate, steps * S, warm_up * S / SAMPLES,
                  config=config, microbatches=S // hp.microbatch_size)
 

@@ -28,6 +28,7 @@ from backstage.files import reading, write_atomically
 from backstage.flags import find_data
 from backstage.flops import flops_per_token, peak_flops
 from workshop.notebook.sharding import std
+from workshop.profile import recorded_parts
 from workshop.results import plot, runs
 from workshop.stages import FIRST, STAGES
 
@@ -125,7 +126,7 @@ def measure(name, device, size, peak):
         require(done.returncode == 0, f"{name} failed: "
                 f"{done.stderr.strip().splitlines()[-1:]}")
         result = runs.read(run)
-        parts, = runs.recorded_parts(run)
+        parts, = recorded_parts(run)
     return {"what": STEPS[name].what, "flags": " ".join(flags),
             "tokens_per_second": result.tokens_per_second,
             # by the third step: what the profiler takes comes later

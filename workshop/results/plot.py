@@ -15,11 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from backstage.errors import UserError, require, run_main
+from workshop.profile import list_traces, recorded_parts
 from workshop.results import runs as results
 from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
 DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
+PARTS = {  # of workshop/profile.py
+    "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
+    "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -154,7 +158,7 @@ def parts(ax, runs):
     """Where each rank's time goes in a step, as --profile recorded it."""
     ax.set(title="where a step's time goes, recorded", xlabel="ms per step")
     rows = [(f"{run.name}, rank {rank}", seconds) for run in runs
-            for rank, seconds in enumerate(results.recorded_parts(run.folder))]
+            for rank, seconds in enumerate(recorded_parts(run.folder))]
     if not rows:
         ax.set_axis_off()
         return note(ax, "no step of these runs was recorded:\n"
@@ -326,7 +330,7 @@ def main(output, folders=()):
             "it, .png, .svg or .pdf")
     runs, notes = results.find(folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
-              or any(results.recorded_parts(run.folder) for run in runs)]
+              or any(list_traces(run.folder) for run in runs)]
     columns = math.ceil(len(panels) / 2)
     figure = Figure((4.7 * columns, 8), layout="constrained")
     figure.suptitle(subtitle(runs))

@@ -329,28 +329,6 @@ def fit_kind(results, kind):
     return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
 
 
-# ------------------------------------------------- what --profile recorded
-
-
-PARTS = {  # as in backstage/profile.py, with their colours
-    "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
-    "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f",
-    "loop": "#999999"}
-
-
-def recorded_parts(folder):
-    """Seconds of a step by part, the mean of those recorded: one for each
-    rank, [] if none were.
-    """
-    file = folder / "profile/parts.json"
-    if not file.exists():
-        return []
-    with reading(file, "record it again"):
-        return [{part: statistics.fmean(step[part] for step in steps)
-                 for part in PARTS}
-                for steps in json.loads(file.read_bytes())["ranks"]]
-
-
 # -------------------------------------------------------------- the ladder
 
 

@@ -11,11 +11,11 @@ import statistics
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.files import reading, show_path
+from workshop.profile import recorded_parts
 from workshop.results.runs import (
     list_folders,
     read,
     read_all,
-    recorded_parts,
     traffic,
 )
 from workshop.stages import STAGES
@@ -26,14 +26,13 @@ SHARE = 0.1  # of a step that a part may take which is not training
 # What to try first, by the part that takes more than that.
 ADVICE = {
     "data": "the input is slow: put the dataset on the node's own disk, or "
-            "into memory (/dev/shm); fewer, larger shards",
+            "into memory (/dev/shm); fewer, larger shards; or the loop itself "
+            "takes time between the passes, such as callbacks",
     "all-reduce": "communication is exposed: a larger --minibatch-size sends "
                   "as much for more samples; fewer nodes; a faster network "
                   "(python -m workshop doctor --ranks)",
     "waiting": "the ranks do not work equally long: what else runs on the "
                "node of the slowest?",
-    "loop": "the script itself takes time between the parts: logging, "
-            "callbacks, generated texts",
 }
 
 

@@ -1,0 +1,305 @@
+"""Where a step's time goes, from the traces of --profile N.
+
+    python -m workshop profile RUN
+
+Each instant of a recorded step is charged to one part:
+
+    data        between the passes: reading, and the loop's own work
+    forward     from a model's first operator to the backward pass
+    backward    the backward pass
+    optimizer   what follows the last one: norm, clipping, update, report
+    all-reduce  a message of any kind is under way, and nothing computes
+    waiting     the same, but the last rank has not come to it yet
+
+A message takes longest on the rank that comes first. The least that it takes
+on any rank is the message itself; what it takes longer on the others is
+waiting. So nothing depends on the clocks of several nodes. Between two stages
+of a pipeline all of it is waiting: one sends and the other receives, and the
+two cannot be told apart like that.
+
+On a CPU "computes" means that the main thread runs an operator. On an
+accelerator it means a kernel, which is charged to the part that asked for it;
+what leaves the device idle is charged to what the program did meanwhile.
+
+This needs only the standard library, from Python 3.9 on.
+"""
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstage.errors import require
+from backstage.files import reading, show_path, write_atomically
+from backstage.record import read_metrics, read_record
+
+PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
+STEP = "end of step "  # begins the name of the mark that the run has left
+NODE = "autograd::engine::evaluate_function"  # of the backward pass
+CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
+SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
+
+
+def main(run):
+    """Print where the time of the run's steps goes, and draw it."""
+    folder = Path(run)
+    ranks = charge_steps(folder)
+    require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
+            "with --profile 10")
+    print("milliseconds of a step, the mean of steps "
+          f"{min(ranks[0].steps)} to {max(ranks[0].steps)}:\n"
+          + "".join(f"{name:>11}" for name in ("rank", *PARTS, "step")))
+    for rank, parts in enumerate(map(mean, ranks)):
+        print(f"{rank:11d}" + "".join(
+            f"{1000 * seconds:11.1f}"
+            for seconds in (*parts.values(), sum(parts.values()))))
+    messages = {name for rank in ranks for step in rank.steps.values()
+                for _, _, name in step.messages}
+    if any(map(is_one_to_one, messages)):
+        print("messages between pipeline stages are all counted as waiting")
+    if len(ranks) > 1 and not messages:
+        print("the traces do not show the messages (MPI's never): their time "
+              "is in the part that sends them")
+    if read_record(folder)["device"] != "cpu" and not any(
+            rank.kernels for rank in ranks):
+        print("no kernels were recorded, so this is what the program did, not "
+              "when the device computed")
+    draw(ranks, folder / "profile" / "parts.json")
+
+
+def recorded_parts(folder):
+    """{part: seconds of a step} of each rank; [] if no step was recorded."""
+    return [mean(rank) for rank in charge_steps(folder)]
+
+
+def mean(rank):
+    """{part: seconds of a step} of a `Rank`."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for pieces in rank.pieces:
+        for begin, end, part in pieces:
+            seconds[part] += (end - begin) / 1e6 / len(rank.pieces)
+    return seconds
+
+
+def draw(ranks, file):
+    """Write a trace with a row for each rank, for https://ui.perfetto.dev."""
+    rows = []
+    for number, rank in enumerate(ranks):
+        shift = (rank.base - ranks[0].base) / 1000
+        rows.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name",
+                     "args": {"name": f"rank {number}"}})
+        rows += [{"ph": "X", "pid": 0, "tid": number, "name": part,
+                  "ts": begin + shift, "dur": end - begin}
+                 for pieces in rank.pieces for begin, end, part in pieces]
+    write_atomically(file, json.dumps({"traceEvents": rows}).encode())
+    print(f"as a picture: open {show_path(file)} in https://ui.perfetto.dev; "
+          "the operators are in the files beside it")
+
+
+# ------------------------------------- what the recorded events say of a step
+
+
+@dataclass
+class Rank:
+    """What a rank has recorded."""
+
+    base: int  # nanoseconds: when its trace begins to count
+    kernels: bool  # whether the trace shows a device's
+    steps: dict  # number: `Step`
+    pieces: list = ()  # of each step, from `Step.charge`
+
+
+@dataclass
+class Step:
+    """A step of a rank. Times are microseconds, as in the trace."""
+
+    begin: float
+    end: float
+    doing: list  # (begin, end, part): what the program does, in its order
+    work: list  # (begin, end, part): what computes; part None: as `doing`
+    calls: list  # (begin, end, part): sends, or waits for what was sent
+    messages: list  # (begin, end, name), in their order
+
+    @property
+    def sent(self):
+        """(name, microseconds) of each message."""
+        return [(name, end - begin) for begin, end, name in self.messages]
+
+    def charge(self, least):
+        """The step in pieces: (begin, end, part), one after the other.
+
+        least: the least that each message takes on any rank, microseconds.
+        """
+        moving, waiting = [], []
+        for (begin, end, _), time in zip(self.messages, least):
+            waiting.append((begin, end - time, "waiting"))
+            moving.append((end - time, end, "all-reduce"))
+        upper = cover([self.work, moving, waiting, self.calls])
+        upper = [piece for piece in upper if piece[2]]
+        return [(max(begin, self.begin), min(end, self.end), part)
+                for begin, end, part in cover([upper, self.doing])
+                if begin < self.end and end > self.begin]
+
+
+def list_traces(folder):
+    """The ranks' files, in their order."""
+    files = Path(folder, "profile").glob("rank*.json.gz")
+    return sorted(files, key=lambda file: (len(file.name), file.name))
+
+
+def charge_steps(folder):
+    """The run's `Rank`s, with their pieces; [] if none has recorded."""
+    files = list_traces(folder)
+    if not files:
+        return []
+    seconds = {row["step"]: row["seconds"]
+               for row in read_metrics(Path(folder, "metrics.csv"))}
+    ranks = [read_trace(file, seconds) for file in files]
+    common = set.intersection(*(set(rank.steps) for rank in ranks))
+    for rank in ranks:
+        rank.steps = {step: rank.steps[step] for step in sorted(common)}
+        rank.pieces = [
+            step.charge(shortest([other.steps[number].sent for other in ranks],
+                                 step.sent))
+            for number, step in rank.steps.items()]
+    return ranks if common else []
+
+
+def read_trace(file, seconds):
+    """The `Rank` of a trace. seconds: how long each step took, by number."""
+    with reading(file, "record it again"), gzip.open(file) as text:
+        trace = json.load(text)
+        return Rank(trace["baseTimeNanoseconds"],
+                    *find_steps(trace["traceEvents"], seconds))
+
+
+def find_steps(events, seconds):
+    """Whether there are kernels, and {number: `Step`}, from a trace's events.
+
+    seconds: {number: how long the step took}, for those that may count.
+    """
+    # a GPU shows a mark again, where the kernels of that time ran
+    times = sorted(((event["ts"], event["ts"] + event["dur"], event)
+                    for event in events if event.get("ph") == "X"
+                    and event.get("cat") != "gpu_user_annotation"),
+                   key=lambda time: time[0])
+    kernels = any(event.get("cat") == "kernel" for _, _, event in times)
+    marks = [(int(event["name"][len(STEP):]), end, event["tid"])
+             for end, _, event in times if event["name"].startswith(STEP)]
+    steps = {}
+    for number, end, main in marks[1:]:  # the profiler starts in the first
+        if number in seconds:
+            begin = end - 1e6 * seconds[number]
+            inside = [time for time in times
+                      if time[0] < end and time[1] > begin]
+            step = Step(begin, end, [], [], [], [])
+            step.doing = what_it_does(step, inside, main)
+            (read_kernels if kernels else read_operators)(step, inside, main)
+            steps[number] = step
+    return kernels, steps
+
+
+def what_it_does(step, times, main):
+    """(begin, end, part) from a step's begin to its end.
+
+    A backward pass runs the nodes that forward operators have left, and each
+    has its operator's sequence number. An operator that leaves none has the
+    number of the next one that does.
+    """
+    marks, operators, nodes, done = [], {}, set(), step.begin
+    for begin, end, event in times:
+        number = event.get("args", {}).get("Sequence number")
+        if event["name"].startswith(NODE):
+            nodes.add(number)
+            marks.append((begin, end, "backward"))
+            done = max(done, end)
+        elif event["tid"] == main and begin >= done:  # none is recomputed
+            operators[number] = begin
+    marks += [(begin, begin, "forward") for number, begin
+              in operators.items() if number in nodes - {None}]
+    doing, at, last, done = [], step.begin, "data", step.begin
+    for begin, end, part in sorted(marks):
+        if part != last:
+            if last == "backward":
+                doing.append((at, done, last))
+                at, last = done, "data"
+            doing.append((at, begin, last))
+            at, last = begin, part
+        done = max(done, end)
+    return [*doing, (at, done, last), (done, step.end, "optimizer")]
+
+
+def read_operators(step, times, main):
+    """The work and the messages of a step on a CPU."""
+    for begin, end, event in times:
+        name = event["name"]
+        if name.startswith("gloo:"):
+            step.messages.append((begin, end, name))
+        elif event.get("cat") == "cpu_op" and event["tid"] == main:
+            if name.startswith(SENDERS):
+                step.calls.append((begin, end, "all-reduce"))
+            elif "Compiled" in name or (
+                    "::" in name and not name.startswith(CALLERS)):
+                step.work.append((begin, end, None))
+    # an operator that sends within: it does not compute meanwhile
+    inner = [(begin, end, "call") for begin, end, _ in step.calls]
+    step.work = [(begin, end, None) for begin, end, what in cover(
+        [inner, [(begin, end, "work") for begin, end, _ in step.work]])
+        if what == "work"]
+
+
+def read_kernels(step, times, main):
+    """The work and the messages of a step on an accelerator."""
+    asked = {event["args"]["correlation"]: begin for begin, _, event in times
+             if event.get("cat") in ("cuda_runtime", "cuda_driver",
+                                     "xpu_runtime")
+             and "correlation" in event.get("args", {})}
+    for begin, end, event in times:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        if "ccl" in event["name"].lower():  # NCCL, RCCL, oneCCL
+            step.messages.append((begin, end, event["name"]))
+        else:
+            time = asked.get(event["args"].get("correlation"), begin)
+            part = next((part for start, stop, part in step.doing
+                         if start <= time < stop), "data")
+            step.work.append((begin, end, part))
+
+
+def cover(layers):
+    """Pieces (begin, end, what) that do not overlap, in their order.
+
+    layers: lists of such pieces; the first layer that has one at an instant
+    decides what is there.
+    """
+    edges = sorted((
+        (time, level, what, change) for level, pieces in enumerate(layers)
+        for begin, end, what in pieces if begin < end
+        for time, change in ((begin, 1), (end, -1))), key=lambda edge: edge[0])
+    open_ones = [Counter() for _ in layers]
+    result = []
+    for (now, level, what, change), (then, *_) in zip(edges, edges[1:]):
+        open_ones[level][what] += change
+        open_ones[level] += Counter()  # forget what is at zero
+        top = next((ones for ones in open_ones if ones), None)
+        if top and now < then:
+            result.append((now, then, next(iter(top))))
+    return result
+
+
+def shortest(ranks, mine):
+    """The least that each of my messages takes, on the ranks that send alike.
+
+    ranks: of each rank, (name, microseconds) of its messages in this step.
+    """
+    def names(messages):
+        return [name for name, _ in messages]
+
+    alike = [messages for messages in ranks if names(messages) == names(mine)]
+    return [0.0 if is_one_to_one(same[0][0]) else min(
+        time for _, time in same) for same in zip(*alike)]
+
+
+def is_one_to_one(name):
+    return name.startswith(("gloo:send", "gloo:recv")) or "SendRecv" in name
