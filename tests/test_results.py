@@ -240,23 +240,6 @@ def test_runs_of_other_lengths_part_after_the_warm_up():
     assert title not in panels.themed(lambda ax: panels.loss(ax, both))
 
 
-@pytest.mark.parametrize("steps", [
-    [], [{"data": 0.1}], [dict.fromkeys([*results.PARTS][1:], 0.1)],
-    [dict.fromkeys(results.PARTS, "0.1")]])
-def test_a_record_without_all_parts_of_a_step_is_a_line(steps, runs):
-    folder = runs / "mine"
-    (folder / "profile").mkdir()
-    file = folder / "profile" / "parts.json"
-    whole = [dict.fromkeys(results.PARTS, 0.1)]
-    for ranks in ([whole], [whole, whole]):
-        file.write_text(json.dumps({"ranks": ranks}))
-        assert [[*rank] for rank in results.recorded_parts(folder)] == [
-            [*results.PARTS]] * len(ranks)
-    file.write_text(json.dumps({"ranks": [whole, steps]}))
-    with pytest.raises(UserError, match="damaged"):
-        results.recorded_parts(folder)
-
-
 def test_a_picture_is_not_written_beside_a_folder(tmp_path):
     """matplotlib would write folder.png for "folder"."""
     folder = tmp_path / "folder"
