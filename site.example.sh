@@ -99,8 +99,11 @@
 #   export SALLOC_RESERVATION=$SBATCH_RESERVATION
 
 # --- Network: if the processes of several nodes do not find each other ------
-# The interface that connects the nodes (`ip address` lists them):
-#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+# The interface that connects the nodes (`ip address` lists them). The login
+# node may not have it, and gloo refuses a name that is not there:
+#   if [ -e /sys/class/net/ib0 ]; then
+#       export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+#   fi
 
 # --- The slides: what they say of a session in your portal ------------------
 # `python -m slides` shows these, with the account and the reservation above.

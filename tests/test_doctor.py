@@ -12,6 +12,8 @@ from stages import BYTES, write_shards
 from backstage import dataset
 from backstage.errors import UserError
 from workshop import doctor
+from workshop.processes import launch
+from workshop.scratch import quiet_environment
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +126,16 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
         doctor.ask_device()
 
 
+def test_the_driver_is_named(tmp_path):
+    assert doctor.name_driver(tmp_path) == "no NVIDIA driver is loaded"
+    file = tmp_path / "proc/driver/nvidia/version"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb "
+        "22 01:44:30 UTC 2024\nGCC version:  gcc version 12.2.0 (Debian)\n")
+    assert doctor.name_driver(tmp_path) == "the NVIDIA driver is 550.54.14"
+
+
 def test_room_for_two_checkpoints_and_a_part(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path:
                         shutil._ntuple_diskusage(0, 0, free))
@@ -136,8 +148,17 @@ def test_room_for_two_checkpoints_and_a_part(monkeypatch):
 
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
-    with pytest.raises(UserError, match=r"do not reach each other: .*lost0"):
+    with pytest.raises(UserError, match=r"do not reach each other: "
+                       "GLOO_SOCKET_IFNAME names lost0, .*one of lo"):
         doctor.ask_processes()
+
+
+def test_trial_processes_meet_whatever_network_the_site_names(
+        monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
+    ranks = launch(doctor.__file__, "cpu", world_size=2,
+                   env=quiet_environment(tmp_path))
+    assert ranks[0].out == "2 processes added up over gloo\n", ranks
 
 
 def test_slurm_and_what_the_environment_names(monkeypatch, slurm):

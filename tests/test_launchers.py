@@ -17,18 +17,15 @@ from stages import (
     run_command,
     start_stage,
     tiny,
+    train,
 )
 from test_mpi import mpich  # noqa: F401, a fixture
 
 from backstage import ROOT, launchers
 from backstage.errors import UserError
-from backstage.launchers import (
-    find_launcher,
-    find_rank_0,
-    join_world,
-    name_ranks,
-)
+from backstage.launchers import find_launcher, name_ranks
 from workshop import doctor_ranks
+from workshop.as_torchrun import find_rank_0, join_world
 from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
@@ -43,7 +40,8 @@ STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
 DAEMON = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
           "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "4"}
+            "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "nowhere.invalid",
+            "MASTER_PORT": "29500"}
 SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # of a job, in no step
 
 
@@ -65,18 +63,86 @@ def test_names_of_a_step(tasks, nodes, node):
              "SLURM_STEP_NODELIST": nodes}
     assert join_world(named) == "srun"
     assert named | TORCHRUN | {
-        "LOCAL_WORLD_SIZE": tasks[0], "MASTER_ADDR": node} == named
+        "LOCAL_WORLD_SIZE": tasks[0], "MASTER_ADDR": node,
+        "MASTER_PORT": "20007"} == named
 
 
 def test_what_is_named_already_or_by_nobody_stays():
+    lightning = {name: TORCHRUN[name] for name in (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     for env in (SHELL, {"PMI_RANK": "0", "PMI_SIZE": "1"},
-                {**STEP, "RANK": "2"}, {**STEP, **TORCHRUN},
-                {**TORCHRUN, "MASTER_ADDR": "nowhere.invalid"}):  # two nodes
+                {**STEP, **TORCHRUN}, TORCHRUN, lightning):
         named = dict(env)
         name_ranks(named)
         assert named == env
     with pytest.raises(UserError, match="as many on each"):
         name_ranks({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4,3"})
+
+
+@pytest.mark.parametrize("size", ["1", "8"])
+def test_the_ranks_of_one_node_meet_there(size):
+    env = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size,
+           "LOCAL_WORLD_SIZE": size}
+    name_ranks(env)
+    assert env["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("env", [
+    {"RANK": "0"}, {"WORLD_SIZE": "4"}, {"LOCAL_RANK": "0"},
+    {"LOCAL_WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""},
+    {**STEP, "RANK": "2"},
+    *({**TORCHRUN, name: value} for name, value in (
+        ("RANK", "8"), ("RANK", "-1"), ("RANK", "one"), ("LOCAL_RANK", "4"),
+        ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "9"), ("MASTER_PORT", ""),
+        ("LOCAL_WORLD_SIZE", "all"), ("MASTER_ADDR", ""))),
+    *({other: TORCHRUN[other] for other in TORCHRUN if other != name}
+      for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+], ids=str)
+def test_names_that_say_no_rank(env):
+    """Pods of Kubernetes have some of them, and old shells may."""
+    with pytest.raises(UserError) as error:
+        name_ranks(dict(env))
+    for name in set(env) & set(TORCHRUN):
+        assert f"{name}={env[name]}" in str(error.value)
+    for name in {*TORCHRUN} - {*env} - {"LOCAL_WORLD_SIZE"}:
+        assert f"no {name}" in str(error.value)
+
+
+def test_variables_of_a_launcher_that_are_no_numbers():
+    assert find_launcher({**STEP, "SLURM_STEP_NUM_TASKS": ""}) == ("", 1)
+
+
+def test_names_that_say_no_rank_are_one_line(tmp_path):
+    refused(start_stage("mpi", tmp_path / "run", data=GOLDEN, env={
+        **os.environ, "RANK": "x", "WORLD_SIZE": "four"}).result(tmp_path),
+        "RANK=x", "WORLD_SIZE=four", "no LOCAL_RANK")
+
+
+def test_the_flag_of_the_launcher_before_torchrun(tmp_path):
+    """torch.distributed.launch says the local rank twice."""
+    flags = "--max-steps", 1
+    result = train("ddp", tmp_path / "run", *flags, "--local-rank=0",
+                   data=GOLDEN, world_size=1)
+    assert result.status == 0, result.err
+    refused(train("ddp", tmp_path / "other", *flags, "--local-rank=1",
+                  data=GOLDEN, world_size=1), "--local-rank")
+
+
+def test_a_machine_that_cannot_connect_to_itself():
+    """In a network of its own, where the loopback interface is down."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("unshare has no network to give here")
+    code = ("from backstage.errors import run_main\n"
+            "from backstage.launchers import name_ranks\nrun_main(name_ranks)")
+    ranks = {**TORCHRUN, "RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    for status, begin, names in ((1, "error: ", ranks), (0, "warning: ", {})):
+        end = subprocess.run(
+            [*alone, sys.executable, "-c", code], capture_output=True,
+            text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **names})
+        (line,) = end.stderr.splitlines()
+        assert end.returncode == status and line.startswith(begin), line
+        assert "ip link set lo up" in line
 
 
 @pytest.mark.parametrize(("env", "words"), [
@@ -309,6 +375,6 @@ def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
     (tmp_path / "mpi4py" / "MPI.py").write_text(  # loaded, it calls MPI_Init
         "import os\nprint(os.environ['MPICH_GPU_SUPPORT_ENABLED'])\n")
     end = python(
-        tmp_path, "-c", "from backstage.launchers import load_mpi; load_mpi()",
+        tmp_path, "-c", "from backstage.mpi import load_mpi; load_mpi()",
         MPICH_GPU_SUPPORT_ENABLED="1", PYTHONPATH=str(ROOT))
     assert end.stdout == "0\n", end.stderr

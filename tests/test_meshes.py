@@ -186,7 +186,7 @@ def test_sizes_that_do_not_fit_are_one_line(
 
 @pytest.mark.parametrize(("cause", "words"), [
     (torch.OutOfMemoryError("CUDA out of memory"), "--microbatch-size"),
-    (RuntimeError("[gloo/transport/tcp/pair.cc] closed"), "lost the other"),
+    (RuntimeError("[gloo/pair.cc] closed by peer"), "lost the other"),
     (ValueError("a bug"), None)], ids=repr)
 def test_an_error_within_a_pipeline_is_explained(cause, words):
     """A schedule raises an error of its own in the place of any other."""

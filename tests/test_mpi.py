@@ -195,8 +195,9 @@ def test_two_mpis_mixed_are_one_line(tmp_path, mpich):
 def test_what_else_is_wrong_is_one_line(tmp_path):
     needs("mpirun")
     words = [*MPI, *tiny(tmp_path / "run", GOLDEN)]
-    one_line(run_command(*words, RANK="0", WORLD_SIZE="2"),
-             "start it with mpirun -n 2")
+    done = run_command(*words, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
+                       MASTER_ADDR="localhost", MASTER_PORT="29500")
+    one_line(done, "start it with mpirun -n 2")
     done = run_command(*words, SLURM_PROCID="0", SLURM_LOCALID="0",
                        SLURM_STEP_NUM_TASKS="2")
     assert done.returncode == 1

@@ -7,14 +7,15 @@ RANK, LOCAL_RANK and WORLD_SIZE, and finds the other processes at MASTER_ADDR
 and MASTER_PORT. With -v before the script, each rank prints its rank and host.
 """
 
+import contextlib
 import os
 import runpy
 import socket
 import sys
 from pathlib import Path
 
-from backstage.errors import require, run_main
-from backstage.launchers import join_world
+from backstage.errors import UserError, require, run_main
+from backstage.launchers import find_launcher, name_ranks
 
 
 def main():
@@ -32,6 +33,52 @@ def main():
     sys.argv = words
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def join_world(env=os.environ):
+    """Set torchrun's names under any launcher; returns its name.
+
+    All ranks. Raises a `UserError` if there is no launcher, or if this machine
+    cannot find rank 0: without that all would wait for one another.
+    """
+    if "RANK" in env:
+        name_ranks(env)
+        return "torchrun"
+    launcher, size = find_launcher(env)
+    if launcher == "srun" and size > 1:
+        name_ranks(env)
+        return launcher
+    require(launcher, "no launcher has started this process: start it with "
+            "one, as in mpirun -n 4 python -m workshop.as_torchrun "
+            "code/train_gpt2.py")
+    from backstage import mpi
+
+    MPI = mpi.join_mpi(env)
+    mpi.name_mpi_ranks(MPI, env)
+    find_rank_0(env)
+    return MPI.get_vendor()[0]
+
+
+def find_rank_0(env):
+    """Raise a `UserError` unless rank 0 can be at MASTER_ADDR."""
+    host = env["MASTER_ADDR"]
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"rank 0 should be on {host}, which is no host that "
+            f"{socket.gethostname()} knows: export MASTER_ADDR=HOST, by a "
+            "name or address that all nodes know") from error
+    if env["RANK"] != "0":
+        return
+    for family, kind, _, _, address in found:  # which of them are ours?
+        with contextlib.suppress(OSError), socket.socket(family, kind) as mine:
+            mine.bind(address)
+            return
+    raise UserError(
+        f"rank 0 is on {socket.gethostname()}, but all will look for it on "
+        f"{host}: export MASTER_ADDR={socket.gethostname()}, or start rank 0 "
+        f"on {host}")
 
 
 def introduce(launcher, env):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.cores import count_cores
-from backstage.errors import UserError, explain, require
-from backstage.launchers import join_world
+from backstage.errors import UserError, explain, require, run_main
 from workshop import git
+from workshop.as_torchrun import join_world
 from workshop.interpreter import PACKAGES
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
@@ -101,11 +101,16 @@ def ask_device():
     """What torch computes on here."""
     import torch
 
-    from backstage.device import device_name, find_device
+    from backstage.device import device_name, find_gpu
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        find_device()  # complains of a GPU that torch cannot use
+        gpu = find_gpu()
+        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
+                f"({name_build()}) finds none that it can use; "
+                f"{name_driver()}. Name a build of PyTorch that fits in "
+                "site.sh, for CUDA 12 if the driver is older than 580 (see "
+                "site.example.sh)")
         return (f"torch {torch.__version__}, no accelerator: "
                 f"{count_cores()} CPUs, enough for preset nano")
     count = torch.accelerator.device_count()
@@ -114,6 +119,29 @@ def ask_device():
     if accelerator.type == "cuda":
         answer += f", {name_libraries(Path(torch.__file__).parents[1])}"
     return answer
+
+
+def name_driver(root=Path("/")):
+    """The version of NVIDIA's driver, as part of a sentence."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "no NVIDIA driver is loaded"
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
+    versions = [word for word in text.split() if word[0].isdigit()
+                and word.replace(".", "").isdigit() and "." in word]
+    return f"the NVIDIA driver is {versions[0] if versions else 'unknown'}"
+
+
+def name_build():
+    """What this PyTorch was built for, as part of a sentence."""
+    import torch
+
+    if torch.version.cuda:
+        return f"for CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"for ROCm {torch.version.hip}"
+    return "for XPUs" if torch.version.xpu else "for CPUs alone"
 
 
 def name_libraries(packages, maps=Path("/proc/self/maps")):
@@ -160,7 +188,9 @@ def ask_processes():
     lines = [line for rank in ranks for line in rank.err.splitlines()]
     require(all(rank.status == 0 for rank in ranks),
             "two processes on this machine do not reach each other: "
-            + (lines[-1] if lines else "no answer after 60 s"))
+            + next((line.removeprefix("error: ") for line in lines
+                    if line.startswith("error")),
+                   lines[-1] if lines else "no answer after 60 s"))
     return f"{ranks[0].out.strip()} in {time.monotonic() - begin:.1f} s"
 
 
@@ -258,4 +288,4 @@ def all_reduce(device):
 
 
 if __name__ == "__main__":
-    all_reduce(sys.argv[1])
+    run_main(lambda: all_reduce(sys.argv[1]))

@@ -52,8 +52,8 @@ def find_place(env, count_devices):
 
     Raises a `UserError` if the job does not say how many processes it wants.
     """
-    require("RANK" not in env, "this is a rank of a launcher already: call it "
-            "once, in the job's shell")
+    require("RANK" not in env, "this is a rank of a launcher already (RANK is "
+            "set): call it once, in the job's shell, or unset RANK")
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
         hosts = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
         gpus = (env.get("SLURM_GPUS_ON_NODE")

@@ -34,7 +34,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from backstage.errors import KILLED, UserError, require
-from backstage.launchers import without_slurm
 from workshop import mpirun_proxy
 from workshop.stages import STAGES
 
@@ -467,6 +466,8 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     sys.path[0] = place
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if mpi and mpi[1]:
+        from backstage.mpi import without_slurm
+
         # the script has its own words for a library that is missing
         with contextlib.suppress(ImportError, RuntimeError), without_slurm():
             from workshop import sleeping_mpi

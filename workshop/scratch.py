@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
              "TORCHELASTIC_")
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
          "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def read_script(script):
@@ -135,8 +137,13 @@ def full(folder):
 
 
 def quiet_environment(temporary):
-    """The environment, without a launcher's variables and the GPUs."""
+    """The environment, without a launcher's variables and the GPUs.
+
+    The processes are on one machine, which may lack the network that the site
+    names for its nodes: they meet on the loopback interface.
+    """
     return {key: value for key, value in os.environ.items()
             if key not in NAMES and not key.startswith(LAUNCHERS)} | {
                 "CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "",
+                "GLOO_SOCKET_IFNAME": LOOPBACK,
                 "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

@@ -164,7 +164,7 @@ def parts(ax, runs):
         return note(ax, "no step of these runs was recorded:\n"
                         "train with --profile 10")
     left = [0.0] * len(rows)
-    for part, color in results.PARTS.items():
+    for part, color in PARTS.items():
         widths = [1000 * seconds[part] for _, seconds in rows]
         ax.barh(range(len(rows)), widths, left=left, label=part, color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]
