@@ -68,7 +68,8 @@ def test_all_is_well(repo):
 
 
 def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
-    monkeypatch.setattr(doctor, "ROOT", repo)
+    for module in (doctor, doctor.git):
+        monkeypatch.setattr(module, "ROOT", repo)
     assert doctor.ask_course() == (
         "commit unknown, not a git clone that you may read; site file none, "
         f"there is no {repo}/site.sh")
