@@ -81,6 +81,10 @@ _workshop_activate() {
     # torchrun's shared store gives a restarted group the addresses of the
     # previous one (pytorch issue 135712)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    # torch's threads wait for one another hundreds of times in a step: for a
+    # moment they ask again and again, and no longer, since others may need
+    # the core, even the thread that they wait for
+    export GOMP_SPINCOUNT="${GOMP_SPINCOUNT-10000}"
     : "${TIKTOKEN_CACHE_DIR:=$_workshop_root/fineweb/.cache/tiktoken}"
     export TIKTOKEN_CACHE_DIR
 

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import zipfile
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -26,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from backstage import ROOT
-from backstage.errors import UserError, require
-from backstage.files import is_count, reading, write_atomically
+from backstage.errors import UserError, require, warn
+from backstage.files import Damaged, is_count, reading, write_atomically
 from backstage.flops import num_parameters
 from backstage.record import CONFIG
-from backstage.world import on_every_rank
+from backstage.world import call_on_rank_0, on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
@@ -155,11 +156,15 @@ def is_sharded(model):
             or any(isinstance(part, DTensor) for part in model.parameters()))
 
 
-def write_checkpoint(state, folder, step):
-    """Write `state` to folder/step_<step>.pt atomically; keep the newest two.
+def write_checkpoint(folder, stage, step, weights, optim_state, config,
+                     hyperparameters):
+    """Write folder/step_<step>.pt atomically; keep the newest two.
 
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
+    state = {"format": FORMAT, "stage": stage, "step": step, "model": weights,
+             "optimizer": optim_state, "config": config,
+             "hyperparameters": hyperparameters}
     try:
         write_atomically(folder / f"step_{step:08d}.pt",
                          lambda file: torch.save(state, file))
@@ -204,6 +209,32 @@ def find_checkpoint(run):
                  key=lambda file: (file.stat().st_mtime_ns, file.name))
     require(newest, f"{folder}: no checkpoint is there: train first")
     return newest
+
+
+def load_first(files, flag, config, model, optimizer=None):
+    """The first of the files that a model can go on from: its name and state.
+
+    All ranks; rank 0 looks for it, and warns of others. flag: what named them.
+    """
+    shapes, now, states = get_shapes(model), asdict(config), {}
+
+    def find():
+        for file in files:
+            try:
+                state = load_checkpoint(file)
+                require(state["config"] == now, f"{file} holds another model "
+                        f"({state['config']}, not {now}): check --preset and "
+                        "--data")
+                check_fit(file, state, shapes, optimizer)
+                states[file] = state
+                return file
+            except Damaged as error:
+                require(file != files[-1], f"{error}: name another "
+                        f"{flag}")
+                warn(f"{error}: going on from the one before it")
+
+    file = call_on_rank_0(find)
+    return file, states.get(file) or load_checkpoint(file, verify=False)
 
 
 def load_checkpoint(file, verify=True):

@@ -1,7 +1,5 @@
 """The device of a process: which one it is, and what it can do."""
 
-import contextlib
-import ctypes
 import os
 import resource
 import sys
@@ -133,20 +131,6 @@ def describe_memory(used, device):
     size = memory_size(device)
     return f"{used / 2**30:.1f} GiB" + (
         f" ({100 * used / size:.0f}%)" if size else "")
-
-
-def keep_memory():
-    """Keep the memory of tensors that are gone for the next ones, on a CPU.
-
-    The C library would give large blocks back to the system, which hands out
-    memory in pages of 4 KB and clears each of them: 12,000 in a step of nano,
-    a sixth of its time. The price: the process keeps as much as it has once
-    needed, and some holes. Does nothing without the GNU C library.
-    """
-    with contextlib.suppress(AttributeError):
-        set_option = ctypes.CDLL(None).mallopt
-        set_option(-4, 0)  # M_MMAP_MAX: no block has pages of its own
-        set_option(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back
 
 
 def pin(tensor):

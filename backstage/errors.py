@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 
-from backstage import terminal, witness
+from backstage import witness
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch.distributed says only of another process that is gone or silent.
@@ -77,7 +77,6 @@ def run_main(main):
 
 def report(error):
     """Say what happened; returns the exit status."""
-    terminal.keep()
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -140,7 +139,12 @@ def drop_output():
     try:
         sys.stdout.flush()
     except OSError:
-        terminal.drop()
+        silence()
+
+
+def silence():
+    """Drop what is printed from now on, and what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def explain(error):
@@ -213,5 +217,4 @@ def say_once(message):
 
 def warn(message):
     """Print one line of warning; the run goes on."""
-    terminal.keep()
     print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from backstage.device import (
 )
 from backstage.errors import parse_flags, require, warn
 from backstage.files import show_path
-from backstage.launchers import count_processes
+from backstage.process import count_processes
 from backstage.record import read_record
 
 DEMO = ROOT / "fineweb" / "demo"

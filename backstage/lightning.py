@@ -26,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from backstage.checkpoint import is_sharded
-from backstage.cores import use_cores
 from backstage.device import OWN_DEVICE, find_device
 from backstage.errors import require
-from backstage.launchers import count_processes
+from backstage.process import count_processes, use_cores
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backstage import witness, world
 from backstage.errors import UserError, leave, report
-from backstage.launchers import (
+from backstage.process import (
     LAUNCHERS,
     check_names,
     find_launcher,

@@ -1,12 +1,35 @@
-"""What a process does before anything else: its names, cores and memory."""
+"""What a process does before anything else: its names, cores and memory.
 
-import torch
+Each launcher has its own names for the ranks; the stages read torchrun's.
+Those of srun are translated here, those of MPI in backstage/mpi.py. But for
+torch, where it is used, this needs only the standard library, from Python 3.9
+on.
+"""
 
-from backstage import witness
-from backstage.cores import use_cores
-from backstage.device import keep_memory
-from backstage.launchers import count_processes, name_ranks
-from backstage.spinning import share_cores
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+from backstage.errors import UserError, require, warn
+
+# Who has started this process: the first whose variables, for the rank and the
+# number of processes, are there. mpirun and Hydra may have been started by
+# srun's step themselves, so they come before srun, which sets PMI's, too.
+LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "PALS": ("PALS_RANKID", "PMI_SIZE"),
+    "PMI": ("PMI_RANK", "PMI_SIZE"),
+}
+# torchrun's names. A process has all of them, or none of the first four.
+SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
 
 
 def prepare_process():
@@ -14,14 +37,260 @@ def prepare_process():
 
     Names: under srun, too, RANK, LOCAL_RANK, WORLD_SIZE and the like are in
     the environment, as torchrun sets them. Threads: as many as this process
-    has cores, of which it gives way to others. Memory: where there is no
-    accelerator, it is kept for the next tensors. Evidence: where the job's
-    environment names a folder for it, this process writes what it does.
+    has cores. Memory: where there is no accelerator, it is kept for the next
+    tensors.
     """
+    import torch
+
     name_ranks()
-    witness.start()
     on_node, _ = count_processes()
     use_cores(on_node)
     if not torch.accelerator.is_available():
-        share_cores()
         keep_memory()
+
+
+# ------------------------------------------------------------ names
+
+
+def find_launcher(env):
+    """(its name, how many processes it has started); ("", 1) without one.
+
+    A SLURM allocation's shells have SLURM_PROCID and SLURM_NTASKS, too:
+    SLURM_STEP_NUM_TASKS tells whether srun started us.
+    """
+    for launcher, names in LAUNCHERS.items():
+        if all(env.get(name, "").isdecimal() for name in names):
+            return launcher, int(env[names[1]])
+    require("PALS_RANKID" not in env, "PALS has started this process but does "
+            "not say how many there are (PMI_SIZE): start it with mpiexec "
+            "--pmi=cray")
+    return "", 1
+
+
+def count_processes(started=1, env=os.environ):
+    """How many processes there are: on this node, and in all.
+
+    started: how many there will be if no launcher has started them.
+    """
+    world_size = int(env.get("WORLD_SIZE", started))
+    # a launcher that does not say it: as if all were here
+    return int(env.get("LOCAL_WORLD_SIZE", world_size)), world_size
+
+
+def is_one_of_several(env=os.environ):
+    """Whether torchrun or another launcher has started several processes."""
+    return (int(env.get("WORLD_SIZE", 1)) > 1
+            and ("TORCHELASTIC_RUN_ID" in env or find_launcher(env)[1] > 1))
+
+
+def name_ranks(env=os.environ):
+    """Set torchrun's names, if a launcher has started this process.
+
+    Afterwards either RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    are all there and make sense, or none of the first three is there: plain
+    python is one process, also inside a SLURM allocation. Raises a `UserError`
+    if they make no sense, or if MPI has started several processes, whose ranks
+    `workshop.as_torchrun` names.
+    """
+    if "RANK" not in env:
+        translate_names(env)
+    check_names(env)
+    meet_here(env)
+    # torch.distributed.launch, which is older, passes it as a flag, too
+    again = f"--local-rank={env.get('LOCAL_RANK')}"
+    sys.argv[:] = [word for word in sys.argv if word != again]
+
+
+def translate_names(env):
+    """Set torchrun's names from those of another launcher."""
+    launcher, size = find_launcher(env)
+    if "LOCAL_RANK" in env and "NODE_RANK" in env:  # started by Lightning
+        env["RANK"] = env["LOCAL_RANK"]
+    elif launcher == "srun" and size > 1:
+        name_step_ranks(env)
+    elif size > 1:
+        env["RANK"] = env[LAUNCHERS[launcher][0]]
+        stop_all(f"{launcher} has started {size} processes, and each would "
+                 "work alone: put `-m workshop.as_torchrun` between python "
+                 f"and the script (mpirun -n {size} python -m "
+                 "workshop.as_torchrun code/train_gpt2.py)", env)
+
+
+def check_names(env):
+    """Raise a `UserError` if what torchrun's names say is not a rank.
+
+    Pods of Kubernetes have some of these names, and old shells may.
+    """
+    given = [name for name in SIZES if name in env]
+    if not given:
+        return
+    numbers = [env.get(name, "") for name in (*NEEDED[:3], "MASTER_PORT")]
+    right = bool(env.get("MASTER_ADDR")) and all(map(str.isdecimal, numbers))
+    if right:
+        rank, local_rank, world_size, _ = map(int, numbers)
+        on_node = env.get("LOCAL_WORLD_SIZE", str(world_size))
+        right = rank < world_size and on_node.isdecimal() and (
+            local_rank < int(on_node) <= world_size)
+    require(right, "these variables do not say which rank this process is: "
+            + ", ".join(f"{name}={env[name]}" if name in env else f"no {name}"
+                        for name in dict.fromkeys((*given, *NEEDED)))
+            + "; start it with torchrun, which sets them, or for one process "
+            f"alone: unset {' '.join(given)}")
+
+
+def meet_here(env):
+    """Let the ranks of one node meet there, wherever its name leads to.
+
+    torchrun lets them meet at the name of the machine, which a laptop in a
+    strange network may not know itself: they would wait for ever. So they
+    would if the machine could not connect to itself.
+    """
+    if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
+        return  # several nodes, or a launcher that does not say it
+    if not has_loopback():
+        problem = ("this machine cannot connect to itself, its loopback "
+                   "interface is down: ip link set lo up")
+        require("RANK" not in env, problem)
+        warn(f"{problem}; until then torch.distributed waits in vain")
+    if "RANK" in env:
+        env["MASTER_ADDR"] = "127.0.0.1"
+
+
+def has_loopback():
+    """Whether processes of this machine can connect to one another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # which sends nothing
+        except OSError:
+            return False
+    return True
+
+
+def name_step_ranks(env):
+    """Set torchrun's names from those of srun's step."""
+    tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # "4", "4(x2)" or "2,1"
+    require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
+            f"{tasks} tasks on the nodes: start as many on each, with "
+            "--ntasks-per-node")
+    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+    env.update(
+        RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_WORLD_SIZE=tasks.split("(")[0])
+    env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
+
+
+def first_node(nodes):
+    """The first of "gpu[03-04,07]" or "gpu03,gpu04"."""
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
+
+
+def stop_all(message, env=os.environ):
+    """An error that every rank has, and rank 0 says. Never returns."""
+    if env["RANK"] != "0":
+        time.sleep(5)  # a launcher that ends all may do so at the first end
+        sys.exit(1)
+    raise UserError(message)
+
+
+# ------------------------------------------------- cores and memory
+
+
+CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
+
+
+def use_cores(processes=1):
+    """Let torch compute with this process's share of the cores.
+
+    processes: how many of a node share them. torch starts a thread for each
+    core that it sees, also where a container may use two of 64: then the
+    threads wait for one another. OMP_NUM_THREADS, if it is set, is obeyed. A
+    second call, with more processes, counts them anew.
+    """
+    import torch
+
+    if os.environ.get("OMP_NUM_THREADS", "") in ("", *CHOSEN):
+        threads = min(torch.get_num_threads(), count_cores(processes))
+        torch.set_num_threads(threads)
+        # for what this process starts, and for Lightning, which would take
+        # all cores otherwise
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        CHOSEN[:] = [str(threads)]
+
+
+def count_cores(processes=1, root=Path("/")):
+    """This process's share of the cores, 1 or more.
+
+    root: where /proc and /sys are found.
+    """
+    cores = affinity(0)
+    # A launcher may have bound each process to cores of its own. If this one
+    # may use what its parent may, all processes share these cores.
+    if cores >= affinity(os.getppid()):
+        cores = cores // processes
+    return max(1, min(cores, int(quota(root) / processes)))
+
+
+def affinity(process):
+    """The number of cores that a process may run on; 0 is this process."""
+    try:
+        return len(os.sched_getaffinity(process))
+    except (AttributeError, OSError):  # macOS has none
+        return os.cpu_count() or 1
+
+
+def quota(root=Path("/")):
+    """How many cores the cgroups allow: the least of them all.
+
+    A cgroup limits the time of all its processes: 200 ms of every 100 ms are
+    two cores. The limits of those around it hold as well.
+    """
+    least = float(os.cpu_count() or 1)
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return least
+    for line in lines:  # 0::/path, and in version 1 4:cpu,cpuacct:/path
+        number, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if number != "0":
+            if "cpu" not in controllers.split(","):
+                continue
+            top = top / "cpu"
+        folder = top / path.strip("/")
+        # In a container the path may be the host's: its own cgroup is at the
+        # top then.
+        for place in (folder, *folder.parents):
+            allowed, period = read_limit(place)
+            if allowed > 0:
+                least = min(least, allowed / period)
+            if place == top:
+                break
+    return least
+
+
+def read_limit(folder):
+    """A cgroup's microseconds of computing in each so many; -1: no limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            allowed, period = (folder / "cpu.max").read_text().split()
+        else:
+            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text()
+                               for name in ("quota", "period"))
+        return (-1 if allowed == "max" else int(allowed)), int(period)
+    except (OSError, ValueError):
+        return -1, 1
+
+
+def keep_memory():
+    """Keep the memory of tensors that are gone for the next ones, on a CPU.
+
+    The C library would give large blocks back to the system, which hands out
+    memory in pages of 4 KB and clears each of them: 12,000 in a step of nano,
+    a sixth of its time. Does nothing without the GNU C library.
+    """
+    with contextlib.suppress(AttributeError):
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(-4, 0)  # M_MMAP_MAX: no block has pages of its own
+        set_option(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back

@@ -1,17 +1,19 @@
-"""What a run's folder says about it: hyperparameters.json and metrics.csv.
+"""hyperparameters.json and metrics.csv: what a run's folder says about it.
 
 This needs only the standard library, from Python 3.9 on: the tools of the
 course read runs, too.
 """
 
 import csv
+import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from backstage.errors import require
-from backstage.files import is_count, reading
+from backstage.errors import UserError, explain, require, warn
+from backstage.files import is_count, reading, write_atomically
 
 RECORD = "hyperparameters.json"
 CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
@@ -73,3 +75,53 @@ def read_metrics(file):
             require(0 <= row["step"] < 2**31 and all(
                 math.isfinite(row[name]) for name in ALWAYS), "no metrics")
             yield dict.fromkeys(COLUMNS) | row
+
+
+class Metrics:
+    """metrics.csv while a run writes it. Rank 0 alone."""
+
+    def __init__(self, file, step):
+        """Keep the file's rows before `step`, and drop those after them."""
+        text, kept = io.StringIO(), 0
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        try:
+            for row in read_metrics(file) if step else ():
+                if row["step"] == kept < step:
+                    rows.writerow(
+                        [format_number(row[name]) for name in COLUMNS])
+                    kept += 1
+        except (UserError, FileNotFoundError) as error:
+            warn(explain(error))
+        if kept < step:
+            warn(f"{file} has lost the rows from step {kept} to {step - 1}")
+        write_atomically(file, text.getvalue().encode())
+        self.file = open(file, "a", newline="")
+
+    def add(self, *row):
+        """Write the values of `COLUMNS`; returns them by name, but the step.
+        """
+        csv.writer(self.file, lineterminator="\n").writerow(
+            [format_number(value) for value in row])
+        self.file.flush()
+        return dict(zip(COLUMNS[1:], row[1:]))
+
+    def sync(self):
+        """Make sure that all rows survive a power cut."""
+        os.fsync(self.file.fileno())
+
+    def close(self):
+        self.file.close()
+
+
+def format_number(value):
+    """A number as in metrics.csv: an integer, or nine digits.
+
+    Empty for None. What is read from there is written the same again.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, int) or (
+            value.is_integer() and 10**9 <= value < 2**53):
+        return str(int(value))
+    return f"{value:.9g}"

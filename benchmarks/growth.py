@@ -14,7 +14,6 @@ from turns import column, show, summary, take_turns, train
 
 from backstage import dataset
 from backstage.checkpoint import (
-    FORMAT,
     gather_state,
     load_checkpoint,
     write_checkpoint,
@@ -81,10 +80,8 @@ def save(preset, vocab_size, folder):
     optimizer.step()
     begin = time.perf_counter()
     weights, moments = gather_state(model, optimizer)
-    write_checkpoint({
-        "format": FORMAT, "stage": "std", "step": 1, "model": weights,
-        "optimizer": moments, "config": asdict(config),
-        "hyperparameters": {"data": ""}}, Path(folder), 1)
+    write_checkpoint(Path(folder), "std", 1, weights, moments,
+                     asdict(config), {"data": ""})
     middle = time.perf_counter()
     file, = Path(folder).glob("step_*.pt")
     size = file.stat().st_size

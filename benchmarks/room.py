@@ -28,8 +28,8 @@ from shared import busy
 from turns import show
 
 from backstage import ROOT
-from backstage.cores import count_cores
 from backstage.errors import require
+from backstage.process import count_cores
 from workshop.stages import find
 
 BUSY = 6

@@ -29,10 +29,10 @@ import tyro
 from turns import processor
 
 from backstage import ROOT
-from backstage.cores import count_cores
 from backstage.device import device_name, find_device
 from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
+from backstage.process import count_cores
 
 sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]
 

@@ -17,10 +17,10 @@ from statistics import mean, median
 import torch
 from turns import column, show, summary, take_turns, train
 
-from backstage.cores import count_cores
 from backstage.errors import require
 from backstage.flags import DEMO
 from backstage.flops import num_parameters
+from backstage.process import count_cores
 from workshop.results.runs import fit
 from workshop.stages import find
 

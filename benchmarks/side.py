@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from backstage import ROOT, dataset, flags, process
-from backstage.cores import use_cores
 from backstage.device import use_device
 from backstage.errors import run_main
+from backstage.process import use_cores
 from backstage.run import format_line
 
 # ------------------------------------- nanoGPT, from its published description
@@ -131,8 +131,8 @@ def transformers(config, weights, hp, device):
 
 
 def leave_as_it_is():
-    """Let threads wait, and memory be given back, as torch has it."""
-    process.share_cores = process.keep_memory = lambda: None
+    """Let memory be given back, as torch has it."""
+    process.keep_memory = lambda: None
 
 
 def train(make):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backstage import ROOT, terminal
+from backstage import ROOT
 from backstage.errors import require
 from workshop.profile import recorded_parts
 
@@ -42,11 +42,9 @@ def take_turns(sides, rounds):
     found = {name: [] for name in sides}
     for turn in range(rounds):
         for name, side in sides.items():
-            if terminal.is_terminal():
-                terminal.update(f"turn {turn + 1} of {rounds}: {name}")
+            if sys.stdout.isatty():
+                print(f"turn {turn + 1} of {rounds}: {name}")
             found[name].append(side())
-    if terminal.is_terminal():
-        terminal.update("")
     return found
 
 

@@ -26,10 +26,9 @@ from backstage.checkpoint import (
     get_shapes,
     load_checkpoint,
 )
-from backstage.cores import use_cores
 from backstage.device import use_device
 from backstage.errors import parse_flags, require, run_main
-from backstage.launchers import name_ranks
+from backstage.process import name_ranks, use_cores
 from backstage.world import (
     call_on_rank_0,
     get_rank_and_size,

@@ -14,7 +14,7 @@ import train_gpt2_tp as tp
 from conftest import edit, python
 from stages import GOLDEN, Result, refused, train
 
-from backstage import ROOT, cores, device, flags, flops, world
+from backstage import ROOT, device, flags, flops, process, world
 from backstage.errors import UserError, explain
 from workshop.processes import free_port, launch
 from workshop.stages import STAGES
@@ -326,8 +326,7 @@ def test_memory_is_kept_and_threads_keep_to_their_core():
     """Counted in pages that the system had to hand out."""
     program = """
 import os, resource, torch
-from backstage.cores import use_cores
-from backstage.device import keep_memory
+from backstage.process import keep_memory, use_cores
 
 def faults():
     for _ in range(40):  # it takes some until one lies where another was
@@ -415,8 +414,8 @@ def test_what_the_cgroups_allow(tmp_path, monkeypatch, lines, limits, quota):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert cores.quota(tmp_path) == quota
-    assert cores.quota(tmp_path / "not Linux") == 64
+    assert process.quota(tmp_path) == quota
+    assert process.quota(tmp_path / "not Linux") == 64
 
 
 @pytest.mark.parametrize("mine, parents, processes, allowed, count", [
@@ -426,25 +425,25 @@ def test_what_the_cgroups_allow(tmp_path, monkeypatch, lines, limits, quota):
     (8, 64, 4, 12, 3), (1, 64, 4, 64, 1), (64, 64, 1, 2.5, 2)])
 def test_a_share_of_the_cores(
         monkeypatch, mine, parents, processes, allowed, count):
-    monkeypatch.setattr(cores, "affinity",
+    monkeypatch.setattr(process, "affinity",
                         lambda process: parents if process else mine)
-    monkeypatch.setattr(cores, "quota", lambda root: allowed)
-    assert cores.count_cores(processes) == count
+    monkeypatch.setattr(process, "quota", lambda root: allowed)
+    assert process.count_cores(processes) == count
 
 
 def test_threads_are_set_unless_the_user_has(monkeypatch):
     used = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
-    monkeypatch.setattr(cores, "count_cores", lambda n: 64 // n)
-    monkeypatch.setattr(cores, "CHOSEN", [])
-    cores.use_cores(4)
+    monkeypatch.setattr(process, "count_cores", lambda n: 64 // n)
+    monkeypatch.setattr(process, "CHOSEN", [])
+    process.use_cores(4)
     assert used == [16] and os.environ["OMP_NUM_THREADS"] == "16"
-    cores.use_cores(8)  # Lightning starts more of them than were here
+    process.use_cores(8)  # Lightning starts more of them than were here
     assert used == [16, 8] and os.environ["OMP_NUM_THREADS"] == "8"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # somebody has set it
-    cores.use_cores(4)
+    process.use_cores(4)
     assert used == [16, 8]
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    cores.use_cores(1)  # never more than torch takes by itself
+    process.use_cores(1)  # never more than torch takes by itself
     assert used == [16, 8, 32]

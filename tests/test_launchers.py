@@ -21,9 +21,9 @@ from stages import (
 )
 from test_mpi import mpich  # noqa: F401, a fixture
 
-from backstage import ROOT, launchers
+from backstage import ROOT, process
 from backstage.errors import UserError
-from backstage.launchers import find_launcher, name_ranks
+from backstage.process import find_launcher, name_ranks
 from workshop import doctor_ranks
 from workshop.as_torchrun import find_rank_0, join_world
 from workshop.processes import Rank, free_port
@@ -134,7 +134,7 @@ def test_a_machine_that_cannot_connect_to_itself():
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("unshare has no network to give here")
     code = ("from backstage.errors import run_main\n"
-            "from backstage.launchers import name_ranks\nrun_main(name_ranks)")
+            "from backstage.process import name_ranks\nrun_main(name_ranks)")
     ranks = {**TORCHRUN, "RANK": "0", "LOCAL_WORLD_SIZE": "8"}
     for status, begin, names in ((1, "error: ", ranks), (0, "warning: ", {})):
         end = subprocess.run(
@@ -172,7 +172,7 @@ def test_a_rank_of_mpi_does_not_train_alone(stage, tmp_path):
 
 
 def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
-    monkeypatch.setattr(launchers.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(process.time, "sleep", lambda seconds: None)
     for number in range(1, 4):
         with pytest.raises(SystemExit) as end:
             name_ranks({**HYDRA, "PMI_RANK": str(number)})

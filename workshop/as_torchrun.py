@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from backstage.errors import UserError, require, run_main
-from backstage.launchers import find_launcher, name_ranks
+from backstage.process import find_launcher, name_ranks
 
 
 def main():

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.cores import count_cores
 from backstage.errors import UserError, explain, require, run_main
+from backstage.process import count_cores
 from workshop import git
 from workshop.as_torchrun import join_world
 from workshop.interpreter import PACKAGES

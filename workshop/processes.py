@@ -236,7 +236,7 @@ def free_port():
     Nobody else takes it before its user listens on it: it is not one that the
     system gives to whoever asks for any port (from 32768 on, `man 7 ip`), nor
     one of a SLURM job (from 20000 on, `name_step_ranks` in
-    `backstage/launchers.py`).
+    `backstage/process.py`).
     """
     while True:
         port = secrets.choice(range(10_000, 20_000))

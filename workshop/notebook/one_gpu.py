@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 from backstage import ROOT, dataset
-from backstage.cores import count_cores
 from backstage.device import device_name, find_device, has_bf16
 from backstage.errors import require, run_main
 from backstage.files import reading, write_atomically
 from backstage.flags import find_data
 from backstage.flops import flops_per_token, peak_flops
+from backstage.process import count_cores
 from workshop.notebook.sharding import std
 from workshop.profile import recorded_parts
 from workshop.results import plot, runs

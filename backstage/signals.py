@@ -1,0 +1,70 @@
+"""What asks a run to stop: signals, and an output that nobody reads."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+
+from backstage.errors import silence
+
+
+class Signals:
+    """Notes which signal this process got last, None if it got none.
+
+    Only the second Ctrl-C stops the program at once. An output that ends, as
+    where `tee` was stopped or the terminal was closed, counts as SIGPIPE, and
+    what is printed from then on is dropped.
+    """
+
+    def __init__(self, rank):
+        self.rank, self.last = rank, None
+        self.stream, sys.stdout = sys.stdout, self
+        self.catch()
+
+    def catch(self):
+        """From now on, a signal only asks the run to stop."""
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's
+            numbers.append(signal.SIGHUP)  # the terminal was closed
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        if self.last == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.last = number
+        if number == signal.SIGINT and self.rank == 0:
+            # print() fails where the signal has interrupted another one
+            with contextlib.suppress(OSError):
+                os.write(1, b"\nCtrl-C: stopping after this step (press it "
+                         b"again to stop at once, without a checkpoint)\n")
+
+    def name(self):
+        """The last signal's name."""
+        return ("a signal to another rank" if self.last is None
+                else signal.Signals(self.last).name)
+
+    def interrupted(self):
+        """Whether it was Ctrl-C."""
+        return self.last == signal.SIGINT
+
+    # ------------------------------------------------ the standard output
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        return self._try(self.stream.write, text)
+
+    def flush(self):
+        self._try(self.stream.flush)
+
+    def _try(self, do, *arguments):
+        try:
+            return do(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            silence()
+            self.last = self.last or signal.SIGPIPE
