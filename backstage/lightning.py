@@ -166,6 +166,7 @@ class LitRun(L.Callback):
 
     def setup(self, trainer, module, stage):
         """Make the run: the processes know each other now."""
+        leave_signals_alone(trainer)
         self.hp = module.hp
         self.device = trainer.strategy.root_device
         self.run = Run(
@@ -179,8 +180,6 @@ class LitRun(L.Callback):
             count_from(self.step, trainer)
 
     def on_train_start(self, trainer, module):
-        self.run.catch_signals()  # Lightning's handler waits for other ranks
-        skip_sigterm_broadcast(trainer)
         self.begin_step()
 
     def begin_step(self):
@@ -284,12 +283,15 @@ def count_from(step, trainer):
             config.scheduler.step()
 
 
-def skip_sigterm_broadcast(trainer):
-    """Spare the ranks a broadcast at every microbatch. All ranks.
+def leave_signals_alone(trainer):
+    """Let the run's handlers be the only ones, from the start. All ranks.
 
-    Lightning 2.6 asks rank 0 before each microbatch whether it got a SIGTERM,
-    and every GPU runs empty until the answer is there; no public flag turns
-    it off (Lightning's issue 21487). Our handler has taken the signal's place:
-    the ranks tell each other once a step, together with the loss.
+    Lightning 2.6 has a handler of its own for SIGTERM, which broadcasts from
+    rank 0. If the other ranks do not, because they wait for this one or got
+    no signal, that never ends. Besides, before each microbatch it asks rank 0
+    for a signal, and every GPU runs empty until the answer is there; no public
+    flag turns that off (Lightning's issue 21487). The run's handlers only note
+    the signal: the ranks tell each other once a step, together with the loss.
     """
+    trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -110,6 +110,43 @@ def test_a_signal_stops_after_the_step(
     assert not any(result.column("val_loss"))  # no needless work
 
 
+class SignalAllTheStart:
+    """Sends SIGTERM to rank 1 at every call of Lightning's, until it trains.
+
+    The first is sent when the process has joined the others.
+    """
+
+    def __call__(self, rank):
+        if rank == 1:
+            sys.setprofile(self.on_call)
+
+    def on_call(self, frame, event, argument):
+        code = frame.f_code
+        if event != "call" or "/lightning/" not in code.co_filename:
+            return
+        if code.co_name == "training_step":
+            sys.setprofile(None)
+            print(f"signals: {self.count}")
+        elif signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            self.count += 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    count = 0
+
+
+@pytest.mark.parametrize("flags", [(), FSDP2], ids=str)
+def test_a_signal_at_the_start_stops_after_the_first_step(
+        data, tmp_path, flags):
+    """Whenever it comes: the other ranks may wait for this one."""
+    result = start_stage(
+        "lit", tmp_path / "run", "--max-steps", 50, *flags, data=data,
+        world_size=2, observe=SignalAllTheStart()).result(
+            tmp_path / "run", 120)
+    assert result.status == 0, result.err
+    assert len(result.rows) == 1 == result.checkpoint()["step"]
+    assert "signals: " in result.out
+
+
 def test_as_many_steps_as_the_warm_up(data, tmp_path):
     """Lightning asks the schedule for a step after the last one."""
     std, lit = (train(stage, tmp_path / stage, "--max-steps", 4,
