@@ -8,6 +8,7 @@ Trainer.
 """
 
 import copy
+import importlib.util
 import logging
 import os
 import time
@@ -31,10 +32,14 @@ from backstage.errors import require
 from backstage.process import count_processes, use_cores
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
+from backstage.zero import Zero
 
 for name in ("lightning.pytorch", "lightning.fabric"):  # hints, tips
     logging.getLogger(name).setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"lightning\.")
+
+
+DEEPSPEED_DEVICES = {"cuda"}
 
 
 # --------------------------------------------------------- who takes part
@@ -68,6 +73,12 @@ def check_device(hp, devices):
             f"{devices} processes on a node, but each sees {count} {device} "
             "device(s): start no more than that on a node"
             + (f". {OWN_DEVICE}" if count == 1 else ""))
+    if hp.strategy.startswith("deepspeed"):
+        require(device in DEEPSPEED_DEVICES, "Lightning runs DeepSpeed on "
+                f"NVIDIA GPUs, not on {device}: use --strategy fsdp2")
+        require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
+                "installed: pip install -r environment/deepspeed.txt, or use "
+                "--strategy fsdp2")
 
 
 # ----------------------------------------------------- what a Trainer needs
@@ -94,8 +105,10 @@ def get_strategy(hp, world_size):
     there is one process alone ("auto"). fsdp2: what the module's
     configure_model leaves it, on a mesh whose dimension "data_parallel" has
     all processes (Lightning's default would split matrices among those of a
-    node).
+    node). deepspeed_stage_1 to 3: see backstage/zero.py.
     """
+    if hp.strategy.startswith("deepspeed"):
+        return Zero(int(hp.strategy[-1]), hp.microbatch_size)
     if hp.strategy == "fsdp2":
         return ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1)
@@ -142,12 +155,6 @@ class Microbatches(IterableDataset):
 # --------------------------------------------------------------- the run
 
 
-def is_stopping(trainer):
-    """Whether its `LitRun` ends the training before the next batch."""
-    return any(isinstance(callback, LitRun) and callback.stopping
-               for callback in trainer.callbacks)
-
-
 class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
@@ -174,7 +181,10 @@ class LitRun(L.Callback):
 
     def on_fit_start(self, trainer, module):
         """Go on from the checkpoint: model and optimizer are in place now."""
-        self.step = self.run.restore(module, trainer.optimizers[0])
+        if isinstance(trainer.strategy, Zero):
+            self.step = trainer.strategy.restore(self.run)
+        else:
+            self.step = self.run.restore(module, trainer.optimizers[0])
         self.train_data.seek(self.step * self.hp.minibatch_size)
         if self.step > 0:
             count_from(self.step, trainer)
@@ -204,19 +214,24 @@ class LitRun(L.Callback):
         if is_joined():
             dist.all_reduce(report)  # the sum over all ranks
         loss, stop = (report / self.run.world_size).tolist()
-        norm = module.norm
+        norm = (trainer.strategy.norm if isinstance(trainer.strategy, Zero)
+                else module.norm)
         if isinstance(norm, DTensor):  # each rank has that of its shards
             norm = norm.full_tensor()
-        norm = norm.item()
+        norm = float(norm)
         seconds = time.perf_counter() - self.start_time
         self.run.check_finite(self.step - 1, loss, norm)
 
         self.row = loss, self.lr, norm, seconds
         self.stopping = bool(stop)
-        last = self.step == trainer.max_steps
-        if last:  # makes the Trainer validate, whatever the interval
+        validates = (batch_idx + 1) % trainer.val_check_interval == 0
+        if self.step == trainer.max_steps:
+            validates = trainer.should_stop = True
+        elif stop:
             trainer.should_stop = True
-        elif (batch_idx + 1) % trainer.val_check_interval:
+            if not validates:  # but it does, where it is asked to stop
+                trainer.limit_val_batches = 0
+        if not validates:
             self.end_step(trainer, module)
 
     def on_validation_end(self, trainer, module):
@@ -233,7 +248,9 @@ class LitRun(L.Callback):
         if run.rank == 0:
             run.log(step - 1, loss, val_loss, lr, norm, seconds)
         if last or self.stopping or step % hp.checkpoint_every == 0:
-            if run.rank == 0 or is_sharded(module):
+            if isinstance(trainer.strategy, Zero):
+                trainer.strategy.save(run, step)
+            elif run.rank == 0 or is_sharded(module):
                 run.save(step, module, trainer.optimizers[0])
         if run.tokenizer and (last or step % hp.generate_every == 0):
             self.print_texts(module)
@@ -257,6 +274,10 @@ class LitRun(L.Callback):
         self.run.finish()
         if is_joined():
             dist.destroy_process_group()
+
+
+# ------------------------------------- what is private in Lightning 2.6
+# (with DDPOnOneStream.configure_ddp, and two calls in backstage/zero.py)
 
 
 def count_from(step, trainer):

@@ -131,8 +131,7 @@ class GPT(L.LightningModule):
         return idx
 
     def configure_model(self):
-        # fsdp2 has a mesh: each device keeps a shard of every weight. The
-        # Trainer may call this twice.
+        # fsdp2 has a mesh: each device keeps a shard of every weight
         if self.device_mesh and not isinstance(self, FSDPModule):
             for module in (*self.transformer.h, self):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"])
@@ -161,10 +160,6 @@ class GPT(L.LightningModule):
 
     def validation_step(self, batch):
         self.log("val_loss", self(*batch), sync_dist=True)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        # -1 skips the remaining batches; LitRun knows of signals
-        return -1 if lit.is_stopping(self.trainer) else None
 
 
 # --------------------------------------------------------- data
@@ -257,7 +252,9 @@ class Hyperparameters(RunFlags):
     generate_every: int = 1000  # steps from one text to the next
     checkpoint_every: int = 250  # steps from one checkpoint to the next
     devices: int = 0  # on a node (0: one, or as many as were started)
-    strategy: Literal["ddp", "fsdp2"] = "ddp"  # copies, or shards
+    strategy: Literal[  # what a device keeps: all of it, or shards
+        "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2",
+        "deepspeed_stage_3"] = "ddp"
 
 
 MODELS = {
@@ -318,7 +315,7 @@ def main():
     config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp)
     model = compile_model(
-        raw_model, device, each_block=hp.strategy == "fsdp2"
+        raw_model, device, each_block=hp.strategy != "ddp"
     ) if hp.compile else raw_model
 
     trainer = L.Trainer(

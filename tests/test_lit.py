@@ -147,6 +147,48 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
     assert "signals: " in result.out
 
 
+class DeepSpeedOnCPU(SignalAfter):
+    """Lets Lightning run DeepSpeed on a CPU, where the sums are the same.
+
+    It sends a signal, too. (DeepSpeed makes an update in several calls.)
+    """
+
+    def __call__(self, rank):
+        super().__call__(rank)
+        import deepspeed
+        from lightning.pytorch.accelerators import CPUAccelerator
+        from lightning.pytorch.strategies import deepspeed as strategy
+
+        from backstage import lightning
+
+        lightning.DEEPSPEED_DEVICES.add("cpu")
+        strategy.CUDAAccelerator = CPUAccelerator
+        strategy._validate_device_index_selection = lambda devices: None
+        initialize = deepspeed.initialize  # args: a GPU's number
+        deepspeed.initialize = lambda args, **more: initialize(**more)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_deepspeed_goes_on_from_others_and_they_from_it(
+        data, single, tmp_path, number):
+    pytest.importorskip("deepspeed")
+    run = tmp_path / "run"
+    flags = ("--strategy", f"deepspeed_stage_{number}")
+    start_stage("std", run, "--checkpoint-every", 3, data=data,
+                observe=DieAfter(3)).result(run)
+    for world_size, calls in ((2, 7), (1, 5)):
+        result = train("lit", run, "--resume", *flags, world_size=world_size,
+                       observe=DeepSpeedOnCPU(calls))
+        assert result.status == 0, result.err
+        assert "stopped by SIGUSR1" in result.out
+    agree(train("ddp", run, "--resume", world_size=2), single)
+    whole = train("lit", tmp_path / "whole", *flags, data=data, world_size=4,
+                  observe=DeepSpeedOnCPU(0))
+    agree(whole, single)
+    assert "Warning" not in whole.err
+
+
 def test_as_many_steps_as_the_warm_up(data, tmp_path):
     """Lightning asks the schedule for a step after the last one."""
     std, lit = (train(stage, tmp_path / stage, "--max-steps", 4,
@@ -158,6 +200,8 @@ def test_as_many_steps_as_the_warm_up(data, tmp_path):
 
 @pytest.mark.parametrize(("flags", "world_size", "message"), [
     (("--strategy", "fsdp"), None, "'ddp', 'fsdp2'"),
+    (("--strategy", "deepspeed_stage_2"), None,
+     "NVIDIA GPUs, not on cpu: use --strategy fsdp2"),
     (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
      "a node: make srun's --ntasks-per-node"),
     (("--devices", "-1"), None, "--devices must be 0 or more"),

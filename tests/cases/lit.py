@@ -83,9 +83,9 @@ CASES = (
            "    def training_step(self, batch):"),
           ("raw_model = GPT(", "raw_model = Lit("),
           ("model = compile_model(\n"
-           '        raw_model, device, each_block=hp.strategy == "fsdp2"\n'
+           '        raw_model, device, each_block=hp.strategy != "ddp"\n'
            "    ) if hp.compile else raw_model", "if hp.compile:\n"
            "        raw_model.model = compile_model(raw_model.model, device, "
-           'hp.strategy == "fsdp2")\n    model = raw_model'),
+           'hp.strategy != "ddp")\n    model = raw_model'),
           warns="the checkpoint's names begin with model."),
 )

@@ -1,0 +1,117 @@
+"""DeepSpeed's ZeRO, as the Lightning stage uses it.
+
+Each process keeps a shard of the optimizer's state (stage 1), of the gradients
+as well (stage 2), and of the parameters as well (stage 3). The checkpoints are
+those of every stage: DeepSpeed gathers its shards into a whole model and
+optimizer on the CPU, and spreads them again. Few have DeepSpeed installed, so
+the methods import it.
+"""
+
+import copy
+import warnings
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from backstage.checkpoint import MOMENTS
+
+# DeepSpeed 0.19 calls what PyTorch 2.13 has other names for
+warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+
+
+class Zero(DeepSpeedStrategy):
+    """DeepSpeedStrategy, which saves and resumes as the other stages do."""
+
+    def __init__(self, stage, microbatch_size):
+        # Lightning would ask the DataLoader for its size: ours has none
+        super().__init__(stage=stage,
+                         logging_batch_size_per_gpu=microbatch_size)
+
+    def setup(self, trainer):
+        """Keep a whole copy, on the CPU, to save from and load into."""
+        module = self.lightning_module
+        self.whole = copy.deepcopy(module, {id(module.trainer): trainer})
+        # DeepSpeed clips: at this point it has no gradients to show
+        module.configure_gradient_clipping = lambda *args, **options: None
+        super().setup(trainer)
+
+    def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
+        if self.zero_stage_3:  # one by one: no device ever holds all of it
+            from deepspeed import zero
+            if "bf16" in self.config:
+                model.bfloat16()
+            zero.Init(module=model, config_dict_or_path=self.config)
+        return super()._setup_model_and_optimizer(
+            model, optimizer, lr_scheduler)
+
+    def backward(self, loss, optimizer, *args, **options):
+        # Lightning has divided the loss by the accumulation steps already
+        super().backward(
+            loss, optimizer, *args, scale_wrt_gas=False, **options)
+
+    @property
+    def norm(self):
+        """The norm of the gradients in the last step, before clipping."""
+        return self.deepspeed_engine.get_global_grad_norm()
+
+    def restore(self, run):
+        """What `Run.restore` does. All ranks."""
+        from deepspeed import utils, zero
+        self.whole.trainer = self.lightning_module.trainer
+        (self.whole_optimizer,), _ = self.whole.configure_optimizers()
+        optimizer = self.whole_optimizer
+        step = run.restore(self.whole, optimizer)
+        self.make_moments(step)
+        for mine, weight in self.pairs():
+            with zero.GatheredParameters(mine, modifier_rank=0):
+                mine.data.copy_(weight.data)
+            utils.safe_set_full_fp32_param(
+                mine, weight.data.to(self.root_device))
+            for name in MOMENTS if step > 0 else ():
+                utils.safe_set_full_optimizer_state(
+                    mine, optimizer.state[weight][name].to(self.root_device),
+                    name)
+        optimizer.state.clear()
+        return step
+
+    def save(self, run, step):
+        """What `Run.save` does. All ranks."""
+        from deepspeed import utils
+        optimizer = self.whole_optimizer
+        for mine, weight in self.pairs():
+            weight.data.copy_(utils.safe_get_full_fp32_param(mine))
+            state = {name: utils.safe_get_full_optimizer_state(mine, name)
+                     for name in MOMENTS}
+            if run.rank == 0:
+                optimizer.state[weight] = {
+                    "step": torch.tensor(float(step)),
+                    **{name: tensor.cpu() for name, tensor in state.items()}}
+        if run.rank == 0:
+            for whole, mine in zip(optimizer.param_groups,
+                                   self.optimizers[0].param_groups,
+                                   strict=True):
+                whole["lr"] = mine["lr"]
+            run.save(step, self.whole, optimizer)
+        optimizer.state.clear()
+
+    def pairs(self):
+        """Each parameter of DeepSpeed's, with that of the whole copy."""
+        return zip(self.lightning_module.parameters(),
+                   self.whole.parameters(), strict=True)
+
+    def make_moments(self, step):
+        """Let the optimizer have moments, as after so many steps.
+
+        Left to itself, it makes them in its first step, too late for those of
+        a checkpoint. And with several groups of weights, of which we have two,
+        DeepSpeed 0.19 would find the moments of the first group alone.
+        """
+        zero = self.optimizers[0]
+        shards = (zero.fp32_partitioned_groups_flat if self.zero_stage_3
+                  else zero.single_partition_of_fp32_groups)
+        for shard in shards:
+            zero.optimizer.state[shard] = {
+                "step": torch.tensor(float(step), device=shard.device),
+                **{name: torch.zeros_like(shard) for name in MOMENTS}}
+        if not self.zero_stage_3:
+            zero._lazy_init_hp_params_optimizer_state()
