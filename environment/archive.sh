@@ -10,8 +10,10 @@
 # already, nothing is unpacked. activate.sh and the jobs call it if the site's
 # WORKSHOP_VENV is an archive.
 set -euo pipefail
+unset CDPATH PYTHONHOME
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 marker=workshop-base # of an environment: build.py writes it
+begun=.workshop-unpacking # in a folder into which this script unpacks
 
 say() { echo "activate.sh: $*" >&2; }
 
@@ -28,11 +30,16 @@ reason() {
 
 pack() {
     local said name names=()
-    new=${1%/*}/.new-$$-${1##*/} # its end says how
     [ -e "${VIRTUAL_ENV-}/$marker" ] ||
         fail "source activate.sh first: its environment is what is packed"
+    [ ! -e "$1" ] || tar -tf "$1" "$marker" >/dev/null 2>&1 ||
+        fail "$1 stays as it is, since it is no packed environment: name" \
+            "another file"
     cd "$VIRTUAL_ENV"
-    trap 'rm -f "$new"' EXIT
+    folder=$(mktemp -d "${1%/*}/.new-XXXXXX" 2>&1) ||
+        fail "cannot pack $VIRTUAL_ENV in $1: $folder"
+    trap 'rm -rf "$folder"' EXIT
+    new=$folder/${1##*/} # its end says how
     for name in * .[!.]*; do
         [ ! -e "$name" ] || [ "$name" = "$marker" ] || names+=("$name")
     done
@@ -66,8 +73,9 @@ unpack() {
     if [ ! -e "$place" ]; then # no other shell has done it meanwhile
         say "unpacking $1 in $place (a minute, once on each node)"
         new=$place.new$$
-        trap 'rm -rf "$new"' EXIT
-        said=$(mkdir "$new" && tar -C "$new" --no-same-owner -xf "$1" 2>&1) ||
+        trap '[ ! -f "$new/$begun" ] || rm -rf "$new"' EXIT
+        said=$({ mkdir "$new" && : >"$new/$begun" &&
+            tar -C "$new" --no-same-owner -xf "$1"; } 2>&1) ||
             fail "cannot unpack $1 in $folder: $(reason "$said"): is the" \
                 "archive whole, is there room? TMPDIR may name another disk"
         old=$(sed -n 's/^place=//p' "$new/$marker" 2>/dev/null) || true
@@ -81,19 +89,26 @@ unpack() {
             build.correct(*sys.argv[1:])' "$new" "$old" "$place" 2>&1) ||
             fail "cannot unpack $1 in $folder: $(reason "$said")"
         echo "archive=$1" >>"$new/$marker"
-        mv "$new" "$place"
+        mv "$new" "$place" # after that, the trap does not find it
+        rm "$place/$begun"
     fi
     echo "$place"
 }
 
 # Held until this process and all that it started have ended. What a killed
-# one has left is nobody's then.
+# one has left, with its mark, is nobody's then; the mark goes last.
 lock() {
+    local left
     exec 9>>"$1"
     if command -v flock >/dev/null; then # macOS has none
-        flock -n 9 || { say "waiting for another shell that unpacks it" &&
+        flock -w 5 9 || { say "waiting for $1, which $(cat "$1") has locked" &&
             flock 9; }
-        rm -rf "${1%/*}"/*.new*
+        echo "process $$ of archive.sh, since $(date +%T)," >"$1"
+        for left in "${1%/*}"/*.new*; do
+            if [ ! -L "$left" ] && [ -f "$left/$begun" ]; then
+                rm -rf "${left:?}"/* && rm -rf "$left"
+            fi
+        done
     fi
 }
 

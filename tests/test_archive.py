@@ -108,7 +108,21 @@ def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
     assert [*full.glob("*/[0-9]*")] == []
 
 
+def test_it_replaces_only_what_it_has_packed(set_up, tmp_path):
+    repo, _ = set_up(tmp_path)
+    pack = f"'{repo}/environment/archive.sh' pack {tmp_path}"
+    other = tmp_path / "a.tar"
+    subprocess.run(["tar", "-cf", other, "activate.sh"], cwd=repo, check=True)
+    theirs = other.read_bytes()
+    out, err = source(repo, f"{pack}/b.tar && {pack}/b.tar && {pack}/a.tar; "
+                      "echo $?")
+    assert out.endswith("\n1\n") and "a.tar stays as it is" in err, out + err
+    assert other.read_bytes() == theirs and (tmp_path / "b.tar").exists()
+    assert [*tmp_path.glob(".new*")] == []
+
+
 def test_what_a_killed_one_has_left_goes(archives, node):
+    """And nothing else, whatever it is called."""
     (node.repo / "site.sh").write_text(f"WORKSHOP_VENV={archives}/venv.tar\n")
     slow = node.repo.parent / "tar"
     slow.write_text('#!/bin/sh\ntouch "$2/begun"; sleep 1000\n')
@@ -127,6 +141,18 @@ def test_what_a_killed_one_has_left_goes(archives, node):
         shell.wait()
         if number == signal.SIGINT:
             wait_for(lambda: not node.left())  # a trap's work
-    assert len(node.left()) == 1
+    left, = node.disk.glob("*/*.new*")
+    (left / "notes").symlink_to(node.disk)
+    left.with_name("a.new").write_text("theirs")
+    left.with_name("b.new").mkdir()
+    left.with_name("b.new").joinpath("notes").write_text("theirs")
+    marked = node.repo.parent / "marked"
+    marked.mkdir()
+    (marked / ".workshop-unpacking").touch()
+    left.with_name("c.new").symlink_to(marked)
     assert "status=0" in node(archives / "venv.tar")[0]
-    assert len(node.left()) == 1
+    place, *theirs = sorted(node.left())
+    assert place.isdigit() and theirs == ["a.new", "b.new", "c.new"]
+    assert left.with_name("b.new").joinpath("notes").read_text() == "theirs"
+    assert (marked / ".workshop-unpacking").exists()
+    assert not (left.parent / place / ".workshop-unpacking").exists()
