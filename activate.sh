@@ -12,6 +12,8 @@
 # were, and removes its one function again. environment/setup.sh does the work,
 # in a process of its own.
 
+# tcsh runs the next line up to its exit; fish, which its end stops, shows it
+test "$?shell" = 1 && echo "start bash or zsh first" && exit 1 && time
 if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
     echo "activate.sh: start bash or zsh first, and source it there" >&2
     return 1
@@ -32,6 +34,11 @@ _workshop_activate() {
     local _workshop_venv _workshop_entries _workshop_option
     local _workshop_options="${SHELLOPTS-}"
 
+    case $_workshop_root in *:*)
+        echo "activate.sh: no Python finds $_workshop_root, since a colon" \
+            "divides PYTHONPATH: rename the folder" >&2
+        return 1 ;;
+    esac
     # an environment that is still active would hide a module's Python
     if [ -n "${VIRTUAL_ENV-}" ]; then
         if typeset -f deactivate >/dev/null; then
@@ -110,4 +117,4 @@ _workshop_activate() {
     echo "Next: python $_workshop_code/train_gpt2.py"
 }
 _workshop_activate "$(
-    cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"
+    CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"

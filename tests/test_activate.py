@@ -244,6 +244,16 @@ def test_refuses_to_be_executed(desk, how):
     assert ran.stderr.count("\n") == 1 and "source" in ran.stderr
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("shell", ["fish", "tcsh"])
+def test_a_shell_that_cannot_read_it_shows_what_to_do(desk, shell):
+    needs(shell)
+    ran = subprocess.run([shell, "-c", "source activate.sh"], cwd=desk,
+                         capture_output=True, text=True)
+    assert ran.returncode
+    assert "start bash or zsh first" in ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
         desk, shell, tmp_path):
@@ -301,6 +311,13 @@ def test_the_settings_of_another_repository_stay(desk, tmp_path, place):
     assert (theirs / ".git" / "config").read_bytes() == before
     if place == "variables":
         assert "nbstripout" in (repo / ".git" / "config").read_text()
+
+
+def test_it_is_found_where_cd_looks_elsewhere(desk, tmp_path):
+    (tmp_path / desk.name).mkdir()
+    out = works(desk, f"source {shlex.quote(desk.name)}/activate.sh\necho $?",
+                before=f"CDPATH={tmp_path}")
+    assert out.endswith("\n0\n"), out
 
 
 def test_a_module_added_later_is_found(desk):
@@ -521,6 +538,10 @@ def test_a_path_that_no_environment_may_have(tmp_path):
         refused(source(repo), "its path must not have")
         assert not list(folder.iterdir()) and beside(folder) == [name]
     refused(source(tiny_clone(folder)), "its path must not have")
+    # the clone's own path, where it shares an environment
+    repo = tiny_clone(tmp_path / "a:b")
+    named(repo, tmp_path)
+    refused(source(repo), "colon")
 
 
 def commit(repo, date):
