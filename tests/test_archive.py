@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster import wait_for
+from conftest import program
 from test_activate import PACKAGES, environment, refused, source, tiny_clone
 from test_activate import mount as mount  # fixtures
 from test_activate import set_up as set_up
@@ -125,8 +127,10 @@ def test_what_a_killed_one_has_left_goes(archives, node):
     """And nothing else, whatever it is called."""
     (node.repo / "site.sh").write_text(f"WORKSHOP_VENV={archives}/venv.tar\n")
     slow = node.repo.parent / "tar"
-    slow.write_text('#!/bin/sh\ntouch "$2/begun"; sleep 1000\n')
-    slow.chmod(0o755)
+    program(slow, f"#!{sys.executable}\n"  # a shell could lose a SIGINT
+            "import sys, time\n"
+            "open(sys.argv[2] + '/begun', 'w')\n"
+            "time.sleep(1000)\n")
     for number in (signal.SIGINT, signal.SIGKILL):
         shell = subprocess.Popen(
             ["bash", "-c", f"source '{node.repo}/activate.sh'"],
