@@ -33,6 +33,9 @@
 #   export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
+# Of pip's settings, here or in a pip.conf, activate.sh heeds those that say
+# which packages to take, and from where, but none that puts them elsewhere.
+#
 # An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
 # for CUDA 12, from PyTorch's index for it. PyTorch 2.11 has cu126 and cu128,
 # 2.12 to 2.14 have cu126 alone, and 2.15 is planned without any. cu126 is also

@@ -8,7 +8,10 @@ which says of what it was made, and by which clone. Only what this clone has
 made is ever deleted. setup.sh runs this, from the clone, and holds the lock.
 """
 
+import ast
+import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +23,11 @@ MARKER = "workshop-base"
 OWN = {MARKER, "install.log", "site-torch.txt"}  # each environment's own
 # What venv and pip fill: another Python needs all of it anew.
 PARTS = {"bin", "etc", "include", "lib", "lib64", "share", "pyvenv.cfg"}
+# The ends of pip's settings that say which packages to take, and from where.
+# Any other, such as prefix, user or dry-run, could send them elsewhere.
+KEPT = ("binary", "cache-dir", "cert", "constraint", "find-links", "index",
+        "index-url", "keyring-provider", "proxy", "retries", "timeout",
+        "trusted-host", "use-deprecated", "use-feature")
 
 
 def fail(*words):
@@ -49,11 +57,23 @@ def discard(folder, new):
     with suppress(OSError):
         folder.rmdir()
     if made_here(folder):
+        if not locked():
+            fail(f"{folder} is another shell's, or was left by one: remove it",
+                 "if no other shell is setting this up")
         folder.rename(new)
         remove(new)
     elif os.path.lexists(folder):
         fail(f"{folder} is in the way, and this clone has not made it:",
              "remove it if nobody needs it")
+
+
+def locked():
+    """Whether setup.sh holds its lock: the others have then ended."""
+    try:
+        fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # this file system has no locks
+        return False
+    return True
 
 
 def remove(folder):
@@ -105,6 +125,33 @@ def make(new, system):
              *made.stdout.splitlines()[-1:])
 
 
+def told(python, env):
+    """The settings in KEPT, from pip's variables and files, as variables."""
+    listed = subprocess.run(  # -vvv: it may have been told to be quiet
+        [python, "-m", "pip", "config", "list", "-vvv"], env=env,
+        capture_output=True, text=True, check=False)
+    if listed.returncode:
+        fail("pip cannot read its settings:",
+             *listed.stderr.splitlines()[-1:])
+    found = {}
+    for section in "global", "install", ":env:":  # the later ones win
+        for name, value in re.findall(
+                rf"(?m)^{section}\.(\S+?)=(.+)", listed.stdout):
+            if name.endswith(KEPT) and (value := ast.literal_eval(value)):
+                found["PIP_" + name.upper().replace("-", "_")] = value
+    return found
+
+
+def reason(lines):
+    """The line of pip's that says most; a traceback has it at its end."""
+    said, *after = lines[next((number for number, line in enumerate(lines)
+                               if "ERROR" in line), -1):]
+    if after and after[0].startswith("Traceback"):
+        said = next((line for line in reversed(after)
+                     if re.match(r"[\w.]*[a-z]\w*(: |$)", line)), said)
+    return said.strip()
+
+
 def install(new, system):
     python, pins = new / "bin/python", "constraints.txt"
     if system:
@@ -119,25 +166,50 @@ def install(new, system):
         pins.write_text(found.stdout)
     print("activate.sh: installing requirements.txt (takes minutes the first "
           "time)", flush=True)
+    env = {name: value for name, value in os.environ.items()
+           if name != "PIP_PYTHON" and (system or name != "PYTHONPATH")}
+    kept = told(python, env)
+    env = {name: value for name, value in env.items()
+           if not name.startswith("PIP_")}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PYTHONUNBUFFERED": "1"}
+    # the second time, without a source, it finds out whether all is here
     lines = [""]
-    with subprocess.Popen(
-            [python, "-u", "-m", "pip", "install", "--no-input", "-c", pins,
-             "-e", ".", "-r", "requirements.txt", "-r",
-             "tests/requirements.txt"], close_fds=False, text=True,
-            errors="replace", stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT) as pip:
-        for line in pip.stdout:
-            lines.append(line)
-            if line.lstrip().startswith("Downloading"):
-                print(line, end="", flush=True)
+    for words, more in ([["-v", "-e", "."], kept], [["--no-index"], {}]):
+        with subprocess.Popen(
+                [python, "-m", "pip", "install", "--no-input",
+                 "--disable-pip-version-check", "-c", pins, *words, "-r",
+                 "requirements.txt", "-r", "tests/requirements.txt"],
+                env=env | more, close_fds=False, text=True, errors="replace",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:
+            for line in pip.stdout:
+                lines.append(line)
+                if re.match(r"\s*(Downloading|WARNING: Retrying)", line):
+                    print(re.sub(r" \(Retry\(.*?\)\)|<.*?>: ", "", line),
+                          end="", flush=True)
+        if pip.returncode:
+            break
     log = new / "install.log"
     if pip.returncode:
         log = Path(tempfile.mkdtemp(prefix="workshop-")) / "install.log"
     log.write_text("".join(lines))
     if pip.returncode:
-        said = next((line for line in lines if "ERROR" in line), lines[-1])
-        fail(f"pip failed ({said.strip()}): check the network, or name a",
-             f"mirror in site.sh; full log: {log}")
+        what = "pip failed" if "-e" in words else (
+            "pip has put packages elsewhere, or has left some out")
+        fail(f"{what} ({reason(lines)}): if it does not reach the network,",
+             f"name a mirror in site.sh; full log: {log}")
+
+
+def check_torch(python):
+    """Say so if PyTorch is there, but cannot be loaded."""
+    ran = subprocess.run(
+        [python, "-c", "import importlib.util\n"
+         "if importlib.util.find_spec('torch'): import torch"],
+        capture_output=True, text=True, errors="replace", check=False)
+    if ran.returncode:
+        said = ran.stderr.splitlines()[-1:] or [f"status {ran.returncode}"]
+        print("activate.sh: PyTorch is installed, but cannot be loaded here",
+              f"({said[0]}): a module in site.sh may be missing, or one too",
+              "many", file=sys.stderr)
 
 
 def correct(folder, old, new):
@@ -149,8 +221,9 @@ def correct(folder, old, new):
         if path.is_file() and not path.is_symlink():
             text = path.read_bytes()
             if old in text:
-                other = path.with_name(f"{path.name}~")
-                other.write_bytes(text.replace(old, new))
+                other = path.with_name(f"{path.name}.workshop-new")
+                with other.open("xb") as file:  # nobody else's
+                    file.write(text.replace(old, new))
                 shutil.copymode(path, other)
                 other.replace(path)
 
@@ -199,6 +272,7 @@ def main(venv, keep, system, *fields):
         if not keep:
             make(new, system)
         install(new, system)
+        check_torch(new / "bin/python")
         mark(new, *maker, *fields)
         place(new, venv, old)
         if made_here(old):

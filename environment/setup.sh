@@ -4,7 +4,13 @@
 #
 #     environment/setup.sh VENV [yes, to build on the site's PyTorch]
 set -euo pipefail
+unset CDPATH
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+# A module's PYTHONHOME is for another Python, a GIT_DIR for another clone.
+for name in $(compgen -e PYTHON) \
+    $(git rev-parse --local-env-vars 2>/dev/null); do
+    [ "$name" = PYTHONPATH ] || unset "$name"
+done
 venv=$1
 system=$([ "$2" != yes ] || echo --system-site-packages)
 
@@ -95,7 +101,8 @@ vacant() {
 
 # build.py was killed between its two renames: the old one has to come back.
 lost() {
-    [ ! -e "$venv" ] && [ ! -L "$venv" ] && [ -O "$venv.workshop-old" ]
+    [ ! -e "$venv" ] && [ ! -L "$venv" ] && [ -O "$venv.workshop-old" ] &&
+        [ -f "$venv.workshop-old/workshop-base" ]
 }
 
 # Whether it is in the clone's own place, and no other clone has made it there.
@@ -171,15 +178,25 @@ lock() {
     [ -w "${venv%/*}" ] || file=$venv/.workshop-lock
     { exec 9>>"$file"; } 2>/dev/null ||
         fail "$venv cannot be changed: ${file%/*} is not writable"
-    "$python" -c '
-import fcntl
-try:
-    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    print("activate.sh: waiting for another shell that sets it up", flush=True)
-    fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
+    "$python" -c 'if True:
+        import fcntl, signal, sys
+
+        def tell(*_):
+            with open(sys.argv[1], errors="replace") as file:
+                who = file.readline().strip() or "another shell"
+            print("activate.sh: waiting for", sys.argv[1] + ", which", who,
+                  "has locked", flush=True)
+
+        signal.signal(signal.SIGALRM, tell)
+        signal.alarm(5)
+        fcntl.flock(9, fcntl.LOCK_EX)' "$file" 2>/dev/null ||
         say "this file system has no locks: source activate.sh in one shell" \
             "at a time"
+    # a file of this name may be somebody's
+    if [ ! -s "$file" ] || grep -q "^process .* of activate.sh" "$file"; then
+        echo "process $$ of activate.sh (${USER-$UID} on $HOSTNAME, since" \
+            "$(date +%T))" >"$file"
+    fi
 }
 
 make_environment() {
@@ -194,9 +211,10 @@ make_environment() {
         if good_base; then
             keep=yes made_by=$venv/bin/python
         fi
-        "$python" environment/build.py "$venv" "$keep" "$system" \
-            "base=$(base "$made_by")" "requirements=$(requirements)" \
-            "age=$(age)"
+        # what its maker has in ~/.local is not there for everybody
+        PYTHONNOUSERSITE=1 "$python" environment/build.py "$venv" "$keep" \
+            "$system" "base=$(base "$made_by")" \
+            "requirements=$(requirements)" "age=$(age)"
         [ "$1" -ef "$venv" ] ||
             fail "$1 was a mount of the old $venv: mount it again"
     fi

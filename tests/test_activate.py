@@ -1,5 +1,7 @@
 """activate.sh in real shells: Python's venv and pip, on tiny packages."""
 
+import fcntl
+import importlib
 import inspect
 import os
 import re
@@ -377,6 +379,114 @@ def test_needs_a_python(tmp_path, python):
 # ------------------------------------------------------- a clone's own place
 
 
+PIP_CONF = """\
+[global]
+quiet = 3
+no-index = true
+find-links =
+    /nowhere
+    {links}
+[install]
+user = true
+target = {elsewhere}
+"""
+
+
+def test_what_pip_is_told_does_not_send_packages_elsewhere(tmp_path):
+    """Nor does what a module sets; what lies beside stays as it is."""
+    repo, elsewhere = tiny_clone(tmp_path), tmp_path / "elsewhere"
+    venv, lock = repo / ".venv", repo / ".venv.lock"
+    lock.write_text("theirs")
+    old = venv.with_name(".venv.workshop-old")
+    old.mkdir()
+    stays = plant(old)
+    module = tmp_path / "module"  # its packages are there only if it is loaded
+    module.mkdir()
+    ZipFile(repo / "wheels/one-1.0-py3-none-any.whl").extractall(module)
+    config = tmp_path / "pip.conf"
+    config.write_text(PIP_CONF.format(
+        links=shlex.quote((repo / "wheels").as_uri()), elsewhere=elsewhere))
+    works(repo, PACKAGES, PIP_CONFIG_FILE=str(config), PIP_NO_INDEX="",
+          PIP_FIND_LINKS="", PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
+          PIP_ROOT=str(elsewhere), PIP_PYTHON="/nowhere", PIP_NO_DEPS="1",
+          PYTHONHOME="/nowhere", PYTHONPATH=str(module))
+    assert imports(venv, "one", "two") and not elsewhere.exists()
+    stays()
+    assert lock.read_text() == "theirs"
+
+
+def test_a_lock_that_another_holds(tmp_path):
+    repo = tiny_clone(tmp_path)
+    with open(repo / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("process 7 of activate.sh (alice on login1, since 10:31:05)",
+              file=lock, flush=True)
+        shell = subprocess.Popen(
+            command(repo), env=environment(repo), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            said = [shell.stdout.readline() for _ in range(2)][1]
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.communicate()
+    assert said == (f"activate.sh: waiting for {lock.name}, which process 7 "
+                    "of activate.sh (alice on login1, since 10:31:05) has "
+                    "locked\n")
+
+
+def test_without_locks_what_another_shell_makes_stays(tmp_path):
+    new = tmp_path / ".venv.workshop-new"
+    new.mkdir()
+    (new / "workshop-base").write_text(f"clone={tmp_path}\n")
+    stays = plant(new)
+    ran = subprocess.run(  # no lock: file descriptor 9 is not open
+        [sys.executable, ROOT / "environment/build.py", tmp_path / ".venv",
+         "", ""], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode and "if no other shell" in ran.stderr, ran
+    stays()
+
+
+PIP_SAID = """\
+Collecting torch
+ERROR: Exception:
+Traceback (most recent call last):
+  File "/.venv/lib/python3.11/site-packages/pip/main.py", line 180, in _main
+    status = self.run(options, args)
+TimeoutError: The read operation timed out
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/.venv/lib/python3.11/site-packages/pip/main.py", line 247, in _main
+    raise ReadTimeoutError(self._pool, None, "Read timed out.")
+pip._vendor.urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool: timed out
+
+[notice] A new release of pip is available
+"""
+
+
+@pytest.fixture
+def build(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "environment")
+    return importlib.import_module("build")
+
+
+def test_the_line_of_pip_that_says_most(build):
+    said = build.reason(PIP_SAID.splitlines(keepends=True))
+    assert said.endswith("ReadTimeoutError: HTTPSConnectionPool: timed out")
+    assert build.reason(["a\n", "ERROR: b\n", "ERROR: c\n"]) == "ERROR: b"
+    assert build.reason(["", "said nothing\n"]) == "said nothing"
+
+
+def test_a_path_is_replaced_and_no_file_beside_it(build, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/tool").write_text("#!/old/python\n")
+    (tmp_path / "bin/tool~").write_text("theirs")
+    build.correct(tmp_path, "/old", "/new")
+    assert (tmp_path / "bin/tool").read_text() == "#!/new/python\n"
+    assert (tmp_path / "bin/tool~").read_text() == "theirs"
+
+
 @pytest.mark.whole
 def test_killed_or_without_a_network_the_next_attempt_works(tmp_path):
     """In a folder with a space and an apostrophe."""
@@ -384,7 +494,9 @@ def test_killed_or_without_a_network_the_next_attempt_works(tmp_path):
     repo = tiny_clone(tmp_path / "it's mine")
     killed(repo, lambda new: (new / "pyvenv.cfg").exists())
     assert not (repo / ".venv").exists()
-    refused(source(repo, **NO_NETWORK), "network")
+    ran = source(repo, **NO_NETWORK | {"PIP_RETRIES": "1"})
+    refused(ran, "network")
+    assert "WARNING: Retrying after connection broken" in ran[0]
     assert beside(repo / ".venv") == [".venv.lock"]
     out = works(repo, f"{PACKAGES}; python -m pip check; pip --version")
     assert f"{repo}\nNo broken" in out and f"from {repo}/.venv/lib" in out
@@ -463,6 +575,27 @@ def test_a_copy_of_a_clone_makes_its_own(set_up, tmp_path):
     assert beside(copy / ".venv") == [".venv", ".venv.lock"]
     out = works(repo, "pip --version")
     assert f"from {repo}/.venv/lib" in out and "setting up" not in out
+
+
+def test_the_filter_of_notebooks_goes_into_no_other_repository(
+        set_up, tmp_path):
+    """One that the shell's git is told, or one around a clone without git."""
+    needs("git")
+    repo, venv = set_up(tmp_path)
+    program(venv / "bin/nbstripout", "#!/bin/sh\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(tmp_path, "init", "-q")
+    (repo / ".git").mkdir()
+
+    def has_it(folder):
+        return "nbstripout" in (folder / ".git/config").read_text()
+    works(repo)
+    assert not has_it(tmp_path)
+    git(repo, "init", "-q")
+    works(repo, GIT_DIR=str(other / ".git"), GIT_WORK_TREE=str(other))
+    assert has_it(repo) and not has_it(other)
 
 
 # ------------------------------------------------------ one that is shared
@@ -732,9 +865,26 @@ def test_the_sites_own_pytorch_stays(tmp_path):
     module.mkdir()
     ZipFile(module / wheel(module, "torch", {"torch.py": ""})
             ).extractall(module)
+    (module / "torch.py").write_text("raise OSError('no libcudart.so')")
+    home = tmp_path / "home"  # where its maker has another package
+    local = home / ".local/lib/python{}.{}/site-packages".format(
+        *sys.version_info)
+    local.mkdir(parents=True)
+    ZipFile(repo / "wheels/one-1.0-py3-none-any.whl").extractall(local)
+    out, err = source(repo, PYTHONPATH=str(module), HOME=str(home))
+    assert imports(repo / ".venv", "one")
+    assert "status=0" in out and err.count("\n") == 1, out + err
+    assert "cannot be loaded here (OSError: no libcudart.so)" in err
+    (module / "torch.py").write_text("")
     out = works(repo, "python -c 'import torch; print(torch.__file__)'",
                 PYTHONPATH=str(module))
     assert out.endswith(f"{module}/torch.py\n"), out
+    # whatever sends packages elsewhere: that they are not here is seen
+    (module / "sitecustomize.py").write_text(
+        f"import os\nos.environ['PIP_PREFIX'] = {str(tmp_path / 'else')!r}\n")
+    needing(repo, "one", "torch", "three")
+    refused(source(repo, PYTHONPATH=str(module)), "elsewhere.*three")
+    assert "three" not in (repo / ".venv/workshop-base").read_text()
 
 
 def test_the_pins_are_for_any_patch_release_of_python():
