@@ -1,8 +1,13 @@
 """python -m workshop doctor: what is there, and what is to be done."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +16,8 @@ from stages import BYTES, write_shards
 
 from backstage import dataset
 from backstage.errors import UserError
-from workshop import doctor
+from workshop import doctor, scratch
 from workshop.processes import launch
-from workshop.scratch import quiet_environment
 
 
 @pytest.fixture(autouse=True)
@@ -158,8 +162,33 @@ def test_trial_processes_meet_whatever_network_the_site_names(
         monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
     ranks = launch(doctor.__file__, "cpu", world_size=2,
-                   env=quiet_environment(tmp_path))
+                   env=scratch.quiet_environment(tmp_path))
     assert ranks[0].out == "2 processes added up over gloo\n", ranks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_doctor_that_is_ended_leaves_nothing(number, monkeypatch):
+    """Or what the next one, or a check, removes; a stranger's folders stay."""
+    with tempfile.TemporaryDirectory() as name:  # short, for sockets in it
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        other = Path(name, "ranks-mine")
+        other.mkdir()
+        asking = os.fork()
+        if asking == 0:
+            with contextlib.suppress(BaseException):
+                doctor.ask_processes()
+            os._exit(1)
+        while not any(path != other for path in Path(name).rglob("ranks-*")):
+            assert os.waitpid(asking, os.WNOHANG) == (0, 0)
+            time.sleep(0.01)
+        os.kill(asking, number)
+        os.waitpid(asking, 0)
+        if number == signal.SIGKILL:
+            left = {*Path(name).iterdir()} - {other}
+            mine = scratch.make_folder()
+            assert not any(folder.exists() for folder in left)
+            scratch.remove(mine)
+        assert [*Path(name).iterdir()] == [other]
 
 
 def test_slurm_and_what_the_environment_names(monkeypatch, slurm):

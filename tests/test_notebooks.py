@@ -17,6 +17,7 @@ from conftest import copy_course, needs, program, python
 from nbclient import NotebookClient
 
 from backstage import ROOT
+from backstage.errors import UserError
 from workshop import lab
 from workshop.lesson import documents, render
 from workshop.notebook import cells, your_model
@@ -295,6 +296,16 @@ def test_a_workspace_for_the_root_that_the_server_has(repo, monkeypatch):
         monkeypatch.setattr(cells, "server_root", lambda root=root: root)
         assert not cells.write_workspace("ddp") and not file.exists()
         assert "side by side" not in cells.beside("ddp").html
+
+
+def test_a_home_that_cannot_be_written_is_a_line(monkeypatch):
+    """Not JupyterLab's thirty."""
+    monkeypatch.setattr(lab.os, "execv", pytest.fail)
+    for name in ("JUPYTER_RUNTIME_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc")
+    with pytest.raises(UserError, match="cannot write to /proc/"):
+        lab.main("ddp", [])
 
 
 @pytest.mark.parametrize("stage", TAUGHT)

@@ -8,6 +8,9 @@ import pytest
 from conftest import needs
 from verify_cases import CASES, Case, outcome, problem
 
+from backstage.errors import UserError
+from workshop.verify.command import main as verify
+
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
 
@@ -24,6 +27,12 @@ def test_a_script(case, tmp_path):
     needs(*NEEDS.get(case.style, ()))
     status, out = outcome(case, tmp_path)
     assert not problem(case, status, out), out
+
+
+@pytest.mark.parametrize("number", [-1, 1, 65, 100_000])
+def test_a_number_of_processes_that_cannot_be_is_a_line(number):
+    with pytest.raises(UserError, match="-n is 2 to 64"):
+        verify(["train.py"], number, 4)
 
 
 def test_a_causal_mask_is_the_same_on_all_ranks(tmp_path):

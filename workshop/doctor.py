@@ -179,12 +179,15 @@ def ask_processes():
     import torch
 
     from workshop.processes import launch
+    from workshop.scratch import scratch_folder
 
     # with NCCL two processes cannot share a GPU: then use the CPU
     device = ("auto" if torch.accelerator.is_available()
               and torch.accelerator.device_count() > 1 else "cpu")
     begin = time.monotonic()
-    ranks = launch(__file__, device, world_size=2, timeout=60)
+    with scratch_folder(b"\ninterrupted\n") as folder:
+        ranks = launch(__file__, device, world_size=2, timeout=60,
+                       within=folder)
     lines = [line for rank in ranks for line in rank.err.splitlines()]
     require(all(rank.status == 0 for rank in ranks),
             "two processes on this machine do not reach each other: "

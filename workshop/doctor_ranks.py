@@ -12,7 +12,6 @@ import re
 import socket
 import struct
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from backstage.device import device_name, use_device
 from backstage.errors import warn
 from backstage.files import write_atomically
 from backstage.world import keep_group, on_every_rank
+from workshop import scratch
 from workshop.why.slow import NETWORK
 
 STEPS = 10  # of training
 INSIDE, BETWEEN = "in the nodes", "between nodes"
-NCCL_LOG = Path(tempfile.gettempdir()) / f"doctor-nccl-{os.getpid()}.txt"
 
 
 def ask_ranks():
@@ -39,9 +38,11 @@ def ask_ranks():
     local_rank = int(os.environ["LOCAL_RANK"])
     device = use_device("auto", local_rank)
     backend = dist.get_default_backend_for_device(device)
+    log = None
     if backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+        log = scratch.make_folder() / "nccl.txt"
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET",
-                          NCCL_DEBUG_FILE=str(NCCL_LOG))
+                          NCCL_DEBUG_FILE=str(log))
     dist.init_process_group(
         backend, device_id=None if device.type == "cpu" else device,
         timeout=datetime.timedelta(minutes=2))
@@ -53,9 +54,10 @@ def ask_ranks():
     right = train(device)
     right &= time_all_reduces(device, backend, on_every_rank(host))
     for line in sorted(set(on_every_rank(
-            f"{host} talks over {name_network(backend)}"))):
+            f"{host} talks over {name_network(backend, log)}"))):
         say(line)
-    NCCL_LOG.unlink(missing_ok=True)
+    if log:
+        scratch.remove(log.parent)
     return int(not right)
 
 
@@ -166,10 +168,13 @@ def time_all_reduce(device, backend, groups, name):
 # ----------------------------------------------------------- which network
 
 
-def name_network(backend):
-    """What this rank talks over, such as "eth0, not InfiniBand"."""
-    if backend == "nccl" and NCCL_LOG.exists():
-        return read_nccl_log(NCCL_LOG.read_text(errors="replace"))
+def name_network(backend, log):
+    """What this rank talks over, such as "eth0, not InfiniBand".
+
+    log: the file that NCCL writes, or None.
+    """
+    if log and log.exists():
+        return read_nccl_log(log.read_text(errors="replace"))
     if not sys.platform.startswith("linux"):
         return f"{backend}, over a network that this system does not tell"
     names = set(find_interfaces()) or {"no network"}

@@ -2,16 +2,18 @@
 
     python -m workshop lab ddp
 
-Only the standard library, from Python 3.9 on.
+Only the standard library and JupyterLab's own, from Python 3.9 on.
 """
 
 import importlib.util
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import require
+from backstage.errors import UserError, require
 from workshop.stages import DESK
 
 
@@ -23,6 +25,7 @@ def main(stage, flags):
     """
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
+    require_room()
     names = [stage or "start_here"]
     if stage and not (ROOT / "runs").exists():
         names.insert(0, "start_here")
@@ -31,6 +34,22 @@ def main(stage, flags):
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}",
         f"--LabApp.default_url=/lab/tree/{workspace.relative_to(ROOT)}",
         *flags])
+
+
+def require_room():
+    """Raise a `UserError` unless JupyterLab can write where it has to."""
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    folder = Path(jupyter_runtime_dir())
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")  # a full disk refuses this alone
+    except OSError as error:
+        raise UserError(
+            f"JupyterLab cannot write to {folder} ({error.strerror}): make "
+            "room, or let it have another home: export HOME=$(mktemp -d)"
+        ) from error
 
 
 def write_workspace(*names, root=ROOT):

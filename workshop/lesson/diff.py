@@ -66,7 +66,7 @@ class Script:
             self.tree = ast.dump(ast.parse(text))
         except SyntaxError as error:
             self.syntax_error = f"line {error.lineno}: {error.msg}"
-        except RecursionError:  # Python may run it all the same
+        except (RecursionError, MemoryError):  # Python may run it
             pass
 
     def span(self, begin, end, last=True):

@@ -174,7 +174,7 @@ def draw(record):
                xlabel="ms per step")
         rows = record["rows"].values()
         left = [0.0] * len(rows)
-        for part, colour in runs.PARTS.items():
+        for part, colour in plot.PARTS.items():
             widths = [1000 * row["parts"][part] for row in rows]
             if any(widths):
                 ax.barh(range(len(rows)), widths, left=left, label=part,

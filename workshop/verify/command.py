@@ -14,6 +14,7 @@ from workshop.scratch import (
 )
 from workshop.stages import STAGES
 
+MOST = 64  # processes on this machine's CPU
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
 PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
@@ -29,7 +30,8 @@ def main(program, size, steps, resume_with=None):
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
             "train.py --its-flags")
-    require(size > 1 and steps > 0, "-n is 2 or more, --steps 1 or more")
+    require(1 < size <= MOST and steps > 0,
+            f"-n is 2 to {MOST}, --steps 1 or more")
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
     data, out = read_script(script), Terminal()
