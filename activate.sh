@@ -85,6 +85,7 @@ _workshop_activate() {
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
     _workshop_entries=$_workshop_root:${_workshop_entries#:}
     export PYTHONPATH="${_workshop_entries%:}"
+    export WORKSHOP="$_workshop_root" # the batch files' jobs find it by this
     # torchrun's shared store gives a restarted group the addresses of the
     # previous one (pytorch issue 135712)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -4,10 +4,10 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=4
 #SBATCH --ntasks-per-node=4     # srun starts 4 processes on each node
-#SBATCH --cpus-per-task=8       # for each process
+#SBATCH --cpus-per-gpu=8
 #SBATCH --time=00:10:00
 
-source "$(scontrol show job "$SLURM_JOB_ID" |
-    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 srun --kill-on-bad-exit=1 python -m workshop doctor --ranks

@@ -7,7 +7,8 @@
 #SBATCH --time=04:00:00         # if that is too short, submit it again
 #SBATCH --requeue --open-mode=append
 
-source "$(scontrol show job "$SLURM_JOB_ID" |
-    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
-srun python "$root/fineweb/fineweb.py" "$@"
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    python "$WORKSHOP/fineweb/fineweb.py" "$@"

@@ -4,13 +4,13 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 #SBATCH --ntasks-per-node=2     # srun starts 2 processes on each node
-#SBATCH --cpus-per-task=8       # for each process
+#SBATCH --cpus-per-gpu=8
 #SBATCH --time=01:00:00
 #SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
-source "$(scontrol show job "$SLURM_JOB_ID" |
-    sed -n 's|^ *Command=\(.*/batchfiles\)/.*|\1|p')/job.sh" || exit 1
+: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 python \
     "$(stage lit)" --run "$run" --resume "$@"

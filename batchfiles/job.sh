@@ -1,5 +1,6 @@
 # What the batch files share: a job's environment, and how the job goes on
-# after its time limit. They source this file, so `exit` ends the job.
+# after its time limit. They source this file, so `exit` ends the job. WORKSHOP
+# is the course's folder: activate.sh sets it, and sbatch passes it on.
 # shellcheck shell=bash disable=SC2034 # they use the variables
 
 fail() {
@@ -7,23 +8,25 @@ fail() {
     exit 1
 }
 
+# GPUs on each node (SLURM may say "h100:4"), and cores for each of them.
+gpus=${SLURM_GPUS_PER_NODE##*:}
+cores=$SLURM_CPUS_PER_GPU
+
 # A job that was submitted from inside another, for example from a portal's
 # JupyterLab, inherits the variables of the other, and srun would read them as
 # options. SLURM has set the ones we keep for this job.
 for name in ${!SLURM_*}; do
     case $name in
-    SLURM_CONF | SLURM_JOB_* | SLURM_NNODES | SLURM_NTASKS) ;;
-    SLURM_NTASKS_PER_NODE | SLURM_CPUS_PER_TASK | SLURM_GPUS_ON_NODE) ;;
+    SLURM_CONF | SLURM_JOB_* | SLURM_NNODES) ;;
+    SLURM_NTASKS_PER_NODE | SLURM_CPUS_PER_TASK) ;;
     *) unset "$name" ;;
     esac
 done
 
-batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
-root=$(dirname "$batchfiles")
-run=${WORKSHOP_RUN:-$root/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
+run=${WORKSHOP_RUN:-$WORKSHOP/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
 
 # Load the site's modules and the environment. Jobs install nothing.
-WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null || exit 1
+WORKSHOP_INSTALL=no source "$WORKSHOP/activate.sh" >/dev/null || exit 1
 if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
     fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi
@@ -32,15 +35,18 @@ fi
 archive=$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)
 if [ -n "$archive" ]; then
     srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-        bash "$root/environment/archive.sh" unpack "$archive" >/dev/null ||
+        bash "$WORKSHOP/environment/archive.sh" unpack "$archive" >/dev/null ||
         exit 1
 fi
 
 # The processes meet on the first node, at a port of this job's own.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
+if ((gpus)); then # a process for each, of one thread for each core
+    export OMP_NUM_THREADS=$cores
+    # since 22.05 srun has to be told
+    export SRUN_CPUS_PER_TASK=$((gpus * cores / SLURM_NTASKS_PER_NODE))
+fi
 
 # What `python -m workshop why` reads if the job hangs or dies. A process that
 # has not moved for ten minutes ends the job: as long as NCCL waits by default,
@@ -87,7 +93,8 @@ train() {
     echo "$SLURM_JOB_NAME: requeueing, to go on after $after steps"
     ask_slurm scontrol requeue "$SLURM_JOB_ID" ||
         fail "not requeued; go on with: WORKSHOP_RUN=$run sbatch" \
-            "$batchfiles/batch-$SLURM_JOB_NAME.sh"
+            "--nodes=$SLURM_NNODES --gpus-per-node=$gpus" \
+            "$WORKSHOP/batchfiles/batch-$SLURM_JOB_NAME.sh"
     exit 0
 }
 
@@ -106,10 +113,10 @@ progress() {
 # Say what runs where, at the top of the log.
 describe() {
     local commit
-    commit=$(git -C "$root" describe --always --dirty --exclude '*' \
+    commit=$(git -C "$WORKSHOP" describe --always --dirty --exclude '*' \
         2>/dev/null) || commit=unknown
     echo "job       $SLURM_JOB_NAME $SLURM_JOB_ID: $SLURM_NNODES x" \
-        "$SLURM_GPUS_ON_NODE GPUs, on $SLURM_JOB_NODELIST"
+        "$gpus GPUs, on $SLURM_JOB_NODELIST"
     python -c 'if True:
         import platform, sys
         from importlib.metadata import version

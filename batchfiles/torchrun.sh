@@ -8,8 +8,6 @@
 # would die of it and leave them behind.
 trap '' USR1
 
-threads=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
-export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 exec torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
     --node-rank="$SLURM_NODEID" \

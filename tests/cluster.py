@@ -41,7 +41,8 @@ class Slurm:
         self.env = {
             name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}
-        self.env |= {"SLURM_CONF": f"{lab}/etc/slurm.conf",
+        self.env |= {"WORKSHOP": str(repo),  # as after activate.sh
+                     "SLURM_CONF": f"{lab}/etc/slurm.conf",
                      "PATH": f"{lab}/bin:{os.environ['PATH']}"}
 
     def lab(self, command, *arguments):
@@ -56,11 +57,11 @@ class Slurm:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE if not check
             else None)
 
-    def submit(self, name, *flags, options=()):
+    def submit(self, name, *flags, options=(), **variables):
         """Submit a batch file with flags; returns the job's number."""
         return self("sbatch", "--parsable", "--output=%j.log", *options,
                     self.repo / "batchfiles" / f"batch-{name}.sh",
-                    *flags).stdout.strip()
+                    *flags, **variables).stdout.strip()
 
     def job(self, job):
         out = self("scontrol", "-o", "show", "job", job).stdout

@@ -905,9 +905,8 @@ def tracked():
 @pytest.mark.whole
 def test_shellcheck():
     needs("shellcheck", "git")
-    made = re.compile(r"batch-(?!ddp|doctor|fineweb)")  # as those of ddp are
-    scripts = [name for name in tracked() if name == ".ci/run"
-               or (name.endswith(".sh") and not made.search(name))]
+    scripts = [name for name in tracked()
+               if name == ".ci/run" or name.endswith(".sh")]
     assert {"activate.sh", "batchfiles/job.sh"} <= set(scripts)
     subprocess.run(["shellcheck", *scripts], cwd=ROOT, check=True)
 

@@ -108,7 +108,7 @@ def test_the_jobs_of_the_course(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert classroom.count_jobs() == ""
     squeue = program(tmp_path / "squeue", "#!/bin/sh\necho 'PENDING ddp-1n2g\n"
-                     "RUNNING std-1n1g\nRUNNING somebody else\n"
+                     "RUNNING std\nRUNNING somebody else\n"
                      "PENDING ddp-1n4g'\n")
     assert classroom.count_jobs() == "Jobs: 2 wait in the queue, 1 run."
     squeue.write_text("#!/bin/sh\nexit 1\n")

@@ -40,7 +40,7 @@ def programs(tmp_path, monkeypatch):
 def command(stage, env, devices=0):
     place = launch.find_place(env, lambda: devices)
     return " ".join(launch.make_command(
-        place, STAGES[stage], "s.py", ["--seed", "1"], env))
+        place, STAGES[stage].launcher, ["s.py", "--seed", "1"], env))
 
 
 @pytest.mark.parametrize(("more", "per_node", "cores"), [
@@ -85,6 +85,15 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
     ("lit", 0, "torchrun --standalone --nproc-per-node 2 -- s.py")])
 def test_on_a_machine_without_a_job(stage, devices, expected):
     assert command(stage, {}, devices) == f"{expected} --seed 1"
+
+
+def test_the_doctor_is_launched_as_a_stage_is(capsys, monkeypatch):
+    for name in ("RANK", "SLURM_JOB_ID", "PBS_NODEFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["workshop", "launch", "doctor"])
+    launch.main(workshop.parse().stage, [], dry=True)
+    assert re.search(r"^command   mpirun -n \d+ python -m workshop doctor "
+                     "--ranks$", capsys.readouterr().out, re.M)
 
 
 def test_what_is_wrong_is_one_line(programs, tmp_path):

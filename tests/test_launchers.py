@@ -352,7 +352,7 @@ def test_ranks_follow_the_order_of_slurms_nodes(tmp_path, monkeypatch):
         "         f'{environ[\"RANK\"]}\\n'.encode())\n")
     for name, value in (
             ("SLURM_NNODES", "2"), ("SLURM_GPUS_ON_NODE", "2"),
-            ("SLURM_CPUS_PER_TASK", "2"), ("SLURM_JOB_ID", "7"),
+            ("SLURM_JOB_ID", "7"),
             ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
         monkeypatch.setenv(name, value)
     nodes = []

@@ -25,7 +25,7 @@ IFS=, read -ra named <<<"$6"
 nodes=$PWD/nodes log=$PWD/$4 file=$PWD/$7
 for _ in 1 2 3 4; do hostname; done >"$nodes"
 cd / && exec env -i HOME="$HOME" PATH=/usr/bin:/bin OPEN_MPI \\
-    PBS_O_WORKDIR="$OLDPWD" PBS_JOBNAME=ddp-1n4g PBS_JOBID=7.pbs \\
+    PBS_O_WORKDIR="$OLDPWD" PBS_JOBNAME=stage PBS_JOBID=7.pbs \\
     PBS_NODEFILE="$nodes" "${named[@]}" bash "$file" >"$log" 2>&1
 """.replace("OPEN_MPI", " ".join(f"{k}={v}" for k, v in OPEN_MPI.items()))
 
@@ -146,13 +146,13 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
         if step.name == "job")
     assert rehearse.rehearse([job], clone) == 0, (
         clone / "job.txt").read_text()
-    run = json.loads((clone / "runs/ddp-1n4g-7/hyperparameters.json")
+    run = json.loads((clone / "runs/ddp-7/hyperparameters.json")
                      .read_text())
     assert run["world_size"] == 4 and run["max_steps"] == 3
     (clone / "site.sh").write_text("WORKSHOP_DATA=/nowhere\n")
     assert rehearse.rehearse([job], clone) == 1
     assert capsys.readouterr().err.startswith(
-        "job: ddp-1n4g: WORKSHOP_DATA is /nowhere, which does not exist")
+        "job: stage: WORKSHOP_DATA is /nowhere, which does not exist")
 
 
 @pytest.mark.whole

@@ -18,7 +18,7 @@ from stages import BYTES, train, weight_distance
 from tiktoken_ext import openai_public
 
 from backstage import ROOT, dataset
-from workshop.stages import FIRST, SIZES, STAGES
+from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole
 
@@ -55,14 +55,12 @@ def world(result):
 
 
 def trained(slurm, name, job, single):
-    """Wait for a job that trains as one device does; its world size."""
+    """Wait for a job that trains as one device does; its `world`."""
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     assert slurm.job(job)["Restarts"] == "0"
     result = slurm.result(name, job)
     agree(result, single(*FEW))
-    nodes, size = world(result)
-    assert nodes == int(name[-4])
-    return size
+    return world(result)
 
 
 @contextmanager
@@ -81,25 +79,73 @@ def site(slurm, line):
 
 
 def test_slurm_accepts_every_file(slurm):
-    """Which asks for what its name says."""
-    files = sorted((ROOT / "batchfiles").glob("batch-*.sh"))
-    assert {file.stem for file in files} == {
-        "batch-doctor", "batch-fineweb", *(
-            f"batch-{stage.name}-{size}" for stage in STAGES.values()
-            for size in stage.jobs)}
-    for file in files:
+    """Every stage has one, which asks for what its name says."""
+    names = batch_files()
+    assert {*STAGES} <= {name.partition("-")[0] for name in names}
+    for name in names:
+        file = ROOT / "batchfiles" / f"batch-{name}.sh"
         said = slurm("sbatch", "--test-only", file, check=False)
         assert "to start at" in said.stderr, said.stderr
         text = file.read_text()
         options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.M))
-        assert file.stem == f"batch-{options['job-name']}"
-        if shape := re.fullmatch(r"(\w+)-(\d)n(\d)g", options["job-name"]):
-            stage, nodes, gpus = shape.groups()
+        assert options["job-name"] == name
+        if shape := re.fullmatch(r"\w+-(\d)n(\d)g", name):
+            nodes, gpus = shape.groups()
             assert options["nodes"] == nodes
             assert options["gpus-per-node"] == gpus
             # a process for each GPU: from srun, or from the node's torchrun
-            alone = stage == FIRST or "torchrun.sh" in text
+            alone = "torchrun.sh" in text
             assert options["ntasks-per-node"] == ("1" if alone else gpus)
+
+
+PROBE = """\
+from os import environ, write
+write(1, "node {SLURM_NODEID} cores {OMP_NUM_THREADS} gpus "
+      "{CUDA_VISIBLE_DEVICES}\\n".format_map(environ).encode())
+"""
+
+
+@pytest.mark.parametrize("stage", ["fsdp", "mpi"])  # torchrun, srun alone
+def test_sbatch_says_the_size(slurm, stage):
+    """Each GPU has a process, with its cores; what is inherited is not asked.
+
+    A site that gives out whole nodes gives more GPUs than the job's.
+    """
+    script = slurm.repo / "solutions" / f"train_gpt2_{stage}.py"
+    kept = script.read_text()
+    script.write_text(PROBE)
+    try:
+        jobs = [slurm.submit(stage, options=options, **{
+            "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
+            "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
+            "SLURM_GPUS_PER_NODE": "3"}) for options in (
+                ["--nodes=2", "--gpus-per-node=h100:4"],
+                ["--exclusive", "--gpus-per-node=2"])]
+        for job in jobs:
+            slurm.wait(job)
+    finally:
+        script.write_text(kept)
+    for job, nodes, gpus in zip(jobs, ([0, 1], [0]), ("0,1,2,3", "0,1"),
+                                strict=True):
+        said = re.findall("^node .*", slurm.log(job), re.M)
+        assert sorted(said) == [f"node {node} cores 8 gpus {gpus}"
+                                for node in nodes for _ in gpus.split(",")]
+
+
+def test_a_job_from_a_shell_without_activate(slurm):
+    """It says so in one line; so does one that gets no variables."""
+    submit = ("sbatch --parsable --output=%j.log {} 'my clone/batchfiles/"
+              f"batch-ddp-1n1g.sh' {' '.join(map(str, FEW))}")
+    activated = f". 'my clone/activate.sh' >/dev/null; {submit}"
+    jobs = [slurm("bash", "-c", f"unset WORKSHOP; {command}",
+                  WORKSHOP_INSTALL="no").stdout.strip() for command in (
+        activated.format("--cpus-per-gpu=1"), submit.format(""),
+        activated.format("--export=NONE"))]
+    assert slurm.wait(jobs[0])["JobState"] == "COMPLETED", slurm.log(jobs[0])
+    for job in jobs[1:]:
+        assert slurm.wait(job)["JobState"] == "FAILED"
+        log = slurm.log(job)
+        assert log.count("\n") == 1 and "source activate.sh" in log, log
 
 
 @pytest.mark.parametrize(("line", "reason"), [
@@ -127,10 +173,10 @@ def test_all_sizes(slurm):
     jobs = re.findall(r"batch job (\d+)", said.stdout)
     commands = [slurm("scontrol", "show", "job", job).stdout for job in jobs]
     slurm("scancel", *jobs)
-    sizes = [re.search(r"Command=.*/batch-lit-(\dn\dg).sh (.*)", text).groups()
-             for text in commands]
-    flags = "--max-steps 100 --eval-every 100 --seed 5"
-    assert sizes == [(size, flags) for size in SIZES]
+    for text, nodes, gpus in zip(commands, "111222", "124124", strict=True):
+        assert re.search(
+            rf"Command=.*/batch-lit-{nodes}n{gpus}g.sh --max-steps 100 "
+            "--eval-every 100 --seed 5", text)
     wrong = slurm(slurm.repo / "batchfiles" / "all-sizes.sh", check=False)
     assert wrong.returncode == 1 and "name a stage" in wrong.stderr
 
@@ -140,25 +186,24 @@ def test_all_sizes(slurm):
 
 def test_runs_to_their_end(slurm, single):
     """The right world, the losses of one device; two jobs on one node."""
-    one_node = ("--cpus-per-task=2", f"--nodelist={slurm.nodes[0]}")
-    jobs = [(name, size, slurm.submit(name, *FEW, options=options))
-            for name, size, options in (
-                ("std-1n1g", 1, one_node), ("ddp-1n2g", 2, one_node),
-                ("ddp-1n2g", 2, one_node),
-                ("lit-2n2g", 4, ["--cpus-per-task=1"]),
-                ("fsdp-1n2g", 2, ["--cpus-per-task=1"]))]
-    for name, size, job in jobs:
-        assert trained(slurm, name, job, single) == size
-        assert f"world size {size}" in slurm.log(job) or size == 1
+    few, node = "--cpus-per-gpu=1", f"--nodelist={slurm.nodes[0]}"
+    jobs = [(name, shape, slurm.submit(name, *FEW, options=[few, *options]))
+            for name, shape, *options in (
+                ("std", (1, 1), node), ("ddp-1n2g", (1, 2), node),
+                ("ddp-1n2g", (1, 2), node), ("lit-2n2g", (2, 4)),
+                ("fsdp", (2, 2), "--nodes=2", "--gpus-per-node=1"))]
+    for name, shape, job in jobs:
+        assert trained(slurm, name, job, single) == shape
+        assert f"world size {shape[1]}" in slurm.log(job) or name == "std"
 
 
-@pytest.mark.parametrize(("name", "size", "microbatch"), [
-    ("tp-1n4g", 4, 4), ("3d-2n4g", 8, 2)])  # as large as they can be
-def test_a_mesh_on_the_nodes(slurm, single, name, size, microbatch):
+@pytest.mark.parametrize(("name", "shape", "microbatch"), [
+    ("tp", (1, 4), 4), ("3d", (2, 8), 2)])  # as large as they can be
+def test_a_mesh_on_the_nodes(slurm, single, name, shape, microbatch):
     """With its batch file's flags, the losses of one device."""
     job = slurm.submit(name, *FEW, "--microbatch-size", microbatch,
-                       options=["--cpus-per-task=1"])
-    assert trained(slurm, name, job, single) == size
+                       options=["--cpus-per-gpu=1", "--gpus-per-node=4"])
+    assert trained(slurm, name, job, single) == shape
 
 
 def test_srun_tells_mpi(slurm, single):
@@ -166,12 +211,12 @@ def test_srun_tells_mpi(slurm, single):
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    options = ["--cpus-per-task=1",
+    options = ["--cpus-per-gpu=1",
                f"--export=ALL,LD_LIBRARY_PATH={library.parent}"]
     with site(slurm, "export SLURM_MPI_TYPE=pmi2"):
-        job = slurm.submit("mpi-1n2g", *FEW, options=options)
-        assert trained(slurm, "mpi-1n2g", job, single) == 2
-    job = slurm.submit("mpi-1n2g", *FEW, options=options)
+        job = slurm.submit("mpi", *FEW, options=options)
+        assert trained(slurm, "mpi", job, single) == (1, 2)
+    job = slurm.submit("mpi", *FEW, options=options)
     assert slurm.wait(job)["JobState"] == "FAILED", slurm.log(job)
     assert "srun --mpi=list" in slurm.log(job)
 
@@ -183,13 +228,13 @@ def test_from_inside_another_job(slurm, single):
                   "--mem-per-cpu=10", "--wrap", f"""
         srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_TRES_PER_TASK=cpu:3 \
             SLURM_EXACT=1 SLURM_STEP_NUM_TASKS=3 \
-            sbatch --parsable --output=inner.log --cpus-per-task=4 \
+            sbatch --parsable --output=inner.log --cpus-per-gpu=2 \
             '{file}' {" ".join(map(str, FEW))}
         sleep 600""").stdout.strip()
     said = slurm.repo.parent / "outer.log"
     wait_for(lambda: said.exists() and said.read_text().strip())
     job = said.read_text().strip()
-    assert trained(slurm, "ddp-2n2g", job, single) == 4
+    assert trained(slurm, "ddp-2n2g", job, single) == (2, 4)
     slurm("scancel", outer)
     log = (slurm.repo.parent / "inner.log").read_text()
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
@@ -252,7 +297,7 @@ def test_the_doctor_as_a_job(slurm):
     """And where SLURM gives GPUs, which torch does not find."""
     jobs = [slurm.submit("doctor", options=[
         f"--gpus-per-node={gpus}", "--ntasks-per-node=2",
-        "--cpus-per-task=1"]) for gpus in (2, 0)]
+        "--cpus-per-gpu=1"]) for gpus in (2, 0)]
     states = [slurm.wait(job)["JobState"] for job in jobs]
     without, log = map(slurm.log, jobs)
     assert states == ["FAILED", "COMPLETED"], without + log

@@ -29,7 +29,7 @@ class Disturbed:
         self.slurm = slurm
         self.name = f"{stage}-2n1g"
         self.job = slurm.submit(self.name, *LONG,
-                                options=["--cpus-per-task=1"])
+                                options=["--cpus-per-gpu=1"])
         self.result = slurm.result(self.name, self.job)
         self.starts = 0
 
@@ -141,7 +141,7 @@ def test_preempted_and_out_of_time(slurm):
     node = f"--nodelist={slurm.nodes[0]}"
     job = slurm.submit(
         "ddp-1n1g", *FLAGS, "--max-steps", 10**6,
-        options=["--time=30", "--cpus-per-task=1", node])
+        options=["--time=30", "--cpus-per-gpu=1", node])
 
     def wait(count, text):
         wait_for(lambda: slurm.log(job).count(text) >= count,

@@ -1,22 +1,19 @@
 """The registry: a stage is its script, its lesson and its entry there."""
 
 import json
-import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
-from conftest import copy_course, edit, python, workshop
+from conftest import copy_course, edit, workshop
 
 from backstage import ROOT
-from workshop import jobs
 from workshop.lesson import documents
 from workshop.stages import STAGES
 
 ENTRY = '''\
-    Stage("other", "std", "Other", "a copy of ddp", "#123456", "torchrun",
-          ((1, 1, 1), (1, 2, 1), (1, 4, 1)), jobs={"2n4g": "--seed 5"}),
+    Stage("other", "std", "a copy of ddp", "#123456", "torchrun",
+          ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
 '''
 
 
@@ -25,8 +22,7 @@ def clone(tmp_path_factory):
     """A copy of the repository with one stage more, a copy of ddp."""
     clone = tmp_path_factory.mktemp("clone")
     copy_course(clone, "backstage", "workshop", "solutions", "example-logs")
-    for folder in ("code", "batchfiles"):
-        (clone / folder).mkdir()
+    (clone / "code").mkdir()
     script = clone / "solutions" / "train_gpt2_other.py"
     script.write_text(edit(STAGES["ddp"].solution.read_text(),
                            ('Run("ddp"', 'Run("other"')))
@@ -71,19 +67,6 @@ def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
     assert "#123456" in (clone / "picture.svg").read_text()
 
 
-def test_a_new_stage_has_batch_files(clone):
-    end = python(clone, "-m", "workshop.jobs")
-    assert end.returncode == 0, end.stderr
-    job = clone / "batchfiles" / "batch-other-2n4g.sh"
-    assert job.read_text() == edit(
-        (ROOT / "batchfiles" / "batch-ddp-2n4g.sh").read_text(),
-        ("# DDP on", "# Other on"), ("=ddp-2n4g", "=other-2n4g"),
-        ("stage ddp", "stage other"),
-        ("--resume", "--resume \\\n    --seed 5"))
-    assert os.access(job, os.X_OK)
-    assert list(clone.glob("batchfiles/*other*")) == [job]
-
-
 @pytest.mark.whole
 def test_a_new_stage_is_checked(clone):
     workshop(clone, "reset", "other")
@@ -98,13 +81,6 @@ def test_a_new_stage_is_checked(clone):
 
 def test_every_stage_runs_on_one_device():
     assert all((1, 1, 1) in stage.meshes for stage in STAGES.values())
-
-
-@pytest.mark.parametrize(
-    ("path", "text"), list(jobs.files()),
-    ids=lambda value: value.name if isinstance(value, Path) else "")
-def test_what_follows_from_an_entry_is_up_to_date(path, text):
-    assert path.read_text() == text, "run python -m workshop.jobs"
 
 
 KNOW = {"stages.py",  # the registry

@@ -33,7 +33,7 @@ from stages import make_dataset
 
 from backstage import ROOT
 from workshop.processes import OPEN_MPI, free_port
-from workshop.stages import STAGES
+from workshop.stages import STAGES, batch_files
 
 HERE = Path(__file__).resolve().parent
 FOREIGN = HERE / "foreign"
@@ -253,11 +253,11 @@ class Job:
             if "pmi2" not in site.read_text():
                 with site.open("a") as file:
                     file.write("export SLURM_MPI_TYPE=pmi2\n")
-        self.job = self.slurm(
-            "sbatch", "--parsable", "--output=%j.log", "--cpus-per-task=1",
-            self.slurm.repo / "batchfiles" / f"batch-{stage}-2n1g.sh",
-            *tiny(stage), "--data", "data", **variables
-        ).stdout.strip()
+        name = next(name for name in batch_files() if name.startswith(stage))
+        self.job = self.slurm.submit(
+            name, *tiny(stage), "--data", "data", options=[
+                "--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1"],
+            **variables)
 
     def crash(self):
         """The second node; it comes back when the job has gone."""

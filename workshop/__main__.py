@@ -162,8 +162,9 @@ def parse():
     start = add("launch", "Start a stage on all GPUs of this job of SLURM or "
                 "PBS, or of this machine; the command is printed first. What "
                 "follows -- are the script's own flags.")
-    start.add_argument("stage", choices=STAGES, help="the stage; your script "
-                       "if it has passed the check, else the solution")
+    start.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage: "
+                       "your script if it has passed the check, else the "
+                       "solution; or the doctor, who asks all ranks")
     start.add_argument("--dry-run", action="store_true",
                        help="only print the command")
     add("doctor", "Check that everything the workshop needs is "

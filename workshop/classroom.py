@@ -24,7 +24,7 @@ from backstage.errors import require
 from backstage.files import write_atomically
 from workshop.lesson import documents
 from workshop.lesson.render import BLUE, ORANGE, quote
-from workshop.stages import LESSONS, STAGES
+from workshop.stages import LESSONS, STAGES, batch_files
 
 # Nobody waits for it: the folder may be full, gone, or on a server that does
 # not answer. It makes no folder.
@@ -211,8 +211,6 @@ def describe(person, now):
 def count_jobs():
     """The course's jobs in the queue, in a line; "" where there is no SLURM.
     """
-    names = {f"{stage.name}-{size}" for stage in STAGES.values()
-             for size in stage.jobs}
     if not shutil.which("squeue"):
         return ""
     try:
@@ -221,6 +219,7 @@ def count_jobs():
     except (OSError, subprocess.SubprocessError):
         return ""
     jobs = (line.partition(" ") for line in said.stdout.splitlines())
+    names = batch_files()
     states = Counter(state for state, _, name in jobs if name in names)
     return (f"Jobs: {states['PENDING']} wait in the queue, "
             f"{states['RUNNING']} run.")

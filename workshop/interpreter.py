@@ -83,9 +83,12 @@ def site_variables():
 
 
 def sbatch_variables():
-    """What site.sh sets for `sbatch`: account, partition and so on."""
+    """What `sbatch` passes on, as after activate.sh.
+
+    That is this clone, and what site.sh sets: account, partition and so on.
+    """
     return {name: value for name, value in site_variables().items()
-            if name.startswith("SBATCH_")}
+            if name.startswith("SBATCH_")} | {"WORKSHOP": str(ROOT)}
 
 
 def run(*arguments, on_line=None):

@@ -4,7 +4,8 @@ In a job of SLURM it starts a process for each of its GPUs on all of its nodes,
 in one of PBS as many on each node as the job's mpiprocs, elsewhere one for
 each GPU of this machine. It prints the command before it becomes that command,
 so that you can type it yourself the next time, and the one before it by which
-each node unpacks an archive of the environment.
+each node unpacks an archive of the environment. `launch doctor` starts the
+doctor's questions to all ranks in the same way.
 Only the standard library, from Python 3.9 on.
 """
 
@@ -27,7 +28,7 @@ from workshop.stages import find
 # this shell was started with, such as a portal's JupyterLab.
 KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
 # Open MPI gives the processes on other nodes only the variables that it is
-# told to. batchfiles/pbs/job.sh has the same ones.
+# told to.
 SENT = re.compile(
     r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
     r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
@@ -75,12 +76,15 @@ def find_place(env, count_devices):
     return Place("", ["this machine"], count_devices() or 2)
 
 
-def make_command(place, stage, script, flags, env):
-    """The command, a list."""
-    program, total = [script, *flags], len(place.hosts) * place.per_host
-    if stage.launcher == "python":
+def make_command(place, launcher, program, env):
+    """The command, a list.
+
+    launcher: of the program's processes, as in the registry of stages.
+    """
+    total = len(place.hosts) * place.per_host
+    if launcher == "python":
         return ["python", *program]
-    mpi = stage.launcher == "mpirun"
+    mpi = launcher == "mpirun"
     if place.scheduler == "SLURM":
         cores = (env.get("SLURM_CPUS_ON_NODE")  # salloc has the other
                  or env.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -124,10 +128,16 @@ def on_each_host(place, processes, env, cores=1):
 
 def main(name, flags, dry):
     """Print the command, and become it unless dry."""
-    stage, env = find(name), dict(os.environ)
+    env = dict(os.environ)
     place = find_place(env, count_devices)
-    script, why = desk.choose(name)
-    command = make_command(place, stage, str(script), flags, env)
+    if name == "doctor":
+        launcher, why = "mpirun", "program   the doctor"
+        program = ["-m", "workshop", "doctor", "--ranks", *flags]
+    else:
+        launcher = find(name).launcher
+        script, why = desk.choose(name)
+        program = [str(script), *flags]
+    command = make_command(place, launcher, program, env)
     archive, first = interpreter.archive(), []
     if archive and command[0] in ("srun", "mpiexec"):
         # another node may not have unpacked it yet

@@ -46,17 +46,16 @@ def steps(flags, which=shutil.which):
     def ours(*words):
         return ("python", "-m", "workshop", *words)
 
-    batch = "batchfiles/{}batch-ddp-1n{}g.sh"
     if which("sbatch"):
         job = Step("job", 300, (
             "sbatch", "--parsable", "--wait", "--output=job.txt",
-            batch.format("", 2), *flags), "scancel")
+            "batchfiles/batch-ddp-1n2g.sh", *flags), "scancel")
     elif which("qsub"):
         job = Step("job", 300, (
             "qsub", "-W", "block=true", "-o", "job.txt", "-v",
             f"WORKSHOP_VENV={interpreter.archive() or sys.prefix},"
-            f"FLAGS={' '.join(flags)}",
-            batch.format("pbs/", 4)), "qdel")
+            f"STAGE=ddp,FLAGS={' '.join(flags)}",
+            "batchfiles/pbs/batch-stage.sh"), "qdel")
     else:
         job = Step("job", 300, ours("launch", "ddp", "--", *flags))
     return (Step("activate", 120, ("true",)),

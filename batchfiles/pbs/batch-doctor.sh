@@ -10,5 +10,4 @@
 
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
-export OMP_NUM_THREADS=8
-mpiexec -n 8 "${per_node[@]}" 4 python -m workshop doctor --ranks
+python -m workshop launch doctor

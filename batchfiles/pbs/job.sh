@@ -9,7 +9,7 @@ fail() {
 
 batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 root=$(dirname "$(dirname "$batchfiles")")
-run=${WORKSHOP_RUN:-$root/runs/$PBS_JOBNAME-${PBS_JOBID%%.*}}
+run=${WORKSHOP_RUN:-$root/runs/${STAGE-}-${PBS_JOBID%%.*}}
 read -ra flags <<<"${FLAGS-}" # of the script: qsub -v FLAGS="--max-steps 100"
 
 # Load the site's modules and the environment. Jobs install nothing.
@@ -34,38 +34,6 @@ export MASTER_ADDR MASTER_PORT
 # a third of gloo's time. PyTorch's record keeps 2,000 collectives.
 export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
-
-# How this mpiexec is told the number of processes on each node. Open MPI would
-# also bind each process to a core, or to a part of the node's cores. It sends
-# the other nodes only the variables that are named (workshop/launch.py has the
-# same ones), and those of a node's GPUs should stay there.
-per_node=(--ppn) # PALS, MPICH and Intel MPI
-if [[ $(mpiexec --version 2>/dev/null) == *Open* ]]; then
-    per_node=(-x OMP_NUM_THREADS) # the batch file sets it later
-    for name in $(compgen -e); do
-        case $name in
-        OMP_NUM_THREADS) ;;
-        PATH | PYTHONPATH | LD_LIBRARY_PATH | TIKTOKEN_CACHE_DIR | \
-            FI_* | GLOO_* | MASTER_* | MPI4PY_* | NCCL_* | OMP_* | TORCH_* | \
-            UCX_* | WORKSHOP_* | ZE_FLAT_*) per_node+=(-x "$name") ;;
-        esac
-    done
-    per_node+=(--bind-to none -N)
-fi
-
-# Each node unpacks the environment if WORKSHOP_VENV is an archive.
-archive=$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)
-if [ -n "$archive" ]; then
-    mpiexec -n "$(sort -u "$PBS_NODEFILE" | wc -l)" "${per_node[@]}" 1 \
-        env TMPDIR="${TMPDIR-/tmp}" bash "$root/environment/archive.sh" \
-        unpack "$archive" >/dev/null || exit 1
-fi
-
-# The script of a stage: yours where it passed the check for that stage, else
-# the solution. The log says which, and why.
-stage() {
-    python -m workshop script "$1"
-}
 
 # Run a command that trains in $run. PBS ends a job at its time limit and gives
 # it a few seconds; two minutes before we ask the run to save and end. If it
@@ -100,8 +68,8 @@ train() {
     read -ra options < <(sed -n 's/^ *Submit_arguments = / /p' <<<"$job" |
         grep -oE ' -[APlq] *[^ ]+' | tr -d '\n')
     local again=(qsub "${options[@]}"
-        -v "WORKSHOP_RUN=$run,FLAGS=${flags[*]}"
-        "$batchfiles/batch-$PBS_JOBNAME.sh")
+        -v "WORKSHOP_RUN=$run,STAGE=$STAGE,FLAGS=${flags[*]}"
+        "$batchfiles/batch-stage.sh")
     local advice="go on after $after steps with: cd $root && ${again[*]@Q}"
     if [ -n "$ended" ]; then
         fail "ended by qdel, or by PBS at the time limit; $advice"

@@ -30,7 +30,7 @@ from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import pictures
 from workshop.results import runs as results
-from workshop.stages import DESK, FIRST, find
+from workshop.stages import DESK, FIRST, batch_files, find
 
 
 class Shown:
@@ -365,27 +365,28 @@ def slurm():
 
 
 @in_one_line
-def submit(name, flags=""):
+def submit(name, flags="", options=""):
     """Submit batchfiles/batch-NAME.sh, after a question.
 
-    flags: for the script, as on the command line. Nobody answers where the
-    notebook runs by itself, and nothing is submitted.
+    flags: for the script, and options: for sbatch, such as --nodes=2, both as
+    on the command line. Nobody answers where the notebook runs by itself, and
+    nothing is submitted.
     """
     require(shutil.which("sbatch"), no_slurm())
-    names = sorted(path.stem[len("batch-"):] for path in
-                   (ROOT / "batchfiles").glob("batch-*.sh"))
+    names = batch_files()
     require(name in names, f"there is no batch file {name}: choose from "
             f"{', '.join(names)}")
     os.environ.update(interpreter.sbatch_variables())
     ask_slurm()  # if it refuses, there is nothing to ask
-    command = f"sbatch batch-{name}.sh {flags}".strip()
+    command = " ".join(filter(
+        None, ["sbatch", options, f"batch-{name}.sh", flags]))
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
         return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
                     "JupyterLab runs no other cell, press Enter in the "
                     "box above.")
-    return ask("sbatch", ROOT / "batchfiles" / f"batch-{name}.sh",
-               *shlex.split(flags))
+    return ask("sbatch", *shlex.split(options),
+               ROOT / "batchfiles" / f"batch-{name}.sh", *shlex.split(flags))
 
 
 def answer(question, seconds=60):

@@ -1,0 +1,18 @@
+#!/bin/bash -l
+# Tensor parallelism: two GPUs of a node share each matrix.
+#     sbatch --gpus-per-node=4 batchfiles/batch-tp.sh --max-steps 100
+#SBATCH --job-name=tp
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=2
+#SBATCH --ntasks-per-node=1     # a torchrun, which starts the others
+#SBATCH --cpus-per-gpu=8
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
+#SBATCH --requeue --open-mode=append
+
+: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+source "$WORKSHOP/batchfiles/job.sh" || exit 1
+
+train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
+    "$(stage tp)" --run "$run" --resume \
+    --tensor-parallel 2 "$@"
