@@ -153,7 +153,7 @@ def reason(lines):
 
 
 def install(new, system):
-    python, pins = new / "bin/python", "constraints.txt"
+    python, pins = new / "bin/python", "environment/constraints.txt"
     if system:
         found = subprocess.run(
             [python, "-c", "from importlib.metadata import version\n"

@@ -56,8 +56,7 @@ print(*sys.version_info[:2], *sys.argv[1:])' $system 2>/dev/null
 }
 
 requirements() {
-    cat requirements.txt constraints.txt {tests,fineweb}/requirements.txt |
-        cksum
+    cat {.,tests,fineweb}/requirements.txt environment/constraints.txt | cksum
 }
 
 # Git in this clone alone: not in a repository around it, nor in one that

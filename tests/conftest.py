@@ -32,7 +32,7 @@ LONG = [f"test_{name}.py" for name in (
 
 
 ENVIRONMENT = (  # what activate.sh needs
-    "activate.sh", "requirements.txt", "constraints.txt", "environment",
+    "activate.sh", "requirements.txt", "environment",
     "fineweb", "tests/requirements.txt")
 
 

@@ -73,7 +73,7 @@ def tiny_clone(folder):
     repo = clone(folder)
     (repo / "pyproject.toml").write_text(PROJECT)
     (repo / "backend.py").write_text(BACKEND)
-    for name in "requirements.txt", "constraints.txt":
+    for name in "requirements.txt", "environment/constraints.txt":
         (repo / name).write_text("one==1.0\n")
     (repo / "tests/requirements.txt").write_text("two\n")
     (repo / "wheels").mkdir()
@@ -859,7 +859,7 @@ def test_the_sites_own_pytorch_stays(tmp_path):
     """A module brings it by PYTHONPATH, in a version of its own."""
     repo = tiny_clone(tmp_path)
     needing(repo, "one", "torch")
-    (repo / "constraints.txt").write_text("torch==2.13.0\n")
+    (repo / "environment/constraints.txt").write_text("torch==2.13.0\n")
     (repo / "site.sh").write_text("WORKSHOP_SITE_PACKAGES=yes\n")
     module = tmp_path / "module"
     module.mkdir()
@@ -890,7 +890,7 @@ def test_the_sites_own_pytorch_stays(tmp_path):
 def test_the_pins_are_for_any_patch_release_of_python():
     """Debian 12 has 3.11.2, Ubuntu 24.04 has 3.12.3: here may be a later."""
     first = "{}.{}.0".format(*sys.version_info)
-    pins = (ROOT / "constraints.txt").read_text().split()
+    pins = (ROOT / "environment/constraints.txt").read_text().split()
     for package in distributions():
         if f"{package.name}=={package.version}" in pins:
             needed = package.metadata.get("Requires-Python", "")
