@@ -166,6 +166,19 @@ def test_a_site_that_is_wrong(slurm, line, reason):
     assert not (slurm.repo / "runs" / f"ddp-1n1g-{job}").exists()
 
 
+def test_a_cell_submits_without_activate(slurm):
+    """As in a portal's kernel: flags for the script, options for sbatch."""
+    cell = ("from workshop.notebook.cells import submit; print(submit("
+            "'std', '--data none --device cpu', '--gpus-per-node=2'))")
+    said = slurm("bash", "-c", 'unset WORKSHOP; echo y | "$0" -c "$1"',
+                 sys.executable, cell, PYTHONPATH=str(slurm.repo)).stdout
+    job = re.search(r"batch job (\d+)", said)[1]
+    assert slurm.wait(job)["JobState"] == "FAILED"
+    log = (slurm.repo.parent / f"slurm-{job}.out").read_text()
+    assert f"job       std {job}: 1 x 2 GPUs" in log
+    assert "none: there is no such folder" in log
+
+
 def test_all_sizes(slurm):
     """Six jobs, which do not run because the partition is closed."""
     said = slurm(slurm.repo / "batchfiles" / "all-sizes.sh", "lit",
