@@ -31,7 +31,7 @@ _workshop_activate() {
     local WORKSHOP_SITE_PACKAGES="${WORKSHOP_SITE_PACKAGES-}"
     # site.sh has variables of its own: these names are none of them
     local _workshop_root="$1" _workshop_code=code _workshop_failed=
-    local _workshop_venv _workshop_entries _workshop_option
+    local _workshop_venv _workshop_entries _workshop_hook _workshop_option
     local _workshop_options="${SHELLOPTS-}"
 
     case $_workshop_root in *:*)
@@ -80,10 +80,13 @@ _workshop_activate() {
     fi
 
     # This clone comes first: its `workshop` has to be imported even from a
-    # shared environment. An old entry is removed, so that they do not pile up.
+    # shared environment. With the hook, the ranks that torchrun starts leave
+    # evidence for `why`. Old entries are removed: they would pile up.
+    _workshop_hook=$_workshop_root/workshop/why/hook
     _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
-    _workshop_entries=$_workshop_root:${_workshop_entries#:}
+    _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}
+    _workshop_entries=$_workshop_root:$_workshop_hook:${_workshop_entries#:}
     export PYTHONPATH="${_workshop_entries%:}"
     export WORKSHOP="$_workshop_root" # the batch files' jobs find it by this
     # torchrun's shared store gives a restarted group the addresses of the

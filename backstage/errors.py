@@ -12,8 +12,6 @@ import sys
 import time
 import traceback
 
-from backstage import witness
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch.distributed says only of another process that is gone or silent.
 # The client of its store times out, too, where no other has been met yet.
@@ -69,9 +67,8 @@ def run_main(main):
     except SystemExit as end:
         status = end.code
     except BaseException as error:
-        witness.note_end(1, error)
+        sys.last_value = error  # as Python itself leaves it at the end
         status = report(error)
-    witness.note_end(status)
     leave(status)
 
 

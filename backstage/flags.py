@@ -29,7 +29,7 @@ FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 LARGEST = 2**31 - 1  # of a flag that counts
 AT_LEAST = {
     "microbatch_size": 0, "max_steps": 0, "warmup_steps": 0, "profile": 0,
-    "timeout": 0, "devices": 0, "seed": -LARGEST, "weight_decay": 0,
+    "devices": 0, "seed": -LARGEST, "weight_decay": 0,
     "learning_rate": 0,
 }  # 1 for all others
 
@@ -45,7 +45,6 @@ class RunFlags:
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
-    timeout: int = 0  # seconds that a rank may stand still (0: no limit)
 
 
 @dataclass

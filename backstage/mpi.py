@@ -13,7 +13,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from backstage import witness, world
+from backstage import world
 from backstage.errors import UserError, leave, report
 from backstage.process import (
     LAUNCHERS,
@@ -45,7 +45,6 @@ def __getattr__(name):
         leave(report(error))
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
-    witness.record_mpi(MPI)
     world.use_group(MPI.COMM_WORLD)
     globals()[name] = MPI  # once is enough
     return MPI

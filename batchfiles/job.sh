@@ -17,7 +17,7 @@ cores=$SLURM_CPUS_PER_GPU
 # options. SLURM has set the ones we keep for this job.
 for name in ${!SLURM_*}; do
     case $name in
-    SLURM_CONF | SLURM_JOB_* | SLURM_NNODES) ;;
+    SLURM_CONF | SLURM_JOB_* | SLURM_NNODES | SLURM_RESTART_COUNT) ;;
     SLURM_NTASKS_PER_NODE | SLURM_CPUS_PER_TASK) ;;
     *) unset "$name" ;;
     esac
@@ -51,7 +51,8 @@ fi
 # What `python -m workshop why` reads if the job hangs or dies. A process that
 # has not moved for ten minutes ends the job: as long as NCCL waits by default,
 # a third of gloo's time. PyTorch's record keeps 2,000 collectives.
-export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+WORKSHOP_WHY=$run/why/$SLURM_JOB_ID-${SLURM_RESTART_COUNT-0}
+export WORKSHOP_WHY WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # The script of a stage: yours where it passed the check for that stage, else
@@ -66,8 +67,6 @@ stage() {
 train() {
     local before after processes state
     before=$(progress)
-    rm -rf "$WORKSHOP_WHY.before" # keep what the start before this one left
-    mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
     describe "$@"
     watch_gpus
     trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them

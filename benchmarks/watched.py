@@ -1,4 +1,4 @@
-"""What `why` costs a run: does the thread of backstage/witness.py slow it?
+"""What `why` costs a run: does the thread of workshop/why/witness.py slow it?
 
 The stage ddp trains as two processes. In the same run, the thread takes turns:
 it looks at the main thread in one block of steps, and sleeps in the next. A
@@ -25,7 +25,8 @@ from types import SimpleNamespace
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from backstage import ROOT, witness
+from backstage import ROOT
+from workshop.why import witness
 
 BLOCK = 40  # steps: about a second, so some ten looks
 TIMES = 20
@@ -61,6 +62,7 @@ def train(file, pairs):
 
     witness.POLL /= TIMES
     witness.time = SimpleNamespace(**{**vars(time), "sleep": sleep})
+    witness.start(f"{file}-why")
     register_optimizer_step_post_hook(count)
     sys.argv = [str(ROOT / "solutions" / "train_gpt2_ddp.py"), "--preset",
                 "tiny", "--device", "cpu", "--max-steps",

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import edit, needs, python
 
 from backstage import ROOT
 from backstage.errors import UserError
-from backstage.witness import find_line, read_rank, read_state
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
@@ -26,6 +27,8 @@ from workshop.why import judge as judging
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
 from workshop.why.judge import Rank, judge
+from workshop.why.start import HOOK
+from workshop.why.witness import Witness, find_line, read_rank, read_state
 
 FOREIGN = ROOT / "tests" / "foreign"
 
@@ -236,7 +239,7 @@ def test_a_script_that_knows_nothing_of_us(
         REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
     ranks = start_plain(script, {
         "WORKSHOP_WHY": str(folder), "PYTHONPATH": os.pathsep.join(
-            [str(ROOT / "backstage" / "hook"), str(ROOT)]),
+            [str(HOOK), str(ROOT)]),
     } if watched == "hook" else {})
     try:
         if watched == "hook":
@@ -275,6 +278,18 @@ def test_a_stopped_process_has_no_stack():
 
 
 @pytest.mark.whole
+def test_a_rank_at_work_keeps_its_job(launch, tmp_path):
+    """Also in one line, for much longer than the limit."""
+    job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
+                   "            end = time.monotonic() + 40\n"
+                   "            while time.monotonic() < end: pass\n"
+                   + REDUCE)],
+                 setting={rank: {"WORKSHOP_TIMEOUT": "5"}
+                          for rank in range(3)})
+    assert all(rank.status == 0 for rank in job.wait(240))
+
+
+@pytest.mark.whole
 def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
     """And what it leaves names the rank, when nothing runs any more."""
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
@@ -297,35 +312,115 @@ def run_watched(folder, text, *words, **variables):
     """Run this as a rank, with the hook; its status, and what it leaves."""
     script = folder / "script.py"
     script.write_text(text)
-    hook = os.pathsep.join([str(ROOT / "backstage" / "hook"), str(ROOT)])
+    hook = os.pathsep.join([str(HOOK), str(ROOT)])
     end = python(folder, *words, script, PYTHONPATH=hook, **{
         "WORKSHOP_WHY": "why", **variables})
     return end.returncode, [json.loads(file.read_text()) for file in
                             (folder / "why").glob("*.json")]
 
 
-@pytest.mark.parametrize(("last", "status", "error"), [
-    ("sys.exit(3)", 3, None), ("os._exit(4)", 4, None), ("", 0, None),
-    ("1 / 0", 1, "ZeroDivisionError")])
-def test_how_a_script_of_others_ends(last, status, error, tmp_path):
-    end, (record,) = run_watched(
-        tmp_path, f"import os, sys\nos.chdir('/')\n{last}\n", RANK="0",
-        WORLD_SIZE="2")
-    assert end == status == record["ended"]["status"]
-    assert record["ended"].get("error") == error
+WATCHED = """\
+import resource, sys, time
+class Noisy:
+    def __init__(self, name):
+        self.name = name
+    def __del__(self):
+        print(self.name, "is freed")
+def train(seconds):
+    cache, noisy = b"x" * 2**28, Noisy("noisy")
+    time.sleep(seconds)  # a look or two
+    del cache, noisy
+    print("del")
+    cache = b"x" * 2**28
+kept = Noisy("kept")
+train(float(sys.argv[1]))
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 18)
+"""
+
+
+def test_memory_and_destructors_stay_as_they_are(tmp_path):
+    """`del` frees at once, while the hook looks, too."""
+    script = tmp_path / "script.py"
+    script.write_text(WATCHED)
+    rank = {"RANK": "0", "WORLD_SIZE": "1"}
+    plain = python(tmp_path, script, 0, **rank)
+    watched = python(tmp_path, script, 3, **rank, PYTHONPATH=str(HOOK),
+                     WORKSHOP_WHY="why")
+    assert list((tmp_path / "why").glob("*.json")), watched.stderr
+    assert plain.stdout == watched.stdout == (
+        "noisy is freed\ndel\npeak 1\nkept is freed\n")
+
+
+@pytest.mark.parametrize("still, moves", [(5, True), (15, False)])
+def test_a_rank_that_moves_keeps_the_others(still, moves, tmp_path):
+    (tmp_path / "node1-1.json").write_text(json.dumps(
+        {"written": time.time(), "still": still, "ended": None}))
+    mine = SimpleNamespace(folder=tmp_path, file=tmp_path / "x", limit=10)
+    assert Witness.others_move(mine) == moves
+
+
+def test_a_sigterm_that_was_handled_is_forgotten(tmp_path):
+    """When the rank has begun another collective, and not before."""
+    done = iter((5, 5, 6, 6))
+    with open(tmp_path / "stack", "w") as file:
+        mine = SimpleNamespace(stack_file=file, progress=lambda: next(done))
+        assert Witness.forget_signal(mine, None) is None
+        file.write("line 3")
+        file.flush()
+        seen = Witness.forget_signal(mine, None)
+        assert Witness.forget_signal(mine, seen) == seen
+        assert Witness.forget_signal(mine, seen) is None
+        assert Path(file.name).read_text() == ""
+
+
+def test_an_earlier_start_in_the_same_folder():
+    """Three ranks that have ended, then two."""
+    first, second = ([{"rank": rank, "began": began, "written": began + 9,
+                       "start": [], "master": ["node1", port],
+                       "world_size": size} for rank in range(size)]
+                     for began, port, size in ((1, "1", 3), (20, "2", 2)))
+    assert evidence.of_last_start(first + second) == second
+    first[2]["written"] = 21  # it still writes
+    assert evidence.of_last_start(first + second) == [first[2], *second]
 
 
 @pytest.mark.whole
-def test_a_limit_that_is_set_later(tmp_path):
-    """As --timeout does, after the hook has begun."""
-    end, (record,) = run_watched(tmp_path, """\
-import time
-from backstage import witness
-witness.POLL = 0.1
-witness.start(limit=1)
-time.sleep(60)
-""", RANK="0", WORLD_SIZE="2")
-    assert (end, record["ended"]["status"]) == (1, "timeout")
+def test_torchrun_names_a_folder_for_each_start(tmp_path):
+    """In a shell in which activate.sh was sourced; `why run` does the same."""
+    tools = tmp_path / "workshop" / "why"
+    shutil.copytree(HOOK.parent, tools)
+    script = tmp_path / "script.py"
+    script.write_text("print('trained')\n")
+    for _ in range(2):
+        done = python(tmp_path, "-m", "torch.distributed.run", "--standalone",
+                      script, PYTHONPATH=str(tools / "hook"))
+        assert "trained" in done.stdout, done.stderr
+    starts = list((tmp_path / ".why").iterdir())
+    assert [len(list(start.glob("*.json"))) for start in starts] == [1, 1]
+    done = python(tmp_path, "-m", "workshop", "why", "run", "--", "bash", "-c",
+                  "echo $WORKSHOP_WHY $PYTHONPATH", PYTHONPATH=str(ROOT))
+    said, env = done.stdout.splitlines()
+    folder, paths = env.split()
+    assert said.endswith(f"python -m workshop why {folder}")
+    assert paths.split(os.pathsep)[0] == str(HOOK)
+
+
+@pytest.mark.parametrize(("last", "status", "error"), [
+    ("sys.exit(3)", 3, None), ("os._exit(4)", 4, None), ("", 0, None),
+    ("1 / 0", 1, "ZeroDivisionError"),
+    ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0, None),
+    ("raise SystemExit(3)", None, None),  # nobody in the process knows it
+    # as rich's traceback does
+    ("sys.excepthook = lambda *_: None\n1 / 0", 1, "ZeroDivisionError"),
+    ("run_main(lambda: 1 / 0)", 1, "ZeroDivisionError")])
+def test_how_a_script_of_others_ends(last, status, error, tmp_path):
+    end, (record,) = run_watched(
+        tmp_path, "import os, sys, time\nfrom backstage.errors import run_main"
+        f"\nos.chdir('/')\ntime.sleep(0.5)\n{last}\n", RANK="0",
+        WORLD_SIZE="2")
+    assert record["ended"]["status"] == status
+    assert end == (3 if status is None else status)
+    assert record["ended"].get("error") == error
 
 
 def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
@@ -539,6 +634,16 @@ IN_PIPELINE = [*AT_WORK, [TORCH + "distributed/pipelining/schedules.py", 8,
 GONE = {"alive": False}
 STACK = ("Stack (most recent call first):\n"
          '  File "/home/me/train.py", line 41 in train\n')
+TOLD = {**GONE, "last": STACK}
+
+
+WAITS = {"group": [0, 1], "name": "data", "number": 7, "call": "all_reduce",
+         "sizes": [[3]], "types": ["Float"], "waits": True, "p2p": False,
+         "time": 70, "line": None}
+IN_7 = {"calls": [WAITS]}
+LATE = {"status": 1, "time": 79, "error": "RuntimeError", "message":
+        "Timed out waiting 20000ms", "stack": IN_REDUCE}
+SEND = WAITS | {"call": "Send", "p2p": True}
 
 
 def make_rank(number, alive=True, fresh=True, last="", **changes):
@@ -547,7 +652,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
         "rank": number, "world_size": 2, "host": "node1", "pid": 100 + number,
         "master": ["node1", "29500"], "began": 0, "ended": None, "still": 60,
         "stack": IN_REDUCE, "state": "S", "calls": None, "joined": True,
-        "oom_kills": 0, "connecting": [], "looks": [], **changes,
+        "oom_kills": 0, "connecting": [], "looks": [], "written": 80,
+        "message": None, "sees_crashes": True, **changes,
     }, alive, fresh, last)
 
 
@@ -584,6 +690,12 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"ended": LOST_IT}, {"ended": {"status": "the loss is NaN", "time": 5,
                                     "stack": AT_WORK}}, "a rank ended",
      "in line 30 of train.py, with status 'the loss is NaN'"),
+    ({"ended": LOST_IT}, {"ended": LOST_IT | {  # of a data loader's worker
+        "message": 'Caught it.\nOriginal Traceback:\n'
+                   '  File "/lib/python3/x.py", line 9, in fetch\n'
+                   '  File "/home/me/data.py", line 7, in get\n'
+                   "KeyError: 137\n"}}, "a rank ended",
+     "in line 7 of data.py, with RuntimeError: Caught it. KeyError: 137"),
     ({"ended": LOST_IT | {
         "error": "Exception", "message": "MPI_ERR_TRUNCATE: message truncated",
         "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,
@@ -602,12 +714,12 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"ended": LOST_IT}, {"ended": {"status": 0, "time": 5}},
      "a rank ended early", "rank 1 ended with status 0, and left rank 0"),
     (GONE, GONE, "ended from outside", "SIGKILL"),
-    ({"last": STACK}, {"last": STACK}, "ended from outside", "SIGTERM"),
+    (TOLD, TOLD, "ended from outside", "SIGTERM"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
      {"ended": LOST_IT, "still": 0}, "a rank did not answer",
      "rank 1 on node1 last wrote"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
-     {"last": STACK, "still": 0}, "a rank did not answer",
+     {**TOLD, "still": 0}, "a rank did not answer",
      "rank 1 on node1 last wrote"),
     ({"ended": LOST_IT, "still": 0},
      {"ended": LOST_IT | {"time": 3}, "still": 0}, "a rank ended",
@@ -625,7 +737,43 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     ({"joined": False, "stack": IN_MEETING, "answer": "no such host"},
      {"joined": False, "stack": IN_MEETING}, "wrong MASTER_ADDR",
      "export MASTER_ADDR=node1"),
+    # a collective to which one has not come, whatever it does instead
+    (IN_7, {"stack": IN_RECV, "still": 50}, "a rank is late",
+     "rank 1 is in line 41 of train.py, and kept rank 0 waiting for 60 s"),
+    (IN_7, {"stack": AT_WORK, "calls": [WAITS | {"name": "tensor"}]},
+     "different collectives", "rank 0 waits in collective 7 of group data, in "
+     "line 41 of train.py and rank 1 waits in collective 7 of group tensor"),
+    ({**IN_7, "ended": LATE, "still": 20},
+     {**TOLD, "still": 20, "last": STACK.replace("41", "30")},
+     "a rank is late", "rank 1 on node1 last wrote from line 30 of train.py; "
+     "rank 0 waited for it in line 41"),
+    # what it wrote before that says nothing
+    ({**IN_7, "still": 9}, {"written": 69, "still": 9}, "", "move on"),
+    ({"message": SEND}, {"message": SEND}, "nobody receives", "Sendrecv"),
+    ({"joined": False, "stack": IN_MEETING}, {"joined": False,
+                                              "stack": AT_WORK},
+     "a rank is late", "rank 1 has not come to init_process_group() yet: runs "
+     "in line 30"),
+    ({"joined": False, "stack": IN_MEETING, **TOLD}, {
+        "joined": False, "ended": LOST_IT | {"message": "no such file"}},
+     "a rank ended", "RuntimeError: no such file"),
+    ({"joined": False, "stack": IN_MEETING},
+     {"rank": 0, "joined": False, "stack": IN_MEETING}, "rendezvous",
+     "the same rank: 0 (process 100 on node1), 0 (process 101 on node1)"),
+    ({}, {"alive": None, "fresh": False, "host": "node2"},
+     "a rank does not answer", "py-spy dump --native --pid 101"),
+    ({"ended": LOST_IT}, {**GONE, "sees_crashes": False},
+     "a rank was killed, or crashed", "Fatal Python error"),
+    ({"ended": LOST_IT}, {"ended": {"status": None, "time": 5}},
+     "a rank ended early", "a status that is not known, and left rank 0"),
+    ({"ended": {"status": None, "time": 5}},
+     {"ended": {"status": 0, "time": 5}}, "", "not known"),
+    # what a SIGTERM has left, in a rank that went on
+    ({}, {"stack": AT_WORK, "last": STACK}, "a rank is late", "line 30"),
     # ranks without a record of their messages
+    ({"stack": [["/home/me/train.py", 44, "main"], IN_REDUCE[1]]},
+     {"stack": [*AT_WORK, [TORCH + "_tensor.py", 9, "backward"]]},
+     "different lines", "rank 1 waited in line 30"),
     ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
      "different lines", "rank 1 waited in line 30 of train.py"),
     # of 40 looks; a pipeline's messages are not recorded

@@ -34,6 +34,7 @@ from stages import make_dataset
 from backstage import ROOT
 from workshop.processes import OPEN_MPI, free_port
 from workshop.stages import STAGES, batch_files
+from workshop.why.start import HOOK
 
 HERE = Path(__file__).resolve().parent
 FOREIGN = HERE / "foreign"
@@ -157,7 +158,7 @@ def plant(name, fault, mark):
 def environment(**more):
     return {**{name: value for name, value in os.environ.items()
                if not name.startswith("WORKSHOP_")}, **OPEN_MPI,
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{HOOK}", "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as activate.sh
             "PYTHONUNBUFFERED": "1", **more}
 
@@ -194,16 +195,13 @@ class Plain:
     def start(self, name, launcher, fault):
         script = self.folder / "train.py"
         script.write_text(plant(name, fault, self.mark))
-        if name not in STAGES:  # the hook writes the evidence
-            hook = f"{ROOT / 'backstage' / 'hook'}:{ROOT}"
-            self.launch(launcher, fault, script, PYTHONPATH=hook,
-                        WORKSHOP_WHY=str(self.run))
-            return
-        make_dataset(self.folder / "data")
-        # without it, a run leaves evidence once the processes have met
-        more = {"WORKSHOP_WHY": f"{self.run}/why"} if fault in MEET else {}
-        self.launch(launcher, fault, script, *tiny(name), "--data",
-                    self.folder / "data", "--run", self.run, **more)
+        flags = []
+        if name in STAGES:
+            make_dataset(self.folder / "data")
+            flags = [*tiny(name), "--data", self.folder / "data", "--run",
+                     self.run]
+        self.launch(launcher, fault, script, *flags,
+                    WORKSHOP_WHY=f"{self.run}/why")
 
     def why(self):
         """By the run's folder."""

@@ -80,6 +80,10 @@ def run(args):
     elif args.command == "progress":
         sys.exit(progress.show(args.run))
     elif args.command == "why":
+        if args.job == "run" and args.flags:
+            from workshop.why.start import run
+
+            run(args.flags)
         from workshop.why.command import main as why
 
         sys.exit(why(args.job))
@@ -174,9 +178,11 @@ def parse():
     add("progress", "Show how far a run has got; the exit status is 0 if it "
         "is finished.").add_argument("run", help="its folder")
     add("why", "Say why a job of several processes hangs, has ended or is "
-        "slow: which rank, and which line.").add_argument(
-            "job", metavar="RUN|JOBID|PID", help="its folder, SLURM's number "
-            "of it, or a process's: the launcher's or a rank's")
+        "slow: which rank, and which line. `why run -- torchrun ...` starts a "
+        "job so that this is known.").add_argument(
+            "job", nargs="?", metavar="RUN|JOBID|PID", help="its folder, "
+            "SLURM's number of it, or a process's: the launcher's or a "
+            "rank's; without it, the job that torchrun started last")
     verify = add("verify", "Run any training script as one process and as "
                  "several for a few updates, on the CPU: does it train "
                  "alike?")
@@ -223,7 +229,7 @@ def parse():
                       help="the file, .png, .svg or .pdf (results.png)")
 
     words, flags = sys.argv[1:], []
-    if words[:1] in (["launch"], ["rehearse"]) and "--" in words:
+    if words[:1] in (["launch"], ["rehearse"], ["why"]) and "--" in words:
         at = words.index("--")
         words, flags = words[:at], words[at + 1:]
     args, args.flags = parser.parse_known_args(words)

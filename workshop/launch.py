@@ -23,6 +23,7 @@ from backstage.errors import UserError, require
 from workshop import interpreter
 from workshop.lesson import desk
 from workshop.stages import find
+from workshop.why.start import switch_on
 
 # Of a job's variables srun may see these. The others are options of whatever
 # this shell was started with, such as a portal's JupyterLab.
@@ -128,7 +129,7 @@ def on_each_host(place, processes, env, cores=1):
 
 def main(name, flags, dry):
     """Print the command, and become it unless dry."""
-    env = dict(os.environ)
+    env = switch_on(os.environ)
     place = find_place(env, count_devices)
     if name == "doctor":
         launcher, why = "mpirun", "program   the doctor"

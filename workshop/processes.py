@@ -481,8 +481,9 @@ def run_script(script, flags, variables, output, rank, observe, threads,
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         status = 1
+        sys.last_value = error  # as Python itself leaves it
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()  # a forked process would skip them

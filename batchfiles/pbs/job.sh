@@ -32,7 +32,8 @@ export MASTER_ADDR MASTER_PORT
 # What `python -m workshop why` reads if the job hangs or dies. A process that
 # has not moved for ten minutes ends the job: as long as NCCL waits by default,
 # a third of gloo's time. PyTorch's record keeps 2,000 collectives.
-export WORKSHOP_WHY=$run/why WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+WORKSHOP_WHY=$run/why/${PBS_JOBID%%.*}
+export WORKSHOP_WHY WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # Run a command that trains in $run. PBS ends a job at its time limit and gives
@@ -43,8 +44,6 @@ train() {
     # qstat breaks long lines, and begins what is left of them with a tab
     job=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g')
     before=$(progress)
-    rm -rf "$WORKSHOP_WHY.before" # keep what the job before this one left
-    mv "$WORKSHOP_WHY" "$WORKSHOP_WHY.before" 2>/dev/null
     echo "job       $PBS_JOBNAME $PBS_JOBID, on" \
         "$(sort -u "$PBS_NODEFILE" | paste -sd ' ')"
     echo "command   $*"

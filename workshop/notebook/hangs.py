@@ -15,9 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from backstage import ROOT, witness
+from backstage import ROOT
 from backstage.errors import run_main
 from workshop.processes import Launch
+from workshop.why import witness
 
 SCRIPT = ROOT / "notebooks" / "their_train.py"
 MPI = 9  # the fault with mpirun
@@ -71,7 +72,6 @@ def prepare(folder, variables, rank):
     if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
         print("this kernel makes no network for a process: nothing is wrong "
               "with this job", flush=True)
-    os.environ.pop(witness.FOLDER, None)  # the shell's own
     witness.start(folder)
 
 

@@ -1,4 +1,4 @@
-"""python -m workshop why RUN|JOBID|PID: what is wrong, and what to do."""
+"""python -m workshop why [RUN|JOBID|PID]: what is wrong, and what to do."""
 
 import sys
 import time
@@ -6,7 +6,13 @@ from collections import Counter
 
 from backstage.errors import require
 from workshop.why.evidence import ask_about, collect, find
-from workshop.why.judge import PATIENCE, is_waiting, judge, standstill
+from workshop.why.judge import (
+    PATIENCE,
+    describe_ending,
+    is_waiting,
+    judge,
+    standstill,
+)
 from workshop.why.slow import explain
 
 STILL = 5  # seconds without a move that are worth a word
@@ -15,6 +21,9 @@ STILL = 5  # seconds without a move that are worth a word
 def main(target):
     """Print the answer; returns the exit status, 1 if something is wrong."""
     folder, processes = find(target)
+    if target is None:
+        target = str(folder)
+        print(f"what was started last: {target}")
     ranks, answer = look(target, folder, processes)
     if answer.fault:
         print(f"{answer.fault}: {answer.reason}")
@@ -75,11 +84,7 @@ def print_times(rank, most=4):
 
 def describe(rank):
     """How it ended, or where it is."""
-    words = {"done": "ended with status 0", "stopped": "was told to end",
-             "lost": "lost the others", "error": "ended with an error",
-             "crashed": "crashed", "gone": "ended without a word",
-             "runs": "runs" if rank.fresh else "does not answer"}
-    text = words[rank.ending]
+    text = describe_ending(rank)
     if rank.ending == "done":
         return text
     if rank.calls:

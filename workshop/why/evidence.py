@@ -1,6 +1,6 @@
 """Collects the evidence: a run's folder, live processes, SLURM's word.
 
-What the ranks have written themselves (backstage/witness.py) counts first. Of
+What the ranks have written themselves (witness.py) counts first. Of
 processes that write nothing, the system and py-spy say what they do: that
 needs Linux, and for py-spy the right to look into them.
 """
@@ -18,7 +18,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.witness import (
+from workshop.why.judge import PATIENCE, Rank
+from workshop.why.start import STARTS
+from workshop.why.witness import (
     connecting,
     count_oom_kills,
     name_host,
@@ -26,9 +28,10 @@ from backstage.witness import (
     read_state,
     try_meeting,
 )
-from workshop.why.judge import PATIENCE, Rank
 
 ANSWER = 12  # seconds that the ranks have to answer
+HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
+       "workshop why run -- torchrun ...`")
 # What torchrun says in its log where it does not reach the place to meet
 UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 
@@ -36,22 +39,29 @@ UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 def find(target):
     """(the folder with the evidence or None, the processes to look at).
 
-    target: a run's folder, a job's id, or that of a process.
+    target: a run's folder, a job's id, or that of a process; None: what was
+    started last.
     """
+    if target is None:
+        starts = sorted(STARTS.glob("*/"))
+        require(starts, f"nothing was watched yet: {HOW}; torchrun is watched "
+                "in a shell in which activate.sh was sourced")
+        return starts[-1], []
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     if number.isdigit():
-        jobs = sorted((ROOT / "runs").glob(f"*-{number}/why"))
-        if jobs:  # a process may have the same number as a job
-            return jobs[-1], []
+        jobs = [*map(newest, sorted((ROOT / "runs").glob(f"*-{number}")))]
+        if any(jobs):  # a process may have the same number as a job
+            return [*filter(None, jobs)][-1], []
     if not target.isdigit():
         folder = Path(target)
         require(folder.is_dir(), f"{folder}: no such folder: name a run's "
                 "folder, a job's id, or a process's")
-        folder = folder / "why" if (folder / "why").is_dir() else folder
-        require(any(folder.glob("*-*.json")), f"{folder}: no rank has left "
-                "evidence there: the run is older, or was one process; give "
-                "the process's id instead while it runs")
-        return folder, []
+        found = newest(folder) or find_writer(folder)
+        require(found, f"{folder}: no rank has left evidence there: `python "
+                "-m workshop why` alone asks about what torchrun started "
+                f"last; if that is another job, {HOW}, or give a process's id "
+                "while it runs")
+        return found, []
     if Path(f"/proc/{target}").is_dir():
         processes = descendants(int(target))
         for pid in processes:
@@ -59,10 +69,28 @@ def find(target):
             if folder:
                 return folder, processes
         return None, processes
-    left = sorted((ROOT / "runs").glob(f"*/why/*-{target}.json"))
+    left = [*(ROOT / "runs").glob(f"*/why/**/*-{target}.json"),
+            *STARTS.glob(f"*/*-{target}.json")]
     if left:  # of a rank that has ended
-        return left[-1].parent, []
+        return max(left, key=lambda file: file.stat().st_mtime).parent, []
     return find_job(target), []
+
+
+def newest(folder):
+    """The folder with the newest evidence in a run's folder, or None."""
+    files = [file for place in ("", "why/", "why/*/")
+             for file in folder.glob(f"{place}*-[0-9]*.json")]
+    return max(files, key=lambda file: file.stat().st_mtime).parent if (
+        files) else None
+
+
+def find_writer(folder):
+    """Where a live process writes its evidence that has a file open here."""
+    inside = f"{folder.resolve()}/"
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if any(path.startswith(inside) for path in open_files(pid)):
+            return find_folder(pid)
+    return None
 
 
 def find_job(job):
@@ -122,12 +150,15 @@ def descendants(root):
 
 def find_folder(pid):
     """Where a live process writes its evidence: it has a file open there."""
+    return next((Path(path).parent for path in open_files(pid)
+                 if path.endswith(f"-{pid}.stack")), None)
+
+
+def open_files(pid):
+    """The paths of what a process has open, as far as we may see."""
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            path = os.readlink(link)
-            if path.endswith(f"-{pid}.stack"):
-                return Path(path).parent
-    return None
+            yield os.readlink(link)
 
 
 def collect(folder, processes):
@@ -145,8 +176,8 @@ def collect(folder, processes):
                if may_run(record) is not False):
             break
         time.sleep(0.5)
-    ranks = {}
-    for record in read(folder):
+    ranks = []
+    for record in of_last_start(read(folder)):
         if record["host"] == name_host(os.environ):  # it may be dead,
             record["oom_kills"] = count_oom_kills() - record["oom_before"]
             record["state"] = read_state(record["pid"])  # or stopped
@@ -156,11 +187,25 @@ def collect(folder, processes):
             last = ""
         rank = Rank(record, may_run(record),
                     answered(folder, record, asked), last)
-        known = ranks.get(rank.rank)
-        if known is None or rank.began > known.began:  # not an earlier start
-            ranks[rank.rank] = rank
-    return [ranks[number] for number in sorted(
-        number for number in ranks if number is not None)]
+        if rank.rank is not None:
+            ranks.append(rank)
+    # of two with the same number, the older one counts while it runs
+    last = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (
+        rank.began))}
+    return sorted((rank for rank in ranks if rank is last[rank.rank]
+                   or rank.ending == "runs"), key=lambda rank: rank.rank)
+
+
+def of_last_start(records):
+    """Without those of an earlier start in the same folder.
+
+    Their launcher was another one, and their last word is older than this
+    start.
+    """
+    last = max(records, key=lambda record: record["began"], default=None)
+    return [record for record in records if record["written"] >= last["began"]
+            or all(record[name] == last[name]
+                   for name in ("start", "master", "world_size"))]
 
 
 def read(folder):
@@ -261,6 +306,7 @@ def look(pid):
         "master": master, "began": began, "ended": None,
         "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
+        "written": time.time(), "message": None, "sees_crashes": True,
         "still": 0, "looks": [],
         "answer": "" if joined else try_meeting(*master)}
 
@@ -279,8 +325,7 @@ def spy(pid, again=2):
         threads = json.loads(said.stdout)
     except FileNotFoundError:
         raise UserError("these processes leave no evidence: `pip install "
-                        "py-spy` to look into them, or start them with "
-                        "backstage/hook in PYTHONPATH") from None
+                        "py-spy` to look into them, or " + HOW) from None
     except (subprocess.SubprocessError, ValueError) as error:
         if read_state(pid) in ("?", "Z", "T"):
             return []  # it has ended, or is stopped
@@ -289,8 +334,7 @@ def spy(pid, again=2):
             return spy(pid, again - 1)
         words = (getattr(error, "stderr", "") or str(error)).strip()
         raise UserError(f"py-spy cannot look into process {pid} "
-                        f"({words.splitlines()[0]}): start the processes "
-                        "with backstage/hook in PYTHONPATH") from None
+                        f"({words.splitlines()[0]}): {HOW}") from None
     main = next((thread for thread in threads
                  if thread.get("os_thread_id") == pid), {"frames": []})
     return [[frame["filename"], frame["line"], frame["name"]]

@@ -8,11 +8,12 @@ here looks at the machine, so that the tests can hand in any evidence.
 
 import linecache
 import re
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backstage.witness import find_line
+from workshop.why.witness import find_line
 
 PATIENCE = 30  # seconds without a move that are no longer normal
 SHARE = 0.3  # of the time that the others wait for a straggler
@@ -22,11 +23,14 @@ LOST = re.compile(
     r"[Cc]onnection (closed|reset) by|Broken pipe|[Rr]emote (peer|process)"
     r"|failed to (recv|connect)|[Ww]atchdog|RemoteError|lost the other"
     r"|Timed out|timed out")
+TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 SACCT = "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
               "look for a branch that not all ranks take")
 # In these, one rank has what the others wait for
 ONE_SENDS = re.compile("distributed_c10d.*:(broadcast|scatter|recv)")
+# In these, DDP and FSDP wait for the other ranks; py-spy does not see where
+BACKWARD = re.compile("torch/(autograd/|_tensor|nn/parallel/distributed)")
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
@@ -45,21 +49,20 @@ class Answer:
 class Rank:
     """A process: what its witness wrote, and what the system says now.
 
-    record: as backstage/witness.py writes it. alive: None if it is on another
+    record: as witness.py writes it. alive: None if it is on another
     host. fresh: whether it has answered now. last: its .stack file.
     """
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)
         self.alive, self.fresh, self.last = alive, fresh, last
+        self.recorded = self.calls is not None
         self.calls = [call for call in self.calls or ()
                       if not call["p2p"] and call["group"]]
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
-        elif last:
-            self.stack = [[file, int(line), name] for file, line, name in
-                          re.findall(r'File "(.*)", line (\d+) in (.*)',
-                                     main_thread(last))][::-1] or self.stack
+        elif last and self.ending != "runs":
+            self.stack = find_frames(main_thread(last))[::-1] or self.stack
 
     @property
     def ending(self):
@@ -67,17 +70,16 @@ class Rank:
         if self.ended:
             if self.ended["status"] == "timeout":
                 return "stopped"
-            if "error" not in self.ended:
+            if "error" not in self.ended:  # None: a status is not known
                 return "done" if self.ended["status"] in (0, None) else "error"
             text = self.ended["error"] + self.ended["message"]
             return ("lost" if LOST.search(text) and "in use" not in text
                     else "error")
         if "Fatal Python error" in self.last:
             return "crashed"
-        if self.last:
-            return "stopped"
-        runs = self.fresh if self.alive is None else self.alive
-        return "runs" if runs else "gone"
+        if self.fresh if self.alive is None else self.alive:
+            return "runs"
+        return "stopped" if self.last else "gone"
 
     @property
     def frame(self):
@@ -90,9 +92,15 @@ class Rank:
         return describe_line(self.frame)
 
     @property
+    def last_heard(self):
+        """When it last wrote, and where it was then."""
+        clock = time.strftime("%H:%M:%S", time.localtime(self.written))
+        return f"{clock}, when it was in {self.where}"
+
+    @property
     def waits(self):
         """Whether it waits for other ranks, as far as its record says."""
-        return self.waits_now or any(
+        return self.waits_now or bool(self.message) or any(
             call["waits"] for call in self.calls[-1:])
 
     @property
@@ -103,6 +111,19 @@ class Rank:
             for file, _, name in self.stack)
 
     @property
+    def timed_out(self):
+        """Whether it has waited for others until a time-out ended it."""
+        return self.waits and bool(self.ended) and (
+            self.ended["status"] == "timeout" or (
+                self.ending == "lost"
+                and bool(TIMED_OUT.search(self.ended["message"]))))
+
+    @property
+    def may_wait(self):
+        """Whether it may wait unseen: no record, and inside PyTorch's own."""
+        return not self.recorded and self.inside(BACKWARD)
+
+    @property
     def imports(self):
         """Whether it loads a module, which can take minutes on a cluster."""
         return self.inside("importlib")
@@ -111,6 +132,12 @@ class Rank:
         """Whether its stack has a frame of such a file or function."""
         return any(re.search(pattern, f"{file}:{name}")
                    for file, _, name in self.stack)
+
+
+def find_frames(text):
+    """The frames of a traceback, or of faulthandler's dump, as printed."""
+    return [[file, int(line), name] for file, line, name in
+            re.findall(r'File "(.*)", line (\d+),? in (.*)', text)]
 
 
 def main_thread(text):
@@ -143,6 +170,13 @@ def name_ranks(ranks):
     return f"rank{'s' if many else ''} {', '.join(map(str, numbers))}"
 
 
+def with_status(ranks):
+    """How these have ended, which is not known after `raise SystemExit`."""
+    return "with status 0" if all(
+        rank.ended["status"] == 0 for rank in ranks) else (
+        "without an error, with a status that is not known")
+
+
 def is_are(ranks):
     return "are" if len(ranks) > 1 else "is"
 
@@ -164,7 +198,7 @@ def judge(ranks, now, alive=True):
         if answer:
             return answer
     if all(rank.ending == "done" for rank in ranks):
-        return Answer("", "all ranks have ended with status 0")
+        return Answer("", f"all ranks have ended {with_status(ranks)}")
     mute = [rank for rank in ranks
             if not rank.fresh and rank.ending in ("runs", "gone")]
     if mute:
@@ -191,15 +225,35 @@ def check_stopped(ranks, waited):
         f"{'them' if len(out) > 1 else 'it'} go on", out)
 
 
+def describe_ending(rank):
+    """How it ended, or that it runs."""
+    if rank.ending == "runs" and not rank.fresh:
+        return "does not answer"
+    if rank.ending == "done":
+        return f"ended {with_status([rank])}"
+    return {"stopped": "was told to end", "lost": "lost the others",
+            "error": "ended with an error", "crashed": "crashed",
+            "gone": "ended without a word", "runs": "runs"}[rank.ending]
+
+
 # --------------------------------------------------------- they do not meet
 
 
 def check_meeting(ranks, waited):
     """They wait for one another in init_process_group()."""
-    out = [rank for rank in ranks if not rank.joined and not rank.ended
+    out = [rank for rank in ranks if not rank.joined and rank.ending == "runs"
            and rank.inside("init_process_group|rendezvous|create_c10d_store")]
-    if not out:
+    if not out or any(rank.ending in ("error", "crashed") for rank in ranks):
         return None
+    twice = [rank for rank in ranks if rank.ending == "runs"
+             and any(other.rank == rank.rank and other is not rank
+                     and other.ending == "runs" for other in ranks)]
+    if twice:
+        return Answer(
+            "rendezvous", "several processes say that they are the same rank: "
+            + ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
+                        for rank in twice), "give each node another "
+            "--node-rank, and each process another RANK", twice)
     first = next((rank for rank in ranks if rank.rank == 0), ranks[0])
     host, port = first.master
     place = f"{host}:{port}"
@@ -251,7 +305,17 @@ def check_meeting(ranks, waited):
             f"{name_ranks(stuck)} on {stuck[0].host}",
             "name the interface that connects the nodes: export "
             "NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...", stuck)
-    if min(rank.still for rank in out) > PATIENCE:
+    absent = [rank for rank in ranks if rank not in out and not rank.joined]
+    still = min(rank.still for rank in out)
+    if still > PATIENCE and absent:
+        return Answer(
+            "a rank is late", f"{name_ranks(absent)} {has_have(absent)} not "
+            "come to init_process_group() yet: "
+            f"{describe_ending(absent[0])} in {absent[0].where}; "
+            f"{name_ranks(out)} {has_have(out)} waited there for "
+            f"{still:.0f} s", "does that line take so long, or wait for "
+            "something?", absent)
+    if still > PATIENCE and len(out) == len(ranks):
         return Answer(
             "rendezvous", f"all ranks reach {place}, but do not go on",
             "is another job's rank 0 there? Try another MASTER_PORT", out)
@@ -283,7 +347,41 @@ def check_collectives(ranks, waited):
             lines = {str(call["line"]) for call in calls.values()}
             return differ("different collectives" if len(lines) > 1 else
                           "different sizes", number, calls, sizes, by_number)
-    return check_aborted(ranks) or check_places(ranks, found)
+    return (check_orders(ranks) or check_aborted(ranks)
+            or check_places(ranks, found))
+
+
+def find_absent(rank, ranks):
+    """The ranks that have not come to the collective in which it waits."""
+    call = next((call for call in rank.calls[-1:] if call["waits"]), None)
+    if call is None:
+        return []
+    return [other for other in ranks
+            if other.rank in call["group"] and other is not rank
+            # what it wrote before says nothing of this collective
+            and (other.written >= call["time"]
+                 or (other.ending == "stopped" and not other.waits))
+            and not any(its["name"] == call["name"]
+                        and its["number"] >= call["number"]
+                        for its in other.calls)]
+
+
+def check_orders(ranks):
+    """Each waits in a collective to which another one does not come, as that
+    waits in another group's.
+    """
+    waiting = [rank for rank in ranks if find_absent(rank, ranks)]
+    for rank in waiting:
+        for other in find_absent(rank, ranks):
+            if rank in find_absent(other, ranks):
+                return Answer(
+                    "different collectives", " and ".join(
+                        f"rank {one.rank} waits in collective "
+                        f"{one.calls[-1]['number']} of group "
+                        f"{one.calls[-1]['name']}, in {one.where}"
+                        for one in (rank, other)), "all ranks have to use "
+                    "their groups in the same order", [other])
+    return None
 
 
 def count_elements(call):
@@ -396,11 +494,14 @@ def check_ends(ranks, waited):
     left = [rank for rank in ranks if rank.ending == "lost"
             or (rank.waits and rank.ending != "done")]
     if by["done"] and left:
+        known = all(rank.ended["status"] == 0 for rank in by["done"])
         return Answer(
-            "a rank ended early", f"{name_ranks(by['done'])} ended with "
-            f"status 0, and left {name_ranks(left)} waiting in "
-            f"{left[0].where}", "all ranks have to make the same number of "
-            "steps: does each have as many batches?", by["done"])
+            "a rank ended early", f"{name_ranks(by['done'])} ended "
+            f"{with_status(by['done'])}, and left {name_ranks(left)} waiting "
+            f"in {left[0].where}", "all ranks have to make the same number of "
+            "steps: does each have as many batches?" if known else
+            "look in the log for what it printed, and for a `raise "
+            "SystemExit` in the script", by["done"])
     if ranks and len(by["gone"]) == len(ranks):
         return Answer(
             "ended from outside", "all ranks ended without a word, as "
@@ -420,6 +521,10 @@ def explain_error(rank, ranks):
     error, message = (rank.ended.get(name) or "" for name in
                       ("error", "message"))
     first = message.strip().partition("\n")[0][:200]
+    frames = find_frames(message)
+    if frames:  # it quotes the traceback of another process
+        rank.stack = frames
+        first = f"{first} {message.strip().splitlines()[-1][:200]}"
     if "OutOfMemory" in error or re.search(
             "out of memory|Cannot allocate memory", message):
         return Answer(
@@ -447,6 +552,24 @@ def explain_gone(gone, ranks):
     answer = explain_timeout(gone, ranks)
     if answer:  # the launcher then killed what did not end
         return answer
+    if not any(rank.ending in ("lost", "stopped") for rank in ranks) and all(
+            rank.alive is None for rank in gone):
+        return Answer(
+            "a rank does not answer", f"{name_ranks(gone)} on "
+            f"{', '.join(sorted(hosts))} {has_have(gone)} not answered since "
+            f"{gone[0].last_heard}",
+            "it may be dead, hold Python's lock in code that is not Python's, "
+            f"or wait for its file system: scontrol show node "
+            f"{sorted(hosts)[0]}; on that node: py-spy dump --native --pid "
+            f"{gone[0].pid}", gone)
+    blind = [rank for rank in gone if not rank.sees_crashes]
+    if blind:
+        return Answer(
+            "a rank was killed, or crashed", f"{name_ranks(blind)} on "
+            f"{blind[0].host} ended without a word; faulthandler was "
+            "enabled by the script, so a crash's stack is not here",
+            "look for `Fatal Python error` in the log; else see SLURM's "
+            "word, and `dmesg` on that node", blind)
     if len({rank.host for rank in ranks}) > 1 and not any(
             rank.host in hosts for rank in ranks if rank not in gone):
         return Answer(
@@ -468,15 +591,19 @@ def explain_gone(gone, ranks):
 
 def explain_timeout(mute, ranks):
     """Where other ranks have waited for these until their time was over."""
-    late = [rank for rank in ranks
-            if rank.ended and rank.ended["status"] == "timeout"]
-    if not late or not mute:
+    waited = [rank for rank in ranks if rank.timed_out]
+    absent = [rank for rank in ranks if rank not in waited and any(
+        rank in find_absent(other, ranks) for other in waited)]
+    mute = absent or [rank for rank in mute if rank not in waited]
+    if not waited or not mute:
         return None
     return Answer(
-        "a rank did not answer", f"{name_ranks(mute)} on {mute[0].host} "
-        f"last wrote from {mute[0].where}; {name_ranks(late)} waited for it "
-        f"in {late[0].where}, until the time-out", "was it stopped, or did "
-        "its file system or device not answer? See the node's log", mute)
+        "a rank is late" if absent else "a rank did not answer",
+        f"{name_ranks(mute)} on {mute[0].host} "
+        f"last wrote from {mute[0].where}; {name_ranks(waited)} waited for it "
+        f"in {waited[0].where}, until the time-out", "does that line take so "
+        "long, was it stopped, or did its file system or device not answer? "
+        "See the node's log", mute)
 
 
 def say_oom(ranks):
@@ -492,11 +619,14 @@ def check_late(ranks, waited):
     """Some wait for a rank that does not come, or for each other."""
     ranks = [rank for rank in ranks if rank.ending != "done"]
     waiting = [rank for rank in ranks if rank.waits]
-    late = [rank for rank in ranks if not rank.waits
+    late = [rank for rank in ranks if not rank.waits and not rank.may_wait
             and rank.ending in ("runs", "stopped")]
     if not ranks or standstill(ranks) < max(
             PATIENCE, 3 * max(map(longest_gap, ranks))):
         return None
+    # those for whom others wait, and who do not wait for others in turn
+    late = [rank for rank in ranks if not find_absent(rank, ranks) and any(
+        rank in find_absent(other, ranks) for other in waiting)] or late
     mute = [rank for rank in ranks if rank.alive and not rank.fresh]
     for rank in mute or late:
         others = [other for other in waiting if other is not rank]
@@ -504,32 +634,50 @@ def check_late(ranks, waited):
                       else "")
         reason, advice = why_late(rank)
         if reason and (others or rank.still > PATIENCE):
-            return Answer(reason, f"rank {rank.rank} on {rank.host} has been "
-                          f"in {rank.where} for {rank.still:.0f} s"
-                          + for_others, advice, [rank])
+            return Answer(reason, f"rank {rank.rank} on {rank.host} has " + (
+                f"not answered since {rank.last_heard}" if rank in mute else
+                f"been in {rank.where} for {rank.still:.0f} s") + for_others,
+                advice, [rank])
     if waiting and late:
+        kept = [rank for rank in waiting if rank not in late]
         return Answer(
             "a rank is late", f"{name_ranks(late)} {is_are(late)} in "
-            f"{late[0].where}, and kept {name_ranks(waiting)} waiting for "
-            f"{max(rank.still for rank in waiting):.0f} s in "
-            f"{waiting[0].where}",
+            f"{late[0].where}, and kept {name_ranks(kept)} waiting for "
+            f"{max(rank.still for rank in kept):.0f} s in {kept[0].where}",
             "does that line take so long, or wait for something?", late)
-    if len(waiting) == len(ranks) > 1 and all(
-            rank.inside(ONE_SENDS) and not rank.connecting for rank in ranks):
-        return check_lines(ranks) or Answer(
-            "nobody sends", "all ranks wait for another one in "
-            f"{ranks[0].where}, for {ranks[0].still:.0f} s", "src has to be "
-            "the same on all ranks, and a recv needs a send", ranks)
-    if len(waiting) == len(ranks) > 1:
-        return check_lines(ranks) or Answer(
-            "the network", "all ranks are in the same collective, in "
-            f"{ranks[0].where}, for {ranks[0].still:.0f} s"
-            + "".join(f"; rank {rank.rank} gets no answer from "
-                      f"{rank.connecting[0]}" for rank in ranks
-                      if rank.connecting),
-            "python -m workshop doctor --ranks measures it; name the "
-            "interface: export NCCL_SOCKET_IFNAME=...", ranks)
-    return check_lines(ranks)
+    if len(waiting) < len(ranks) or len(ranks) == 1:
+        return check_lines(ranks)
+    if all(rank.message or rank.inside(ONE_SENDS) for rank in ranks) and (
+            not any(rank.connecting for rank in ranks)):
+        all_send = all(rank.message and "send" in rank.message["call"].lower()
+                       for rank in ranks)
+        return Answer(
+            "nobody receives" if all_send else "nobody sends",
+            "all ranks wait for another one: " + ", ".join(
+                f"{name_ranks(group)} in {group[0].where}"
+                for group in by_line(ranks))
+            + f", for {ranks[0].still:.0f} s", "src has to be the same on all "
+            "ranks, and a recv needs a send; if all send first, a large "
+            "message waits for its recv: use Sendrecv", ranks)
+    return check_lines(ranks) or (Answer(
+        "the network", "all ranks are in the same collective, in "
+        f"{ranks[0].where}, for {ranks[0].still:.0f} s"
+        + "".join(f"; rank {rank.rank} gets no answer from "
+                  f"{rank.connecting[0]}" for rank in ranks
+                  if rank.connecting),
+        "python -m workshop doctor --ranks measures it; name the "
+        "interface: export NCCL_SOCKET_IFNAME=...", ranks)
+        if len({str([(call["name"], call["number"])
+                     for call in rank.calls[-1:]]) for rank in ranks}) == 1
+        else None)
+
+
+def by_line(ranks):
+    """Lists of the ranks that are in the same line."""
+    groups = defaultdict(list)
+    for rank in ranks:
+        groups[tuple(rank.frame[:2])].append(rank)
+    return list(groups.values())
 
 
 def standstill(ranks):
@@ -575,7 +723,7 @@ def why_late(rank):
                 "num_workers=0, which shows their error; look at their memory "
                 "and the file system")
     if rank.alive and not rank.fresh:
-        return ("a rank does not answer", "it holds Python's lock, in code "
+        return ("a rank does not answer", "it may hold Python's lock, in code "
                 "that is not Python's: py-spy dump --native --pid "
                 f"{rank.pid}")
     return "", ""

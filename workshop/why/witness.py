@@ -9,15 +9,19 @@ not moved for 20 s (then it asks all the others), and at the end. `python -m
 workshop why` reads them, also when nothing runs any more.
 
 It serves any script: see hook/sitecustomize.py. Only the standard library; it
-uses torch and mpi4py where the script has imported them.
+uses torch and mpi4py where the script has imported them. It changes nothing of
+what it watches: of the main thread it reads lines and instructions. Already to
+look at a function's variables would keep what `del` is to free.
 """
 
 import atexit
 import collections
 import contextlib
 import faulthandler
+import functools
 import importlib.util
 import json
+import opcode
 import os
 import pickle
 import re
@@ -34,6 +38,7 @@ FOLDER = "WORKSHOP_WHY"  # the variable that names the folder
 TIMEOUT = "WORKSHOP_TIMEOUT"  # seconds without a move that end the process
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
+WORKS = 0.02  # of a core, which the main thread uses only if it computes
 KEPT = 2000  # collectives
 LOOKS = 40  # at where the time goes
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
@@ -43,6 +48,9 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
 # The agent of torchrun is no rank, whatever srun has told it
 LAUNCHER = re.compile(r"(^|/)torchrun$|^(-m)?torch\.distributed\."
                       r"(run|launch)$")
+# What is the same for all ranks of a start, and another for the next
+STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+          "SLURM_STEP_ID", "PMIX_NAMESPACE")
 # Files whose lines are not the script's
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
                      r"|/workshop/(as_torchrun|processes)\.py|\.pyx$"
@@ -56,47 +64,50 @@ COLLECTIVES = (
     "allreduce", "alltoall", "barrier", "bcast", "gather", "reduce", "scan",
     "scatter")
 MAKERS = ("Create", "Create_group", "Dup", "Split", "Split_type")
+MESSAGES = ("Probe", "Recv", "Send", "Sendrecv", "Ssend", "probe", "recv",
+            "send", "sendrecv", "ssend")  # of these only the last is kept
 
 the_witness = None
 mpi_calls = collections.deque(maxlen=KEPT)  # as `read_record` returns them
+mpi_messages = collections.deque(maxlen=1)
 
 
-def start(folder=None, limit=0):
-    """Begin to write, in `folder` or the one that the environment names.
+def start(folder):
+    """Write in this folder, from now on or as soon as this is a rank.
 
-    limit: seconds without a move that end the process; 0: the environment's.
-
-    Called again, it only sets the limit. Without any folder, or in a process
-    that is no rank, such as a launcher, it does nothing. What a rank starts is
-    not watched.
+    What a rank starts is not watched.
     """
+    if find_rank()[0] is None:
+        threading.Thread(target=wait_for_rank, args=(folder,),
+                         daemon=True).start()
+    else:
+        begin(folder)
+
+
+def wait_for_rank(folder):
+    """Some scripts start their ranks themselves, and name them later."""
+    while not find_torch():
+        time.sleep(POLL)
+    begin(folder)
+
+
+def begin(folder):
     global the_witness
-    if the_witness and limit:
-        the_witness.limit = limit
-    folder = os.environ.get(FOLDER) or folder
-    if folder and the_witness is None and find_rank()[0] is not None:
-        other = os.environ.pop(TIMEOUT, "")
-        os.environ.pop(FOLDER, None)
-        try:
-            the_witness = Witness(Path(folder).absolute(),
-                                  limit or float(other or 0))
-            the_witness.start()
-        except (OSError, ValueError) as error:  # never the script's problem
-            warn(error)
-        if "mpi4py.MPI" in sys.modules:
-            record_mpi(sys.modules["mpi4py.MPI"])
-        else:
-            sys.meta_path.insert(0, MPIFinder())
+    limit = os.environ.pop(TIMEOUT, "")
+    os.environ.pop(FOLDER, None)
+    try:
+        the_witness = Witness(Path(folder).absolute(), float(limit or 0))
+        the_witness.start()
+    except (OSError, ValueError) as error:  # never the script's problem
+        warn(error)
+    if "mpi4py.MPI" in sys.modules:
+        record_mpi(sys.modules["mpi4py.MPI"])
+    else:
+        sys.meta_path.insert(0, MPIFinder())
 
 
 def warn(error):
     print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
-
-
-def note_end(status, error=None):
-    """Write how this process ends. The first call counts."""
-    if the_witness:
-        the_witness.end(status, error)
 
 
 class Witness(threading.Thread):
@@ -114,23 +125,24 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
-        self.ended, self.status, self.left_from = None, 0, None
+        self.script, self.clock = None, main_thread_clock()
+        self.ended, self.left_with, self.left_from = None, None, None
         self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
-        faulthandler.enable(self.stack_file)
+        self.watch_crashes()
         self.watch_sigterm()
         self.set_signal, signal.signal = signal.signal, self.on_signal
         os.register_at_fork(after_in_child=self.leave_child)
-        self.show_error, sys.excepthook = sys.excepthook, self.on_error
         self.exit, sys.exit = sys.exit, self.on_exit
         self.leave, os._exit = os._exit, self.on_leave
-        atexit.register(lambda: self.end(self.status))
+        atexit.register(self.on_end)
         self.write()
 
     def leave_child(self):
         """A worker of a data loader is not to write in its parent's name."""
-        faulthandler.disable()
+        if self.sees_crashes:
+            faulthandler.disable()
         signal.signal = self.set_signal
         handler = signal.getsignal(signal.SIGTERM)
         faulthandler.unregister(signal.SIGTERM)  # brings an old one back
@@ -138,42 +150,63 @@ class Witness(threading.Thread):
             signal.signal(signal.SIGTERM, handler)
         self.ended = {}
 
+    def watch_crashes(self):
+        """Write the stack at a crash, unless the script itself asks that."""
+        self.sees_crashes = not faulthandler.is_enabled()
+        if self.sees_crashes:
+            faulthandler.enable(self.stack_file)
+        enable = faulthandler.enable
+
+        def on_enable(*args, **options):
+            enable(*args, **options)
+            self.sees_crashes = False
+            self.write()
+
+        faulthandler.enable = on_enable
+
     def watch_sigterm(self):
         """Write the stack on SIGTERM, before its handler is called."""
         faulthandler.register(signal.SIGTERM, self.stack_file,
                               all_threads=False, chain=True)
 
-    def on_signal(self, number, handler):
+    def on_signal(self, signalnum, handler):
         """The script sets a handler of its own."""
-        if number != signal.SIGTERM:
-            return self.set_signal(number, handler)
-        faulthandler.unregister(number)
+        if signalnum != signal.SIGTERM:
+            return self.set_signal(signalnum, handler)
+        faulthandler.unregister(signalnum)
         try:
-            return self.set_signal(number, handler)
+            return self.set_signal(signalnum, handler)
         finally:
             self.watch_sigterm()
 
-    def on_error(self, kind, error, trace):
-        self.show_error(kind, error, trace)
-        self.end(1, error)
-
     def on_exit(self, status=None, /):
-        self.status, self.left_from = status, self.look()
+        self.left_with, self.left_from = status or 0, self.look()
         self.exit(status)
 
     def on_leave(self, status):
         """Nothing else is called on the way out."""
-        self.end(status)
+        self.end(status, find_error() if status else None)
         self.leave(status)
 
+    def on_end(self):
+        """What Python still knows: not the status of `raise SystemExit`."""
+        if self.is_complete():
+            self.end(0)
+        elif find_error() is not None:
+            self.end(self.left_with or 1, find_error())
+        else:
+            self.end(self.left_with)
+        self.script = None  # its variables are to end with the process
+
     def end(self, status, error=None):
+        """status: None if it is not known."""
         if self.ended is not None:
             return
         ended = {"status": status, "time": time.time(),
                  "stack": self.left_from}
         if error is not None:
             ended |= {
-                "error": type(error).__name__, "message": str(error)[:2000],
+                "error": type(error).__name__, "message": str(error)[:9000],
                 "stack": [[frame.filename, frame.lineno, frame.name] for frame
                           in traceback.extract_tb(error.__traceback__)]}
         self.ended = ended
@@ -181,29 +214,76 @@ class Witness(threading.Thread):
 
     def run(self):
         try:
+            self.find_script()
             self.watch_moves()
         except Exception as error:  # never the script's problem
             warn(error)
 
+    def find_script(self):
+        """The script's own frame, the outermost, which has no variables of
+        its own: it tells afterwards whether the script came to its end.
+        """
+        end = time.monotonic() + STILL
+        while self.script is None and self.ended is None and (
+                time.monotonic() < end):
+            time.sleep(POLL / 40)
+            *_, self.script = None, *(
+                frame for frame in self.frames()
+                if frame.f_code.co_name == "<module>"
+                and frame.f_globals.get("__name__") == "__main__")
+
+    def is_complete(self):
+        script = self.script
+        return script is not None and opcode.opname[
+            script.f_code.co_code[script.f_lasti]].startswith("RETURN")
+
     def watch_moves(self):
-        answered = self.last_ask()
+        answered, signalled, wait, due = self.last_ask(), None, STILL, 0
         before = asked_at = time.monotonic()
+        computed = self.clock()
         while self.ended is None:
             time.sleep(POLL)
-            place, now = self.find_place(), time.monotonic()
+            place, now, used = self.find_place(), time.monotonic(), (
+                self.clock() - computed)
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
-            before = now
-            if place != self.place:
+            works = used > WORKS * (now - before)
+            before, computed = now, computed + used
+            if place != self.place or (works and not self.waits()):
                 self.place, self.still, wait = place, 0, STILL
-            if self.still > wait and now - asked_at > STILL / 2:
+                due = self.limit
+            signalled = self.forget_signal(signalled)
+            self.note_error()
+            if self.still > min(wait, due) and now - asked_at > STILL / 2:
                 self.touch()
-            if self.last_ask() != answered or self.still > self.limit:
+            if self.last_ask() != answered or self.still > due:
                 answered, asked_at = self.last_ask(), now
                 wait = 2 * max(wait, self.still)
                 self.write(lines=True)
-            if self.still > self.limit:
+            if self.still > due:
+                due = 1.25 * self.still
                 self.give_up()
+
+    def forget_signal(self, signalled):
+        """A SIGTERM that is followed by another collective ends nothing.
+
+        signalled: the collectives when it was seen, or None.
+        """
+        if not os.fstat(self.stack_file.fileno()).st_size:
+            return None
+        collectives = self.progress()
+        if signalled in (None, collectives):
+            return collectives
+        self.stack_file.seek(0)
+        self.stack_file.truncate()
+        return None
+
+    def note_error(self):
+        """The script has failed, but the process has yet to end."""
+        if self.script is not None and not self.is_complete() and (
+                find_error() is not None
+                and self.script not in self.frames()):
+            self.end(1, find_error())
 
     def last_ask(self):
         try:  # opened, because a network file system keeps what stat() says
@@ -217,37 +297,62 @@ class Witness(threading.Thread):
             self.ask.touch()
 
     def give_up(self):
-        """End this process; the launcher then ends the others."""
+        """End this process, if no rank moves; the launcher ends the others."""
         self.touch()
-        time.sleep(3 * POLL)  # the others are to write before that
-        if self.ended is not None or self.place != self.find_place():
-            return  # it goes on
+        time.sleep(6 * POLL)  # the others are to write before that
+        if self.ended is not None or self.place != self.find_place() or (
+                self.others_move()):
+            return
         self.end("timeout")
         print(f"error: rank {find_rank()[0]} has not moved for "
               f"{self.limit:.0f} s: see python -m workshop why "
               f"{shlex.quote(str(self.folder))}", file=sys.stderr, flush=True)
         self.leave(1)
 
+    def others_move(self):
+        """Whether another rank has moved within the limit."""
+        for file in self.folder.glob("*-*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                record = json.loads(file.read_text())
+                moved = record["written"] - record["still"]
+                if file != self.file and not record["ended"] and (
+                        moved > time.time() - self.limit):
+                    return True
+        return False
+
     def find_place(self):
         """What changes when the main thread moves on.
 
-        Its stack, its collectives, and the whole numbers among its variables:
-        a loop may be seen in the same line again and again, but it counts.
+        The instructions that it is at, and its collectives. A loop may be
+        seen in the same instruction again and again: then it computes.
         """
-        counts = [[value for value in list(frame.f_locals.values())
-                   if type(value) is int] for frame, _ in self.frames()]
-        return self.look(), self.progress(), counts
+        return [(frame.f_code.co_filename, frame.f_lasti)
+                for frame in self.frames()], self.progress()
+
+    def waits(self):
+        """Whether it waits for another rank, which some do at full speed."""
+        calls = ()
+        with contextlib.suppress(Exception):  # `write` warns of it
+            calls = read_record(False).get("calls", ())
+        return any("torch/distributed/" in file for file, _, _ in self.look()
+                   ) or any(call["waits"] for call in (
+                       *mpi_messages, *calls[-1:]))
 
     def frames(self):
-        """The main thread's frames and their lines, innermost first."""
-        return traceback.walk_stack(sys._current_frames().get(
-            threading.main_thread().ident))
+        """The main thread's frames, innermost first.
+
+        Nobody may keep one of a function: it keeps the function's variables.
+        """
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        while frame:
+            yield frame
+            frame = frame.f_back
 
     def look(self):
         """The main thread's stack, outermost first: [file, line, function].
         """
-        return [[frame.f_code.co_filename, line, frame.f_code.co_name]
-                for frame, line in self.frames()
+        return [[frame.f_code.co_filename, frame.f_lineno,
+                 frame.f_code.co_name] for frame in self.frames()
                 if frame.f_code.co_filename != __file__][::-1]
 
     def watch(self):
@@ -261,7 +366,7 @@ class Witness(threading.Thread):
 
     def progress(self):
         """How many collectives each group has begun and ended, as text."""
-        return [str(list(mpi_calls)[-1:])] + [
+        return [str([*mpi_messages, *list(mpi_calls)[-1:]])] + [
             dump(False) for dump in find_dumps("_json")]
 
     def write(self, lines=False):
@@ -280,7 +385,11 @@ class Witness(threading.Thread):
             "still": self.still,
             "stack": self.look(),
             "state": read_state(self.owner),
-            "calls": None, "joined": False,
+            "start": [os.environ.get(name) for name in STARTS],
+            "calls": None, "joined": bool(find_torch() or mpi_calls),
+            "sees_crashes": self.sees_crashes,
+            "message": next((dict(call) for call in list(mpi_messages)
+                             if call["waits"]), None),
             "oom_before": self.oom_before,
             "oom_kills": count_oom_kills() - self.oom_before,
             "connecting": connecting(self.owner),
@@ -312,23 +421,38 @@ def name_host(env):
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def main_thread_clock():
+    """A function: the seconds for which the main thread has computed."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+    return functools.partial(time.clock_gettime, clock)
+
+
+def find_error():
+    """The error that ends the script; Python leaves it there, or None."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
 def find_rank():
     """(rank, world size), None where the process does not know them yet."""
     torch = find_torch()
-    if torch:
-        return torch.get_rank(), torch.get_world_size()
-    return read_rank(os.environ, sys.orig_argv)
+    return (torch.get_rank(), torch.get_world_size()) if torch else (
+        read_rank(os.environ, getattr(sys, "orig_argv", [])))
 
 
 def read_rank(env, command):
     """(rank, world size) as a process's launcher told it, None if none did.
 
-    env: the process's variables; command: its command line, a list.
+    env: the process's variables; command: its command line, a list. A launcher
+    itself may be the only process of srun or mpirun.
     """
     if not any(map(LAUNCHER.search, command[:4])):
-        for rank, size in RANKS:
-            if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
-                return int(env[rank]), int(env[size])
+        for names in RANKS:
+            rank, size = (env.get(name, "") for name in names)
+            if rank.isdigit() and size.isdigit() and (
+                    names[0] == "RANK" or int(size) > 1):
+                return int(rank), int(size)
     return None, None
 
 
@@ -381,7 +505,7 @@ def read_record(lines):
                 for frame in reversed(entry["frames"])
             ]) if entry.get("frames") else None})
     calls.sort(key=lambda call: call["time"])
-    return {"joined": True, "calls": calls[-KEPT:]}
+    return {"calls": calls[-KEPT:]}
 
 
 # ---------------------------------- MPI, which keeps no record of its own
@@ -408,11 +532,11 @@ def record_mpi(MPI):
     if hasattr(kind, "recorded"):
         return
 
-    def call(name):
+    def call(name, calls, counts):
         def called(self, *args, **options):
-            self.recorded += 1
+            self.recorded += counts
             entry = describe_call(self, name, args)
-            mpi_calls.append(entry)
+            calls.append(entry)
             result = getattr(kind, name)(self, *args, **options)
             entry["waits"] = False
             return result
@@ -426,14 +550,20 @@ def record_mpi(MPI):
                 comm)
         return made
 
+    def abort(self, errorcode=0):
+        if the_witness:
+            the_witness.end(errorcode, find_error())
+        kind.Abort(self, errorcode)
+
     def adopt(comm, label):
         mine = Recorded(comm)
         vars(mine).update(getattr(comm, "__dict__", {}), label=label)
         return mine
 
     Recorded = type("Intracomm", (kind,), {
-        "recorded": 0, "children": 0, "ranks": None,
-        **{name: call(name) for name in COLLECTIVES},
+        "recorded": 0, "children": 0, "ranks": None, "Abort": abort,
+        **{name: call(name, mpi_calls, 1) for name in COLLECTIVES},
+        **{name: call(name, mpi_messages, 0) for name in MESSAGES},
         **{name: make(name) for name in MAKERS}})
     MPI.COMM_WORLD = adopt(MPI.COMM_WORLD, "MPI")
 
@@ -454,7 +584,7 @@ def describe_call(comm, name, args):
     return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
             "call": name, "sizes": [list(array.shape) for array in sent],
             "types": [str(array.dtype) for array in sent], "waits": True,
-            "p2p": False, "time": time.time(),
+            "p2p": name in MESSAGES, "time": time.time(),
             "line": [frame.f_code.co_filename, frame.f_lineno,
                      frame.f_code.co_name]}
 
