@@ -59,7 +59,9 @@ FAULTS = {
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
-    "dead node": ("dead node(, or a killed rank)?", "node2"),
+    # while no rank has lost it, it may be silent for other reasons
+    "dead node": ("dead node(, or a killed rank)?|a rank does not answer",
+                  "node2"),
 }
 # After one rank MPICH's launcher kills all: nobody is left to name it
 KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}

@@ -25,6 +25,9 @@ LOST = re.compile(
     r"|Timed out|timed out")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 SACCT = "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
+MISSING = ("look in the log for why it has not started: a node that is down, "
+           "an import that fails, a smaller --nnodes; if it has, it writes "
+           "elsewhere: WORKSHOP_WHY has to be the same on all nodes")
 SAME_CALLS = ("all ranks have to call the same collectives in the same order: "
               "look for a branch that not all ranks take")
 # In these, one rank has what the others wait for
@@ -243,7 +246,7 @@ def check_meeting(ranks, waited):
     """They wait for one another in init_process_group()."""
     out = [rank for rank in ranks if not rank.joined and rank.ending == "runs"
            and rank.inside("init_process_group|rendezvous|create_c10d_store")]
-    if not out or any(rank.ending in ("error", "crashed") for rank in ranks):
+    if not out:
         return None
     twice = [rank for rank in ranks if rank.ending == "runs"
              and any(other.rank == rank.rank and other is not rank
@@ -254,6 +257,8 @@ def check_meeting(ranks, waited):
             + ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
                         for rank in twice), "give each node another "
             "--node-rank, and each process another RANK", twice)
+    if any(rank.ending in ("error", "crashed") for rank in ranks):
+        return None
     first = next((rank for rank in ranks if rank.rank == 0), ranks[0])
     host, port = first.master
     place = f"{host}:{port}"
@@ -269,15 +274,12 @@ def check_meeting(ranks, waited):
                 "rendezvous", f"{name} is {values[odd[0].rank]} on "
                 f"{name_ranks(odd)}, and {usual} on rank {first.rank}",
                 "export the same values on all nodes", odd)
-    missing = sorted(set(range(first.world_size or 0))
-                     - {rank.rank for rank in ranks})
+    missing = find_unseen(ranks)
     if missing and waited > PATIENCE:
         return Answer(
             "rendezvous incomplete", f"{name_ranks(missing)} of "
             f"{first.world_size} {is_are(missing)} missing: the others wait "
-            f"at {place}", "look in the log for why it has not started: a "
-            "node that is down, an import that fails, a smaller --nnodes",
-            out)
+            f"at {place}", MISSING, out)
     # rank 0 itself has to reach the address that it has
     deaf = [rank for rank in out if getattr(rank, "answer", "")
             or place in rank.connecting]
@@ -353,7 +355,8 @@ def check_collectives(ranks, waited):
 
 def find_absent(rank, ranks):
     """The ranks that have not come to the collective in which it waits."""
-    call = next((call for call in rank.calls[-1:] if call["waits"]), None)
+    call = next((call for call in rank.calls[-1:]
+                 if call["waits"] or rank.timed_out), None)
     if call is None:
         return []
     return [other for other in ranks
@@ -617,6 +620,7 @@ def say_oom(ranks):
 
 def check_late(ranks, waited):
     """Some wait for a rank that does not come, or for each other."""
+    everybody = ranks
     ranks = [rank for rank in ranks if rank.ending != "done"]
     waiting = [rank for rank in ranks if rank.waits]
     late = [rank for rank in ranks if not rank.waits and not rank.may_wait
@@ -645,6 +649,13 @@ def check_late(ranks, waited):
             f"{late[0].where}, and kept {name_ranks(kept)} waiting for "
             f"{max(rank.still for rank in kept):.0f} s in {kept[0].where}",
             "does that line take so long, or wait for something?", late)
+    unseen = find_unseen(everybody)
+    if waiting and len(waiting) == len(ranks) and unseen:
+        return Answer(
+            "ranks are missing", f"{name_ranks(unseen)} of "
+            f"{ranks[0].world_size} {has_have(unseen)} left no evidence here; "
+            f"{name_ranks(ranks)} {has_have(ranks)} waited for "
+            f"{ranks[0].still:.0f} s in {ranks[0].where}", MISSING, ranks)
     if len(waiting) < len(ranks) or len(ranks) == 1:
         return check_lines(ranks)
     if all(rank.message or rank.inside(ONE_SENDS) for rank in ranks) and (
@@ -703,6 +714,12 @@ def check_lines(ranks):
         "different lines", f"{name_ranks(odd)} waited in {odd[0].where} "
         f"for {odd[0].still:.0f} s, and {name_ranks(even)} in "
         f"{even[0].where}", SAME_CALLS, odd)
+
+
+def find_unseen(ranks):
+    """The numbers of the ranks that have left no evidence here."""
+    return sorted({*range(ranks[0].world_size or 0)}
+                  - {rank.rank for rank in ranks})
 
 
 def longest_gap(rank):

@@ -298,10 +298,11 @@ class Witness(threading.Thread):
 
     def give_up(self):
         """End this process, if no rank moves; the launcher ends the others."""
+        since = time.time() - self.limit
         self.touch()
         time.sleep(6 * POLL)  # the others are to write before that
         if self.ended is not None or self.place != self.find_place() or (
-                self.others_move()):
+                self.others_moved(since)):
             return
         self.end("timeout")
         print(f"error: rank {find_rank()[0]} has not moved for "
@@ -309,14 +310,14 @@ class Witness(threading.Thread):
               f"{shlex.quote(str(self.folder))}", file=sys.stderr, flush=True)
         self.leave(1)
 
-    def others_move(self):
-        """Whether another rank has moved within the limit."""
+    def others_moved(self, since):
+        """Whether another rank has moved since then."""
         for file in self.folder.glob("*-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 record = json.loads(file.read_text())
                 moved = record["written"] - record["still"]
                 if file != self.file and not record["ended"] and (
-                        moved > time.time() - self.limit):
+                        moved > since):
                     return True
         return False
 
