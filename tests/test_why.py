@@ -824,10 +824,12 @@ def test_no_word_on_ranks_that_are_not_seen():
 def test_what_is_compiled_is_not_the_scripts_line():
     """While torch.compile compiles, its own files are the innermost."""
     mine = ["/home/me/train.py", 12, "train"]
+    ours = [str(HOOK.parent / "witness.py"), 5, "called"]  # MPI's calls
     made = ["/tmp/torchinductor_me/4g/c4gctn4dfcbfhsqf3etj2uh6z57f2atxonbbl6"
             "f2sxtbm3csrab4.py", 33, "<module>"]
     library = ["/lib/python3/site-packages/torch/_dynamo/eval_frame.py", 5, ""]
     assert find_line([mine, library, made]) == mine
+    assert find_line([mine, ours]) == mine
 
 
 def test_other_lines_are_no_mistake():
