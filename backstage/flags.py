@@ -39,8 +39,8 @@ class RunFlags:
     """What a run reads, where it writes, and on which device."""
 
     data: str = ""  # folder of the shards
-    run: str = ""  # folder of the run (default: runs/<date>-<time>-<stage>)
-    resume: bool = False  # continue from the last checkpoint in --run
+    run_dir: str = ""  # the run's folder (default: runs/<date>-<time>-<stage>)
+    resume: bool = False  # continue from the last checkpoint in --run-dir
     init: str = ""  # start from the weights of this checkpoint
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
@@ -53,7 +53,7 @@ class Choice:
 
     preset: str = ""
     data: str = ""
-    run: str = ""
+    run_dir: str = ""
     resume: bool = False
     device: str = ""
     microbatch_size: int = 0
@@ -208,13 +208,13 @@ def read_hyperparameters(choice, Hyperparameters):
     """What the run to resume was started with; {} for a new run."""
     if not choice.resume:
         return {}
-    require(choice.run, "--resume needs the run's folder: --run DIR")
+    require(choice.run_dir, "--resume needs the run's folder: --run-dir DIR")
     try:
-        saved = read_record(choice.run, get_type_hints(Hyperparameters))
+        saved = read_record(choice.run_dir, get_type_hints(Hyperparameters))
     except FileNotFoundError:
         return {}
     return {key: value for key, value in saved["hyperparameters"].items()
-            if key not in ("run", "resume", "init", "profile", "devices",
+            if key not in ("run_dir", "resume", "init", "profile", "devices",
                            "num_nodes", "tensor_parallel",
                            "pipeline_parallel")}
 
@@ -247,5 +247,6 @@ def check_hyperparameters(hp, config, saved):
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
-        require(now == saved.get(name, now), f"{hp.run}: this run was started "
-                f"with {flag} {saved.get(name)} and cannot go on with {now}")
+        require(now == saved.get(name, now), f"{hp.run_dir}: this run was "
+                f"started with {flag} {saved.get(name)} and cannot go on with "
+                f"{now}")

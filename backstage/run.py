@@ -87,14 +87,14 @@ class Run:
     def _make_folder(self):
         """Make the folder, and lock it for this run. Rank 0 alone."""
         hp = self.hp
-        if hp.run:
-            folder = Path(hp.run)
+        if hp.run_dir:
+            folder = Path(hp.run_dir)
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = new_folder(ROOT / "runs", self.stage)
         self.lock = lock_folder(
             folder, f"{folder}: another process trains in this run: wait for "
-            "it, or name another --run")
+            "it, or name another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
                  if (folder / name).exists()]
         if found and not hp.resume:
@@ -103,7 +103,7 @@ class Run:
         ours = RECORD in found or any(
             map(is_ours, list_checkpoints(folder / "checkpoints")))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
-                "no run that --resume can continue: name another --run")
+                "no run that --resume can continue: name another --run-dir")
         if not hp.resume:
             with open(folder / RECORD, "x") as file:  # of two, one wins
                 file.write(self._record())
@@ -130,7 +130,7 @@ class Run:
         if getattr(self.hp, "pipeline_parallel", 1) > 1:
             if self.rank == 0:
                 print("a pipeline writes no texts: python code/generate.py "
-                      f"--run {show_path(self.folder, Path.cwd())} writes "
+                      f"--run-dir {show_path(self.folder, Path.cwd())} writes "
                       "them from the checkpoint", flush=True)
             return None
         tokenizer, problem = None, None
@@ -154,7 +154,7 @@ class Run:
         files = call_on_rank_0(self._find_checkpoints) if hp.resume else []
         if files:
             file, state = load_first(
-                files, "--run", self.config, model, optimizer)
+                files, "--run-dir", self.config, model, optimizer)
             step = state["step"]
             if step >= self.max_steps:
                 if self.rank == 0:
@@ -258,7 +258,7 @@ class Run:
                 print(f"finished: {place}")
             else:
                 print(f"stopped by {self.signals.name()}, checkpoint saved; "
-                      f"go on with: --run {place} --resume")
+                      f"go on with: --run-dir {place} --resume")
         if self.signals.interrupted():
             sys.exit(130)
 

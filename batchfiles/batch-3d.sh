@@ -14,5 +14,5 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
-    "$(stage 3d)" --run "$run" --resume \
+    "$(stage 3d)" --run-dir "$run" --resume \
     --pipeline-parallel 2 --tensor-parallel 2 "$@"

@@ -13,4 +13,4 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
-    "$(stage ddp)" --run "$run" --resume "$@"
+    "$(stage ddp)" --run-dir "$run" --resume "$@"

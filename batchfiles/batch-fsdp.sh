@@ -14,4 +14,4 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
-    "$(stage fsdp)" --run "$run" --resume "$@"
+    "$(stage fsdp)" --run-dir "$run" --resume "$@"

@@ -14,4 +14,4 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 python \
-    "$(stage kernels)" --run "$run" --resume "$@"
+    "$(stage kernels)" --run-dir "$run" --resume "$@"

@@ -13,4 +13,4 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 python \
-    "$(stage lit)" --run "$run" --resume "$@"
+    "$(stage lit)" --run-dir "$run" --resume "$@"

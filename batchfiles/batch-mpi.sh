@@ -15,4 +15,4 @@ source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 --ntasks-per-node="$gpus" \
     --cpus-per-task="$cores" python \
-    "$(stage mpi)" --run "$run" --resume "$@"
+    "$(stage mpi)" --run-dir "$run" --resume "$@"

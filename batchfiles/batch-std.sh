@@ -14,4 +14,4 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 python \
-    "$(stage std)" --run "$run" --resume "$@"
+    "$(stage std)" --run-dir "$run" --resume "$@"

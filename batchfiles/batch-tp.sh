@@ -14,5 +14,5 @@
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
-    "$(stage tp)" --run "$run" --resume \
+    "$(stage tp)" --run-dir "$run" --resume \
     --tensor-parallel 2 "$@"

@@ -12,4 +12,4 @@ exec torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
     --node-rank="$SLURM_NODEID" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-    -- "$@"
+    "$@"

@@ -133,7 +133,7 @@ class Bench:
         """
         name = name or stage
         run = run or Path(tempfile.mkdtemp(dir=self.work), "run")
-        given = ["--run", run]
+        given = ["--run-dir", run]
         if "--resume" not in flags:
             given += ["--preset", "tiny", "--max-steps", 10, "--data",
                       self.data, "--checkpoint-every", 5,
@@ -338,7 +338,8 @@ def end_by(bench, number):
         "--nproc-per-node", 2, "--no-python", "--", "sh",
         place / "rank.sh", sys.executable,
         STAGES["ddp"].solution, "--preset", "tiny", "--data", bench.data,
-        "--run", place / "run", "--max-steps", NEVER, "--eval-every", NEVER,
+        "--run-dir", place / "run", "--max-steps", NEVER,
+        "--eval-every", NEVER,
         "--device", bench.device.type]
     with open(place / "log", "w+") as log:
         process = subprocess.Popen(
@@ -410,7 +411,7 @@ def train_nanogpt(bench):
     """nanoGPT's model in nanoGPT's loop, beside std."""
     flags = bench.sized() or ["--max-steps", 10]
     bench.launch(
-        "nanoGPT", SIDE, "nanogpt", "--run", "none", "--preset", "tiny",
+        "nanoGPT", SIDE, "nanogpt", "--run-dir", "none", "--preset", "tiny",
         "--data", bench.data, "--device", bench.device.type, *flags)
     steps = STEP.findall(bench.out)
     speeds = [float(speed.replace(",", "")) for *_, speed in steps]

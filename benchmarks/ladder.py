@@ -119,7 +119,7 @@ class Rung:
         python = [sys.executable]
         if self.stage == "ddp":
             python += ["-m", "torch.distributed.run", "--standalone",
-                       "--nproc-per-node", str(self.processes), "--"]
+                       "--nproc-per-node", str(self.processes)]
         elif self.stage.startswith("mpi"):
             python = ["mpirun", "-n", str(self.processes), *python]
             if "train" not in flags:
@@ -250,7 +250,7 @@ def measure(rung, flags, data, run):
         script.write_text(combine(*rung.stage.split("-")), "utf-8")
     seconds = 0 if few else flags.seconds
     rung.run(__file__, "train", script, seconds, flags.model, "--preset",
-             preset, "--data", data, "--run", run, "--max-steps", steps,
+             preset, "--data", data, "--run-dir", run, "--max-steps", steps,
              "--sequence-length", T, "--minibatch-size", rung.samples,
              "--learning-rate", 3e-4, "--warmup-steps", 0, "--precision",
              "fp32", "--eval-minibatches", 1, "--eval-every", steps,
@@ -271,7 +271,8 @@ def write(rung, tokens, run):
         rung.tokens = min(tokens, FEW_TOKENS)
     for name, flag in (("plain", "--no-cache"), ("cached", "--cache")):
         out = rung.run(
-            *([__file__, "write"] if rung.has_kernels else [WRITER]), "--run",
+            *([__file__, "write"] if rung.has_kernels else [WRITER]),
+            "--run-dir",
             run, "--num-sequences", TEXTS, "--max-new-tokens", rung.tokens,
             flag, timeout=3600)
         setattr(rung, name, float(re.findall(r" in ([\d.]+) s: ", out)[-1]))

@@ -156,7 +156,7 @@ def main(attendees=10, archive=None):
         show(("most of", "seconds", "CPU s", "MB"))
         row("JupyterLab, a kernel", session(clones[0]))
         row("the script", run(clones[0], find("std").solution, "--preset",
-                              "tiny", "--run", f"{folder}/run"))
+                              "tiny", "--run-dir", f"{folder}/run"))
         check = "-m", "workshop", "check", "ddp"
         _, cpu = row("one check", run(clones[0], *check))
         for others in (0, BUSY):

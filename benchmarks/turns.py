@@ -72,11 +72,11 @@ def train(side, *flags, processes=1, skip=1, limit=None, env=None):
     """
     launcher = [] if processes == 1 else [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(processes), "--"]
+        str(processes)]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [
-            sys.executable, *launcher, SIDE, side, *flags, "--run", run,
+            sys.executable, *launcher, SIDE, side, *flags, "--run-dir", run,
             "--eval-every", NEVER, "--generate-every", NEVER,
             "--checkpoint-every", NEVER, "--eval-minibatches", 1]
         turn = follow([str(word) for word in command], skip, limit, env)

@@ -66,7 +66,8 @@ def train(file, pairs):
     register_optimizer_step_post_hook(count)
     sys.argv = [str(ROOT / "solutions" / "train_gpt2_ddp.py"), "--preset",
                 "tiny", "--device", "cpu", "--max-steps",
-                str(BLOCK * (2 * pairs + 2 + WARM_UP)), "--run", f"{file}-run",
+                str(BLOCK * (2 * pairs + 2 + WARM_UP)),
+                "--run-dir", f"{file}-run",
                 *[word for flag in ("eval", "generate", "checkpoint")
                   for word in (f"--{flag}-every", "1000000")]]
     sys.path.insert(0, str(ROOT / "solutions"))

@@ -1,7 +1,7 @@
 """Let a trained model write: continuations of a prompt.
 
-    python code/generate.py --run runs/20261121-120000-std --prompt "Return"
-    torchrun --standalone --nproc-per-node 4 -- code/generate.py
+    python code/generate.py --run-dir runs/20261121-120000-std --prompt A
+    torchrun --standalone --nproc-per-node 4 code/generate.py
     mpirun -n 4 python -m workshop.as_torchrun code/generate.py
 
 It reads the checkpoints of every stage. Several processes share the
@@ -44,7 +44,7 @@ from train_gpt2_std import GPT, GPTConfig
 class Flags:
     """Write continuations of a prompt."""
 
-    run: str = ""  # folder of a run, or a checkpoint (default: newest run)
+    run_dir: str = ""  # folder of a run, or a checkpoint (default: newest run)
     prompt: str = "Hello, I'm a language model,"  # the text to continue
     num_sequences: int = 4  # how many continuations
     max_new_tokens: int = 64  # tokens in each
@@ -145,7 +145,7 @@ def main():
     require(flags.temperature >= 0, "--temperature must not be negative")
     require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
     rank, world_size = join_others()
-    file = call_on_rank_0(lambda: find_checkpoint(flags.run))
+    file = call_on_rank_0(lambda: find_checkpoint(flags.run_dir))
     state = load_checkpoint(file)
     device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
     model = GPT(GPTConfig(**state["config"])).to(device)

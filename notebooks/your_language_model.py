@@ -1,6 +1,6 @@
 """Trains a language model of Hugging Face's, sharded: FSDP2.
 
-    torchrun --nproc-per-node 2 -- notebooks/your_language_model.py
+    torchrun --nproc-per-node 2 notebooks/your_language_model.py
 
 The model is made from a configuration, so nothing is downloaded.
 """

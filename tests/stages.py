@@ -119,9 +119,10 @@ def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
     """
     if stage == "starter":  # which has its own data
         size = math.prod(mesh or [1])
-        return StageLaunch(script or STARTER, "--run", run, "--fp32", *flags,
+        return StageLaunch(script or STARTER, "--run-dir", run, "--fp32",
+                           *flags,
                            world_size=size if size > 1 else None, **options)
-    given = ["--run", run, *(["--data", data] if data else [])]
+    given = ["--run-dir", run, *(["--data", data] if data else [])]
     if "--resume" not in flags:
         given += ["--preset", "tiny", "--device", "cpu"]
     if mesh:
@@ -246,7 +247,7 @@ def run_command(*command, timeout=400, folder=ROOT, **more):
 
 
 def tiny(run, data, *flags):
-    return ("--preset", "tiny", "--device", "cpu", "--data", data, "--run",
+    return ("--preset", "tiny", "--device", "cpu", "--data", data, "--run-dir",
             run, *flags)
 
 

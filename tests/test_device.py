@@ -69,7 +69,8 @@ def test_what_says_that_there_is_a_gpu(
 def test_a_gpu_job_does_not_train_on_the_cpu(stage, tmp_path):
     gpus = {**os.environ, "SLURM_GPUS_ON_NODE": "4"}
     script = STAGES[stage].solution
-    words = ("--preset", "tiny", "--data", GOLDEN, "--run", tmp_path / "run")
+    words = ("--preset", "tiny", "--data", GOLDEN,
+             "--run-dir", tmp_path / "run")
     refused(Result(None, launch(script, *words, env=gpus)),
             "SLURM_GPUS_ON_NODE=4", torch.__version__, "workshop doctor",
             "--device cpu")
@@ -77,8 +78,9 @@ def test_a_gpu_job_does_not_train_on_the_cpu(stage, tmp_path):
     # said by the flag, it stays said when the run goes on; the GPUs are hidden
     for more, env in (
             ((*words, "--device", "cpu", "--max-steps", 2), gpus),
-            (("--run", tmp_path / "run", "--resume", "--max-steps", 3), gpus),
-            ((*words[:4], "--run", tmp_path / "hidden", "--max-steps", 2),
+            (("--run-dir", tmp_path / "run", "--resume", "--max-steps", 3),
+             gpus),
+            ((*words[:4], "--run-dir", tmp_path / "hidden", "--max-steps", 2),
              gpus | {"CUDA_VISIBLE_DEVICES": ""})):
         (rank,) = launch(script, *more, env=env)
         assert rank.status == 0 and "device cpu" in rank.out, rank.err

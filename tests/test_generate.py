@@ -31,7 +31,7 @@ def texts(result):
 
 def test_the_cache_changes_nothing(run):
     """Also past the 32 positions of preset tiny, where the window moves."""
-    flags = ("--run", run, "--prompt", "the cat", "--max-new-tokens", 60,
+    flags = ("--run-dir", run, "--prompt", "the cat", "--max-new-tokens", 60,
              "--num-sequences", 3)
     fast, slow = write(*flags), write(*flags, "--no-cache")
     assert texts(fast) == texts(slow)
@@ -56,7 +56,7 @@ def test_logits_are_the_models(run):
 
 
 def test_choices(run):
-    same = ("--run", run, "--num-sequences", 1, "--max-new-tokens", 20)
+    same = ("--run-dir", run, "--num-sequences", 1, "--max-new-tokens", 20)
     assert texts(write(*same)) == texts(write(*same))
     assert texts(write(*same)) != texts(write(*same, "--seed", 2))
     greedy = texts(write(*same, "--temperature", 0))
@@ -66,7 +66,7 @@ def test_choices(run):
 
 def test_a_text_does_not_depend_on_the_others_or_who_writes(run):
     """Some of the processes have none to write; rank 0 alone prints."""
-    flags = ("--run", run, "--max-new-tokens", 40, "--num-sequences")
+    flags = ("--run-dir", run, "--max-new-tokens", 40, "--num-sequences")
     shared = write(*flags, 3, world_size=4)
     assert ", 4 processes)" in shared.out
     assert not any(rank.out for rank in shared.ranks[1:])
@@ -88,8 +88,8 @@ def test_choices_have_their_probabilities():
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--run", "/no/such/run"], "/no/such/run"),
-    (["--run", FOLDER], "no checkpoint is there"),
+    (["--run-dir", "/no/such/run"], "/no/such/run"),
+    (["--run-dir", FOLDER], "no checkpoint is there"),
     (["--temperature", -1], "--temperature"),
     (["--max-new-tokens", 0], "--max-new-tokens"),
     (["--num-sequences", 0], "--num-sequences"),
@@ -102,4 +102,4 @@ def test_bad_flags(flags, words):
 def test_a_damaged_checkpoint(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_00000001.pt").write_bytes(b"PK no")
-    refused(write("--run", tmp_path), "is damaged")
+    refused(write("--run-dir", tmp_path), "is damaged")

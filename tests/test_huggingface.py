@@ -160,7 +160,7 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     for name, weight in state["model"].items():
         kept = slice(rows if name in TIED else None)
         assert same_state(weight[kept], back["model"][name][kept]), name
-    text = python(ROOT, "code/generate.py", "--run", file, "--device",
+    text = python(ROOT, "code/generate.py", "--run-dir", file, "--device",
                   "cpu", "--max-new-tokens", 3)
     assert text.returncode == 0, text.stderr
     again = python(ROOT, *export)

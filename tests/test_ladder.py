@@ -138,7 +138,7 @@ def test_the_rungs_of_a_machine_with_gpus(monkeypatch):
     assert not lacks
     command = " ".join(rungs[-1].command("script.py", "--tokens", 3))
     assert command.endswith(
-        "--nproc-per-node 2 -- script.py --tokens 3 --device cuda")
+        "--nproc-per-node 2 script.py --tokens 3 --device cuda")
 
 
 def test_the_table_shows_the_figures_of_the_example():

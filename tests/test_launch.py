@@ -81,8 +81,8 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
 
 @pytest.mark.parametrize(("stage", "devices", "expected"), [
     ("std", 4, "python s.py"), ("mpi", 4, "mpirun -n 4 python s.py"),
-    ("ddp", 4, "torchrun --standalone --nproc-per-node 4 -- s.py"),
-    ("lit", 0, "torchrun --standalone --nproc-per-node 2 -- s.py")])
+    ("ddp", 4, "torchrun --standalone --nproc-per-node 4 s.py"),
+    ("lit", 0, "torchrun --standalone --nproc-per-node 2 s.py")])
 def test_on_a_machine_without_a_job(stage, devices, expected):
     assert command(stage, {}, devices) == f"{expected} --seed 1"
 
@@ -130,7 +130,7 @@ def test_a_job_of_two_nodes(slurm):
                 "--cpus-per-task=4", "--wrap", f"""
         export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
         '{sys.executable}' -m workshop launch ddp -- {words} --max-steps 6 \
-            --run '{run}'""", PYTHONPATH=str(slurm.repo)).stdout.strip()
+            --run-dir '{run}'""", PYTHONPATH=str(slurm.repo)).stdout.strip()
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     log = slurm.log(job)
     assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
@@ -168,7 +168,7 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
         sed -i '/^WORKSHOP_VENV=/d' site.sh
         . ./activate.sh
         python -m workshop launch ddp -- {" ".join(map(str, FLAGS))} \\
-            --data ../data --max-steps 6 --run runs/unpacked
+            --data ../data --max-steps 6 --run-dir runs/unpacked
         srun rm -r '{disk}/gpt2-workshop-{os.getuid()}'
         """.replace("\n        ", "\n"))
     by_hand = slurm("sbatch", "--parsable", "--output=%j.log",
@@ -194,7 +194,7 @@ def test_a_job_of_pbs(data, tmp_path, stage):
     nodes.write_text(f"{socket.gethostname()}\n" * 2)
     done = subprocess.run(
         [sys.executable, "-m", "workshop", "launch", stage, "--", *map(
-            str, FLAGS), "--data", data, "--max-steps", "6", "--run", run],
+            str, FLAGS), "--data", data, "--max-steps", "6", "--run-dir", run],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | OPEN_MPI | {
             "PBS_JOBID": "3.pbs", "PBS_NODEFILE": str(nodes)})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,8 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
+import train_gpt2_3d
+import train_gpt2_lit
+from accelerate.commands.launch import launch_command_parser
 from conftest import edit, needs, python
 from stages import (
     GOLDEN,
@@ -20,6 +24,7 @@ from stages import (
     train,
 )
 from test_mpi import mpich  # noqa: F401, a fixture
+from torch.distributed.run import get_args_parser
 
 from backstage import ROOT, process
 from backstage.errors import UserError
@@ -219,17 +224,30 @@ def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
     run = tmp_path / "run"
     done = run_command(
         *TORCH, "--standalone", "--local-addr", "nowhere.invalid",
-        "--nproc-per-node", 2, "--max-restarts", 1, "--", script,
+        "--nproc-per-node", 2, "--max-restarts", 1, script,
         *tiny(run, data, "--resume", "--checkpoint-every", 5))
     assert "resuming after step 9" in done.stdout
     agree(Result(run, [Rank(done.returncode, "", done.stderr)]), single)
+
+
+def test_no_flag_begins_an_option_of_a_launcher():
+    """A launcher would take it for its own: argparse completes options."""
+    flags = {"--" + field.name.replace("_", "-") for script in (
+        train_gpt2_3d, train_gpt2_lit) for field in fields(
+            script.Hyperparameters)}
+    options = {
+        option for parser in (
+            get_args_parser(), launch_command_parser())
+        for action in parser._actions for option in action.option_strings}
+    assert {flag for flag in flags for option in options
+            if option.startswith(flag)} == set()
 
 
 @pytest.mark.whole
 def test_torchrun_says_an_error_once(data, tmp_path):
     done = run_command(
         *TORCH, "--nnodes", 1, "--nproc-per-node", 2, "--rdzv-backend",
-        "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--",
+        "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
         STAGES["ddp"].solution,
         *tiny(tmp_path / "run", data, "--microbatch-size", 3))
     assert done.returncode != 0

@@ -24,7 +24,7 @@ def test_an_eighth_of_the_default_run(tmp_path):
         pytest.skip("fineweb/demo is not built: source activate.sh")
     # with one thread: two cost a quarter more, and other tests want a core
     end = run_command(
-        sys.executable, ROOT / "code" / "train_gpt2.py", "--run",
+        sys.executable, ROOT / "code" / "train_gpt2.py", "--run-dir",
         tmp_path / "run", "--device", "cpu", "--max-steps", 250,
         "--warmup-steps", 100, "--eval-every", 125, timeout=3600)
     result = Result(tmp_path / "run",

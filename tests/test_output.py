@@ -57,7 +57,7 @@ def test_where_the_output_ends_the_run_saves_and_can_go_on(
         stage, kind, data, tmp_path):
     """As where Ctrl-C ends `| tee log`, too, or the terminal is closed."""
     run = tmp_path / "run"
-    script, flags = (STARTER, ["--run", run]) if stage == "starter" else (
+    script, flags = (STARTER, ["--run-dir", run]) if stage == "starter" else (
         STAGES[stage].solution, tiny(run, data, *QUIET))
     ours, its = pty.openpty() if kind == "terminal" else os.pipe()
     process = subprocess.Popen(

@@ -252,7 +252,7 @@ def test_from_inside_another_job(slurm, single):
     log = (slurm.repo.parent / "inner.log").read_text()
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
     for what in (f"ddp-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
-                 "solutions/train_gpt2_ddp.py --run", "torch 2.",
+                 "solutions/train_gpt2_ddp.py --run-dir", "torch 2.",
                  "world size 4", "preset tiny, data data, "):
         assert what in log[:log.index("| step")]
     files = list((slurm.repo / "runs" / f"ddp-2n2g-{job}").glob("gpus-*.txt"))
@@ -279,7 +279,7 @@ def test_the_script_on_the_desk(slurm):
         desk.write_text(kept)
         desk.with_name(".checked.json").unlink(missing_ok=True)
     log = slurm.log(job)
-    assert f"{desk} --run" in log and log.startswith("warning: ")
+    assert f"{desk} --run-dir" in log and log.startswith("warning: ")
     assert log.count("none: there is no such folder: check --data") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 

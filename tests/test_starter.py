@@ -110,7 +110,7 @@ def test_a_signal_to_its_workers_too_saves(tmp_path):
     """SLURM sends it to all processes of a job."""
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, STARTER, "--run", run, "--fp32", "--workers", "2",
+        [sys.executable, STARTER, "--run-dir", run, "--fp32", "--workers", "2",
          "--max-steps", "100000"], start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_rows(run, 3)

@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
                       single.checkpoint()["model"])
     for file in run.glob("checkpoints/*.pt"):
         os.truncate(file, file.stat().st_size // 2)
-    refused(train("std", run, "--resume"), "is damaged", "another --run")
+    refused(train("std", run, "--resume"), "is damaged", "another --run-dir")
 
 
 class SmallFiles:
@@ -332,7 +332,7 @@ def test_a_full_disk_for_the_output(data, tmp_path):
     with open(tmp_path / "log", "w") as log:
         ran = subprocess.run(
             [sys.executable, ROOT / "solutions" / "train_gpt2_ddp.py",
-             "--preset", "tiny", "--data", data, "--run", tmp_path / "run",
+             "--preset", "tiny", "--data", data, "--run-dir", tmp_path / "run",
              "--max-steps", "500", "--checkpoint-every", "500"],
             env={**os.environ, "PYTHONPATH": str(ROOT),
                  "PYTHONUNBUFFERED": ""},
@@ -360,7 +360,7 @@ def test_a_loss_that_is_not_finite_spares_the_checkpoint(
 
 
 def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
-    """--run and --resume say enough; a finished run ends at once."""
+    """--run-dir and --resume say enough; a finished run ends at once."""
     monkeypatch.chdir(data.parent)  # a relative folder is its user's
     run = tmp_path / "run"  # not there yet: it starts afresh
     train("std", run, "--resume", "--preset", "tiny", "--max-steps", 6,
@@ -382,7 +382,7 @@ def test_one_process_at_a_time_trains_in_a_run(data, tmp_path):
     record = (run / "hyperparameters.json").read_bytes()
     for again in ((), ("--resume",)):
         refused(train("std", run, *again, data=data),
-                "another process trains in this run", "another --run")
+                "another process trains in this run", "another --run-dir")
     assert (run / "hyperparameters.json").read_bytes() == record
     launch.signal(signal.SIGKILL)
     rows = len(launch.result(run).rows)
@@ -417,7 +417,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     (["--max-steps", -1], ["--max-steps"]),
     (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
     (["--data", "BAD"], ["vocabulary.json is damaged"]),
-    (["--run", "FILE/run"], ["FILE"]),
+    (["--run-dir", "FILE/run"], ["FILE"]),
 ])
 def test_bad_flags(data, tmp_path, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)

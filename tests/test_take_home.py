@@ -35,7 +35,7 @@ def start(stage, home, *flags):
             launcher = ["mpirun", "-n", math.prod(mesh), sys.executable]
         else:
             launcher += ["-m", "torch.distributed.run", "--standalone",
-                         "--nproc-per-node", math.prod(mesh), "--"]
+                         "--nproc-per-node", math.prod(mesh)]
     flags += ("--pipeline-parallel", pipeline) * (pipeline > 1)
     flags += ("--tensor-parallel", tensor) * (tensor > 1)
     return run_command(*launcher, script, *TINY, *flags, folder=home)

@@ -202,7 +202,7 @@ STYLES = {"DDP": DDP, "DDP, a look": LOOK,
         ("Lightning", "lightning_trainer"), ("GAN", "gan"),
         ("workers", "stream"))}
 FLAGS = {"minGPT": ["snapshot-{run}.pt"], "HF Trainer": ["run-{run}"],
-         "starter": ["--run", "run-{run}", "--checkpoint-every", "2"]}
+         "starter": ["--run-dir", "run-{run}", "--checkpoint-every", "2"]}
 STEPS = {"many updates": 60}
 RESUMES = {"starter": "--resume", "HF Trainer": "resume", "minGPT": ""}
 

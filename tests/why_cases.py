@@ -200,7 +200,7 @@ class Plain:
         flags = []
         if name in STAGES:
             make_dataset(self.folder / "data")
-            flags = [*tiny(name), "--data", self.folder / "data", "--run",
+            flags = [*tiny(name), "--data", self.folder / "data", "--run-dir",
                      self.run]
         self.launch(launcher, fault, script, *flags,
                     WORKSHOP_WHY=f"{self.run}/why")

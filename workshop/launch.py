@@ -106,7 +106,7 @@ def make_command(place, launcher, program, env):
                 *program]
     if mpi:
         return ["mpirun", "-n", str(total), *python, *program]
-    return ["torchrun", "--standalone", "--nproc-per-node", str(total), "--",
+    return ["torchrun", "--standalone", "--nproc-per-node", str(total),
             *program]
 
 

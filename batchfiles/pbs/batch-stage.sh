@@ -14,4 +14,4 @@
 : "${STAGE:?is not set: name a stage, as in qsub -v STAGE=ddp}"
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
-train python -m workshop launch "$STAGE" -- --run "$run" --resume "${flags[@]}"
+train python -m workshop launch "$STAGE" -- --run-dir "$run" --resume "${flags[@]}"

@@ -236,7 +236,7 @@ class Bench:
         def start():
             launch = Launch(
                 script, *FLAGS, *few, "--data", self.folder / "data",
-                "--run", run, *mesh.flags(), *flags,
+                "--run-dir", run, *mesh.flags(), *flags,
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun",

@@ -119,7 +119,8 @@ def measure(name, device, size, peak):
         script.write_text(edited(*STEPS[name].edits), "utf-8")
         flags = flags_of(name, device, size)
         done = subprocess.run(
-            [sys.executable, script, *flags, "--run", run, "--profile", "3",
+            [sys.executable, script, *flags,
+             "--run-dir", run, "--profile", "3",
              "--eval-minibatches", "1"], cwd=ROOT, text=True,
             capture_output=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)})

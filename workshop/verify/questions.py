@@ -22,7 +22,7 @@ EARLY = 8  # updates in which rounding does not grow that large
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
 AGAIN = ("verify runs it several times: {run} in a flag is another name each "
-         "time, as in --run /tmp/run-{run}")
+         "time, as in --run-dir /tmp/run-{run}")
 HINTS = (
     ("finished reduction in the prior iteration", "some parameters get no "
      "gradient, for which DDP waits: remove them, or "
