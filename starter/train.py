@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.utils.data import DataLoader, Dataset
+
+COLUMNS = "step,loss,val_loss,lr,norm,seconds,samples_per_second"
 
 
 class Rings(Dataset):
@@ -49,12 +51,17 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.layers(x).float(), y)
 
 
+def compute_loss(model, batch, device, args):
+    x, y = (part.to(device, non_blocking=True) for part in batch)
+    with torch.autocast(device.type, torch.bfloat16, not args.fp32):
+        return model(x, y)  # the wrapper, which reduces the gradients
+
+
 def shard(num_samples, steps, S, B, rank, world_size, seed):
     """This rank's microbatches of the given steps: lists of sample numbers.
 
-    Step s trains on samples s*S to (s+1)*S - 1 of the shuffled epochs laid
-    end to end, of which each leaves out what does not fill a minibatch of S
-    samples. The ranks take turns, B samples at a time.
+    Step s trains on samples s*S to (s+1)*S - 1 of the shuffled epochs, each
+    without an incomplete minibatch. The ranks take turns, B samples at a time.
     """
     shuffled = None
     for step in steps:
@@ -68,6 +75,122 @@ def shard(num_samples, steps, S, B, rank, world_size, seed):
             yield minibatch[begin : begin + B]
 
 
+def load(data, steps, args, device):
+    """A loader of this rank's microbatches of the given steps."""
+    return DataLoader(
+        data, num_workers=args.workers, worker_init_fn=handle_signals,
+        pin_memory=device.type == "cuda", batch_sampler=shard(
+            len(data), steps, args.minibatch_size, args.microbatch_size,
+            dist.get_rank(), dist.get_world_size(), args.seed))
+
+
+def require(condition, problem):
+    """End all ranks, rank 0 with a line, unless the condition holds."""
+    if not condition:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def join(env=os.environ):
+    """Join the processes that a launcher has started; returns the device."""
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    launched = env.keys() & {*names}
+    if not launched and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
+                   WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])  # and see batch.sh
+    elif not launched:  # one process
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    numbers = [env.get(name, "") for name in (*names, "MASTER_PORT")]
+    require(all(map(str.isdecimal, numbers)) and env.get("MASTER_ADDR"),
+            "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not "
+            "set, or wrong: start this with torchrun, or unset all of them")
+    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # on one node
+        env["MASTER_ADDR"] = "127.0.0.1"  # its name may lead nowhere
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device:
+        device = torch.device(device.type, int(env["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device)
+    backend = dist.get_default_backend_for_device(device or "cpu")
+    dist.init_process_group(backend, device_id=device)
+    return device or torch.device("cpu")
+
+
+def handle_signals(worker, handler=signal.SIG_IGN):  # of a worker
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def open_run(folder, fixed, resume):
+    """The run's checkpoints, oldest first, and a problem. Rank 0 alone."""
+    metrics, checkpoints = folder / "metrics.csv", folder / "checkpoints"
+    try:
+        if not resume and (metrics.exists() or checkpoints.exists()):
+            return [], f"{folder} exists: add --resume, or name another --run"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        metrics.touch()
+        if metrics.read_text()[: len(COLUMNS)] not in ("", COLUMNS):
+            return [], f"{metrics} is of another program"
+    except OSError as error:
+        return [], f"{error.filename}: {error.strerror}"
+    files, ours = sorted(checkpoints.glob("step_????????.pt")), []
+    for file in files:
+        try:
+            before = torch.load(file, weights_only=True)["fixed"]
+            ours.append(file)
+        except Exception as error:  # a damaged file raises many kinds
+            print(f"warning: {file} is damaged: {type(error).__name__}")
+    if files and not ours:
+        return [], f"{folder} is damaged: name another --run"
+    if ours and before != fixed:  # else other samples would follow
+        return [], f"{folder} was started with {before}"
+    (folder / "finished").unlink(missing_ok=True)
+    return ours, None
+
+
+def restore(file, model, optimizer):
+    """Load a checkpoint; returns the number of its step. All ranks."""
+    saved = torch.load(file, weights_only=True)
+    names = state_dict.get_model_state_dict(model).keys()
+    require(names == saved["model"].keys(),
+            f"{file} is of another model: name another --run")
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_model_state_dict(model, saved["model"], options=whole)
+    whole.strict = False  # a parameter without a gradient yet has no state
+    if saved["optimizer"]["state"]:  # plain SGD has none at all
+        state_dict.set_optimizer_state_dict(
+            model, optimizer, saved["optimizer"], options=whole)
+    return saved["step"]
+
+
+def save(folder, step, fixed, model, optimizer, files):
+    """Write a checkpoint, and keep the newest two of `files`. All ranks."""
+    weights, optim_state = state_dict.get_state_dict(  # whole, also with FSDP
+        model, optimizer, options=state_dict.StateDictOptions(
+            full_state_dict=True, cpu_offload=True))
+    files.append(folder / f"checkpoints/step_{step:08d}.pt")
+    if dist.get_rank() == 0:
+        with open(folder / "checkpoints/unfinished", "wb") as part:
+            torch.save({"step": step, "fixed": fixed, "model": weights,
+                        "optimizer": optim_state}, part)
+            part.flush()
+            os.fsync(part.fileno())
+        os.replace(part.name, files[-1])  # a file is there as a whole, or not
+        for old in files[:-2]:
+            old.unlink(missing_ok=True)
+    del files[:-2]
+
+
+def open_metrics(file, first_step):
+    """Open metrics.csv, cut back to the rows before the first step."""
+    rows = file.read_text().splitlines()[1 : first_step + 1]
+    part = file.with_suffix(".part")
+    part.write_text("\n".join([COLUMNS, *rows, ""]))
+    os.replace(part, file)
+    return open(file, "a")
+
+
 def get_lr(step, args):
     """Linear warm-up, then half a cosine down to a tenth."""
     highest, warmup = args.learning_rate, args.warmup_steps
@@ -77,46 +200,49 @@ def get_lr(step, args):
     return highest * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def handle_signals(worker, handler=signal.SIG_IGN):  # of a worker
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, handler)
+def train_step(model, optimizer, batches, args, device):
+    """Make one update; returns this rank's mean loss, and the norm."""
+    S = args.minibatch_size
+    round_size = args.microbatch_size * dist.get_world_size()
+    total = torch.zeros((), device=device)
+    for begin in range(0, S, round_size):
+        # gradients are reduced once a step, as with no_sync()
+        model.require_backward_grad_sync = begin + round_size == S
+        # FSDP: model.set_requires_gradient_sync(begin + round_size == S)
+        loss = compute_loss(model, next(batches), device, args)
+        loss = loss * round_size / S  # gradients of the minibatch's mean
+        loss.backward()
+        total += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # FSDP: norm = norm.full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm.item()
 
 
-def open_run(folder, fixed, resume):
-    """(problem, the checkpoint to go on from), or None for either."""
-    if not resume and (folder / "metrics.csv").exists():
-        return f"{folder} exists: add --resume, or name another --run", None
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "finished").unlink(missing_ok=True)
-    files = sorted(folder.glob("checkpoints/step_*.pt"), reverse=True)
-    for file in files:
-        try:
-            before = torch.load(file, weights_only=True)["fixed"]
-            if before == fixed:  # else other samples would follow
-                return None, file
-            return f"{folder} was started with {before}", None
-        except Exception as error:  # a damaged file raises many kinds
-            print(f"warning: {file} is damaged: {type(error).__name__}")
-    return f"{folder} is damaged: start another" if files else None, None
+@torch.no_grad()
+def evaluate(model, data, args, device):
+    """The mean loss of the data's whole minibatches. All ranks."""
+    model.eval()
+    steps = range(len(data) // args.minibatch_size)
+    losses = [compute_loss(model, batch, device, args)
+              for batch in load(data, steps, args, device)]
+    model.train()
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss)  # the sum over all ranks
+    return loss.item() / dist.get_world_size()
 
 
-@contextmanager
-def written(file):
-    """Opens a file to be written as a whole, or else left as it is."""
-    with open(file.with_suffix(".part"), "wb") as part:
-        yield part
-        part.flush()
-        os.fsync(part.fileno())
-    os.replace(part.name, file)
-
-
-def open_metrics(file, first_step):
-    """metrics.csv, cut back to the rows before the first step."""
-    columns = "step,loss,val_loss,lr,norm,seconds,samples_per_second"
-    rows = file.read_text().splitlines() if first_step else [columns]
-    with written(file) as part:
-        part.writelines(f"{row}\n".encode() for row in rows[: first_step + 1])
-    return open(file, "a")
+def log(metrics, args, step, loss, val_loss, lr, norm, seconds, stop):
+    """Print a line, and add a row to metrics.csv. Rank 0 alone."""
+    speed = args.minibatch_size / seconds
+    ending = " stopped by a signal" if stop else ""
+    with suppress(BrokenPipeError):  # Ctrl-C ends `| tee log`, too
+        print(f"| step {step:4d}/{args.max_steps} | loss {loss:.6f} | "
+              f"lr: {lr:.4e} | norm: {norm:.4f} | dt: {1000 * seconds:6.1f} "
+              f"ms | samples/s: {speed:,.0f} |{ending}", flush=True)
+    print(step, loss, val_loss, lr, norm, seconds, speed, sep=",",
+          file=metrics, flush=True)
 
 
 def parse():
@@ -131,122 +257,70 @@ def parse():
     return parser.parse_args()
 
 
+def check(args, smallest):
+    """Name a flag that does not fit. smallest: of the splits. All ranks."""
+    for flag in ("max-steps", "minibatch-size", "microbatch-size",
+                 "eval-every", "checkpoint-every"):
+        value = getattr(args, flag.replace("-", "_"))
+        require(value > 0, f"--{flag} must be 1 or more")
+    S = args.minibatch_size
+    round_size = args.microbatch_size * dist.get_world_size()
+    require(S % round_size == 0, f"{S} is not divisible by {round_size}: "
+            "change --microbatch-size, or --minibatch-size")
+    require(S <= smallest, f"one split has less than {S} samples")
+
+
 def main():
-    args, stops, env = parse(), [], os.environ
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
-                   WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])  # and see batch.sh
-    elif "RANK" not in env:  # no launcher: one process
-        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
-                   MASTER_ADDR="localhost", MASTER_PORT="0")
-    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device:
-        device = torch.device(device.type, int(env["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device)
-    backend = dist.get_default_backend_for_device(device or "cpu")
-    dist.init_process_group(backend, device_id=device)
-    device = device or torch.device("cpu")
-    def require(condition, problem):  # all ranks: rank 0 says the problem
-        if not condition:
-            os.write(2, f"error: {problem}\n".encode() * (rank == 0))
-            os._exit(1)
-    S, B = args.minibatch_size, args.microbatch_size
-    round_size = B * world_size  # a microbatch on every rank
-    require(S % round_size == 0, f"a minibatch of {S} samples is not "
-            f"divisible by {round_size}: change --microbatch-size, or "
-            "--minibatch-size")
+    args, device = parse(), join()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, val_data = Rings(10_000, seed=0), Rings(1_000, seed=1)
-    require(S <= min(len(train_data), len(val_data)),
-            f"one split has less than a minibatch of {S} samples")
+    check(args, min(len(train_data), len(val_data)))
+
     torch.manual_seed(args.seed)  # the same initial weights on all ranks
     model = Model().to(device)
     model = nn.parallel.DistributedDataParallel(model)
     # FSDP: [fully_shard(part) for part in (*model.layers, model)]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    folder, fixed = Path(args.run), {"minibatch_size": S, "seed": args.seed}
-    message = [open_run(folder, fixed, args.resume) if rank == 0 else None]
-    dist.broadcast_object_list(message)  # all go on from the same file
-    (problem, file), first_step = message[0], 0
-    require(not problem, problem)
-    whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    if file:
-        saved = torch.load(file, weights_only=True)
-        first_step = saved["step"]
-        names = state_dict.get_model_state_dict(model).keys()
-        require(names == saved["model"].keys(),
-                f"{file} is of another model: name another --run")
-        state_dict.set_model_state_dict(model, saved["model"], options=whole)
-        whole.strict = False  # who had no gradient yet has no state
-        if saved["optimizer"]["state"]:  # plain SGD has none at all
-            state_dict.set_optimizer_state_dict(
-                model, optimizer, saved["optimizer"], options=whole)
+
+    folder = Path(args.run)
+    fixed = {"minibatch_size": args.minibatch_size, "seed": args.seed}
+    found = [open_run(folder, fixed, args.resume) if rank == 0 else None]
+    dist.broadcast_object_list(found)  # all go on from the same file
+    files, problem = found[0]
+    require(problem is None, problem)
+    first_step = restore(files[-1], model, optimizer) if files else 0
     if rank == 0:
         metrics = open_metrics(folder / "metrics.csv", first_step)
-    def load(data, steps):
-        return DataLoader(
-            data, num_workers=args.workers, worker_init_fn=handle_signals,
-            pin_memory=device.type == "cuda", batch_sampler=shard(
-                len(data), steps, S, B, rank, world_size, args.seed))
-    def compute_loss(batch):
-        x, y = (part.to(device, non_blocking=True) for part in batch)
-        with torch.autocast(device.type, torch.bfloat16, not args.fp32):
-            return model(x, y)  # the wrapper, which reduces the gradients
-    @torch.no_grad()
-    def evaluate(batches):  # all ranks, each with as many microbatches
-        model.eval()
-        loss = torch.stack([compute_loss(batch) for batch in batches]).mean()
-        dist.all_reduce(loss)  # the sum over all ranks
-        model.train()
-        return loss.item() / world_size
-    handle_signals(None, lambda number, frame: stops.append(number))
+
+    signals = []
+    handle_signals(None, lambda number, frame: signals.append(number))
     steps = range(first_step, args.max_steps)
-    batches = iter(load(train_data, steps))
+    batches = iter(load(train_data, steps, args, device))
     for step in steps:
         start_time = time.perf_counter()
         torch.manual_seed(hash((args.seed, step, rank)))  # for dropout
+        lr = get_lr(step, args)
         for group in optimizer.param_groups:  # all at one rate
-            group["lr"] = lr = get_lr(step, args)
-        report = torch.tensor([0.0, len(stops)], device=device)
-        for begin in range(0, S, round_size):
-            # gradients are reduced once a step, as with no_sync()
-            model.require_backward_grad_sync = begin + round_size == S
-            # FSDP: model.set_requires_gradient_sync(begin + round_size == S)
-            loss = compute_loss(next(batches)) * round_size / S
-            loss.backward()  # adds up gradients: of means over the minibatch
-            report[0] += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # FSDP: norm = norm.full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
+            group["lr"] = lr
+        loss, norm = train_step(model, optimizer, batches, args, device)
+        report = torch.stack([loss, torch.full_like(loss, len(signals))])
         dist.all_reduce(report)  # the sum over all ranks
-        (loss, stop), norm = (report / world_size).tolist(), norm.item()
+        loss, stop = (report / world_size).tolist()
         seconds = time.perf_counter() - start_time
-        require(math.isfinite(loss + norm), f"step {step}: the loss is {loss}"
-                f" and the norm {norm}: try a lower --learning-rate")
-        last, val_loss = step + 1 == args.max_steps, ""
-        if last or (step + 1) % args.eval_every == 0:
-            val_loss = evaluate(load(val_data, range(len(val_data) // S)))
+        require(math.isfinite(loss) and math.isfinite(norm),
+                f"step {step}: the loss is {loss} and the norm {norm}: try a "
+                "lower --learning-rate")
+
+        done = step + 1
+        last, val_loss = done == args.max_steps, ""
+        if last or done % args.eval_every == 0:
+            val_loss = evaluate(model, val_data, args, device)
         if rank == 0:
-            with suppress(BrokenPipeError):  # Ctrl-C ends `| tee log`, too
-                print(f"| step {step:4d}/{args.max_steps} | loss {loss:.6f} | "
-                      f"lr: {lr:.4e} | norm: {norm:.4f} | dt: "
-                      f"{1000 * seconds:6.1f} ms | samples/s: "
-                      f"{S / seconds:,.0f} |"
-                      + " stopped by a signal" * bool(stop), flush=True)
-            print(step, loss, val_loss, lr, norm, seconds, S / seconds,
-                  sep=",", file=metrics, flush=True)
-        if last or stop or (step + 1) % args.checkpoint_every == 0:
-            weights, optim_state = state_dict.get_state_dict(  # all ranks
-                model, optimizer, options=whole)
+            log(metrics, args, step, loss, val_loss, lr, norm, seconds, stop)
+        if last or stop or done % args.checkpoint_every == 0:
             if rank == 0:
                 os.fsync(metrics.fileno())  # its rows are there before
-                file = folder / f"checkpoints/step_{step + 1:08d}.pt"
-                with written(file) as part:
-                    torch.save({"step": step + 1, "fixed": fixed, "model":
-                                weights, "optimizer": optim_state}, part)
-                for old in sorted(folder.glob("checkpoints/*.pt"))[:-2]:
-                    old.unlink()
+            save(folder, done, fixed, model, optimizer, files)
         if stop:
             break
     else:

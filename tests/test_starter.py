@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,7 @@ def begun(tmp_path_factory):
     (["--learning-rate", 1e30], "--learning-rate"),
     (["--seed", 1, "--resume"], "was started with"),
     ([], "--resume"),
+    (["--eval-every", 0, "--resume"], "--eval-every must be 1 or more"),
 ])
 def test_errors_are_one_line(flags, words, begun, tmp_path):
     run = tmp_path / "run" if "--learning-rate" in flags else begun
@@ -237,6 +239,69 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
     (line,) = result.err.splitlines()
     assert line.startswith("error: ") and words in line
     assert all(file.read_bytes() == text for file, text in before.items())
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+@pytest.mark.parametrize("name", ["metrics.csv", "checkpoints/mine.txt",
+                                  "checkpoints/step_00000001.pt"])
+def test_what_is_in_a_folder_is_not_overwritten(flags, name, tmp_path):
+    """Without --resume nothing of a run; with it, what is of another one."""
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    result = train("starter", tmp_path / "run", "--max-steps", 3,
+                   "--checkpoint-every", 1, *flags)
+    assert file.read_text() == "mine"
+    if flags and name.endswith("mine.txt"):  # a run that has saved nothing
+        assert result.status == 0, result.err
+    else:
+        assert result.status == 1
+        assert result.err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    copy = folder / "step_00000002-best.pt"
+    shutil.copy(folder / "step_00000002.pt", copy)
+    result = train("starter", tmp_path / "run", "--resume", "--max-steps", 6,
+                   "--checkpoint-every", 1)
+    assert result.status == 0, result.err
+    assert sorted(file.name for file in folder.iterdir()) == [
+        copy.name, "step_00000005.pt", "step_00000006.pt"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    result = train("starter", tmp_path / "file" / "run")
+    (line,) = result.err.splitlines()
+    assert result.status == 1
+    assert line.startswith("error: ") and line.endswith("Not a directory")
+
+
+@pytest.mark.parametrize("names", [
+    {"RANK": "0"}, {"WORLD_SIZE": "4"}, {"RANK": "", "WORLD_SIZE": ""},
+    {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+     "MASTER_PORT": "29500"}], ids=str)
+def test_names_that_say_no_rank_are_one_line(names, tmp_path):
+    """Such as those of a pod of Kubernetes, or without MASTER_ADDR."""
+    result = train("starter", tmp_path / "run", env={**os.environ, **names})
+    (line,) = result.err.splitlines()
+    assert result.status == 1 and "MASTER_ADDR" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_ranks_of_one_node_meet_wherever_its_name_leads(tmp_path):
+    names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "nowhere.invalid",
+             "MASTER_PORT": str(free_port())}
+    launches = [start_stage(
+        "starter", tmp_path / "run", "--max-steps", 2, env={
+            **os.environ, **names, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"]
+    for launch in launches:
+        assert launch.result(tmp_path / "run").status == 0
 
 
 def test_srun_names_the_ranks(alone, tmp_path):

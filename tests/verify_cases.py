@@ -630,12 +630,12 @@ CASES = [
           suite=True, resumes=True),
     wrong("starter", "no weights", "FAIL  a resume after 2 updates: the "
           "weights begin anew",
-          ("        state_dict.set_model_state_dict(model, saved[\"model\"], "
+          ("    state_dict.set_model_state_dict(model, saved[\"model\"], "
            "options=whole)\n", ""), resumes=True),
     wrong("starter", "the data from its start", "FAIL  a resume after 2 "
           "updates: in the next update it reads the samples of update 0 "
-          "again", ("load(train_data, steps)",
-                    "load(train_data, range(args.max_steps))"),
+          "again", ("load(train_data, steps,",
+                    "load(train_data, range(args.max_steps),"),
           suite=True, resumes=True),
     wrong("starter", "the schedule from its start", "FAIL  a resume after 2 "
           "updates: the learning rate is 0.00015, not 0.00045, in the next "
