@@ -20,7 +20,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
 run=runs/$SLURM_JOB_ID # the same after a requeue: it goes on
 trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them
 trap : TERM                       # they get it as well
-srun --kill-on-bad-exit=1 python train.py --run "$run" --resume "$@" &
+srun --kill-on-bad-exit=1 python train.py --run-dir "$run" --resume "$@" &
 processes=$!
 while kill -0 $processes 2>/dev/null; do
     wait $processes # returns at each signal

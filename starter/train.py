@@ -1,7 +1,7 @@
 """Train a model on many devices: one file to begin your own training with.
 
     python train.py                           # one process
-    torchrun --nproc-per-node 4 -- train.py   # four; under SLURM: batch.sh
+    torchrun --nproc-per-node 4 train.py   # four; under SLURM: batch.sh
 
 Replace `Rings` by your data and `Model` by your model. What a step computes
 does not depend on the number of processes. A run is a folder with metrics.csv
@@ -127,7 +127,7 @@ def open_run(folder, fixed, resume):
     metrics, checkpoints = folder / "metrics.csv", folder / "checkpoints"
     try:
         if not resume and (metrics.exists() or checkpoints.exists()):
-            return [], f"{folder} exists: add --resume, or name another --run"
+            return [], f"{folder} exists: add --resume, or name another --run-dir"
         checkpoints.mkdir(parents=True, exist_ok=True)
         metrics.touch()
         if metrics.read_text()[: len(COLUMNS)] not in ("", COLUMNS):
@@ -142,7 +142,7 @@ def open_run(folder, fixed, resume):
         except Exception as error:  # a damaged file raises many kinds
             print(f"warning: {file} is damaged: {type(error).__name__}")
     if files and not ours:
-        return [], f"{folder} is damaged: name another --run"
+        return [], f"{folder} is damaged: name another --run-dir"
     if ours and before != fixed:  # else other samples would follow
         return [], f"{folder} was started with {before}"
     (folder / "finished").unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def restore(file, model, optimizer):
     saved = torch.load(file, weights_only=True)
     names = state_dict.get_model_state_dict(model).keys()
     require(names == saved["model"].keys(),
-            f"{file} is of another model: name another --run")
+            f"{file} is of another model: name another --run-dir")
     whole = state_dict.StateDictOptions(full_state_dict=True)
     state_dict.set_model_state_dict(model, saved["model"], options=whole)
     whole.strict = False  # a parameter without a gradient yet has no state
@@ -250,7 +250,7 @@ def parse():
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fp32", action="store_true", help="not bf16")
     for name, value in {
-            "run": "run", "max-steps": 500, "warmup-steps": 20, "seed": 1337,
+            "run-dir": "run", "max-steps": 500, "warmup-steps": 20, "seed": 1337,
             "minibatch-size": 96, "microbatch-size": 8, "learning-rate": 3e-3,
             "workers": 0, "eval-every": 50, "checkpoint-every": 50}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -282,7 +282,7 @@ def main():
     # FSDP: [fully_shard(part) for part in (*model.layers, model)]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
-    folder = Path(args.run)
+    folder = Path(args.run_dir)
     fixed = {"minibatch_size": args.minibatch_size, "seed": args.seed}
     found = [open_run(folder, fixed, args.resume) if rank == 0 else None]
     dist.broadcast_object_list(found)  # all go on from the same file
