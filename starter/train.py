@@ -127,7 +127,7 @@ def open_run(folder, fixed, resume):
     metrics, checkpoints = folder / "metrics.csv", folder / "checkpoints"
     try:
         if not resume and (metrics.exists() or checkpoints.exists()):
-            return [], f"{folder} exists: add --resume, or name another --run-dir"
+            return [], f"{folder} exists: add --resume, or another --run-dir"
         checkpoints.mkdir(parents=True, exist_ok=True)
         metrics.touch()
         if metrics.read_text()[: len(COLUMNS)] not in ("", COLUMNS):
@@ -250,9 +250,10 @@ def parse():
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fp32", action="store_true", help="not bf16")
     for name, value in {
-            "run-dir": "run", "max-steps": 500, "warmup-steps": 20, "seed": 1337,
+            "run-dir": "run", "max-steps": 500, "warmup-steps": 20,
             "minibatch-size": 96, "microbatch-size": 8, "learning-rate": 3e-3,
-            "workers": 0, "eval-every": 50, "checkpoint-every": 50}.items():
+            "workers": 0, "eval-every": 50, "checkpoint-every": 50,
+            "seed": 1337}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     return parser.parse_args()
 
