@@ -179,6 +179,17 @@ def dated_names(path):
         yield path.with_name(f"{path.stem}.{now}-{number}{path.suffix}")
 
 
+def new_folder(parent, name):
+    """Make parent/<date>-<time>-<name>, even if others do so right now."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        folder = Path(parent) / f"{now}-{name}{suffix}"
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
 def show_path(path, folder=ROOT):
     """The path from the folder on where it is inside, else from the root on.
 

@@ -1,8 +1,9 @@
 """Records steps for --profile N, with torch.profiler.
 
 Each rank writes what its operators and kernels did in N steps to
-RUN/profile/rank<r>.json.gz. These traces open in https://ui.perfetto.dev, and
-`python -m workshop profile RUN` makes a table of where the time goes.
+RUN/profile/<date>-trace/rank<r>.json.gz. These traces open in
+https://ui.perfetto.dev, and `python -m workshop profile RUN` makes a table of
+where the time goes.
 """
 
 import os
@@ -10,7 +11,8 @@ import os
 from torch import profiler
 
 from backstage.errors import warn
-from backstage.world import get_rank_and_size
+from backstage.files import new_folder
+from backstage.world import call_on_rank_0, get_rank_and_size
 
 # Steps that do not count: those that allocate and compile, one in which the
 # profiler warms up, and the first that it records, which starts late.
@@ -25,11 +27,8 @@ class Recorder:
         if not steps:
             return
         self.rank, _ = get_rank_and_size()
-        folder = folder / "profile"
-        if self.rank == 0:  # what the start before this one left
-            folder.mkdir(exist_ok=True)
-            for file in folder.glob("rank*.json.gz"):
-                file.unlink()
+        folder = call_on_rank_0(
+            lambda: str(new_folder(folder / "profile", "trace")))
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints
         activities = {profiler.ProfilerActivity.CPU}
         if device.type != "cpu":

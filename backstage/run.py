@@ -9,8 +9,6 @@ A run is a folder:
 Docstrings say who calls a method: all ranks, or rank 0 alone.
 """
 
-import datetime
-import itertools
 import json
 import math
 import os
@@ -34,6 +32,7 @@ from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require, warn
 from backstage.files import (
     lock_folder,
+    new_folder,
     remove_parts,
     show_path,
     write_atomically,
@@ -261,19 +260,6 @@ class Run:
                       f"go on with: --run-dir {place} --resume")
         if self.signals.interrupted():
             sys.exit(130)
-
-
-def new_folder(parent, stage):
-    """Create parent/<date>-<time>-<stage>, even if others do so right now."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        suffix = f"-{number}" if number > 1 else ""
-        folder = parent / f"{now}-{stage}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
 
 
 def describe_parameters(optimizer):

@@ -112,8 +112,8 @@ progress() {
 # Say what runs where, at the top of the log.
 describe() {
     local commit
-    commit=$(git -C "$WORKSHOP" describe --always --dirty --exclude '*' \
-        2>/dev/null) || commit=unknown
+    commit=$(python -c 'from workshop import doctor
+print(doctor.name_commit())')
     echo "job       $SLURM_JOB_NAME $SLURM_JOB_ID: $SLURM_NNODES x" \
         "$gpus GPUs, on $SLURM_JOB_NODELIST"
     python -c 'if True:

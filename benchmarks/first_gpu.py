@@ -41,9 +41,8 @@ from turns import NEVER, SIDE, STEP, random_tokens
 from backstage import ROOT, dataset
 from backstage.device import device_name, find_device, memory_size
 from backstage.errors import UserError, parse_flags, require, run_main
-from backstage.files import show_path, write_atomically
+from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from backstage.run import new_folder
 from workshop.doctor import name_commit, name_driver, name_libraries
 from workshop.processes import Launch, modules_of
 from workshop.results import runs

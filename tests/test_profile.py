@@ -78,13 +78,16 @@ def test_a_run_that_goes_on_and_one_that_is_short(tmp_path):
     assert short.status == 0 and "recorded nothing" in short.err
     assert "no step of these runs" in themed(
         lambda ax: PANELS["parts"](ax, [results.read(run)]))
-    (run / "profile" / "rank1.json.gz").touch()  # of more processes
+    mine = run / "profile" / "rank1.json.gz"
+    mine.write_bytes(b"of somebody else")
     check(train("std", run, "--resume", "--max-steps", 11, "--profile", 9),
           [10])
-    trace, = profile.list_traces(run)
-    trace.unlink()
-    check(train("std", run, "--resume", "--max-steps", 20), [])
-    assert not trace.exists()  # only the start with the flag records
+    assert mine.read_bytes() == b"of somebody else"
+    before = profile.list_traces(run)
+    done = train("std", run, "--resume", "--max-steps", 20)
+    assert done.status == 0, done.err
+    assert profile.list_traces(run) == before  # it records with the flag alone
+    before[0].unlink()
     with pytest.raises(UserError, match="--profile 10"):
         profile.main(run)
 
@@ -95,13 +98,13 @@ def test_a_wrong_number_is_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"{}", gzip.compress(b"{}")[:-1], gzip.compress(b"[1]"),
-    gzip.compress(b'{"traceEvents": [{"ph": "X"}]}'),
-    gzip.compress(b'{"traceEvents": [1]}')])
+    b"", b"{}", gzip.compress(b"{}", mtime=0)[:-1], gzip.compress(b"[1]", mtime=0),
+    gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0),
+    gzip.compress(b'{"traceEvents": [1]}', mtime=0)])
 def test_a_damaged_trace_is_a_line(content, tmp_path):
-    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "1-trace").mkdir(parents=True)
     (tmp_path / "metrics.csv").write_text("step\n")
-    (tmp_path / "profile" / "rank0.json.gz").write_bytes(content)
+    (tmp_path / "profile" / "1-trace" / "rank0.json.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"damaged .*: record it again$"):
         profile.recorded_parts(tmp_path)
 

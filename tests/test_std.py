@@ -31,8 +31,8 @@ from stages import (
 from backstage import ROOT
 from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
+from backstage.files import new_folder
 from backstage.flops import flops_per_token, num_parameters
-from backstage.run import new_folder
 
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 

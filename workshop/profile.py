@@ -143,8 +143,9 @@ class Step:
 
 
 def list_traces(folder):
-    """The ranks' files, in their order."""
-    files = Path(folder, "profile").glob("rank*.json.gz")
+    """The ranks' files of the newest start, in their order."""
+    starts = sorted(Path(folder, "profile").glob("*-trace*/"))
+    files = starts[-1].glob("rank*.json.gz") if starts else ()
     return sorted(files, key=lambda file: (len(file.name), file.name))
 
 
