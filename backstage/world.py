@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from backstage.errors import UserError, explain, require
 
-GROUPS = []  # that are kept
-THE_GROUP = []  # that was named, if one was
+GROUPS = []  # torch's process group, kept alive: see keep_group()
+THE_GROUP = []  # what use_group() has named: it comes before torch's
 
 
 class TorchGroup:
