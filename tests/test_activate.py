@@ -286,6 +286,7 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
     new = set(out[after.end():].split()) - set(out[:before.start()].split())
     assert new <= {"PYTHONPATH", "TIKTOKEN_CACHE_DIR", "deactivate", "PS1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "GOMP_SPINCOUNT",
+                   "WORKSHOP",
                    # shells' own
                    "PIPESTATUS", "BASH_REMATCH", "FUNCNAME", "VIRTUAL_ENV",
                    "match", "mbegin", "mend", "_OLD_VIRTUAL_PATH"}, new

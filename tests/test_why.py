@@ -321,7 +321,7 @@ def run_watched(folder, text, *words, **variables):
 
 
 WATCHED = """\
-import resource, sys, time
+import sys, time
 class Noisy:
     def __init__(self, name):
         self.name = name
@@ -335,7 +335,8 @@ def train(seconds):
     cache = b"x" * 2**28
 kept = Noisy("kept")
 train(float(sys.argv[1]))
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 18)
+status = open("/proc/self/status").read().split()
+print("peak", int(status[status.index("VmHWM:") + 1]) >> 18)
 """
 
 
@@ -518,7 +519,7 @@ def write_trace(file, data, message):
                        "name": name, "tid": 1, "cat": "cpu_op",
                        "args": {"Sequence number": number}})
         at += 1000 * milliseconds
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(json.dumps(
         {"traceEvents": events, "baseTimeNanoseconds": 0}).encode()))
 
@@ -537,7 +538,7 @@ def write_slow_run(folder, nodes, tokens, **parts):
         "step,loss,lr,norm,seconds,tokens_per_second\n"
         + "".join(f"{step},1,1,1,0.4,{tokens}\n" for step in range(9)))
     for rank in 0, 1:
-        write_trace(folder / "profile" / f"rank{rank}.json.gz",
+        write_trace(folder / "profile" / "1-trace" / f"rank{rank}.json.gz",
                     parts.get("data", (1, 1))[rank],
                     parts.get("message", (1, 1))[rank])
 

@@ -142,6 +142,8 @@ class Terminal(Quiet):
 class Events(Quiet):
     """Prints events, a line of JSON for each."""
 
+    interrupted = b""
+
     def say(self, text=""):
         self.report(say=text)
 
