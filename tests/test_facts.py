@@ -60,7 +60,7 @@ def test_the_byte_tables_name_their_model(lesson):
 
 
 def test_the_tables_of_decisions_have_one_order():
-    """Of which one takes the first row that fits."""
+    """One takes the first row that fits."""
     rows = "fits on one GPU|on.* one node|several nodes|layer is too large|" \
         "FSDP waits for the network|3D|even when .*sharded"
     for table in (str(arithmetic.decisions()), read(

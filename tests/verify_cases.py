@@ -308,12 +308,12 @@ SAME_SAMPLES = "FAIL  all 2 ranks read the same samples"
 NOT_REDUCED = "FAIL  gradients are not reduced"
 AROUND = "call model(...), not model.module(...)"
 AS_ONE = "gradients agree with a single process"
+WEIGHTS = "weights, relative to how far they have moved, agree"
 MULTIPLIED = "an update has 16 samples, with one process 8"
 
 CASES = [
     right("DDP", "an update has 32 samples, as with one process",
-          "gradients are the mean of the ranks' own", AS_ONE,
-          "weights, by the length of their way, agree",
+          "gradients are the mean of the ranks' own", AS_ONE, WEIGHTS,
           "dropout: it was switched off", suite=True),
     wrong("DDP", "all read the same", SAME_SAMPLES,
           ("loader = DataLoader(dataset, batch_size=32 // size, "
@@ -511,7 +511,7 @@ CASES = [
           ("        return loss\n", "        open('loss.txt', 'a').write('x')"
            "\n        return loss\n")),
 
-    right("FSDP2", "weights, by the length of their way, agree",
+    right("FSDP2", WEIGHTS,
           "what each rank alone has computed of the gradients", suite=True),
     wrong("FSDP2", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("FSDP2", "another learning rate", "FAIL  in update 0 the weights "
@@ -570,8 +570,7 @@ CASES = [
     right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks",
           suite=True),
 
-    right("two optimizers", AS_ONE,
-          "weights, by the length of their way, agree", suite=True),
+    right("two optimizers", AS_ONE, WEIGHTS, suite=True),
     wrong("two optimizers", "around the wrapper", NOT_REDUCED,
           ("model(x)", "model.module(x)")),
     wrong("two optimizers", "one of them on rank 0",

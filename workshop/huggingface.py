@@ -128,8 +128,8 @@ def to_theirs(name, weight, heads):
 def pad(embedding):
     """The embedding with as many rows as ours has.
 
-    Each new row is the mean of the others. Its logit is the mean logit then,
-    of which the exponential is at most the mean of their exponentials: the 47
+    Each new row is the mean of the others. Its logit is then the mean
+    logit, whose exponential is at most the mean of their exponentials: the 47
     new rows of GPT-2's 50,257 make the loss at most 0.001 larger. A row of
     zeros would have the logit 0, by far the largest.
     """

@@ -11,7 +11,7 @@ import torch
 # How torch's wrappers lengthen the names of a model's parameters.
 WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
-# Two names of one matrix, of which a pipeline's ends both have a copy.
+# Two names of one matrix: each end of a pipeline has a copy of it.
 LAST, TIED = "lm_head.weight", "transformer.wte.weight"
 
 
@@ -54,9 +54,9 @@ class Whole:
     """Tensors by name, put together from the parts of all ranks."""
 
     tensors: dict
-    holes: list  # names of which no rank has some part
+    holes: list  # names of tensors with a part that no rank has
     differing: dict  # rank -> the largest difference from a rank before it
-    apart: set  # names of which ranks have different copies
+    apart: set  # names of tensors whose copies differ
 
     def distance(self, other):
         """The largest difference of an element, in the names of both.

@@ -234,8 +234,8 @@ def free_port():
     """A TCP port of this machine that is free, and stays so.
 
     Nobody else takes it before its user listens on it: it is not one that the
-    system gives to whoever asks for any port (from 32768 on, `man 7 ip`), nor
-    one of a SLURM job (from 20000 on, `name_step_ranks` in
+    system gives to a program that asks for any port (from 32768 on, `man 7
+    ip`), nor one of a SLURM job (from 20000 on, `name_step_ranks` in
     `backstage/process.py`).
     """
     while True:
@@ -395,7 +395,7 @@ def serve(link, preload):
 def preload_all(names):
     """Import what has not been tried before.
 
-    A quarter of the time would go into looking for garbage, of which imports
+    A quarter of the time would go into looking for garbage, although imports
     make none; nor do the forked ranks look through what is imported here.
     """
     gc.disable()

@@ -45,12 +45,12 @@ RUNGS = {
            "rank makes the same weights from the same seed, reads its own "
            "samples and sends each gradient in a message of its own, after "
            "the backward pass",
-    "kernels": "one process, as std; GELU, LayerNorm, cross-entropy and "
+    "kernels": "one process, as in std; GELU, LayerNorm, cross-entropy and "
                "attention are kernels of our own, in Triton",
-    "mpi-kernels": "the ranks and messages of mpi, the kernels of kernels; "
+    "mpi-kernels": "ranks and messages as in mpi, kernels as in kernels; "
                    "rank 0 makes and broadcasts what it does in mpi, and each "
                    "rank compiles the kernels for itself",
-    "ddp": "as mpi, but DDP broadcasts rank 0's weights at the start, and "
+    "ddp": "as in mpi, but DDP broadcasts rank 0's weights at the start, and "
            "sends the gradients in buckets, during the backward pass",
 }
 

@@ -572,7 +572,8 @@ def compare(case, error, mine, good, why):
     if largest is None:
         return None
     words = {loss_error: "losses", gradient_error: "gradients",
-             weight_error: "weights, by the length of their way,"}[error]
+             weight_error: "weights, relative to how far they have moved,"
+             }[error]
     return ok(f"{words} agree with a single process (to {largest:.0e})")
 
 
