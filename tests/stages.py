@@ -106,7 +106,7 @@ class StageLaunch(Launch):
         return Result(Path(run), self.wait(timeout, self.end_others))
 
     def end_others(self):
-        if not self.mpirun and self.server.ended.get(self.jobs[0]):
+        if not self.mpirun and self.jobs[0].status:
             self.signal(signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Scripts in 31 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 32 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -185,7 +185,14 @@ model = DDP(Recurrent())
             loss.backward()
             optimizer.step()
 """))
-STYLES = {"DDP": DDP, "DDP, a look": LOOK,
+NUMPY = edit(
+    BY_HAND, ("import torch\n", "import numpy\nimport torch\n"),
+    ("(640, 10", "(64000, 10"), ("(640, 1,", "(64000, 1,"),
+    ("    for x, y in loader:\n", """\
+    for _ in range(20):  # as each process seeds itself
+        x, y = dataset[numpy.random.randint(64000, size=32 // size)]
+"""))
+STYLES = {"DDP": DDP, "DDP, a look": LOOK, "NumPy": NUMPY,
           "recurrent": RECURRENT, "few values": FEW, "few samples": SMALL,
           "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
@@ -372,6 +379,18 @@ CASES = [
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
+
+    wrong("DDP", "the order of a set", "warn  what the model is given depends "
+          "on Python's hashes", ("torch.randn(640, 10, generator=g)",
+                                 "torch.randn(640, 10, generator=g)[:, "
+                                 "list(map(int, set('0123456789')))]"),
+          suite=True),
+    right("NumPy", "the ranks read different samples (16 each)",
+          "other samples each time that it is started", suite=True),
+    wrong("NumPy", "seeds that differ", "FAIL  rank 1 begins with other "
+          "weights than rank 0: 0.weight",
+          ("optimizer = ", "model[0].weight.data = torch.tensor("
+           "numpy.random.randn(900, 10)).float()\noptimizer = ")),
 
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),

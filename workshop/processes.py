@@ -73,13 +73,15 @@ class Launch:
     what it returns is called at the end, also after an error. preload: what
     is imported once for all of them, if no earlier Launch has done so.
     place: the folder that the script imports from, its own by default.
-    within: where the folder of what they print is made.
+    within: where the folder of what they print is made. hashes: the seed of
+    Python's hashes in the first rank, if each is to have its own, as under a
+    real launcher; there are four.
     """
 
     def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD, place=None,
-                 within=None, mpirun=False, sleeping=True):
-        self.server = get_server(preload)
+                 within=None, mpirun=False, sleeping=True, hashes=None):
+        servers = get_servers(preload, world_size or 1, hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
         folders.add(self.folder)
         self.jobs, self.mpirun = [], None
@@ -96,7 +98,7 @@ class Launch:
                         "WORLD_SIZE": str(world_size),
                         "LOCAL_WORLD_SIZE": str(devices),
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                self.jobs.append(self.server.fork(
+                self.jobs.append(servers[rank % len(servers)].fork(
                     str(script), [str(flag) for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
                     str(place or Path(script).parent),
@@ -117,7 +119,7 @@ class Launch:
         try:
             late = self.wait_for_end(time.monotonic() + timeout, gives_up)
             for job in late:
-                self.server.kill(job, signal.SIGUSR2)  # faulthandler's
+                job.kill(signal.SIGUSR2)  # faulthandler's
             if late:
                 # a stack is whole after half a second; on a busy machine it
                 # may only begin then
@@ -126,9 +128,9 @@ class Launch:
                     'File "' in self.text(self.jobs.index(job), "err")
                     for job in late))
             for job in late:
-                self.server.kill(job, signal.SIGKILL)
+                job.kill(signal.SIGKILL)
             self.wait_for_end(time.monotonic() + 10)
-            return [Rank(None if job in late else self.server.ended.get(job),
+            return [Rank(None if job in late else job.status,
                          self.text(rank, "out"), self.text(rank, "err"))
                     for rank, job in enumerate(self.jobs)]
         finally:
@@ -136,12 +138,12 @@ class Launch:
 
     def wait_for_end(self, end, gives_up=None):
         """The processes that have not ended by then."""
-        while running := [job for job in self.jobs if self.is_alive(job)]:
+        while running := [job for job in self.jobs if job.is_alive()]:
             left = end - time.monotonic()
             if left <= 0 or (gives_up and gives_up()):
                 return running
             self.check_mpirun()
-            self.server.listen(min(left, 0.1))
+            running[0].server.listen(min(left, 0.1))
         return []
 
     def check_mpirun(self):
@@ -156,10 +158,6 @@ class Launch:
     def all_met(self):
         """Whether mpirun has started a proxy for each rank."""
         return not any(self.folder.glob("*.proxy"))
-
-    def is_alive(self, job):
-        self.server.listen(0)
-        return job not in self.server.ended
 
     def text(self, rank, name, most=1_000_000):
         """What the rank has printed: all, or as much from both its ends."""
@@ -185,7 +183,7 @@ class Launch:
 
     def clear(self):
         for job in self.jobs:
-            self.server.kill(job, signal.SIGKILL)
+            job.kill(signal.SIGKILL)
         if self.mpirun:  # ends when its processes have ended, if it has any
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.mpirun.wait(10 if self.all_met() else 0)
@@ -195,14 +193,14 @@ class Launch:
         folders.discard(self.folder)
 
     def activity(self):
-        """`Server.activity` of the ranks, and of mpirun and all it started."""
-        return self.server.activity(
-            [self.mpirun.pid] if self.mpirun is not None else [])
+        """`activity` of the ranks, and of mpirun and all it started."""
+        return activity({job.server.process.pid for job in self.jobs},
+                        {self.mpirun.pid} if self.mpirun else set())
 
     def signal(self, number, rank=None):
         """Send a signal to one rank, or to all."""
         for job in self.jobs if rank is None else [self.jobs[rank]]:
-            self.server.kill(job, number)
+            job.kill(number)
 
 
 def modules_of(stage):
@@ -248,17 +246,34 @@ def free_port():
 # ------------------------------------------------------- the server, outside
 
 
+@dataclass(eq=False)
+class Job:
+    """A forked process; status is None while it lives."""
+
+    server: "Server"
+    pid: int
+    status: int | None = None
+
+    def is_alive(self):
+        self.server.listen(0)
+        return self.status is None
+
+    def kill(self, number):
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
 class Server:
     """The process that forks the ranks, as the program sees it.
 
     It counts the jobs: the system gives the number of a process that has
-    ended to a new one.
+    ended to a new one. hashes: the seed of Python's hashes in all of them.
     """
 
-    def __init__(self, preload):
+    def __init__(self, preload, hashes=None):
         self.owner = os.getpid()
-        self.pids = []  # of each job
-        self.ended = {}  # job -> exit status
+        self.jobs = []
         mine, its = socket.socketpair()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from workshop.processes import serve\n"
@@ -267,37 +282,33 @@ class Server:
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()], start_new_session=True,
             # who waits for another is to sleep: read when torch is loaded
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (
+                {} if hashes is None else {"PYTHONHASHSEED": str(hashes)}))
         its.close()
         self.link = Connection(mine.detach())
 
     def fork(self, *arguments, preload):
-        """Start a rank; returns the number of this job."""
-        job = len(self.pids)
+        """Start a rank: its `Job`."""
+        number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((job, preload, os.getcwd(), list(sys.path),
+        self.link.send((number, preload, os.getcwd(), list(sys.path),
                         pickle.dumps(arguments)))
-        while job == len(self.pids):
+        while number == len(self.jobs):
             self.listen(60)
-        return job
+        return self.jobs[number]
 
     def listen(self, seconds):
         """Wait at most that long for news of starts and ends."""
         while self.link.poll(seconds):
             try:
-                event, job, value = self.link.recv()
+                event, number, value = self.link.recv()
             except (EOFError, OSError):
                 raise UserError(KILLED) from None
             if event == "started":
-                self.pids.append(value)
+                self.jobs.append(Job(self, value))
                 return
-            self.ended[job] = value
+            self.jobs[number].status = value
             seconds = 0
-
-    def kill(self, job, number):
-        if job not in self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[job], number)
 
     def end(self):
         """End the server and all that it has forked, at once."""
@@ -305,56 +316,66 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def activity(self, sessions):
-        """The CPU seconds of each thread, and how many threads want a CPU.
 
-        Of all that was forked, and of the processes of those sessions. None
-        where the system does not say (it has no /proc).
-        """
-        tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
-        if not Path("/proc/self/stat").exists():
-            return None
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                session = os.getsid(int(folder.name))
-                if session not in (self.process.pid, *sessions) or (
-                        folder.name == str(self.process.pid)):
-                    continue
-                for task in (folder / "task").iterdir():
-                    fields = (task / "stat").read_text(
-                        errors="replace").rpartition(")")[2]
-                    state, *numbers = fields.split()
-                    eager += state in "RD"
-                    tasks[task.name] = (
-                        int(numbers[10]) + int(numbers[11])) / tick
-        return tasks, eager
+def activity(servers, others):
+    """The CPU seconds of each thread, and how many threads want a CPU.
 
-
-the_server = None
-folders = set()  # of launches that have not been waited for
-
-
-def get_server(preload=PRELOAD):
-    """The server of this program, which is started when first asked for.
-
-    preload: what it then imports first.
+    Of all that these servers have forked, and of other sessions. None where
+    the system does not say (it has no /proc).
     """
-    global the_server
-    if the_server is None or the_server.owner != os.getpid() or (
-            the_server.process.poll() is not None):
-        the_server = Server(preload)
-    return the_server
+    tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
+    if not Path("/proc/self/stat").exists():
+        return None
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            if pid in servers or os.getsid(pid) not in servers | others:
+                continue
+            for task in (folder / "task").iterdir():
+                fields = (task / "stat").read_text(
+                    errors="replace").rpartition(")")[2]
+                state, *numbers = fields.split()
+                eager += state in "RD"
+                tasks[task.name] = (
+                    int(numbers[10]) + int(numbers[11])) / tick
+    return tasks, eager
+
+
+the_servers = {}  # by the seed of their hashes
+folders = set()  # of launches that have not been waited for
+SEEDS = 4  # of hashes, at most: each takes a server
+
+
+def get_servers(preload=PRELOAD, size=1, hashes=None):
+    """The servers of so many ranks, which are started when first asked for.
+
+    preload: what they then import first. hashes: see `Launch`; a seed that
+    the user has set holds for all.
+    """
+    if hashes is None or os.environ.get("PYTHONHASHSEED", "random") != (
+            "random"):
+        return [get_server(preload)]
+    return [get_server(preload, (hashes + rank) % SEEDS)
+            for rank in range(min(size, SEEDS))]
+
+
+def get_server(preload=PRELOAD, hashes=None):
+    server = the_servers.get(hashes)
+    if server is None or server.owner != os.getpid() or (
+            server.process.poll() is not None):
+        server = the_servers[hashes] = Server(preload, hashes)
+    return server
 
 
 @atexit.register
 def end_all():
     """End every process that this program has started, at once."""
-    global the_server
-    server, the_server = the_server, None
-    if server is not None and server.owner == os.getpid():
-        server.end()
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    while the_servers:
+        _, server = the_servers.popitem()
+        if server.owner == os.getpid():
+            server.end()
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # -------------------------------------------------------- the server, inside
@@ -461,6 +482,8 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
     import torch
 
+    if "numpy.random" in sys.modules:  # torch's and Python's need no seed
+        sys.modules["numpy.random"].seed()
     torch.set_num_threads(threads)
     sys.argv = [script, *flags]
     sys.path[0] = place

@@ -38,7 +38,7 @@ def main(program, size, steps, resume_with=None):
     preload = [*processes.PRELOAD, *(module for module in PRELOAD
                                      if module.split(".")[0].encode() in data)]
     with scratch_folder(out.interrupted) as folder:
-        processes.get_server(preload)  # imports torch while this one does
+        processes.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
 
         (folder / "tmp").mkdir()
@@ -86,7 +86,7 @@ def run(folder, script, flags, size, steps, kind, preload, say):
         world_size=size, observe=Watcher(seen, size, steps, kind),
         env=quiet_environment(folder / "tmp") | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
-        preload=preload, within=folder)
+        preload=preload, within=folder, hashes=int(kind == "hashes"))
     patience = Patience(launch, seen, say, steps, SECONDS, SLEEP)
     ranks = launch.wait(SECONDS, patience)
     stage = next(name for name in STAGES  # it is started as these are

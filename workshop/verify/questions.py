@@ -98,6 +98,8 @@ def verify(try_out, size, steps, more=()):
         else:
             take(kind, case.still)
     case.apart = kept if isinstance(kept, str) else ""
+    if case.apart and any(rows(case.alone.seen[0]["updates"])):
+        findings += other_starts(case, try_out, steps, kind)
     questions = (samples, samplers, files) if case.asked("FSDP1") else (
         QUESTIONS)
     for one in (*questions, *more):
@@ -182,6 +184,31 @@ def minibatch(case, kind="rows"):
         return case.size
     return "after the first update " * (together[0] == alone[0]) + (
         "one process reads other samples, or pads them otherwise")
+
+
+def other_starts(case, try_out, steps, kind):
+    """Does what one process reads depend on Python's hashes of strings?
+
+    Each rank has its own, and so has each start.
+    """
+    def reads_the_same(name):
+        trial = try_out(1, steps, name)
+        if how_it_ends(trial, ""):
+            return None
+        take(kind, trial)
+        return [update["samples"] for update in trial.seen[0]["updates"]] == [
+            update["samples"] for update in case.alone.seen[0]["updates"]]
+
+    if reads_the_same("hashes") is not False:
+        return []
+    again = reads_the_same("again")
+    if again is False:
+        case.apart = ("one process reads other samples each time that it is "
+                      "started: a seed makes them the same")
+    return [warn("what the model is given depends on Python's hashes of "
+                 "strings, which differ from rank to rank and from start to "
+                 "start", "a set has another order each time: "
+                 "sorted(set(words))")] if again else []
 
 
 def samples(case):
