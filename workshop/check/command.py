@@ -32,6 +32,8 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     lesson, to try it alone, as it is in the script: quickly, on two processes,
     and with all the others made.
     """
+    if STAGES[stage].launcher == "mpirun":
+        processes.require_mpirun()
     out = Events() if events else Terminal()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)

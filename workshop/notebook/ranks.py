@@ -34,7 +34,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from backstage.errors import run_main
+from backstage.errors import UserError, run_main
 from workshop import processes
 
 PRELOAD = ["torch", "torch.distributed", "workshop.notebook.sharding",
@@ -45,7 +45,10 @@ def main():
     processes.get_server(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
-        answer(**request)
+        try:
+            answer(**request)
+        except UserError as error:
+            say(error=str(error))
 
 
 def answer(cell, ranks, seconds, mpirun=False):
