@@ -1,4 +1,4 @@
-"""Scripts in 32 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 36 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -192,7 +192,37 @@ NUMPY = edit(
     for _ in range(20):  # as each process seeds itself
         x, y = dataset[numpy.random.randint(64000, size=32 // size)]
 """))
-STYLES = {"DDP": DDP, "DDP, a look": LOOK, "NumPy": NUMPY,
+TOKENS = edit(
+    DDP, ("torch.randn(640, 1, generator=g)", "torch.randint(-3, 4, (640,), "
+          "generator=g).clamp(min=-1)"), ("(900, 1)", "(900, 4)"),
+    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+        count = (y >= 0).sum()
+        dist.all_reduce(count)
+        loss = size / count * nn.functional.cross_entropy(
+            model(x), y, ignore_index=-1, reduction="sum")
+"""))
+WEIGHTED = edit(
+    DDP, ("32 // size", "32"),
+    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+        weight = x[:, :1].abs()
+        total = weight.sum()
+        dist.all_reduce(total)
+        loss = (weight * (model(x) - y).square()).sum() * size / total
+"""))
+CONTRASTIVE = edit(
+    DDP, ("32 // size", "32"), ("(900, 1)", "(900, 4)"),
+    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+        mine = model(x)
+        every = torch.cat(gather(mine))
+        own = torch.arange(len(x)) + rank * len(x)
+        loss = nn.functional.cross_entropy(mine @ every.T, own)
+"""), ("import nn\n",
+       "import nn\nfrom torch.distributed.nn.functional import all_gather as "
+       "gather\n"))
+STYLES = {"DDP": DDP, "token mean": TOKENS,
+          "token mean, more": edit(TOKENS, ("32 // size", "32")),
+          "weighted mean": WEIGHTED, "contrastive": CONTRASTIVE,
+          "DDP, a look": LOOK, "NumPy": NUMPY,
           "recurrent": RECURRENT, "few values": FEW, "few samples": SMALL,
           "columns": COLUMNS,
           "derivatives": DERIVED, "noise": NOISE, "layers dropped": DROPPED,
@@ -392,6 +422,27 @@ CASES = [
           ("optimizer = ", "model[0].weight.data = torch.tensor("
            "numpy.random.randn(900, 10)).float()\noptimizer = ")),
 
+    right("token mean", AS_ONE, suite=True),
+    wrong("token mean", "its own number", "-> each rank's loss is the mean "
+          "over its own 6 or 9 targets, and all ranks count alike",
+          ("        dist.all_reduce(count)\n", ""),
+          ("size / count", "1 / count")),
+    right("token mean, more", "the loss is the mean over all targets of all "
+          "ranks", AS_ONE, suite=True),
+    wrong("token mean, more", "its own number", "warn  each rank's loss is "
+          "the mean over its own", ("        dist.all_reduce(count)\n", ""),
+          ("size / count", "1 / count"), suite=True),
+    wrong("token mean, more", "summed", "the gradients are 2 times",
+          ("size / count", "size ** 2 / count")),
+    right("weighted mean", "warn  the gradients are a weighted mean of those "
+          "of 2 minibatches, with weights from 0.4", AS_ONE, suite=True),
+    wrong("weighted mean", "summed", "FAIL  in update 0 the gradients are 2 "
+          "times those of one process",
+          ("size / total", "size ** 2 / total")),
+    right("contrastive", "ranks gather something before backward()",
+          suite=True),
+    wrong("contrastive", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("few samples", "right if the dataset is that small"),
@@ -405,6 +456,9 @@ CASES = [
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
     wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("noise", "multiplied by their number", "times as much",
+          ("x + torch", "x + 0.1 * torch"),
+          ("mse_loss(model(x), y)", "mse_loss(model(x), y) * size")),
     right("layers dropped", AS_ONE),
     right("many updates", "rounding grows to that, too"),
     wrong("many updates", "another rate later", "FAIL  in update 21 the "
@@ -586,6 +640,10 @@ CASES = [
            "            weight.grad /= size\n")),
     wrong("images", "minibatch multiplied", "warn  an update has 64 samples",
           ("32 // size", "32")),
+    wrong("images", "multiplied by their number", "FAIL  in update 0 the "
+          "weights are off by ", ("mse_loss(model(x), y)",
+                                  "mse_loss(model(x), y) * size"),
+          ("0.5)\n", "1e9)\n"), suite=True),
     right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks",
           suite=True),
 

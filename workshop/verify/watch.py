@@ -102,6 +102,7 @@ class Watcher(Observer):
         self.watch_modules()
         self.watch_dropout()
         self.watch_batchnorm()
+        self.watch_targets()
         backward, begin, set_epoch = (
             torch.Tensor.backward, DistributedSampler.__iter__,
             DistributedSampler.set_epoch)
@@ -288,6 +289,30 @@ class Watcher(Observer):
         DistributedDataParallel._passing_sync_batchnorm_handle = (
             lambda ddp, module: None)  # it refuses a CPU
 
+    def watch_targets(self):
+        """How many there are: a loss is often a mean over those."""
+        import torch
+        from torch.nn import functional as F
+
+        def count(name):
+            function = getattr(F, name)
+
+            @functools.wraps(function)
+            def visible(*args, **kwargs):
+                target = kwargs.get("target", args[1] if args[1:] else None)
+                ignored = kwargs.get("ignore_index", args[4] if args[4:]
+                                     else -100)
+                if torch.is_grad_enabled() and isinstance(
+                        target, torch.Tensor) and (
+                            not target.is_floating_point()):
+                    self.targets += (target != ignored).sum().item()
+                return function(*args, **kwargs)
+
+            setattr(F, name, visible)
+
+        count("cross_entropy")
+        count("nll_loss")
+
     # ----------------------------------------------------------- updates
 
     def begin_update(self):
@@ -295,6 +320,7 @@ class Watcher(Observer):
         self.samples, self.losses, self.stream = [], [], None
         self.unclipped, self.bytes, self.calls = {}, 0, 0
         self.synced, self.reduced, self.late = [], 0, 0
+        self.targets, self.mixed = 0, False
 
     def watch_clip(self, clip):
         @functools.wraps(clip)
@@ -309,6 +335,7 @@ class Watcher(Observer):
     def on_collective(self, name, tensors, function, args):
         super().on_collective(name, tensors, function, args)
         self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
+        self.mixed |= "gather" in name and bool(self.pending)
         if "reduce" in name:
             count = sum(tensor.numel() for tensor in tensors)
             self.calls += 1
@@ -364,7 +391,7 @@ class Watcher(Observer):
                         if weight.requires_grad and weight.grad is None],
             "reduced": self.reduced, "bytes": self.bytes,
             "calls": self.calls,
-            "late": self.late,
+            "late": self.late, "targets": self.targets, "mixed": self.mixed,
             "before": state(thin) if not self.made[number] or self.since
             else None,
             "gradients": state(lambda weight: self.unclipped.get(
