@@ -1,4 +1,4 @@
-"""Scripts in 36 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 39 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -73,6 +73,11 @@ HSDP = edit(FSDP2, ("for layer in", """\
 from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("copies", "parts"))
 for layer in"""), ("fully_shard(layer)", "fully_shard(layer, mesh=mesh)"))
+META = edit(
+    FSDP2, ("model = (nn", "with torch.device('meta'):\n    model = (nn"),
+    ("optimizer = ", "model.to_empty(device='cpu')\n"
+     "for layer in (model[0], model[2]): layer.reset_parameters()\n"
+     "optimizer = "))
 SPLIT = edit(
     FSDP2, (BEGIN, """\
 import os
@@ -222,6 +227,10 @@ CONTRASTIVE = edit(
 STYLES = {"DDP": DDP, "token mean": TOKENS,
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
           "weighted mean": WEIGHTED, "contrastive": CONTRASTIVE,
+          "no seed": edit(DDP, ("manual_seed(0)\nmodel", "seed()\nmodel")),
+          "FSDP2, no seed": edit(FSDP2, ("torch.manual_seed(0)",
+                                         "torch.seed()")),
+          "FSDP2, meta": META,
           "DDP, a look": LOOK, "NumPy": NUMPY,
           "recurrent": RECURRENT, "few values": FEW, "few samples": SMALL,
           "columns": COLUMNS,
@@ -443,6 +452,10 @@ CASES = [
           suite=True),
     wrong("contrastive", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
+    right("no seed", "warn  one process begins with other weights each time",
+          "an update has 32 samples, as with one process", suite=True),
+    wrong("no seed", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("few samples", "right if the dataset is that small"),
@@ -603,6 +616,10 @@ CASES = [
 """), ("torch.optim.AdamW(model.parameters(), lr=1e-3)",
        "torch.optim.SGD(model.parameters(), lr=1e-1)")),
 
+    right("FSDP2, no seed", "one process begins with other weights"),
+    right("FSDP2, meta", "warn  all ranks have the same numbers in their "
+          "parts of 0.weight", suite=True),
+    wrong("FSDP2, meta", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("FSDP2", "the optimizer before it", "FAIL  4 parameters got no "
           "gradient in any update", ("for layer in (", "optimizer = "
                                      "torch.optim.AdamW(model.parameters())\n"

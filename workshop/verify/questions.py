@@ -4,6 +4,7 @@ A question is a function of a `Case`; it gives findings. It knows nothing of
 the script but what `watch` has recorded.
 """
 
+import functools
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from workshop.check import endings
 from workshop.findings import fail, ok, percent, warn
-from workshop.parts import assemble, pieces, whole_here
+from workshop.parts import assemble, elements, pieces, whole_here
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -46,6 +47,7 @@ class Case:
     size: int
     still: object = None
     apart: str = ""
+    start: object = None  # function of a kind: one process once more
     weights: tuple = ()  # of the minibatches that `still` has read
     parts: tuple = ()  # how unequal parts are weighed, a text and a hint
 
@@ -78,7 +80,8 @@ def verify(try_out, size, steps, more=()):
     ended = how_it_ends(alone, "as one process ")
     if ended:
         return [ended], ["all else: it has to train as one process first"]
-    case = Case(alone, try_out(size, steps), size)
+    case = Case(alone, try_out(size, steps), size, start=functools.cache(
+        lambda kind: try_out(1, steps, kind)))
     ended = how_it_ends(case.together, f"as {size} processes ")
     if any(rank.status == -signal.SIGKILL for rank in case.together.ranks):
         return [ended], ["all else: not all ranks came to their end"]
@@ -101,7 +104,7 @@ def verify(try_out, size, steps, more=()):
             take(kind, case.still)
     case.apart = kept if isinstance(kept, str) else ""
     if case.apart and any(rows(case.alone.seen[0]["updates"])):
-        findings += other_starts(case, try_out, steps, kind)
+        findings += other_starts(case, kind)
     questions = (samples, samplers, files) if case.asked("FSDP1") else (
         QUESTIONS)
     for one in (*questions, *more):
@@ -188,13 +191,13 @@ def minibatch(case, kind="rows"):
         "one process reads other samples, or pads them otherwise")
 
 
-def other_starts(case, try_out, steps, kind):
+def other_starts(case, kind):
     """Does what one process reads depend on Python's hashes of strings?
 
     Each rank has its own, and so has each start.
     """
     def reads_the_same(name):
-        trial = try_out(1, steps, name)
+        trial = case.start(name)
         if how_it_ends(trial, ""):
             return None
         take(kind, trial)
@@ -406,12 +409,39 @@ def start(case):
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
+        case.apart = case.apart or "the first weights are not"
+        again = case.start("again")
+        if not how_it_ends(again, "") and not assemble([
+                again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
+            return [warn("one process begins with other weights each time "
+                         "that it is started", "set a seed, to compare")]
+        twins = drawn_twice(firsts[0])
+        if twins:
+            return [warn("all ranks have the same numbers in their parts of "
+                         f"{named(case, twins)}", "on a CPU a sharded tensor "
+                         "is filled so at random; GPUs draw others for each "
+                         "part")]
         return [(fail if firsts[0][0]["sharded"] else warn)(
             "they are not the first weights of one process", "the same seed "
             "on all ranks right before the model is made")]
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state, *_ in firsts)
     return [ok(f"all ranks begin with the same weights ({count} parameters)")]
+
+
+def drawn_twice(states):
+    """Names of which two ranks have other elements, but the same numbers."""
+    parts, twins = {}, set()
+    for rank, state in enumerate(states):
+        for key, entry in state["sharded"].items():
+            part, at = entry["part"].flatten(), elements(entry, rank)
+            other, there = parts.setdefault(key, (part, at))
+            some = min(len(part), len(other)) // 2  # they may be unequal
+            if (some > 1 and not (part == part[0]).all()  # it was drawn
+                    and part[:some].equal(other[:some])
+                    and not at[:some].equal(there[:some])):
+                twins.add(key)
+    return twins
 
 
 def named(case, keys):
