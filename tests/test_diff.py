@@ -115,6 +115,43 @@ def test_done_also_in_another_spelling(look, text):
     assert numbers(diff) == [made_by('Run("ddp"')] and not diff.others
 
 
+def change_words(text):
+    """With docstrings of one's own, and messages of one's own."""
+    text = re.sub(r'"""[^"]+"""', '"""Mine, and\n    no other."""', text)
+    text = re.sub(r'( +def \w+\(self.*:\n)(?! +""")',
+                  r'\1            """Something of mine."""\n', text)
+    text = text.replace(' samples is not "', ' samples cannot be "')
+    return edit(text, ("Hello, I'm", 'Well," " this is'))
+
+
+@pytest.mark.parametrize("stage", LESSONS)
+def test_docstrings_and_messages_need_not_be_typed(stage, look):
+    goal = STAGES[stage].solution.read_text()
+    own = change_words(goal)
+    assert own.count("Mine, and") > 9
+    for text in (own, goal.replace('"""', "# ", 1).replace('"""', "", 1)):
+        diff = look(text, stage)
+        assert not diff.left and not diff.others
+    # a change that is left is made with the lesson's
+    start = load_lesson(stage).start.path.read_text()
+    diff = look(change_words(start), stage)
+    assert numbers(diff) == list(range(1, diff.total + 1))
+    assert not diff.others
+    # and what is not Python yet has the same changes left
+    broken = look(own + "\n(", stage)
+    assert broken.yours.syntax_error and not broken.left
+
+
+@pytest.mark.parametrize("old, new", [
+    ("{samples_per_round}: every", "{rank}: every"),
+    ('preset: Literal["tiny"', 'preset: Literal["toy"'),
+    ('os.environ["LOCAL_RANK"]', 'os.environ["LOCAL RANK"]'),
+    ("    require(S % samples", "require(S % samples")])
+def test_what_a_message_computes_counts_and_so_do_names(look, old, new):
+    diff = look(edit(DDP, (old, new)))
+    assert diff.left or diff.others
+
+
 @pytest.mark.parametrize("place, old, new", [
     ("main", "train_data.seek(first_step * S)", "train_data.seek(first_step)"),
     ("MLP", "class MLP(nn.Module)", "class MPL(nn.Module)"),

@@ -2,7 +2,8 @@
 
 Only the standard library, from Python 3.9 on: a lesson runs in whichever
 kernel a portal provides. Scripts are compared by their lines of code:
-comments, blank lines, trailing spaces and line endings do not count.
+comments, blank lines, trailing spaces and line endings do not count. What
+differs in docstrings and in the text of messages alone is not left to do.
 """
 
 from __future__ import annotations  # Python 3.9 has no `int | None`
@@ -26,7 +27,10 @@ FEW = 10  # with so many lines changed, a script is still nearly a stage's
 LARGEST = 500_000  # bytes or characters: comparing more takes minutes
 
 # A line up to its comment: a string may contain "#", a quote may be unclosed.
-CODE = re.compile(r"""("(\\.|[^"\\])*"|'(\\.|[^'\\])*'|[^#])*""")
+QUOTED = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+CODE = re.compile(rf"({QUOTED}|[^#])*")
+# Strings that Python joins, also over several lines.
+STRINGS = re.compile(rf"(?:\s*\b[fr]?{QUOTED}|\s*{QUOTED})+(?:\s+(?=[),]))?")
 
 
 class Script:
@@ -61,6 +65,7 @@ class Script:
         code = [CODE.match(line)[0].rstrip() for line in self.lines]
         self.where = [i for i, line in enumerate(code) if line]
         self.code = [code[i] for i in self.where]
+        self.is_code = outside_docstrings(self.code)
         self.syntax_error = self.tree = None
         try:
             self.tree = ast.dump(ast.parse(text))
@@ -247,8 +252,12 @@ class Diff:
         self.left, self.others = [], []
         if not self.yours.syntax_error and self.yours.tree == self.goal.tree:
             return
-        edits = {}  # change -> what is left of it
+        edits, wanted = {}, set()  # change -> what is left of it
         for change, span in self._parts():
+            if not self._differ_in_words(*span):
+                wanted.add(change)
+            elif change is None:
+                continue
             for edit in self._edits(*span):
                 if change is None and self._extends_last(edit):
                     self.others[-1].edits.append(edit)
@@ -256,7 +265,7 @@ class Diff:
                     self.others.append(Left(None, *OTHER, [edit]))
                 else:
                     edits.setdefault(change, []).append(edit)
-        for change in sorted(edits):
+        for change in sorted(wanted & edits.keys()):
             it = self.lesson.changes[change]
             self.left.append(Left(
                 change + 1, it.title, it.why, edits[change], it.predict,
@@ -283,6 +292,15 @@ class Diff:
                 if (a or b) and not same_code(a, b):
                     last = (ends[k], end) == (i2, j2)
                     yield change, (begins[k], ends[k], begin, end, last)
+
+    def _differ_in_words(self, i1, i2, j1, j2, *_):
+        """Whether only what people read is different there."""
+        a, b = ([line for line, counts in zip(
+            script.code[begin:end], script.is_code[begin:end]) if counts]
+            for script, begin, end in ((self.yours, i1, i2),
+                                       (self.goal, j1, j2)))
+        return a == b or same_code(a, b) or (
+            without_messages(a) == without_messages(b))
 
     def _runs(self, lines, j1, j2):
         """[(change or None, begin, end, texts)]: goal's code[j1:j2], in runs.
@@ -400,6 +418,33 @@ def same_code(a, b):
     except (SyntaxError, RecursionError):
         return False
     return a == b
+
+
+def outside_docstrings(lines):
+    """For each line of code whether it is none of a docstring.
+
+    By their quotes, so that it also works in a script with a syntax error.
+    """
+    found, inside = [], False
+    for line in lines:
+        begins = not inside and line.lstrip().startswith('"""')
+        found.append(not (begins or inside))
+        if begins or inside:
+            inside = line.count('"""') == begins
+    return found
+
+
+def without_messages(lines):
+    """The code, with a sign for each string of several words.
+
+    What an f-string computes stays.
+    """
+    def shorten(found):
+        words = "".join(it[1:-1] for it in re.findall(QUOTED, found[0]))
+        if not re.search(r"\S\s+\S", words):
+            return found[0]
+        return "§" + "".join(re.findall(r"\{.*?\}", words))
+    return STRINGS.sub(shorten, "\n".join(lines))
 
 
 def indent(line):
