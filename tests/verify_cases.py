@@ -452,6 +452,21 @@ CASES = [
           suite=True),
     wrong("contrastive", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
+    wrong("DDP", "stepped by their number", "the learning rate is 0.098, with "
+          "one process 0.099, in update 1, as if its schedule were stepped 2 "
+          "times an update: after as many samples it is the same",
+          ("32 // size", "32"),
+          (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
+           "size / 1000\n"), suite=True),
+    wrong("DDP", "a schedule by updates", "the learning rate is the same "
+          "after as many updates, not after as many samples",
+          ("32 // size", "32"), (STEP, STEP + "        optimizer."
+                                 "param_groups[0]['lr'] *= 0.9\n")),
+    wrong("DDP", "a rate scaled with the minibatch", "ok    an update has 64 "
+          "samples, with one process 32; the learning rate is 2 times as "
+          "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size"),
+          suite=True),
+
     right("no seed", "warn  one process begins with other weights each time",
           "an update has 32 samples, as with one process", suite=True),
     wrong("no seed", "all read the same", SAME_SAMPLES, (LOADER, ")")),

@@ -296,28 +296,58 @@ def first_size(steps):
 
 
 def size_of_minibatch(case):
-    good, mine = (one.seen[0]["updates"] for one in (
-        case.alone, case.together))
-    alone, now = first_size([update] for update in good), first_size(
-        case.updates)
-    same = not alone or abs(now / alone - 1) < 0.1
-    rates = [[f"{rate:.3g}" for update in pair for rate in update["rates"][:1]]
-             for pair in zip(good, mine, strict=False)]
-    odd = [(step, *pair) for step, pair in enumerate(
-        rates if same else rates[:1]) if len(set(pair)) > 1]
-    rate = "the learning rate is the same"
-    if odd:
-        step, before, after = odd[0]
-        rate = (f"the learning rate is {after}, with one process {before}"
-                + f", in update {step}" * bool(step))
-    if same:
+    alone, now = first_size([update] for update in case.alone.seen[0][
+        "updates"]), first_size(case.updates)
+    times = now / alone if alone else 1.0
+    rate, factor = learning_rate(case)
+    if abs(times - 1) < 0.1:
         words = f"an update has {now} samples, as with one process; {rate}"
-        return [warn(words, "with the same minibatch it need not change")
-                if odd else ok(words)]
-    return [warn(f"an update has {now} samples, with one process {alone}; "
-                 f"{rate}", "keep the minibatch: divide the batch size, or "
+        return [ok(words) if factor == 1 else warn(
+            words, "with the same minibatch it need not change")]
+    words = f"an update has {now} samples, with one process {alone}; {rate}"
+    if factor and any(abs(factor / power - 1) < 0.1
+                      for power in (times, times ** 0.5)):
+        return [ok(words)]
+    return [warn(words, "keep the minibatch: divide the batch size, or "
                  "the accumulation steps, by the number of processes; or "
                  "choose another learning rate")]
+
+
+def learning_rate(case):
+    """How it compares with one process: words, and a factor if it is one."""
+    longest = (case.still or case.alone).seen[0]["updates"]
+    compared = [compare_rates(case, *(
+        [update["rates"][0] for update in updates
+         if update["optimizer"] == number and update["rates"]]
+        for updates in (longest, case.together.seen[0]["updates"])))
+        for number in sorted({update["optimizer"] for update in longest})]
+    return next((one for one in compared if one[1] != 1), compared[0])
+
+
+def compare_rates(case, good, mine):
+    """The same of one optimizer's rates, update by update."""
+    pairs = list(zip(mine, good, strict=False))
+    odd = [i for i, pair in enumerate(pairs) if not alike(*pair)]
+    if not odd:
+        return "the learning rate is the same" + (
+            " after as many updates, not after as many samples"
+            if case.still and len(set(mine)) > 1 else ""), 1
+    ratio = mine[odd[0]] / (good[odd[0]] or 1e-30)
+    if all(alike(one, ratio * other) for one, other in pairs):
+        return f"the learning rate is {ratio:.3g} times as large", ratio
+    words = (f"the learning rate is {mine[odd[0]]:.3g}, with one process "
+             f"{good[odd[0]]:.3g}" + f", in update {odd[0]}" * bool(odd[0]))
+    ahead = good[::case.size]
+    if len(ahead) > 1 and all(map(alike, mine, ahead)):
+        words += (", as if its schedule were stepped "
+                  f"{case.size} times an update" + (
+                      ": after as many samples it is the same"
+                      if case.still else ""))
+    return words, None
+
+
+def alike(one, other):
+    return abs(one - other) <= 1e-3 * abs(other)
 
 
 def samplers(case):
