@@ -382,7 +382,7 @@ def train_std(bench):
              "--profile", 2)
     single = bench.train("std", *flags, run=run)
     losses = [row["loss"] for row in single.rows]
-    trace, = run.glob("profile/rank0.json.gz")
+    trace, = run.glob("profile/*-trace/rank0.json.gz")
     require(trace.stat().st_size, "the trace is empty")
     require("\n> Hello, I'm" in bench.out, "no text was written")
     (run / "checkpoints" / "step_00000012.pt").unlink()

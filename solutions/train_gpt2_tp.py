@@ -378,11 +378,12 @@ def main():
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute)  # on the CPU
-    split_vocabulary(raw_model, mesh["tp"])
+    tp_mesh, dp_mesh = mesh["tp"], mesh["dp"]
+    split_vocabulary(raw_model, tp_mesh)
     for block in raw_model.transformer.h.children():
-        tp.parallelize_module(block, mesh["tp"], BLOCK_PLAN)
-        fully_shard(block, mesh=mesh["dp"])  # a part goes to each device
-    fully_shard(raw_model, mesh=mesh["dp"])  # what is in no block
+        tp.parallelize_module(block, tp_mesh, BLOCK_PLAN)
+        fully_shard(block, mesh=dp_mesh)  # a part goes to each device
+    fully_shard(raw_model, mesh=dp_mesh)  # what is in no block
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("tp", hp, config, max_steps, device)
     first_step = run.restore(raw_model, optimizer)

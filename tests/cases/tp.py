@@ -22,11 +22,11 @@ BLOCK_PLAN = """\
 """
 TIE = ("    model.lm_head.weight = model.transformer.wte.weight"
        "  # tied again\n")
-TP_CALL = '    split_vocabulary(raw_model, mesh["tp"])\n'
+TP_CALL = '    split_vocabulary(raw_model, tp_mesh)\n'
 BLOCK_CALL = (
-    '        tp.parallelize_module(block, mesh["tp"], BLOCK_PLAN)\n')
+    '        tp.parallelize_module(block, tp_mesh, BLOCK_PLAN)\n')
 BLOCK_SHARD = """\
-        fully_shard(block, mesh=mesh["dp"])  # a part goes to each device
+        fully_shard(block, mesh=dp_mesh)  # a part goes to each device
 """
 TP_CLIP = "        norm = clip_grad_norm(raw_model, 1.0, world_size)\n"
 HEADS = """\
@@ -58,7 +58,7 @@ CASES = (
     # the changes of the lesson, each left out alone
     wrong("not tied again", "", (TIE, ""), suite=True),
     wrong("sharded over all ranks", "",
-          ('fully_shard(block, mesh=mesh["dp"])', "fully_shard(block, "
+          ('fully_shard(block, mesh=dp_mesh)', "fully_shard(block, "
            "mesh=dist.init_device_mesh(device.type, (world_size,)))")),
     wrong("sharded before it is split", "",
           (BLOCK_CALL + BLOCK_SHARD, BLOCK_SHARD + BLOCK_CALL)),
