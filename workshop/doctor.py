@@ -30,6 +30,7 @@ def main(ranks=False):
         join_world()
         from workshop.doctor_ranks import ask_ranks
 
+        ask_device()  # which says more, where torch finds no GPU
         return ask_ranks()
     questions = (
         ("course", ask_course), ("python", ask_python),
@@ -193,7 +194,7 @@ def ask_mpi():
         require_mpirun()
     except UserError as error:
         return f"{error}; only the lesson mpi needs it"
-    return start_ranks(4, "mpi", mpirun=True)
+    return start_ranks(4, "by MPI", mpirun=True)
 
 
 def start_ranks(number, device, **options):
@@ -322,5 +323,5 @@ def all_reduce_by_mpi():
 
 
 if __name__ == "__main__":
-    run_main(all_reduce_by_mpi if sys.argv[1] == "mpi" else
+    run_main(all_reduce_by_mpi if sys.argv[1] == "by MPI" else
              lambda: all_reduce(sys.argv[1]))

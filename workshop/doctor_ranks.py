@@ -24,7 +24,6 @@ from backstage.errors import warn
 from backstage.files import write_atomically
 from backstage.world import keep_group, on_every_rank
 from workshop import scratch
-from workshop.doctor import ask_device
 from workshop.why.slow import NETWORK
 
 STEPS = 10  # of training
@@ -37,7 +36,6 @@ def ask_ranks():
     The result, an exit status, is 1 if anything is to be done.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
-    ask_device()  # which says more, where torch finds no GPU
     device = use_device("auto", local_rank)
     backend = dist.get_default_backend_for_device(device)
     log = None

@@ -491,7 +491,8 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
     import torch
 
-    if "numpy.random" in sys.modules:  # torch's and Python's need no seed
+    torch.seed()  # a new process has random numbers of its own
+    if "numpy.random" in sys.modules:  # Python's are its own after a fork
         sys.modules["numpy.random"].seed()
     torch.set_num_threads(threads)
     sys.argv = [script, *flags]

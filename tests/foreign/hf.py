@@ -36,6 +36,7 @@ class Report(TrainerCallback):
             print("step", state.global_step)
 
 
+torch.manual_seed(0)
 config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=100,
                     n_positions=16)
 args = TrainingArguments(

@@ -24,6 +24,7 @@ class LitRegressor(L.LightningModule):
 
 
 if __name__ == "__main__":
+    L.seed_everything(0)
     dataset = TensorDataset(torch.randn(640, 10), torch.randn(640, 1))
     trainer = L.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]),
