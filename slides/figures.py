@@ -28,6 +28,7 @@ from workshop.notebook.pictures import (
 from workshop.results import plot, runs
 
 BLUE, ORANGE = COLOURS[:2]
+LARGE = 13  # points of a plot's words, which can be read from the last row
 FIGURES = {}
 
 
@@ -129,12 +130,12 @@ def words():
 
 @figure
 def one_process():
-    return pictures.cadence((1,))
+    return alike(pictures.cadence((1,)), pictures.cadence((4,)))
 
 
 @figure
 def two_processes():
-    return pictures.cadence((2,))
+    return alike(pictures.cadence((2,)), pictures.cadence((4,)))
 
 
 @figure
@@ -142,10 +143,16 @@ def four_processes():
     return pictures.cadence((4,))
 
 
+def alike(drawing, other):
+    """The drawing, in as much room as the other: so both have one scale."""
+    return re.sub('viewBox="[^"]*"', re.search('viewBox="[^"]*"', other)[0],
+                  drawing, count=1)
+
+
 @figure
 def cluster(hosts=("node1", "node2"), gpus=4, cores=8):
     """Ranks and local ranks on named nodes, each with cores and a GPU."""
-    wide, out = 84, []
+    wide, out = 73, []
     whole = gpus * wide + 16
     for node, host in enumerate(hosts):
         left = node * (whole + 24) + 1
@@ -189,11 +196,13 @@ COLLECTIVES = {  # name: (what each rank holds before, and after)
 
 
 def collective(name):
-    """What each rank holds before and after it."""
+    """What each rank holds before and after it: all of them on one scale."""
     before, after = COLLECTIVES[name]
     drawing = pictures.tensors([
         [["before", held, None, None], [f"after {name}", then, None, None]]
         for held, then in zip(before, after, strict=True)])
+    drawing = re.sub('viewBox="[^"]*"', 'viewBox="0 0 480 142"', drawing,
+                     count=1)
     return drawing.replace("<title>What", f"<title>{name}: what", 1)
 
 
@@ -201,7 +210,10 @@ for NAME in COLLECTIVES:
     FIGURES[NAME] = lambda name=NAME: collective(name)
 
 
-def ring(ranks=3):
+RING = 3  # ranks of the ring that is drawn
+
+
+def ring(ranks=RING):
     """[title, numbers, came, source] of each rank, at each turn of a ring."""
     held = [[10**rank] * ranks for rank in range(ranks)]
     shown = [[["at the start", list(row), None, None]] for row in held]
@@ -293,7 +305,7 @@ def zero(gpus=4):
     """What each GPU keeps of the state: 4, 4 and 8 bytes a parameter."""
     kinds = (("parameters", 4), ("gradients", 4), ("moments", 8))
     names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")
-    left, unit, gap = 104, 6.6, 14
+    left, unit, gap = 104, 6.6, 10
     bar, fills = 16 * unit, (ORANGE, "#6b6b6b", BLUE)
     right = left + gpus * (bar + gap)
     out, told = [text(right, 14, "GPT-2 XL", "bold")], []
@@ -337,7 +349,7 @@ def fsdp_step(blocks=3):
     """Gather, compute, free, reduce-scatter: in time, for a few blocks."""
     rows = ("gather", "compute", "free", "reduce-scatter")
     fills = (BLUE, ORANGE, GREY, BLUE)
-    left, wide, last = 108, 62, blocks - 1
+    left, wide, pitch, last = 108, 52, 40, blocks - 1
     boxes = []  # (row, time, words)
     for k in range(blocks):
         boxes += [(0, k, f"block {k}"), (1, k + 1, f"F {k}"),
@@ -348,17 +360,17 @@ def fsdp_step(blocks=3):
                   (2, begin + 2, f"block {k}"), (3, begin + 2, f"grad. {k}")]
     end = 2 * blocks + 3
     boxes.append((1, end, "update"))
-    out = [text(0, 30 + 46 * row + 26, name, "bold")
+    out = [text(0, 30 + pitch * row + 22, name, "bold")
            for row, name in enumerate(rows)]
     out += [text(left, 16, "forward"),
             text(left + (blocks + 1) * wide, 16, "backward"),
             text(left + end * wide, 16, "its part")]
-    out += [f'<rect x="{left}" y="{30 + 46 * row}" width="{(end + 1) * wide}"'
-            ' height="40" fill="#000" fill-opacity="0.05"/>'
-            for row in range(len(rows))]
-    out += [box(left + time * wide + 2, 32 + 46 * row, wide - 4, 36,
+    out += [f'<rect x="{left}" y="{28 + pitch * row}" '
+            f'width="{(end + 1) * wide}" height="{pitch - 4}" fill="#000" '
+            'fill-opacity="0.05"/>' for row in range(len(rows))]
+    out += [box(left + time * wide + 2, 30 + pitch * row, wide - 4, pitch - 8,
                 fills[row], words, 0.3) for row, time, words in boxes]
-    y = 30 + 46 * len(rows) + 20
+    y = 30 + pitch * len(rows) + 14
     out.append(text(left, y, "time, from left to right: while a block "
                     "computes, the next one is gathered"))
     return svg(left + (end + 1) * wide + 2, y + 10, out, "A step of FSDP",
@@ -403,27 +415,27 @@ def cuts(layers=6):
 @figure
 def columns_then_rows():
     """GeLU(XA)B on two GPUs: A by columns, B by rows, one all-reduce."""
-    out = [box(2, 92, 72, 60, GREY, "X", 0.12), middle(38, 174, "on both")]
+    out = [box(2, 92, 62, 60, GREY, "X", 0.12), middle(33, 174, "on both")]
     for gpu, colour in enumerate((BLUE, ORANGE)):
         y = 14 + 128 * gpu
         n = gpu + 1
-        out += [across(80, 126, y + 46),
-                box(130, y, 46, 92, colour, f"A{n}"),
-                across(182, 228, y + 46),
-                box(232, y + 16, 108, 60, colour, f"GeLU(X A{n})"),
-                across(346, 392, y + 46),
-                box(396, y + 23, 92, 46, colour, f"B{n}"),
-                across(494, 540, y + 46),
-                box(544, y + 16, 72, 60, colour, f"Y{n}")]
-    out += [text(130, 272, "columns of A: nothing is sent"),
-            text(396, 272, "rows of B: a term of Y each"),
-            middle(580, 136, "+"), across(634, 664, 124),
-            line(74, 122, 80, 122, 1.5), line(80, 60, 80, 188, 1.5),
-            *(line(616, y, 634, y, 1.5) for y in (60, 188)),
-            line(634, 60, 634, 188, 1.5),
-            box(668, 94, 62, 60, GREY, "Y", 0.12),
-            middle(699, 174, "all-reduce")]
-    return svg(736, 280, out, "By columns, then by rows: Y = GeLU(XA)B",
+        out += [across(74, 106, y + 46),
+                box(110, y, 46, 92, colour, f"A{n}"),
+                across(160, 192, y + 46),
+                box(196, y + 16, 104, 60, colour, f"GeLU(X A{n})"),
+                across(304, 336, y + 46),
+                box(340, y + 23, 80, 46, colour, f"B{n}"),
+                across(424, 456, y + 46),
+                box(460, y + 16, 62, 60, colour, f"Y{n}")]
+    out += [text(110, 272, "columns of A: nothing is sent"),
+            text(340, 272, "rows of B: a term of Y each"),
+            middle(491, 136, "+"), across(538, 566, 124),
+            line(64, 122, 74, 122, 1.5), line(74, 60, 74, 188, 1.5),
+            *(line(522, y, 538, y, 1.5) for y in (60, 188)),
+            line(538, 60, 538, 188, 1.5),
+            box(570, 94, 62, 60, GREY, "Y", 0.12),
+            middle(601, 174, "all-reduce")]
+    return svg(640, 280, out, "By columns, then by rows: Y = GeLU(XA)B",
                "Both GPUs have X. GPU 0 multiplies it by the first columns "
                "of A, GPU 1 by the others, and each applies GeLU to its own "
                "result. Then each multiplies by the rows of B that belong to "
@@ -467,8 +479,8 @@ def pipeline(order, name, stages=4, microbatches=8):
     """The schedule of a pipeline: a backward pass takes twice a forward one.
     """
     return pictures.timeline(
-        events(order, stages, microbatches), 720, unit="",
-        title=f"{name}: {order.__doc__.rstrip('.').lower()}")
+        events(order, stages, microbatches), 640, unit="", pitch=22,
+        heading=name, title=f"{name}: {order.__doc__.rstrip('.').lower()}")
 
 
 @figure
@@ -476,7 +488,7 @@ def grid():
     """The mesh (pipeline, data, tensor) = (2, 2, 2) on two nodes."""
     out, told = [], []
     for pp in range(2):
-        left = 4 + pp * 350
+        left = 4 + pp * 345
         out += [box(left, 2, 290, 232, GREY, opacity=0.08),
                 text(left + 10, 22, f"node {pp}: pipeline stage {pp}",
                      "bold")]
@@ -493,9 +505,9 @@ def grid():
         for tp in range(2):
             x = left + 64 + 160 * tp
             out += [line(x, 104, x, 144, 3), text(x + 8, 128, "data")]
-    out += [across(288, 360, 72), across(288, 360, 176),
-            middle(324, 128, "pipeline")]
-    return svg(648, 240, out, "A mesh of 2 x 2 x 2",
+    out += [across(288, 355, 72), across(288, 355, 176),
+            middle(321, 128, "pipeline")]
+    return svg(643, 240, out, "A mesh of 2 x 2 x 2",
                "Eight ranks and their places (pipeline, data, tensor). Two "
                "nodes are the two pipeline stages. On each, two TP groups of "
                "two GPUs: a group shares each matrix, and reads samples of "
@@ -514,11 +526,23 @@ def panel(name):
     def draw(ax):
         plot.PANELS[name](ax, found)
         ax.set_ylabel(textwrap.fill(ax.get_ylabel(), 32))
+        beside(ax, ax.get_legend().get_title().get_text())
 
-    with matplotlib.rc_context({
-            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
-            "legend.fontsize": 10.5}):
-        return plot.themed(draw, (7.2, 3.3))
+    return large(draw)
+
+
+def beside(ax, title=""):
+    """Put the legend beside the axes: with large words it covers curves."""
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), title=title or None,
+              title_fontsize=LARGE)
+
+
+def large(draw, size=(7.2, 3.3)):
+    """draw(axes) as SVG, with words that can be read from the last row."""
+    with matplotlib.rc_context(dict.fromkeys((
+            "font.size", "axes.titlesize", "axes.labelsize",
+            "legend.fontsize"), LARGE)):
+        return plot.themed(draw, size)
 
 
 @figure
@@ -572,41 +596,57 @@ def version_mpi_kernels():
 
 
 @figure
-def version_nccl():
-    return version("DDP and NCCL: buckets, during the backward pass", 4,
-                   "all-reduce in buckets, from GPU to GPU", during=True)
+def version_nccl(parts=3):
+    """When a rank sends its gradients: after the backward pass, or in it."""
+    left, wide, out = 112, 52, [text(112, 14, "time, from left to right")]
+    for k, (name, sends) in enumerate((
+            ("MPI", range(2 * parts, 3 * parts)),
+            ("DDP", range(parts + 1, 2 * parts + 1)))):
+        computed = [(f"F {i}", BLUE, i) for i in range(parts)]
+        computed += [(f"B {parts - 1 - i}", ORANGE, parts + i)
+                     for i in range(parts)]
+        computed.append(("update", GREY, sends[-1] + 1))
+        sent = [(f"grad. {parts - 1 - i}", GREY, time)
+                for i, time in enumerate(sends)]
+        out.append(text(0, 44 + 84 * k, name, "bold"))
+        for row, boxes in enumerate((computed, sent)):
+            y = 24 + 84 * k + 34 * row
+            out.append(text(42, y + 20, ("compute", "send")[row]))
+            out += [box(left + time * wide, y, wide - 4, 30, colour, words,
+                        0.3) for words, colour, time in boxes]
+    return svg(left + (3 * parts + 1) * wide, 24 + 2 * 84, out,
+               "When the gradients are sent: MPI and DDP",
+               f"A rank computes forwards (F) and backwards (B), in {parts} "
+               "parts. By hand, with MPI, it sends the gradients after the "
+               "backward pass, and then makes the update. DDP sends those of "
+               "each part while the next part of the backward pass is "
+               "computed, so that only the last message delays the update.")
 
 
-def version(title, ranks, message, during=False, kernels=False):
-    """What each process does in a step, and what is sent.
+def version(title, ranks, message, kernels=False):
+    """What each process does in a step, and what is sent after it.
 
-    during: while the backward pass goes on, not after it. kernels: whether
-    its operations are our own.
+    kernels: whether its operations are our own.
     """
-    wide, out, left = 132, [], 96
-    names = ("samples", "forward", "backward", "update")
-    shift = 16 if during else 44 if message else 0
-    for k, name in enumerate(names):
-        y = 4 + 48 * k + (shift if k == 3 else 0)
-        out.append(text(0, y + 22, name, "bold"))
+    wide, out, left, pitch = 129, [], 96, 42
+    ops = "our kernels" if kernels else "PyTorch's kernels"
+    words = {"samples": "all", "forward": ops, "backward": ops,
+             "update": "the same" if message else "of all weights"}
+    for k, name in enumerate(words):
+        y = 4 + pitch * (k + bool(message and k == 3))
+        out.append(text(0, y + 20, name, "bold"))
         for rank in range(ranks):
-            x = left + rank * (wide + 10)
-            words = {"samples": f"those of rank {rank}",
-                     "update": "the same"} if message else {"samples": "all"}
-            if kernels:
-                words |= {"forward": "our kernels", "backward": "our kernels"}
-            out.append(box(x, y, wide, 34, COLOURS[rank],
-                           words.get(name, "")))
+            out.append(box(left + rank * (wide + 10), y, wide, 30,
+                           COLOURS[rank], f"those of rank {rank}"
+                           if message and not k else words[name]))
     whole = ranks * (wide + 10) - 10
     if message:
-        out.append(box(left, 102 + shift, whole, 34, GREY, message, 0.12))
-    total = max(left + whole, 560) + 2
-    when = "meanwhile" if during else "then"
-    return svg(total, 190 + shift, out, title,
-               f"{pictures.plural(ranks, 'process', 'es')} in a step: "
+        out.append(box(left, 4 + 3 * pitch, whole, 30, GREY, message, 0.12))
+    return svg(max(left + whole, 560) + 2, pitch * (4 + bool(message)), out,
+               title, f"{pictures.plural(ranks, 'process', 'es')} in a step: "
                "read samples, forward, backward"
                + " (by kernels of our own)" * kernels + ", "
-               + (f"{when} {message}, " if message else "") + "then the update"
+               + (f"then {message}, " if message else "") + "then the update"
                + (", the same on all ranks." if ranks > 1 else "."))
 
 
@@ -634,12 +674,15 @@ def skipped_collective(ranks=3):
 @figure
 def rungs():
     """The panel of the notebook: the project's figures, and the examples."""
-    record = runs.read_ladder(example=True)
+    record = measured_ladder()
+    return large(lambda ax: plot.ladder(ax, [], record))
 
-    with matplotlib.rc_context({
-            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
-            "legend.fontsize": 10.5}):
-        return plot.themed(lambda ax: plot.ladder(ax, [], record), (5.9, 3.2))
+
+def measured_ladder():
+    """The example's rungs that ran on GPUs: those of a CPU are on no slide."""
+    record = runs.read_ladder(example=True)
+    return {**record, "rungs": [rung for rung in record["rungs"]
+                                if rung["device"] != "cpu"]}
 
 
 for NAME in ("loss", "published"):
@@ -648,26 +691,16 @@ for NAME in ("loss", "published"):
 
 @figure
 def scaling():
-    """The efficiency of the examples beside that of the course's GPUs."""
-    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
-    ours = runs.efficiency(found)["ddp"]
-
+    """The efficiency of the course's GPUs."""
     def draw(ax):
-        ax.set(title="scaling efficiency", xlabel="processes",
+        ax.set(title="scaling efficiency", xlabel="GPUs",
                ylabel="speed of each,\nrelative to one alone", ylim=(0, 1.1))
-        styles = ("o-", "s--", "D-", "^--")  # dashed: the larger batch
+        styles = ("o-", "s--", "D-", "^--")  # dashed: the larger microbatch
         for (name, points), style in zip(runs.PUBLISHED.items(), styles,
                                          strict=True):
             ax.plot(points.keys(), [points[1] / n / points[n]
-                                    for n in points], style,
-                    label=name, color="#595959")
-        ax.plot(ours.keys(), ours.values(), "o-", color=ORANGE, linewidth=3,
-                label="DDP on two busy cores")
+                                    for n in points], style, label=name,
+                    color=BLUE if name.startswith("A100") else ORANGE)
         plot.count_axis(ax, 16)
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5),
-                  title="grey: a GPU each", title_fontsize=10.5)
-
-    with matplotlib.rc_context({
-            "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
-            "legend.fontsize": 10.5}):
-        return plot.themed(draw, (7.2, 3.3))
+        beside(ax)
+    return large(draw)

@@ -4,11 +4,13 @@ A source is a Jinja template: `{{ ... }}` asks for a number, a list of changes
 or a diff. So what stands on a slide is computed, or is a lesson's own text.
 """
 
+import ast
 import math
 import re
 import textwrap
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from itertools import pairwise
 
 import jinja2
 
@@ -109,6 +111,15 @@ class Clock:
         self.where, self.left = name, self.plan[name].minutes[self.length]
         return ""
 
+    def lessons(self):
+        """(how many lessons the deck has, the minutes of all of it)."""
+        source = (SLIDES / "source" / f"{self.deck.source}.md").read_text(
+            "utf-8")
+        names = re.findall(r'clock\.section\("(.+?)"\)', source)
+        return len(names), sum(
+            [self.plan[name].minutes[self.length] for name in names]
+            + [*map(int, re.findall(r"clock\.talk\((\d+)\)", source))])
+
     def talk(self, minutes):
         """Begin a section that is in this deck alone."""
         self.close()
@@ -163,10 +174,13 @@ def facts():
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": runs.traffic,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
+        "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
+            std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
         "efficiency": runs.efficiency(rows.values()),
         "published": runs.PUBLISHED, "waiting": waiting,
         "university": runs.UNIVERSITY, "rungs": runs.RUNGS,
         "ladder": runs.read_ladder(example=True),
+        "measured": figures.measured_ladder()["rungs"], "ring": figures.RING,
         "critical": arithmetic.critical_tokens, "bills": arithmetic.bills,
         "messages": lambda **changes: len([*std.GPT(replace(
             std.MODELS["nano"], **changes)).parameters()]),
@@ -303,25 +317,32 @@ def answer(stage, words):
 
 
 def diff(stage, words):
-    """A change, as a block of unified diff without its line numbers."""
-    lesson, chosen, rows = load_lesson(stage), number(stage, words), []
+    """A change, as a block of a diff; each of its parts says where it is."""
+    lesson, chosen, out = load_lesson(stage), number(stage, words), []
     for piece in lesson.pieces:
-        if piece.change == chosen - 1:
-            old, new = ([script.lines[k] for k in script.where[begin:end]]
-                        for script, begin, end in (
-                (lesson.start, piece.i1, piece.i2),
-                (lesson.goal, piece.j1, piece.j2)))
-            i = 0
-            for i1, i2, j1, j2 in [*differences(old, new),
-                                   (len(old), len(old), 0, 0)]:
-                rows += [(" ", line) for line in old[i:i1]]
-                rows += [("-", line) for line in old[i1:i2]]
-                rows += [("+", line) for line in new[j1:j2]]
-                i = i2
-    body = textwrap.dedent("\n".join(row for _, row in rows)).splitlines()
-    return "\n".join(["```diff", *(
-        f"{sign}{row}" for (sign, _), row in zip(rows, body, strict=True)),
-        "```"])
+        if piece.change != chosen - 1:
+            continue
+        old, new = ([script.lines[k] for k in script.where[begin:end]]
+                    for script, begin, end in (
+            (lesson.start, piece.i1, piece.i2),
+            (lesson.goal, piece.j1, piece.j2)))
+        rows, i = [], 0
+        for i1, i2, j1, j2 in [*differences(old, new),
+                               (len(old), len(old), 0, 0)]:
+            rows += [(" ", line) for line in old[i:i1]]
+            rows += [("-", line) for line in old[i1:i2]]
+            rows += [("+", line) for line in new[j1:j2]]
+            i = i2
+        script, k = ((lesson.goal, piece.j1) if new
+                     else (lesson.start, piece.i1))
+        line = script.where[k]
+        place = ", ".join(filter(None, (f"line {line + 1}",
+                                        script.place(line))))
+        body = textwrap.dedent("\n".join(row for _, row in rows))
+        out += [f"@@ {place} @@", *(
+            f"{sign}{row}" for (sign, _), row in
+            zip(rows, body.splitlines(), strict=True))]
+    return "\n".join(["```diff", *out, "```"])
 
 
 def changed_lines(stage):
@@ -367,6 +388,27 @@ def excerpt(path, begin, end):
     return textwrap.dedent("\n".join(lines[first:last])).rstrip()
 
 
+def constants(path):
+    """{name: value} of a script's constants, and of flags that it passes on.
+    """
+    found, tree = {}, ast.parse((ROOT / path).read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            try:
+                values = ast.literal_eval(node.value)
+            except ValueError:  # it is computed
+                continue
+            names = ast.unparse(node.targets[0]).strip("()").split(", ")
+            found |= dict(zip(names, values if len(names) > 1 else [values],
+                              strict=True))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found |= {flag.value: value.value for flag, value in
+                      pairwise(node.args) if isinstance(flag, ast.Constant)
+                      and isinstance(value, ast.Constant)}
+    return found
+
+
 def log(run, first, last):
     """Lines of an example run's log, as much of them as fits on a slide.
 
@@ -374,8 +416,8 @@ def log(run, first, last):
     """
     lines = (runs.EXAMPLES / run / "log.txt").read_text(
         "utf-8").splitlines()
-    return "\n".join(textwrap.fill(
-        re.sub(r"\| tok/s.*", "| ...", line), 84, replace_whitespace=False,
+    return "\n".join(textwrap.fill(  # without this machine's times
+        re.sub(r"\| dt:.*", "| ...", line), 84, replace_whitespace=False,
         subsequent_indent="    ")
         for line in lines[first:last + 1])
 
@@ -466,8 +508,8 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, terms=terms,
-        excerpt=excerpt, hunk=hunk, log=log, checklist=checklist,
-        references=references, site=site(site_file))
+        excerpt=excerpt, hunk=hunk, log=log, constants=constants,
+        checklist=checklist, references=references, site=site(site_file))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import edit, needs, python
+from matplotlib.figure import Figure
 from stages import train
 
 from backstage import ROOT, dataset
@@ -164,6 +165,15 @@ def test_rungs_of_another_time_or_machine(tmp_path, monkeypatch):
             "ladder.py", "--only-kernels", "--output", str(file)])
         with pytest.raises(UserError, match=next(iter(other.values()))):
             ladder.main()
+
+
+def test_the_legend_covers_neither_points_nor_axes():
+    figure = Figure(layout="constrained")
+    ax = figure.subplots()
+    plot.ladder(ax, [], results.read_ladder(example=True))
+    figure.draw_without_rendering()
+    assert not ax.get_legend().get_window_extent().overlaps(
+        ax.get_window_extent())
 
 
 def test_the_picture_shows_both_sides(tmp_path, monkeypatch):

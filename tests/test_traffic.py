@@ -5,6 +5,7 @@
 writes the table in workshop/lessons/traffic.md from what it counts.
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from backstage.flops import (
     num_parameters,
     padded_vocab_size,
 )
-from workshop import arithmetic
+from workshop import arithmetic, processes
 from workshop.arithmetic import of_step
 from workshop.stages import STAGES
 
@@ -36,6 +37,58 @@ CASES = [  # stage, mesh, microbatches of a rank in a step
     ("tp", (1, 1, 2), 2), ("tp", (1, 2, 2), 1),
     ("3d", (4, 1, 1), 4), ("3d", (4, 1, 1), 8), ("3d", (2, 2, 1), 4),
     ("3d", (2, 1, 2), 4), ("3d", (2, 2, 2), 4)]
+
+
+ZERO = """
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from workshop.notebook.sharding import Traffic, std
+
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+found = {}
+for each in (False, True):  # reduce once a step, or for each microbatch
+    model = std.GPT(std.GPTConfig(32, 512, 4, 4, 32))
+    P = sum(weight.numel() for weight in model.parameters())
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    with Traffic() as traffic:
+        for last in (False, True):
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last or each)
+            model(*torch.randint(512, (2, 2, 32))).backward()
+            if not last:
+                kept = [sum(x.nbytes for x in (
+                    getattr(x, "_local_tensor", x) for x in tensors
+                    if x is not None)) for tensors in (
+                        [*model.parameters()],
+                        [weight.grad for weight in model.parameters()])]
+    found[each] = [4 * P, *kept, traffic.bytes["reduce_scatter_base"],
+                   traffic.bytes["allgather_base"]]
+if dist.get_rank() == 0:
+    print(json.dumps([found[False], found[True]]))
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp_that_reduces_once_a_step_is_zero_1(tmp_path):
+    """With two microbatches: what is kept between them, what is sent.
+
+    Reduced for each, it is ZeRO-2, which sends (A + 1) / 2 times as much: a
+    reduce-scatter for each microbatch, and one all-gather of the ranks' parts.
+    """
+    script = tmp_path / "zero.py"
+    script.write_text(ZERO)
+    first, *_ = processes.launch(script, world_size=2)
+    once, each = json.loads(first.out.splitlines()[-1])
+    whole = once[0]
+    assert once[1:] == [whole, whole, whole, whole // 2]
+    assert each[3:] == [2 * whole, whole // 2]
 
 
 def count(stage, mesh, microbatches, data, folder, *flags, script=None):

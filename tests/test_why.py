@@ -578,7 +578,8 @@ def test_what_to_try_first(parts, words, tmp_path):
     assert slow.explain(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["A100-40, batch 16", "Max 1550, batch 16"])
+@pytest.mark.parametrize("name", ["A100-40, microbatch 16",
+                                  "Max 1550, microbatch 16"])
 def test_what_is_normal_is_what_was_published(name):
     seconds = PUBLISHED[name]
     kept = [f"{100 * seconds[1] / (number * seconds[number]):.0f}%"

@@ -189,8 +189,8 @@ def decisions(memory=80e9, nodes=2, gpus=4):
          f"{free // at_most(XL, True):.0f} samples at once"),
         ("The state does not fit, or leaves too little, on one node",
          "FSDP, tensor parallelism or a pipeline",
-         f"{state(XL) / 1e9:.1f} GB is too much for a GPU of 24 GB, about "
-         f"{state(XL, gpus) / 1e9:.1f} GB on each of {gpus} is not; a "
+         f"on GPUs of 24 GB: {state(XL) / 1e9:.1f} GB do not fit on one; "
+         f"on {gpus}, each keeps about {state(XL, gpus) / 1e9:.1f} GB; a "
          "pipeline needs no fast links"),
         ("The same, on several nodes", "FSDP",
          f"each of {n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while "

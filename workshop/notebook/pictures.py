@@ -243,7 +243,7 @@ def words():
         ("minibatch", 32, 5, "512 samples of one step = 32 microbatches", 32),
         ("microbatch", 16, 6, "16 samples that a GPU takes at once", 16),
     )
-    out, y = [], 6
+    out, y = [], 0
     for name, number, chosen, about, all_of_them in rows:
         step = width / number
         out += [text(0, y + 35, name, "bold"), text(left, y + 12, about)]
@@ -255,10 +255,10 @@ def words():
                            opacity=0.7 if i == chosen else 0.12))
         x = left + chosen * step  # the zoom into the chosen one
         out.append(f'<path d="M{x:g},{y + 42} L{x + step - 3:g},{y + 42} '
-                   f'L{left + width - 3:g},{y + 64} L{left:g},{y + 64}z" '
+                   f'L{left + width - 3:g},{y + 54} L{left:g},{y + 54}z" '
                    f'fill="{blue}" fill-opacity="0.12"/>')
-        y += 70
-    y += 10
+        y += 60
+    y += 8
     tokens = ("The", " cat", " sat", " on", " the", " mat", ".")
     step = width / len(tokens)
     out.append(text(0, y + 17, "sample", "bold"))
@@ -270,7 +270,7 @@ def words():
                            COLOURS[k], tokens[i + k].strip()))
     out.append(text(left, y + 10, "T = 1024 tokens in GPT-2; the targets are "
                                   "the same tokens, one later"))
-    return svg(left + width, y + 80, out, "What an epoch is made of",
+    return svg(left + width, y + 74, out, "What an epoch is made of",
                "; ".join(f"{row[0]}: {row[3]}" for row in rows)
                + "; sample: T tokens and, one later, its targets.")
 
@@ -550,25 +550,28 @@ def marker(k, x, y, colour):
 
 
 def timeline(ranks, width=640, title="When each process computed what",
-             unit=" s"):
+             unit=" s", pitch=30, heading=""):
     """When each rank computed what; where nothing is drawn it waited.
 
     ranks: for each a list of [name, number, begin, end], in seconds. What
     goes backwards, "B", is drawn in another colour than what goes forwards.
-    unit: of the times in the picture; with "" it has none.
+    unit: of the times in the picture; with "" it has none. pitch: from row to
+    row. heading: stands above them.
     """
     last = max(event[3] for events in ranks for event in events)
-    left, out = 54, []
+    left, top, out = 54, 22 if heading else 4, []
     scale = (width - left) / last
+    if heading:
+        out.append(text(left, 14, heading, "bold"))
     for rank, events in enumerate(ranks):
-        y = 4 + 30 * rank
-        out += [text(0, y + 16, f"rank {rank}"),
+        y, high = top + pitch * rank, pitch - 6
+        out += [text(0, y + high / 2 + 4, f"rank {rank}"),
                 f'<rect x="{left}" y="{y}" width="{width - left:g}" '
-                'height="24" fill="currentColor" fill-opacity="0.06"/>']
-        out += [box(left + begin * scale, y, (end - begin) * scale, 24,
+                f'height="{high}" fill="currentColor" fill-opacity="0.06"/>']
+        out += [box(left + begin * scale, y, (end - begin) * scale, high,
                     COLOURS[name == "B"], f"{name}{number}", 0.35)
                 for name, number, begin, end in events]
-    y = 30 * len(ranks) + 18
+    y = top + pitch * len(ranks) + (14 if unit else -6)
     if unit:
         out += [text(left, y, f"0{unit}"),
                 text(width - 44, y, f"{last:.2f}{unit}")]

@@ -211,9 +211,11 @@ def gpus(ax, runs):
 def ladder(ax, runs, record=None):
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
-    ax.set(title="50 epochs of a small GPT-2, and four texts",
-           xlabel=f"seconds\n({record['hardware']},\nload average "
-           f"{record['load']:.1f})", xscale="log")
+    ax.set_title("50 epochs of a small GPT-2, and four texts", pad=30)
+    ax.set(xlabel="seconds", xscale="log")
+    if record["rungs"]:
+        ax.set_xlabel(f"seconds\n({record['hardware']},\nload average "
+                      f"{record['load']:.1f})")
     rows = [(f"theirs: {name}", INK, training, texts, None) for
             name, (training, texts) in results.UNIVERSITY.items()]
     rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
@@ -228,12 +230,14 @@ def ladder(ax, runs, record=None):
                 ax.plot(seconds, y, ">", color=color, fillstyle=fill)
     for marker, fill, name in (
             ("o", "full", "50 epochs"), (">", "none", "texts"),
-            (">", "full", "texts, with key-value cache")):
+            *[(">", "full", "with key-value cache")] * bool(record["rungs"])):
         ax.plot([], [], marker, color=INK, fillstyle=fill, label=name)
     ax.set_yticks(range(len(rows)), [row[0] for row in rows])
-    ax.set_ylim(len(rows) + 0.6, -0.6)  # room for the legend below
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.margins(x=0.15)
-    ax.legend(loc="lower center", ncols=3, columnspacing=1, handletextpad=0)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3,
+              columnspacing=1, handletextpad=0, frameon=False)
 
 
 PANELS = {panel.__name__: panel

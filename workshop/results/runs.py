@@ -22,12 +22,12 @@ RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 # The course's own scaling plots: seconds per epoch, by the number of GPUs and
-# of samples (with other data and another epoch length than here).
+# the samples of a microbatch (other data, another epoch length than here).
 PUBLISHED = {
-    "A100-40, batch 16": {1: 155.5, 4: 43.7, 8: 21.4, 16: 11.3},
-    "A100-40, batch 256": {1: 54.0, 4: 13.9, 8: 7.1, 16: 3.8},
-    "Max 1550, batch 16": {1: 122.1, 4: 37.5, 8: 24.8, 16: 14.7},
-    "Max 1550, batch 256": {1: 41.0, 4: 11.8, 8: 8.3, 16: 6.0},
+    "A100-40, microbatch 16": {1: 155.5, 4: 43.7, 8: 21.4, 16: 11.3},
+    "A100-40, microbatch 256": {1: 54.0, 4: 13.9, 8: 7.1, 16: 3.8},
+    "Max 1550, microbatch 16": {1: 122.1, 4: 37.5, 8: 24.8, 16: 14.7},
+    "Max 1550, microbatch 256": {1: 41.0, 4: 11.8, 8: 8.3, 16: 6.0},
 }
 
 # A university project's GPT-2 (6 layers, 384 wide): the seconds of training
@@ -41,10 +41,9 @@ UNIVERSITY = {
 RUNGS = {
     "std": "one process makes the weights, reads all samples and makes the "
            "update",
-    "mpi": "rank 0 makes the run's folder and broadcasts its name; every "
-           "rank makes the same weights from the same seed, reads its own "
-           "samples and sends each gradient in a message of its own, after "
-           "the backward pass",
+    "mpi": "rank 0 makes the run's folder and broadcasts its name; each rank "
+           "makes the same weights from the same seed, reads its own samples "
+           "and sends each gradient in a message after the backward pass",
     "kernels": "one process, as in std; GELU, LayerNorm, cross-entropy and "
                "attention are kernels of our own, in Triton",
     "mpi-kernels": "ranks and messages as in mpi, kernels as in kernels; "
