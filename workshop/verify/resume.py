@@ -42,6 +42,8 @@ def verify(flags, try_out, case, steps):
     whole = by_update(case.together, 0)
     same = all(samples(one) == samples(other) and rates(one) == rates(other)
                for one, other in zip(before + good, whole, strict=False))
+    same = same and put_together((before + good)[0], "before").error(
+        put_together(whole[0], "before")) <= SAME
     if same:
         good = good + whole[at + len(good):]
     findings = [*weights(before, good, back), *kept(case, good, back),

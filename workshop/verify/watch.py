@@ -54,6 +54,7 @@ class Watcher(Observer):
         self.inside = self.finished = self.recorded = False
         self.told = {}  # sampler -> whether set_epoch came before its start
         self.since = set()  # optimizers with gradients since it has saved
+        draw_anew()
         return super().__call__(rank)
 
     def nothing_seen(self):
@@ -454,6 +455,18 @@ class Watcher(Observer):
         path = os.path.abspath(path)
         return not (path.startswith(os.path.dirname(self.folder))
                     or any(part in path for part in NO_OUTPUT))
+
+
+def draw_anew():
+    """Seed what a new process seeds from the system; a fork shares it.
+
+    Python's own generator is seeded at each fork.
+    """
+    import torch
+
+    torch.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
 
 
 def is_wrapper(module):
