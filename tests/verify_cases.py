@@ -1,4 +1,4 @@
-"""Scripts in 39 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 42 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -227,10 +227,21 @@ CONTRASTIVE = edit(
 STYLES = {"DDP": DDP, "token mean": TOKENS,
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
           "weighted mean": WEIGHTED, "contrastive": CONTRASTIVE,
-          "no seed": edit(DDP, ("manual_seed(0)\nmodel", "seed()\nmodel")),
+          "no seed": edit(DDP, ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
           "FSDP2, no seed": edit(FSDP2, ("torch.manual_seed(0)",
-                                         "torch.seed()")),
+                                         "torch.rand(1)")),
           "FSDP2, meta": META,
+          "torchrun's variables": edit(DDP, ("dist.init_process_group(", """\
+import os
+assert dist.is_torchelastic_launched(), "start me by torchrun"
+assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+assert os.environ["GROUP_WORLD_SIZE"] == "1"
+dist.init_process_group(""")),
+          "rank as a flag": edit(
+              DDP, ("rank, size = dist.get_rank()", """\
+import sys
+assert int(sys.argv[1]) == dist.get_rank()
+rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
           "DDP, a look": LOOK, "NumPy": NUMPY,
           "recurrent": RECURRENT, "few values": FEW, "few samples": SMALL,
           "columns": COLUMNS,
@@ -247,10 +258,15 @@ STYLES = {"DDP": DDP, "token mean": TOKENS,
         ("Accelerate", "accelerated"), ("HF Trainer", "hf"),
         ("Lightning", "lightning_trainer"), ("GAN", "gan"),
         ("workers", "stream"))}
-FLAGS = {"minGPT": ["snapshot-{run}.pt"], "HF Trainer": ["run-{run}"],
+STYLES["HF Trainer, no seed"] = edit(
+    STYLES["HF Trainer"], ("torch.manual_seed(0)\n", ""))
+FLAGS = {"rank as a flag": ["{rank}", "{32/n}"],
+         "HF Trainer": ["run-{run}"], "HF Trainer, no seed": ["run-{run}"],
+         "minGPT": ["snapshot-{run}.pt"],
          "starter": ["--run-dir", "run-{run}", "--checkpoint-every", "2"]}
 STEPS = {"many updates": 60}
-RESUMES = {"starter": "--resume", "HF Trainer": "resume", "minGPT": ""}
+RESUMES = {"starter": "--resume", "HF Trainer": "resume",
+           "HF Trainer, no seed": "resume", "minGPT": ""}
 
 
 @dataclass(frozen=True)
@@ -467,6 +483,12 @@ CASES = [
           "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size"),
           suite=True),
 
+    right("torchrun's variables", AS_ONE),
+    wrong("torchrun's variables", "all read the same", SAME_SAMPLES,
+          (LOADER, ")")),
+    right("rank as a flag", AS_ONE, suite=True),
+    wrong("rank as a flag", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+
     right("no seed", "warn  one process begins with other weights each time",
           "an update has 32 samples, as with one process", suite=True),
     wrong("no seed", "all read the same", SAME_SAMPLES, (LOADER, ")")),
@@ -507,6 +529,8 @@ CASES = [
     wrong("by hand", "seeds that differ", "FAIL  rank 1 begins with other "
           "weights than rank 0: 0.weight",
           ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel"), suite=True),
+    wrong("by hand", "no seed", "FAIL  rank 1 begins with other weights than "
+          "rank 0: 0.weight", ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
     wrong("by hand", "not reduced", NOT_REDUCED,
           ("            dist.all_reduce(weight.grad)\n", "")),
     wrong("by hand", "summed", "FAIL  in update 0 the gradients are the sum "
@@ -758,6 +782,8 @@ CASES = [
     right("HF Trainer", "it goes on in the data where it was",
           "the learning rate goes on", "updates after it are those",
           resumes=True),
+    right("HF Trainer, no seed", "the weights come back", "two runs with the "
+          "same flags differ", resumes=True),
     wrong("HF Trainer", "the data not skipped", "it reads the samples of "
           "update 0 again", ("save_steps=2,",
                              "save_steps=2, ignore_data_skip=True,"),

@@ -69,6 +69,7 @@ class Rank:
 class Launch:
     """`script flags...` as `world_size` processes; None: plain python.
 
+    In a flag, {rank} becomes the rank.
     nodes: on how many nodes the processes believe they are. mpirun: whether
     they are ranks of MPI, which mpirun starts if there are several. sleeping:
     whether MPI's ranks sleep while they wait (see sleeping_mpi.py).
@@ -96,15 +97,11 @@ class Launch:
             for rank in range(world_size or 1):
                 variables = dict(os.environ if env is None else env)
                 if world_size and not mpirun:
-                    devices = world_size // nodes
-                    variables |= {
-                        "RANK": str(rank), "LOCAL_RANK": str(rank % devices),
-                        "GROUP_RANK": str(rank // devices),
-                        "WORLD_SIZE": str(world_size),
-                        "LOCAL_WORLD_SIZE": str(devices),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                    variables |= torchrun_variables(
+                        rank, world_size, nodes, port)
                 self.jobs.append(servers[rank % len(servers)].fork(
-                    str(script), [str(flag) for flag in flags], variables,
+                    str(script), [str(flag).replace("{rank}", str(rank))
+                                  for flag in flags], variables,
                     f"{self.folder}/{rank}", rank, observe, threads,
                     str(place or Path(script).parent),
                     (started, nodes if sleeping else 0) if mpirun else None,
@@ -206,6 +203,17 @@ class Launch:
         """Send a signal to one rank, or to all."""
         for job in self.jobs if rank is None else [self.jobs[rank]]:
             job.kill(number)
+
+
+def torchrun_variables(rank, size, nodes, port):
+    """What torchrun tells a rank, but that it is torchrun."""
+    devices = size // nodes
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank % devices),
+            "GROUP_RANK": str(rank // devices), "GROUP_WORLD_SIZE": str(nodes),
+            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size),
+            "ROLE_NAME": "default", "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def modules_of(stage):
@@ -491,9 +499,6 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
     import torch
 
-    torch.seed()  # a new process has random numbers of its own
-    if "numpy.random" in sys.modules:  # Python's are its own after a fork
-        sys.modules["numpy.random"].seed()
     torch.set_num_threads(threads)
     sys.argv = [script, *flags]
     sys.path[0] = place

@@ -1,5 +1,6 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from workshop.stages import STAGES
 MOST = 64  # processes on this machine's CPU
 SECONDS = 900  # after which a run is ended, also of a CPU without an update
 PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False"}
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
@@ -24,8 +28,8 @@ def main(program, size, steps, resume_with=None):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
-    processes, and {run} the name of a run. steps: how many updates are
-    watched. resume_with: flags, in one string, that resume a run.
+    processes, {rank} the rank, and {run} the name of a run. steps: how many
+    updates are watched. resume_with: flags, in one string, that resume a run.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -71,6 +75,19 @@ def main(program, size, steps, resume_with=None):
     return not wrong
 
 
+def with_size(flag, size):
+    """{n} is the number of processes; {16/n} and {2*n} are calculated."""
+    def value(found):
+        number, sign = int(found[1] or 1), found[2] or "*"
+        if sign == "*":
+            return str(number * size)
+        require(number % size == 0, f"{found[0]}: {number} is not divisible "
+                f"by {size}")
+        return str(number // size)
+
+    return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
+
+
 def run(folder, script, flags, size, steps, kind, preload, say):
     """Start the script once, under observation: a `Trial`."""
     from workshop.check import trial
@@ -81,10 +98,10 @@ def run(folder, script, flags, size, steps, kind, preload, say):
     place = "saved" if kind == "resumed" else kind  # it goes on there
     name = f"{folder.name[-8:]}-{size}-{place}".strip("-")  # new each time
     launch = processes.Launch(
-        script, *(flag.replace("{n}", str(size)).replace("{run}", name)
+        script, *(with_size(flag, size).replace("{run}", name)
                   for flag in flags),
         world_size=size, observe=Watcher(seen, size, steps, kind),
-        env=quiet_environment(folder / "tmp") | {
+        env=quiet_environment(folder / "tmp") | TORCHRUN | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))
     patience = Patience(launch, seen, say, steps, SECONDS, SLEEP)
