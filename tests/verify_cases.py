@@ -562,6 +562,10 @@ CASES = [
     wrong("nanoGPT", "always reduced", "warn  gradients are reduced 3 times",
           ("                micro_step == gradient_accumulation_steps - 1)",
            "                True)"), suite=True),
+    wrong("nanoGPT", "divided twice", "warn  the mean loss is about 0.5",
+          ("loss / gradient_accumulation_steps",
+           "loss / gradient_accumulation_steps / ddp_world_size"),
+          suite=True),
     wrong("nanoGPT", "around the wrapper", AROUND,
           ("logits = model(X)", "logits = raw_model(X)"), suite=True),
 

@@ -47,6 +47,7 @@ class Case:
     size: int
     still: object = None
     apart: str = ""
+    other_weights: bool = False  # than one process has before its updates
     start: object = None  # function of a kind: one process once more
     weights: tuple = ()  # of the minibatches that `still` has read
     parts: tuple = ()  # how unequal parts are weighed, a text and a hint
@@ -440,6 +441,7 @@ def start(case):
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
         case.apart = case.apart or "the first weights are not"
+        case.other_weights = True
         again = case.start("again")
         if not how_it_ends(again, "") and not assemble([
                 again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
@@ -775,6 +777,29 @@ def multiple_of(mine, good, size):
     return ratio if alike > 0.9 and (near or far) else None
 
 
+def losses_apart(case):
+    """Are the losses of other samples those of one process, but a factor?"""
+    alone = case.alone.seen[0]["updates"]
+    if not case.apart or case.other_weights or reason(case):
+        return []
+    here, own, _ = gradients_of(case, case.updates[0], case.updates[0],
+                                "local")
+    if own and off(here, sum(own)) < GRADIENT * case.loosely:
+        return []  # `summed` has looked at the losses
+    ratios = [sum(sum(update["losses"]) for update in updates) / case.size
+              / (sum(good["losses"]) or 1e-30)
+              for updates, good in zip(case.updates, alone, strict=False)]
+    for factor in (case.size, 1 / case.size):
+        if len(ratios) > 1 and all(
+                abs(ratio / factor - 1) < 0.2 for ratio in ratios):
+            return [warn(
+                f"the mean loss is about {ratios[0]:.2f} times that of one "
+                "process, in all updates", "and so are the gradients: are "
+                "they divided or multiplied by the number of processes, and "
+                "by DDP as well, which takes the mean?")]
+    return []
+
+
 def loss_error(case, updates, alone, step):
     losses = [sum(update["losses"]) for update in updates]
     if not all(update["losses"] for update in (*updates, *alone)):
@@ -901,7 +926,7 @@ def files(case):
 
 
 QUESTIONS = (leftovers, numbers, start, samples, samplers, reductions, unused,
-             equal, mean, same, buffers, files)
+             equal, mean, same, losses_apart, buffers, files)
 
 
 def not_seen(case, steps, resumes):
