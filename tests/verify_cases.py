@@ -562,7 +562,8 @@ CASES = [
     wrong("nanoGPT", "always reduced", "warn  gradients are reduced 3 times",
           ("                micro_step == gradient_accumulation_steps - 1)",
            "                True)"), suite=True),
-    wrong("nanoGPT", "divided twice", "warn  the mean loss is about 0.5",
+    wrong("nanoGPT", "divided twice", "warn  in update 0 the mean loss is "
+          "about 0.5",
           ("loss / gradient_accumulation_steps",
            "loss / gradient_accumulation_steps / ddp_world_size"),
           suite=True),
