@@ -364,7 +364,9 @@ class Watcher(Observer):
             self.optimizers.append(optimizer)
         if self.made[number] == self.steps:
             self.leave()
-        if self.kind == "saved" and os.path.exists(f"{self.folder}/saved"):
+        if self.kind == "saved" and any(
+                os.path.exists(f"{self.folder}/saved-{count}")
+                for count in range(len(self.seen["updates"]) + 1)):
             self.since.add(number)
             if self.seen["saved"] is None:
                 self.seen["saved"] = len(self.seen["updates"])
@@ -436,7 +438,9 @@ class Watcher(Observer):
         def visible_save(*args, **kwargs):
             save(*args, **kwargs)
             if self.made:
-                Path(f"{self.folder}/saved").touch()
+                # the other ranks may be an update behind
+                Path(f"{self.folder}/saved-{len(self.seen['updates'])}"
+                     ).touch()
 
         torch.save = visible_save
 
