@@ -412,7 +412,7 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
             r"waited ([\d.]+)% .* formula ([\d.]+)%", text).groups()
         assert formula == "27.3" and 0 < float(waited) < 100
     table = said_by(shown, "decisions()")
-    for number in ("24.9 GB is too much", "9 or 58 samples",
+    for number in ("24.9 GB do not fit on one", "9 or 58 samples",
                    "only groups of 5 or 25 are possible", "they wait 3.0%"):
         assert number in table
 
