@@ -147,7 +147,7 @@ def test_ranks_have_other_addresses(launch, tmp_path):
 def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
     """Asked before that is certain, it looks again."""
     for name in ("judge", "command"):
-        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", 10)
+        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", 25)
     monkeypatch.setattr("workshop.why.command.STILL", 0)
     launch([(REDUCE, "        if rank == 1 and step == 3:\n"
              "            time.sleep(1000)\n" + REDUCE)])

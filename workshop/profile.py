@@ -293,13 +293,18 @@ def shortest(ranks, mine):
     """The least that each of my messages takes, on the ranks that send alike.
 
     ranks: of each rank, (name, microseconds) of its messages in this step.
+    A step of one rank may begin a message earlier than that of another, so
+    they are counted from the end, and what others do not have is not known.
     """
-    def names(messages):
-        return [name for name, _ in messages]
-
-    alike = [messages for messages in ranks if names(messages) == names(mine)]
-    return [0.0 if is_one_to_one(same[0][0]) else min(
-        time for _, time in same) for same in zip(*alike)]
+    least = []
+    alike = [messages[::-1] for messages in ranks if all(
+        one == other for (one, _), (other, _)
+        in zip(messages[::-1], mine[::-1]))]
+    for name, _ in mine[::-1]:
+        same = [messages[len(least)][1] for messages in alike
+                if len(messages) > len(least)]
+        least.append(0.0 if is_one_to_one(name) else min(same))
+    return least[::-1]
 
 
 def is_one_to_one(name):
