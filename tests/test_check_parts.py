@@ -7,6 +7,7 @@ import torch
 
 from workshop.check.command import lines_as_in
 from workshop.check.questions.process import undefined_name
+from workshop.findings import Line, fail
 from workshop.parts import TIED, assemble, describe
 
 
@@ -50,7 +51,10 @@ def test_a_line_is_named_as_in_the_script_that_one_sees():
     yours = b"import a\n\n# mine\nx = 1\ny = 2\n"
     tried = b"import a\nz = 3\nx = 1\ny = 2\n"
     name = lines_as_in(yours, tried)
-    assert name("it waits in line 3, and line 4") == (
-        "it waits in line 4, and line 5")
-    assert name("an error (line 2)") == "an error (the lesson's line `z = 3`)"
-    assert name("in line 400 of it") == "in line 400 of it"
+    finding = fail(["an error (", Line(2), "), in line 1: "],
+                   ["not ", Line(3)])
+    assert finding.lines == {2}
+    finding.name_lines(name)
+    assert (finding.text, finding.advice) == (
+        "an error (the lesson's line `z = 3`), in line 1: ", "not line 4")
+    assert name(Line(400)) == "line 400"

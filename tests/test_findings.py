@@ -9,10 +9,11 @@ import torch
 
 from backstage.errors import UserError
 from workshop.check import endings
-from workshop.check.command import Check, Quiet, lines_as_in, main
+from workshop.check.command import Check, Mistake, Quiet, lines_as_in, main
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
 from workshop.check.trial import Mesh, Trial
+from workshop.findings import Line
 from workshop.lesson.diff import Diff
 from workshop.parts import assemble, describe
 from workshop.processes import Rank
@@ -77,7 +78,7 @@ def test_a_byte_order_mark_is_no_difference(tmp_path):
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
     bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
     check = Check(bench, False, out, None, str)
-    check.wrong = ["losses agree", "the logged loss of step 0 is 5"]
+    check.wrong = Mistake("losses agree", "that of step 0 is 5", set(), "")
     check.localise()
     assert "changes are left" in out.said[0]
 
@@ -88,7 +89,7 @@ def test_a_large_script_is_a_line_at_once(tmp_path):
     with pytest.raises(UserError, match="900 kB are too much"):
         main("ddp", script)
     data = b"x = 1\n" * 80_000
-    assert lines_as_in(data, bytes([*data]))("line 7") == "line 7"
+    assert lines_as_in(data, bytes([*data]))(Line(7)) == "line 7"
 
 
 # ------------------------------------------------------------------------ nan

@@ -3,25 +3,58 @@
 from dataclasses import dataclass
 
 
+class Line(int):
+    """A line of the script that was tried, within a sentence."""
+
+    def __str__(self):
+        return f"line {int(self)}"
+
+
 @dataclass
 class Finding:
-    """What was found: verdict is "ok", "warn" or "FAIL"."""
+    """What was found: verdict is "ok", "warn" or "FAIL".
+
+    A sentence is a list of texts and `Line`s: who shows it to the attendee
+    knows which of their lines these are.
+    """
 
     verdict: str
-    text: str
-    hint: str = ""  # what to do, where neither the text nor a lesson says it
+    sentence: list
+    hint: list  # what to do, where neither the sentence nor a lesson says it
+    error: str = ""  # with which the script has ended, without its place
+
+    @property
+    def text(self):
+        return "".join(map(str, self.sentence))
+
+    @property
+    def advice(self):
+        return "".join(map(str, self.hint))
+
+    @property
+    def lines(self):
+        return {int(part) for part in self.sentence if isinstance(part, Line)}
+
+    def name_lines(self, name):
+        """Put the text that `name` has for it in the place of each line."""
+        for words in (self.sentence, self.hint):
+            words[:] = [name(part) if isinstance(part, Line) else part
+                        for part in words]
 
 
 def ok(text):
-    return Finding("ok", text)
+    return Finding("ok", [text], [])
 
 
 def warn(text, hint):
-    return Finding("warn", text, hint)
+    return Finding("warn", [text], [hint])
 
 
-def fail(text, hint=""):
-    return Finding("FAIL", text, hint)
+def fail(sentence, hint="", error=""):
+    """sentence, hint: a text, or texts and `Line`s."""
+    sentence, hint = ([words] if isinstance(words, str) else [*words]
+                      for words in (sentence, hint))
+    return Finding("FAIL", sentence, hint, error)
 
 
 def number(row, column):

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import tokenize
 from collections import Counter
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
@@ -55,7 +56,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     if change is None:
         if right:
             checked.record(stage, data)
-        title = check.wrong[0][0] if check.wrong else ""
+        title = check.wrong.title if check.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right
 
@@ -80,10 +81,10 @@ def make_others(stage, script, data, change, say):
 
 
 def lines_as_in(yours, tried):
-    """A function of a text that names lines of the script that was tried.
+    """A function that names a `Line` of the script that was tried.
 
-    It names them as lines of the attendee's script, and quotes those that are
-    not there.
+    It names it as a line of the attendee's script, or quotes it if it is not
+    there.
     """
     if tried == yours:  # comparing it with itself may take long
         return str
@@ -94,12 +95,26 @@ def lines_as_in(yours, tried):
             for k in range(size)}
 
     def name(line):
-        number = int(line[1])
-        if number in same or not 0 < number <= len(tried):
-            return f"line {same.get(number, number)}"
-        return f"the lesson's line `{tried[number - 1].strip()}`"
+        if line in same or not 0 < line <= len(tried):
+            return f"line {same.get(line, int(line))}"
+        return f"the lesson's line `{tried[line - 1].strip()}`"
 
-    return lambda text: re.sub(r"\bline (\d+)\b", name, text)
+    return name
+
+
+@dataclass
+class Mistake:
+    """The first thing that is wrong in a trial."""
+
+    title: str  # of the question
+    text: str  # what the attendee reads
+    lines: set  # that it names, of the script that was tried
+    error: str  # with which that ended, without the numbers in it
+
+    @property
+    def symptom(self):
+        """What two scripts have in common that are wrong in the same way."""
+        return self.title, self.error
 
 
 class Quiet:
@@ -156,12 +171,15 @@ class Events(Quiet):
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose, out, change, rename):
-        """change: the number of the one that is tried alone, or None."""
+    def __init__(self, bench, verbose, out, change, name):
+        """change: the number of the one that is tried alone, or None.
+
+        name: what a `Line` is called, as from `lines_as_in`.
+        """
         self.bench, self.verbose, self.out = bench, verbose, out
-        self.say, self.change, self.rename = out.say, change, rename
+        self.say, self.change, self.name = out.say, change, name
         self.plan = {row.column: row for row in bench.plan(bool(change))}
-        self.last, self.wrong = "", []  # the last trial, what is wrong in it
+        self.last, self.wrong = "", None  # the last trial, its `Mistake`
         self.warned = set()
 
     def run(self):
@@ -217,19 +235,20 @@ class Check:
         findings = ask(trial, self.bench.reference, kind)
         first = next((one for one in findings if one[1].verdict == "FAIL"),
                      None)
+        named = first and first[1].lines
         for question, finding in findings:
-            finding.text = self.rename(finding.text)
-            finding.hint = self.rename(finding.hint)
+            finding.name_lines(self.name)
             if first and finding is not first[1] and finding.verdict != "ok":
                 finding.verdict = "and"
             self.out.report(answer=[question.title, finding.verdict])
             if finding.verdict != "ok":
                 self.out.report(finding=[
-                    finding.verdict, finding.text, finding.hint])
+                    finding.verdict, finding.text, finding.advice])
         if kind == "whole" and all(trial.seen):
             self.out.report(picture=picture(trial, self.bench.reference))
         if first:
-            self.wrong = [symptom_of(*first), first[1].text]
+            self.wrong = Mistake(first[0].title, first[1].text, named,
+                                 re.sub(r"\d+", "0", first[1].error))
             self.out.show_table()
         self.tell([finding for _, finding in findings], trial.seconds)
         return not first
@@ -239,8 +258,8 @@ class Check:
         for finding in findings:
             if finding.verdict in ("FAIL", "warn") or self.verbose:
                 self.say(f"  {finding.verdict:4}  {finding.text}")
-                if finding.hint and finding.text not in self.warned:
-                    self.say(f"        -> {finding.hint}")
+                if finding.advice and finding.text not in self.warned:
+                    self.say(f"        -> {finding.advice}")
             if finding.verdict == "warn":
                 self.warned.add(finding.text)
         count = Counter(finding.verdict for finding in findings)
@@ -269,8 +288,8 @@ class Check:
             self.say(f"        {left}. {advice(diff)}")
             self.out.report(cause=[left, advice(diff)])
             return
-        items = localise.in_order(diff, self.wrong[1])
-        # differences -> [symptom, answer], or None if right
+        items = localise.in_order(diff, self.wrong.lines)
+        # differences -> a `Mistake`, or None if right
         seen = {frozenset(map(id, items)): self.wrong}
 
         def symptom(part):
@@ -278,20 +297,19 @@ class Check:
             if key not in seen:
                 data = localise.without(diff, part)
                 seen[key] = data and self.try_part(data, diff.yours.data)
-            return seen[key] and seen[key][0]
+            return seen[key] and seen[key].symptom
 
         for part in localise.find(items, symptom):
-            _, answer = seen[frozenset(map(id, part))]
+            answer = seen[frozenset(map(id, part))].text
             text = f"It is {localise.name(diff, part)}"
-            if answer != self.wrong[1]:
+            if answer != self.wrong.text:
                 text += f": {answer}"
             self.say(f"        {text}.")
             self.give_reason(
                 next((item for item in part if item.number), None), text)
 
     def try_part(self, data, yours):
-        """[symptom, answer] in the last trial of this script, None if right.
-        """
+        """The `Mistake` in the last trial of this script, None if right."""
         bench = self.bench.with_script(data)
         other = Check(bench, False, Quiet(), None, lines_as_in(yours, data))
         right = other.repeat(self.last)
@@ -321,15 +339,10 @@ def find_reference(bench):
         one = bench.with_script(solution.read_bytes(), FIRST).try_out(
             "1", Mesh())
         require(len(one.rows) == STEPS and one.seen[0], "the single-device "
-                f"stage does not run here: it {endings.last_words(one, 0)}")
+                "stage does not run here: it "
+                + endings.last_words(one, 0).text)
         references[solution] = one
     return references[solution]
-
-
-def symptom_of(question, finding):
-    """What two scripts have in common that are wrong in the same way."""
-    error = re.search(r"\b[A-Z]\w*(Error|Exception)\b.*", finding.text)
-    return question.title, error and re.sub(r"\d+", "0", error[0])
 
 
 def picture(trial, reference):

@@ -5,7 +5,7 @@ import signal
 from itertools import zip_longest
 
 from workshop.check.trial import STEPS
-from workshop.findings import fail
+from workshop.findings import Line, fail
 
 TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 EFFECT = re.compile(  # words about what another rank did, or did not
@@ -20,14 +20,14 @@ ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
 def explain(trial):
     """A `Finding` where it failed or hangs, None where it came to its end."""
     if trial.gave_up == "flood":
-        return fail(f"it prints without end: {where(trial, 0)}")
+        return fail(["it prints without end: ", *where(trial, 0)])
     if trial.gave_up == "endless":
         return fail(f"it continues after step {STEPS - 1}, the last step")
     if trial.gave_up == "busy":
         done = trial.first_step + min(map(trial.updates,
                                           range(trial.mesh.size)))
-        return fail(f"it never reaches step {done} but keeps running: "
-                    f"{where(trial, 0)}")
+        return fail([f"it never reaches step {done} but keeps running: ",
+                     *where(trial, 0)])
     bad = [rank for rank, one in enumerate(trial.ranks)
            if one.status or (one.status is None and not trial.gave_up)]
     if not bad and trial.gave_up != "asleep":
@@ -37,19 +37,21 @@ def explain(trial):
     first = min(bad, default=None, key=lambda rank: (
         trial.about.launcher == "mpirun"  # which ends the others
         and (trial.ranks[rank].status or 0) < 0,
-        bool(EFFECT.search(said[rank]))))
+        bool(EFFECT.search(said[rank].text))))
     apart = part_ways(trial)
-    if first is not None and not (apart and EFFECT.search(said[first])):
-        return fail(f"rank {first} {said[first]}", ON_CPU if NO_GPU.search(
-            said[first]) else "")
+    if first is not None and not (apart and EFFECT.search(said[first].text)):
+        last = said[first]
+        return fail([f"rank {first} ", *last.sentence], ON_CPU * bool(
+            NO_GPU.search(last.text)), last.error)
     if trial.gave_up == "asleep":
-        return fail("it hangs: " + ", ".join(
-            where(trial, rank) for rank in range(trial.mesh.size)), apart)
+        return fail(["it hangs: ", *where(trial, 0)] + [
+            part for rank in range(1, trial.mesh.size)
+            for part in (", ", *where(trial, rank))], apart)
     return fail(apart)
 
 
 def last_words(trial, rank):
-    """What an error output says that happened, and where."""
+    """What an error output says that happened, and where: a `Finding`."""
     status = trial.ranks[rank].status
     err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
                  flags=re.MULTILINE)
@@ -59,25 +61,34 @@ def last_words(trial, rank):
         name = {one.value: one.name for one in signal.Signals}.get(-status)
         name = f"{name or -status}" + (
             " (is the memory full?)" * (status == -signal.SIGKILL))
-        return f"was ended by {name}, {where(trial, rank)}"
+        return fail([f"was ended by {name}, ", *where(trial, rank)])
     if ours:
-        return f"ended with an error: {ours[-1]}"
+        return fail(f"ended with an error: {ours[-1]}")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
     if errors and words.endswith("Error:"):  # the cause has the message
         words = errors[0]
     places = re.findall(
-        rf'^  File "[^"]*{re.escape(trial.script.name)}", (line \d+)', err,
+        rf'^  File "[^"]*{re.escape(trial.script.name)}", line (\d+)', err,
         re.MULTILINE)
-    return f"ended with an error: {words[:200]}" + (
-        f" ({places[-1]})" if places else "")
+    return fail([f"ended with an error: {words[:200]}", *in_brackets(
+        places[-1:])], error=words if errors else "")
+
+
+def in_brackets(numbers):
+    """The end of a sentence: the number of a line, or nothing."""
+    return [part for number in numbers
+            for part in (" (", Line(number), ")")]
 
 
 def where(trial, rank):
-    """What a rank does, or did last, as far as its stack and record say."""
+    """What a rank does, or did last, as far as its stack and record say.
+
+    A sentence, as in `Finding`.
+    """
     if trial.ranks[rank].status == 0:
-        return f"rank {rank} has ended"
+        return [f"rank {rank} has ended"]
     stack = re.findall(r'File "(.*)", line (\d+) in (\S+)',
                        trial.ranks[rank].err)
     inside = [stack[0][2] if stack else ""] + [name for file, _, name in stack
@@ -86,20 +97,20 @@ def where(trial, rank):
     lines = [line for file, line, _ in stack
              if file.endswith("/" + trial.script.name)]
     if lines:
-        return f"rank {rank} is in line {lines[0]} ({inside[-1]})"
+        return [f"rank {rank} is in ", Line(lines[0]), f" ({inside[-1]})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]
-    return f"rank {rank} after " + (
-        f"line {calls[-1]['lines'][0][0]}" if calls else
-        f"{trial.updates(rank)} steps")
+    return [f"rank {rank} after ",
+            Line(calls[-1]["lines"][0][0]) if calls else
+            f"{trial.updates(rank)} steps"]
 
 
 def part_ways(trial):
-    """Where the ranks first call different collectives, "" if nowhere.
+    """Where the ranks first call different collectives, [] if nowhere.
 
     Only where all of them take part in each, but what one sends another.
     """
     if trial.mesh.dp < trial.mesh.size:
-        return ""
+        return []
     calls = [[call for call in trial.calls(rank)
               if call["call"] not in TO_ONE]
              for rank in range(trial.mesh.size)]
@@ -108,15 +119,15 @@ def part_ways(trial):
                  for call in row]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                return (f"the ranks part ways: {describe(0, row[0])}, but "
-                        f"{describe(rank, row[rank])}")
-    return ""
+                return ["the ranks part ways: ", *describe(0, row[0]),
+                        ", but ", *describe(rank, row[rank])]
+    return []
 
 
 def describe(rank, call):
     if call is None:
-        return f"rank {rank} calls nothing more"
+        return [f"rank {rank} calls nothing more"]
     if not call["lines"]:
-        return f"rank {rank} calls {call['call']}"
+        return [f"rank {rank} calls {call['call']}"]
     line, _, called = call["lines"][0]
-    return f"rank {rank} calls {called or call['call']} in line {line}"
+    return [f"rank {rank} calls {called or call['call']} in ", Line(line)]

@@ -8,7 +8,6 @@ debugging finds.
 
 import ast
 import io
-import re
 import tokenize
 from difflib import SequenceMatcher
 
@@ -112,18 +111,17 @@ def tokens(text):
             tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)]
 
 
-def in_order(diff, words):
+def in_order(diff, named):
     """The differences, the suspicious ones first.
 
-    words: what the check says. Suspicious is a line that it names, and what is
+    named: the lines that the check names, which are suspicious, as is what is
     neither as it was before the lesson nor as the lesson makes it.
     """
     start = {line.strip() for line in diff.lesson.start.lines}
-    named = {int(number) - 1 for number in re.findall(r"\bline (\d+)", words)}
 
     def suspicion(item):
-        lines = {i for i1, i2, *_ in item.edits for i in range(i1, i2)}
-        own = any(diff.yours.lines[i].strip() not in start for i in lines)
+        lines = {i + 1 for i1, i2, *_ in item.edits for i in range(i1, i2)}
+        own = any(diff.yours.lines[i - 1].strip() not in start for i in lines)
         return bool(lines & named) + own
 
     return sorted(diff.left + diff.others, key=suspicion, reverse=True)

@@ -157,7 +157,7 @@ class Memory:
         while frame.f_code.co_name != self.kernel:
             frame = frame.f_back
         self.wrong = self.wrong or (
-            f"{self.kernel} {what} (line {frame.f_lineno})")
+            f"{self.kernel} {what}", [frame.f_lineno], False)
 
 
 def main(script):
@@ -178,7 +178,7 @@ def main(script):
             found = compare(names[name], name)
             if not found and name in AUTOCAST:
                 found = compare(names[name], name, 2e-2, torch.bfloat16)
-            said[name] = memory.wrong or found
+            said[name] = memory.wrong or (found and (found, [], False))
             if said[name]:
                 break
     except Exception as error:  # whatever a script may raise
@@ -187,16 +187,17 @@ def main(script):
 
 
 def explain(error, script):
-    """An error in one line, with the script's line that it comes from."""
-    line = ""
+    """(text, lines, True): an error in one line, the script's line of it."""
+    line = []
     while error:
         last, trace = error, error.__traceback__
         while trace:
             if trace.tb_frame.f_code.co_filename == script:
-                line = f" (line {trace.tb_lineno})"
+                line = [trace.tb_lineno]
             trace = trace.tb_next
         error = error.__cause__
-    return f"{type(last).__name__}: {' '.join(str(last).split())}{line}"
+    text = f"{type(last).__name__}: {' '.join(str(last).split())}"
+    return text, line, True
 
 
 if __name__ == "__main__":

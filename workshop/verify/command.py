@@ -62,8 +62,8 @@ def main(program, size, steps, resume_with=None):
             try_out, size, steps, [] if resume_with is None else [resumes])
     for finding in findings:
         out.say(f"  {finding.verdict:4}  {finding.text}")
-        if finding.hint:
-            out.say(f"        -> {finding.hint}")
+        if finding.advice:
+            out.say(f"        -> {finding.advice}")
     out.say("not seen:")
     for text in not_seen:
         out.say(f"        {text}")

@@ -124,9 +124,9 @@ def how_it_ends(trial, words):
     """A finding where it has failed or made no update, else None."""
     finding = endings.explain(trial)
     if finding:
-        finding.text = words + finding.text
+        finding.sentence.insert(0, words)
         said = "".join(rank.err for rank in trial.ranks)
-        finding.hint = next((hint for word, hint in HINTS if word in said),
+        finding.hint = next(([hint] for word, hint in HINTS if word in said),
                             finding.hint)
         return finding
     if not all(seen and seen["updates"] for seen in trial.seen):

@@ -58,7 +58,7 @@ def verify(flags, try_out, case, steps):
     elif not any(finding.verdict == "FAIL" for finding in findings):
         findings += afterwards(good, back)
     for finding in findings:
-        finding.text = f"a resume after {made} updates: {finding.text}"
+        finding.sentence.insert(0, f"a resume after {made} updates: ")
     return findings
 
 

@@ -36,10 +36,10 @@ def ask(trial, reference, kind="whole"):
             continue  # an expression that is nested too deeply to look at
         except (ArithmeticError, AttributeError, LookupError, RuntimeError,
                 TypeError, ValueError) as error:
+            error = f"{type(error).__name__}: {error}"
             finding = fail(f"the check cannot tell whether {one.title}: "
-                           f"{type(error).__name__}: {error}",
-                           "what the script leaves there is not what the "
-                           "course's stages leave")
+                           + error, "what the script leaves there is not "
+                           "what the course's stages leave", error)
         findings.append((one, finding))
         if one.early and finding.verdict == "FAIL":
             break

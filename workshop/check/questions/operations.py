@@ -18,9 +18,11 @@ def operations(trial, reference):
         if wrong is None:
             return fail(f"it has no function {name}")
         if wrong:
-            return fail(f"{name}: {wrong}", "on shapes that leave the last "
-                        "tile half empty: think of masks, of what is summed "
-                        "over tiles, and of who writes where")
+            text, line, error = wrong
+            return fail([f"{name}: {text}", *endings.in_brackets(line)], "on "
+                        "shapes that leave the last tile half empty: think of "
+                        "masks, of what is summed over tiles, and of who "
+                        "writes where", text if error else "")
     return None
 
 

@@ -10,7 +10,7 @@ from pyflakes.messages import UndefinedName
 from workshop.check import endings
 from workshop.check.questions.question import question, several
 from workshop.check.trial import STEPS, UNEVEN, B
-from workshop.findings import fail, ok, warn
+from workshop.findings import Line, fail, ok, warn
 from workshop.parts import names
 
 
@@ -109,8 +109,8 @@ def devices(trial, reference):
     per_node = trial.mesh.size // trial.mesh.nodes
     fixed = fixed_device(trial.tree())
     if fixed:
-        return fail("the device or its backend is always {!r} (line {}): "
-                    "--device has no say".format(*fixed))
+        return fail([f"the device or its backend is always {fixed[0]!r} (",
+                     Line(fixed[1]), "): --device has no say"])
     if set(trial.asked("device")) - {"auto"} or (
             {None, "auto"} & set(trial.asked("accelerator"))):
         return fail("the device does not follow from --device")
@@ -140,7 +140,8 @@ def fixed_device(tree):
 def definitions(trial, reference):
     """Also where the check does not come by, as under --compile."""
     missing = undefined_name(trial.tree())
-    return missing and fail("{} is not defined (line {})".format(*missing))
+    return missing and fail(
+        [f"{missing[0]} is not defined (", Line(missing[1]), ")"])
 
 
 def undefined_name(tree):

@@ -65,8 +65,8 @@ def stopping(trial, reference):
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
     ended = endings.explain(trial)
     if ended:
-        return fail(f"with {' '.join(map(str, trial.more))} and a signal to "
-                    f"rank 0: {ended.text}", ended.hint)
+        return fail([f"with {' '.join(map(str, trial.more))} and a signal to "
+                     "rank 0: ", *ended.sentence], ended.hint, ended.error)
     if len(trial.rows) == STEPS:
         return fail("a signal to rank 0 does not end it")
     if trial.state is None or trial.state["step"] != len(trial.rows):
