@@ -50,6 +50,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--whole", action="store_true", help="run the whole suite: also what "
         "takes long or needs programs such as SLURM, MPI, a browser")
+    parser.addoption(
+        "--tables", action="store_true", help="run all of the tables, too: "
+        "scripts with mistakes that the check has to name, for an hour")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,11 +61,18 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: (
             [*LONG, item.path.name].index(item.path.name)))
     plain = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if plain and not config.option.whole:
-        left_out = [item for item in items if item.get_closest_marker("whole")]
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.left_out = len(left_out)
-        config.hook.pytest_deselected(items=left_out)
+    config.left_out = plain and not config.option.whole and leave_out(
+        "whole", config, items)
+    if not config.option.tables:
+        leave_out("table", config, items)
+
+
+def leave_out(marker, config, items):
+    """Take the tests with this marker out; how many."""
+    some = [item for item in items if item.get_closest_marker(marker)]
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=some)
+    return len(some)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -24,7 +24,6 @@ from workshop.check.command import main
 from workshop.lesson import checked, documents
 from workshop.stages import STAGES
 
-SUITE = [case for case in CASES if case.suite]
 AT_ONCE = ("the data not sharded at all", "no Python")
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
@@ -38,8 +37,9 @@ def test_the_places_of_the_changes_are_there():
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=f"{case.stage}-{case.name}",
-                 marks=() if case.name in AT_ONCE else pytest.mark.whole)
-    for case in SUITE])
+                 marks=() if case.name in AT_ONCE else
+                 pytest.mark.whole if case.suite else pytest.mark.table)
+    for case in CASES])
 def test_a_script_of_the_table(case):
     passed, says, out = outcome(case)
     assert not problem(case, passed, says), out

@@ -13,7 +13,7 @@ class Case:
     says: str  # in the first line of the diagnosis, or of the warning
     changes: tuple  # pairs (old, new), or the name of another's solution
     right: bool
-    suite: bool  # differs in kind: pytest runs it, too
+    suite: bool  # in the suite, not in the table alone: about processes
     stage: str = ""  # as its module is called
 
     def script(self):

@@ -61,8 +61,7 @@ CASES = (
           (DEVICE, 'device = use_device("cpu", local_rank)')),
     wrong("no minibatch is refused", "which 2 ranks with microbatches of 2 "
           "cannot share, it trains all the same",
-          ("require(S % samples_per_round == 0", "require(S % B == 0"),
-          suite=True),
+          ("require(S % samples_per_round == 0", "require(S % B == 0")),
     wrong("always gloo", "is always 'gloo' (line",
           (JOIN, '    dist.init_process_group("gloo")\n')),
     # rank and world size
@@ -83,7 +82,7 @@ CASES = (
            "        self.stride = B\n        self.seek(0)")),
     wrong("validation not sharded", "the validation loss of step 1 is",
           (RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
-           "        for split"), suite=True),
+           "        for split")),
     # model and optimizer
     wrong("another seed per rank and no broadcast",
           "rank 1 starts from other weights",

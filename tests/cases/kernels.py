@@ -27,7 +27,7 @@ CASES = (
            "(keys < 10**6)[None, :])")),
     # sums over tiles and programs
     wrong("only the last tile's sum", "cross_entropy: its output is off",
-          ("total += tl.sum(", "total = tl.sum("), suite=True),
+          ("total += tl.sum(", "total = tl.sum(")),
     wrong("the old sum is not scaled", "attention: its output is off",
           ("total * shrink + tl.sum(p, 1)", "total + tl.sum(p, 1)")),
     wrong("the old output is not scaled", "attention: its output is off",
@@ -37,7 +37,7 @@ CASES = (
     # overflow
     wrong("no largest logit", "cross_entropy: its output overflows",
           ("larger = tl.maximum(largest, tl.max(tile, 1))",
-           "larger = tl.zeros((ROWS,), tl.float32)"), suite=True),
+           "larger = tl.zeros((ROWS,), tl.float32)")),
     wrong("a largest score of -inf", "attention: its output overflows",
           ("(BLOCK,), -1e30,", '(BLOCK,), float("-inf"),')),
     # races

@@ -16,7 +16,7 @@ def with_callback(body):
 CASES = (
     wrong("a second writer of checkpoints", "the Trainer writes, too: "
           "ModelCheckpoint", ("enable_checkpointing=False",
-                              "enable_checkpointing=True"), suite=True),
+                              "enable_checkpointing=True")),
     wrong("configure_model shards nothing",
           "with --strategy fsdp2 every rank keeps the whole model",
           ("            for module in (*self.transformer.h, self):\n",

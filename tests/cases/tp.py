@@ -56,7 +56,7 @@ NOT_SUMMED = """\
 
 CASES = (
     # the changes of the lesson, each left out alone
-    wrong("not tied again", "", (TIE, ""), suite=True),
+    wrong("not tied again", "", (TIE, "")),
     wrong("sharded over all ranks", "",
           ('fully_shard(block, mesh=dp_mesh)', "fully_shard(block, "
            "mesh=dist.init_device_mesh(device.type, (world_size,)))")),
@@ -71,8 +71,7 @@ CASES = (
           (HEADS, BY_THREES)),
     wrong("the gradient of an input not summed", "gradients of step 0 differ",
           (BLOCK_CALL, BLOCK_CALL + NOT_SUMMED),
-          ("tensor import Replicate\n", "tensor import DTensor, Replicate\n"),
-          suite=True),
+          ("tensor import Replicate\n", "tensor import DTensor, Replicate\n")),
     wrong("the norm of the part", "gradients of step 0",
           (TP_CLIP, BY_SQUARES.format(reduce=""))),
     wrong("the optimizer made before", "optimizer updates another model",

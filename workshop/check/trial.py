@@ -95,12 +95,13 @@ class Row:
 
 @dataclass
 class Trial:
-    """What came of one start of a script."""
+    """What came of one start of a script. It can be pickled."""
 
     stage: str
     mesh: Mesh
-    script: Path
+    script: Path  # which may have gone
     ranks: list  # of workshop.processes.Rank
+    source: bytes = b""  # of the script
     more: tuple = ()  # flags of this trial alone
     gave_up: str = ""  # why it was ended: "asleep", "busy", "endless", "flood"
     seen: list = field(default_factory=list)  # of each rank, None if it died
@@ -137,7 +138,7 @@ class Trial:
             self.events.append(read_events(observed / f"{rank}.jsonl"))
 
     def tree(self):
-        return ast.parse(self.script.read_bytes())
+        return ast.parse(self.source)
 
 
 class Bench:
@@ -254,7 +255,8 @@ class Bench:
             require(patience.reason != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
                     f"print {mesh.size} lines?")
-        trial = Trial(self.stage, mesh, script, ranks, flags)
+        trial = Trial(self.stage, mesh, script, ranks, script.read_bytes(),
+                      flags)
         trial.gave_up, trial.cpu = patience.reason, patience.cpu
         trial.seconds = time.monotonic() - begin
         self.collect(trial, run, observed)

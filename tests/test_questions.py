@@ -1,0 +1,347 @@
+"""The check's questions: what right trials saw is changed, as a mistake would.
+
+No process is started for a question. The trials are those of the solutions.
+"""
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+from workshop.check.command import find_reference
+from workshop.check.questions import QUESTIONS, ask
+from workshop.check.trial import STEPS, Bench
+from workshop.parts import LAST, TIED
+from workshop.processes import Rank
+from workshop.stages import STAGES
+
+RECORDED = {"ddp": ("1", "2", "uneven", "resumed", "stopped"),
+            "lit": ("1", "2", "bf16", "fsdp2"), "fsdp": ("2",),
+            "tp": ("1x1x2",)}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """{(stage, column): (kind, trial)}, as they are read again; the reference.
+    """
+    trials = {}
+    for stage, columns in RECORDED.items():
+        solution = STAGES[stage].solution
+        bench = Bench(tmp_path_factory.mktemp("bench"), stage, solution,
+                      solution.read_bytes())
+        bench.reference = find_reference(bench)
+        for row in bench.plan(False):
+            if row.column in columns:
+                trials[stage, row.column] = row.kind, bench.make(row)
+    return pickle.loads(pickle.dumps((trials, bench.reference)))
+
+
+def answers(recorded, stage, column, change):
+    """{title: `Finding`} of what is wrong, in the order of the questions.
+
+    change: of the trial; what it returns, if anything, is its kind.
+    """
+    trials, reference = recorded
+    kind, trial = trials[stage, column]
+    trial = copy.deepcopy(trial)
+    kind = change(trial) or kind
+    return {question.title: finding
+            for question, finding in ask(trial, reference, kind)
+            if finding.verdict != "ok"}
+
+
+def test_the_solutions_are_right(recorded):
+    for stage, columns in RECORDED.items():
+        for column in columns:
+            assert not answers(recorded, stage, column, lambda trial: None)
+
+
+def on(rank, **values):
+    """A change of what a rank has recorded."""
+    return lambda trial: trial.seen[rank].update(values)
+
+
+def each(what, change):
+    """A change of what each rank has recorded of that."""
+    def apply(trial):
+        for seen in trial.seen:
+            seen[what] = change(seen[what])
+    return apply
+
+
+def logged(column, change):
+    def apply(trial):
+        trial.rows[-1][column] = str(change(float(trial.rows[-1][column])))
+    return apply
+
+
+def scaled(described, factor):
+    return {**described, "flat": described["flat"] * factor}
+
+
+def half(trial):
+    """The gradients of all ranks are half as long, in one step."""
+    for seen in trial.seen:
+        seen["gradients"][3] = scaled(seen["gradients"][3], 0.5)
+
+
+def apart(trial):
+    """The last rank has other gradients: they were not reduced."""
+    gradients = trial.seen[-1]["gradients"]
+    gradients[2] = scaled(gradients[2], 1.1)
+
+
+def twice(trial):
+    """Two microbatches, and a reduction after each."""
+    trial.events = [[event for one in events
+                     for event in [one] * (1 + ("reduce" in str(one)))]
+                    for events in trial.events]
+
+
+def crashed(trial):
+    trial.seen[1] = None
+    trial.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
+                   Rank(1, "", 'Traceback\n  File "/x/' + trial.script.name
+                        + '", line 12, in main\nKeyError: \'b\'\n')]
+
+
+def endless(trial):
+    trial.gave_up = "endless"
+
+
+def short(trial):
+    del trial.rows[4:]
+
+
+def saved_late(trial):
+    trial.saved = trial.saved[1:]
+
+
+def other_checkpoint(trial):
+    model = trial.state["model"]
+    trial.state["model"] = {name: tensor * 1.01
+                            for name, tensor in model.items()}
+
+
+def wrapped(trial):
+    trial.state["model"] = {f"module.{name}": tensor for name, tensor
+                            in trial.state["model"].items()}
+
+
+def no_checkpoint(trial):
+    trial.state = None
+
+
+def sleeps(trial):
+    """Rank 1 is in a barrier that rank 0 does not come to."""
+    trial.gave_up = "asleep"
+    for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
+        trial.events[rank] = [{"call": name, "elements": 1, "update": 1,
+                               "lines": [[line, "main", name]]}]
+        trial.ranks[rank] = Rank(None, "", "")
+
+
+def asks(what, value, rank=1):
+    def apply(trial):
+        trial.seen[rank]["asked"] = [
+            (name, value if name == what else asked)
+            for name, asked in trial.seen[rank]["asked"]]
+    return apply
+
+
+def forgets(what):
+    """No rank has asked for it."""
+    return each("asked", lambda asked: [one for one in asked
+                                        if one[0] != what])
+
+
+def writes(trial):
+    trial.seen[1]["written"] = trial.seen[0]["written"][:1]
+
+
+def prints(text):
+    def apply(trial):
+        trial.ranks[1].out += text
+    return apply
+
+
+def same_texts(trial):
+    first, *texts = trial.ranks[0].out.split("\n> Hello, I'm a language")
+    trial.ranks[0].out = "\n> Hello, I'm a language".join(
+        [first] + texts[:1] * len(texts))
+
+
+def of_source(old, new):
+    def apply(trial):
+        assert trial.source.count(old) == 1
+        trial.source = trial.source.replace(old, new)
+    return apply
+
+
+def others_weights(trial):
+    trial.seen[1]["start"] = scaled(trial.seen[1]["start"], 1.001)
+
+
+def final_weights(trial):
+    for seen in trial.seen:
+        seen["weights"] = scaled(seen["weights"], 1.01)
+
+
+def untied(trial):
+    """The last matrix is a copy of the first."""
+    for start in (seen["start"] for seen in trial.seen):
+        (name, shape), *_ = start["plain"]
+        assert name == TIED
+        start["plain"].append((LAST, shape))
+        start["flat"] = torch.cat([
+            start["flat"], start["flat"][:math.prod(shape)]])
+
+
+def whole_model(trial):
+    """No rank shares anything: each has a plain tensor."""
+    for seen in trial.seen:
+        seen["start"]["plain"] = [("transformer.h.0.ln_1.weight", (1,))]
+
+
+def gathers(trial):
+    """The whole model comes at once."""
+    whole = sum(call["elements"] for call in trial.calls(0)
+                if call["call"] == "allgather_base" and call["update"] == 1)
+    trial.events[0].append({"call": "allgather_base", "elements": whole,
+                            "update": 1, "lines": []})
+
+
+def kernels(**said):
+    """A trial of the operations alone, in which they came out so."""
+    def apply(trial):
+        trial.ranks[0].out = json.dumps(said)
+        return "operations"
+    return apply
+
+
+def of_kernels(trial):
+    trial.stage = "kernels"
+
+
+def no_decay(optimizers):
+    return [{**group, "weight_decay": 0.0} for group in optimizers]
+
+
+CASES = [  # the stage, the column, the change; the question, its first words
+    ("ddp", "2", on(1, optimizers=[{"names": ["?"]}]),
+     "the optimizer updates the model", "rank 1's optimizer updates another"),
+    ("ddp", "2", crashed, "it runs to its end",
+     "rank 1 ended with an error: KeyError: 'b' (line 12)"),
+    ("ddp", "2", endless, "it runs to its end", "it continues after step 5"),
+    ("ddp", "2", short, "it runs to its end", "it ended after 4 of 6 steps"),
+    ("ddp", "2", sleeps, "it runs to its end",
+     "it hangs: rank 0 after line 9, rank 1 after line 7"),
+    ("ddp", "2", on(1, samples=[[0, 1]] * STEPS), "each step reads its",
+     "samples of step 0: rank 1 reads 2 of them, not 8"),
+    ("ddp", "2", each("samples", lambda steps: steps[1:] + steps[:1]),
+     "each step reads its", "samples of step 0: rank 0 reads"),
+    ("ddp", "2", each("optimizers", no_decay), "the optimizer is the single",
+     "the optimizer has weight_decay=0.0 for"),
+    ("ddp", "2", others_weights, "every rank starts from the same",
+     "rank 1 starts from other weights than rank 0"),
+    ("ddp", "2", logged("lr", lambda rate: 2 * rate), "learning rates agree",
+     "the learning rate of step 5 is"),
+    ("ddp", "2", half, "gradients are the single", "gradients of step 3 are "
+     "off by 50%"),
+    ("ddp", "2", apart, "gradients are the single", "gradients of step 2 "
+     "differ between rank 0 and rank 1"),
+    ("ddp", "2", twice, "gradients are reduced once", "gradients are reduced "
+     "2.0 times a step: right, but"),
+    ("ddp", "2", logged("norm", lambda norm: 2 * norm), "gradient norms agree",
+     "the gradient norm of step 5 is"),
+    ("ddp", "2", logged("loss", lambda loss: 1.1 * loss), "losses agree at",
+     "the logged loss of step 5 is"),
+    ("ddp", "2", logged("val_loss", lambda loss: 1.1 * loss),
+     "validation losses agree", "the validation loss of step 5 is"),
+    ("ddp", "2", each("evaluated", lambda number: 2 * number),
+     "no more is evaluated", ""),
+    ("ddp", "2", logged("seconds", lambda _: 1e6), "the logged seconds",
+     "the log says 1000000"),
+    ("ddp", "2", final_weights, "final weights are", "the final weights are "
+     "off by up to"),
+    ("ddp", "2", saved_late, "its checkpoints are", "the checkpoints are of "
+     "steps 6, not 3 and 6"),
+    ("ddp", "2", other_checkpoint, "its checkpoints are", "the checkpoint's "
+     "weights are off by up to"),
+    ("ddp", "2", wrapped, "its checkpoints are", "the checkpoint has other "
+     "names (module."),
+    ("ddp", "2", no_checkpoint, "its checkpoints are", "there is no check"),
+    ("ddp", "2", writes, "rank 0 alone logs", "rank 1 writes"),
+    ("ddp", "2", prints("| step 0"), "rank 0 alone logs", "rank 1 prints"),
+    ("ddp", "2", prints("> Hello, I'm a language model,"),
+     "every rank writes texts", "rank 1 prints its texts itself"),
+    ("ddp", "2", same_texts, "every rank writes texts", "some ranks write"),
+    ("ddp", "2", on(1, joined=True), "its processes leave", "the process "
+     "group is never left"),
+    ("ddp", "2", asks("local_rank", 0), "each process asks for its own",
+     "rank 1 takes device 0, but it has local rank 1"),
+    ("ddp", "2", of_source(b"device = use_device(hp.device, local_rank)",
+                           b"device = torch.device('cpu')"),
+     "each process asks for its own", "the device or its backend is always "
+     "'cpu' (line "),
+    ("ddp", "2", of_source(b"run.finish()", b"runs.finish()"),
+     "every name that it uses", "runs is not defined (line "),
+    ("ddp", "2", on(0, compiled="model"), "it is compiled if", "with "
+     "--no-compile it is compiled"),
+    ("ddp", "2", each("precision", lambda _: "bf16"), "it trains in the "
+     "precision", "with --precision fp32 it trains in bf16"),
+    ("ddp", "2", asks("pytorch", "gelu"), "", ""),  # that is right
+    ("ddp", "2", untied, "the embedding and lm_head", "wte.weight and lm_"),
+    ("ddp", "uneven", lambda trial: setattr(
+        trial, "ranks", [Rank(0, "", "")] * 2), "a minibatch that cannot",
+     "with a minibatch of 18 samples"),
+    ("ddp", "stopped", lambda trial: trial.rows.extend(
+        trial.rows[:1] * (STEPS - len(trial.rows))), "a signal to one rank",
+     "a signal to rank 0 does not end it"),
+    ("ddp", "stopped", no_checkpoint, "a signal to one rank",
+     "a signal ends it without a checkpoint"),
+    ("ddp", "stopped", on(0, recomputed=False), "--recompute keeps few",
+     "--recompute changes nothing"),
+    ("ddp", "stopped", on(0, compiled=None), "it is compiled if",
+     "with --compile the model that trains is not compiled"),
+    ("ddp", "resumed", others_weights, "every rank starts from the same",
+     "rank 1 starts from other weights"),
+    ("lit", "2", forgets("fit"), "it trains with Lightning",
+     "trainer.fit() is never called"),
+    ("lit", "2", forgets("plugins"), "it trains with Lightning",
+     "Lightning guesses who has started"),
+    ("lit", "bf16", each("precision", lambda _: "fp32"), "it trains in the "
+     "precision", "with --precision bf16 it trains in fp32"),
+    ("lit", "fsdp2", each("start", lambda start: {**start, "sharded": {}}),
+     "--strategy fsdp2 leaves", "with --strategy fsdp2 every rank keeps"),
+    ("fsdp", "2", gathers, "weights are gathered block", "all weights are "
+     "gathered at once"),
+    ("ddp", "1", kernels(gelu=None), "each operation computes",
+     "it has no function gelu"),
+    ("ddp", "1", kernels(gelu=["TypeError: no", [9], True]), "each operation "
+     "computes", "gelu: TypeError: no (line 9)"),
+    ("ddp", "1", kernels(gelu=""), "", ""),
+    ("ddp", "1", of_kernels, "it trains with kernels of its own",
+     "it trains with PyTorch's"),
+    ("tp", "1x1x2", whole_model, "each rank holds its part", "rank 0 keeps "
+     "all of"),
+    ("tp", "1x1x2", on(1, continued=[[5]]), "every rank writes texts",
+     "ranks 0 and 1 of a TP group write different"),
+]
+
+
+@pytest.mark.parametrize(("stage", "column", "change", "title", "says"), CASES)
+def test_a_mistake(recorded, stage, column, change, title, says):
+    found = answers(recorded, stage, column, change)
+    first = next(iter(found), "")
+    assert first.startswith(title) and bool(first) == bool(title), found
+    assert not first or found[first].text.startswith(says)
+
+
+def test_each_question_is_answered_with_a_no():
+    titles = [title for *_, title, _ in CASES if title]
+    assert not [question.title for question in QUESTIONS
+                if not question.title.startswith(tuple(titles))]
