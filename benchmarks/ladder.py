@@ -39,6 +39,7 @@ from typing import Literal
 import numpy as np
 import tiktoken
 import torch
+from combine import combine
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from turns import processor
@@ -48,7 +49,6 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from workshop.combine import combine
 from workshop.processes import OPEN_MPI, free_port
 from workshop.results import runs as results
 

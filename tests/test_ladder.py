@@ -1,9 +1,11 @@
 """The ladder: a university project's table, and ours beside it."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 
+import combine
 import ladder
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from stages import train
 
 from backstage import ROOT, dataset
 from backstage.errors import UserError
-from workshop import combine
 from workshop.results import plot
 from workshop.results import runs as results
 
@@ -84,8 +85,8 @@ def test_mpi_with_kernels_trains_as_std(tmp_path, data):
     small = ("--minibatch-size", 2, "--microbatch-size", 1, "--max-steps", 2,
              "--sequence-length", 16, "--eval-minibatches", 1)
     right = tmp_path / "right.py"
-    combine.main(("mpi", "kernels"), right)
-    text = right.read_text()
+    text = combine.combine("mpi", "kernels")
+    right.write_text(text)
     single = train("std", tmp_path / "std", *small, data=data)
 
     def differs(script, world_size, name):
@@ -117,9 +118,10 @@ def test_stages_that_change_the_same_lines(tmp_path):
     with pytest.raises(UserError, match="there is no solutions/train_gpt2_x"):
         combine.combine("mpi", "x")
     file = tmp_path / "mine.py"
-    file.touch()
-    with pytest.raises(UserError, match="exists already"):
-        combine.main(("mpi", "kernels"), file)
+    for said in ("mine.py: std with the changes", "error: .*exists already"):
+        end = python(ROOT, "benchmarks/combine.py", "mpi", "kernels", file)
+        assert re.search(said, end.stdout + end.stderr)
+    assert file.read_text() == combine.combine("mpi", "kernels")
 
 
 def test_the_rungs_of_a_machine_with_gpus(monkeypatch):

@@ -1,4 +1,4 @@
-"""Two stages in one script: python -m workshop combine mpi kernels FILE
+"""Two stages in one script: python benchmarks/combine.py mpi kernels FILE
 
 Both begin with the stage std, and change other lines of it. So the script is
 std with the changes of both. Only what a stage calls itself, which is the
@@ -6,10 +6,11 @@ first line and the name of its runs, is new.
 """
 
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
-from backstage.errors import require
+from backstage.errors import require, run_main
 from backstage.files import show_path, write_atomically
 from workshop.lesson.diff import differences
 from workshop.stages import FIRST, STAGES
@@ -42,10 +43,16 @@ def read(stage):
     return NAME.sub("", "".join(lines[1:])).splitlines(keepends=True)
 
 
-def main(stages, file):
+def main():
     """Write the script."""
+    require(len(sys.argv) == 4, "name two stages and the file to write")
+    *stages, file = sys.argv[1:]
     file = Path(file)
     require(not file.exists(), f"{file} exists already: choose another name")
     write_atomically(file, combine(*stages).encode())
     print(f"{show_path(file)}: {FIRST} with the changes of "
           f"{' and '.join(stages)}")
+
+
+if __name__ == "__main__":
+    run_main(main)
