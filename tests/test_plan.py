@@ -86,7 +86,7 @@ def commands(text):
                                   "batchfiles/README.md"])
 def test_the_commands_of_the_workshop_exist(page, monkeypatch):
     text = "\n".join(commands((ROOT / page).read_text()))
-    found = re.findall(r"-m workshop ([a-z][^#|&\n]*)", text)
+    found = re.findall(r"-m workshop ([a-z][^#|&>\n]*)", text)
     for words in found:
         if words.strip() != "check":  # named without a stage
             monkeypatch.setattr(sys, "argv", ["workshop", *shlex.split(words)])
@@ -200,6 +200,12 @@ def test_the_answer_key_is_whole(capsys):
     assert min(asked, broken) > 20
     assert key.count("\n**Answer.**") == asked + broken
     assert "<summary>Answer" not in key
+    answers.main("ddp")
+    of_one = capsys.readouterr().out.removeprefix("# The answers, for the "
+                                                  "instructor\n")
+    assert "\n# ddp\n" in of_one and of_one in key and "# lit" not in of_one
+    with pytest.raises(workshop.UserError, match=r"is called dpd: .*ddp"):
+        answers.main("dpd")
 
 
 def test_the_files_that_the_guide_names_exist():

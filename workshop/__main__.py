@@ -7,6 +7,7 @@ import textwrap
 
 from backstage.errors import UserError, run_main
 from workshop import (
+    answers,
     classroom,
     doctor,
     lab,
@@ -252,6 +253,9 @@ def make_parser():
     commands.group("the course")
     add("update", lambda args: update.main(), "Bring this clone to the newest "
         "state of the course; what you edited is kept.")
+    add("answers", lambda args: answers.main(args.lesson), "For the "
+        "instructor: the answers to the questions of a lesson, or of "
+        "all.").add_argument("lesson", nargs="?", help="ddp, collectives, ...")
     room = add("class", lambda args: classroom.main(args.folder, args.output),
                "For the instructor: show how far those are who take part, on "
                "a page that updates itself.")

@@ -1,6 +1,6 @@
 """The questions of the lessons with their answers, for an instructor.
 
-    python -m workshop.answers > answers.md
+    python -m workshop answers ddp > answers.md
 
 Nothing is written twice: "Predict" is taken from workshop/lessons, "Break
 it" and the other questions from the notebooks, where the answers are folded.
@@ -10,6 +10,7 @@ import json
 import re
 
 from backstage import ROOT
+from backstage.errors import require
 from workshop.lesson.diff import load_lesson
 from workshop.stages import LESSONS
 
@@ -37,15 +38,17 @@ def unfolded(notebook):
             for text in texts if FOLDED.search(text)]
 
 
-def main():
+def main(lesson=None):
+    """Print the answers of all lessons, or of one: a stage or a notebook."""
+    texts = {}  # of each lesson: its questions
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if ".20" not in path.name:
+            name = path.stem.removeprefix("diff_")
+            texts[name] = predictions(name) if name in LESSONS else []
+            texts[name] += unfolded(path)
+    texts = {name: found for name, found in texts.items() if found}
+    require(not lesson or lesson in texts, f"no lesson with answers is called "
+            f"{lesson}: {', '.join(texts)}")
     print("# The answers, for the instructor")
-    for stage in LESSONS:
-        if found := predictions(stage):
-            print(f"\n# Predict: {stage}", *found, sep="\n\n")
-    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        if ".20" not in notebook.name and (found := unfolded(notebook)):
-            print(f"\n# The notebook {notebook.stem}", *found, sep="\n\n")
-
-
-if __name__ == "__main__":
-    main()
+    for name in [lesson] if lesson else texts:
+        print(f"\n# {name}", *texts[name], sep="\n\n")
