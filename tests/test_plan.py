@@ -20,6 +20,8 @@ from workshop.stages import STAGES
 README = (ROOT / "README.md").read_text()
 GUIDE_FILE = ROOT / "docs" / "INSTRUCTOR.md"
 GUIDE = GUIDE_FILE.read_text()
+SHEET = (ROOT / "docs" / "run-sheet.md").read_text()
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
 
 
 def table(text, heading):
@@ -57,13 +59,23 @@ def test_a_lesson_promises_the_minutes_of_the_plan():
         assert int(promised) == planned[lesson.stem], lesson.stem
 
 
-@pytest.mark.parametrize("column", [0, 1])
-def test_the_room_begins_each_part_when_the_plan_does(column):
+@pytest.mark.parametrize(("column", "deck"), [(0, "course-60"),
+                                              (1, "course-120")])
+def test_the_room_begins_each_part_when_the_plan_does(column, deck):
+    """And with the slides that the deck has for it."""
     parts = [n for n in minutes(table(README, "60 min | 120 min"), column)
              if n]
-    begins = [int(row[column]) for row in table(GUIDE, "60 min | 120 min")
-              if row[column]]
-    assert begins == [0, *accumulate(parts)][:-1]
+    rows = [row[2 * column:] for row in table(
+        SHEET, "60 min | slides | 120 min") if row[2 * column]]
+    assert [int(row[0]) for row in rows] == [0, *accumulate(parts)][:-1]
+    numbers = {}  # of each section's slides
+    for number, page in enumerate(slides.pages(slides.write(
+            slides.DECKS[deck])), 1):
+        for section in re.findall(r" section: (.*)\.$", page, re.M):
+            numbers.setdefault(section, []).append(str(number))
+    assert [row[1] for row in rows] == [
+        "-".join(dict.fromkeys((first[0], first[-1])))
+        for first in numbers.values()]
 
 
 def test_every_lesson_is_in_the_plan():
@@ -82,7 +94,8 @@ def commands(text):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/INSTRUCTOR.md",
-                                  "docs/launching.md", "docs/runs.md",
+                                  "docs/launching.md", "docs/run-sheet.md",
+                                  "docs/runs.md",
                                   "batchfiles/README.md"])
 def test_the_commands_of_the_workshop_exist(page, monkeypatch):
     text = "\n".join(commands((ROOT / page).read_text()))
@@ -144,7 +157,7 @@ def typed():
 @pytest.mark.parametrize("length", [60, 120])
 def test_talk_reading_typing_and_waiting_fit_the_plan(length):
     plan, deck = slides.read_plan(), f"course-{length}"
-    rows = table(GUIDE, "step | talk")
+    rows = table(MEASURED, "step | talk")
     for row, (section, name, first, last) in zip(rows, HOUR, strict=True):
         if length == 120 and name == "results":
             last = None  # there is time for all of it
