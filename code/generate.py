@@ -11,7 +11,6 @@ it. Without the cache it computes all of them again.
 """
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 
@@ -19,13 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from backstage import ROOT, dataset
-from backstage.checkpoint import (
-    check_fit,
-    find_checkpoint,
-    get_shapes,
-    load_checkpoint,
-)
+from backstage import dataset
 from backstage.device import use_device
 from backstage.errors import parse_flags, require, run_main
 from backstage.process import name_ranks, use_cores
@@ -35,9 +28,7 @@ from backstage.world import (
     on_every_rank,
     wait_for_all,
 )
-
-sys.path.insert(0, str(ROOT / "solutions"))  # code/ may be half edited
-from train_gpt2_std import GPT, GPTConfig
+from workshop.trained import find_checkpoint, load_trained
 
 
 @dataclass
@@ -146,11 +137,9 @@ def main():
     require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
     rank, world_size = join_others()
     file = call_on_rank_0(lambda: find_checkpoint(flags.run_dir))
-    state = load_checkpoint(file)
     device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
-    model = GPT(GPTConfig(**state["config"])).to(device)
-    check_fit(file, state, get_shapes(model))
-    model.load_state_dict(state["model"])
+    state, model = load_trained(file)
+    model.to(device)
     tokenizer = dataset.load_vocabulary(state["hyperparameters"]["data"])
     require(tokenizer.n_vocab == model.config.vocab_size,
             f"{state['hyperparameters']['data']} now has another vocabulary: "

@@ -27,8 +27,8 @@ from backstage.checkpoint import (
     TIED,
     check_fit,
     gather_state,
-    get_shapes,
     load_checkpoint,
+    outline,
 )
 from backstage.errors import UserError
 from backstage.files import Damaged
@@ -37,6 +37,7 @@ from backstage.record import COLUMNS, RECORD, read_metrics, read_record
 from solutions import train_gpt2_std as std
 from workshop import scratch
 from workshop.results import runs
+from workshop.trained import load_trained
 
 few = settings(max_examples=40, deadline=None, database=None,
                derandomize=True, suppress_health_check=[*HealthCheck])
@@ -99,7 +100,7 @@ STATE = {
     "format": FORMAT, "stage": "std", "step": 3, "model": WEIGHTS,
     "optimizer": MOMENTS, "config": asdict(MODEL.config),
     "hyperparameters": {"data": "data"}}
-SHAPES = get_shapes(MODEL)
+OUTLINE = outline(MODEL, OPTIMIZER)
 
 
 def as_bytes(save, *arguments, **options):
@@ -114,8 +115,9 @@ DIRECTORY = CONTENT.index(b"PK\x01\x02")  # which no checksum covers
 
 
 def read_checkpoint(file):
-    state = load_checkpoint(file)
-    check_fit(file, state, SHAPES, OPTIMIZER)
+    """What a run goes on from, or a text is written with."""
+    state, _ = load_trained(file)
+    check_fit(file, state, OUTLINE)
     return state
 
 
@@ -184,11 +186,11 @@ def test_a_checkpoint_with_another_value(place, path, value):
 
 
 @few
-@given(st.sampled_from([path for path in PLACES if path]))
+@given(st.sampled_from([path for path in PLACES if path not in (
+    (), ("stage",)) and "param_groups" not in path]))  # which nobody reads
 @example(("model", WEIGHT))  # once trained on with a random weight
 @example(("model", TIED[1]))
 @example(("step",))
-@example(("optimizer", "param_groups"))  # once a segmentation fault
 @example(("optimizer", "state", WEIGHT))
 @example(("optimizer", "state", WEIGHT, "exp_avg"))
 def test_a_checkpoint_with_something_missing(place, path):
@@ -205,30 +207,29 @@ def test_a_checkpoint_with_something_missing(place, path):
 @pytest.mark.parametrize(("path", "value", "says"), [
     (("model", WEIGHT), WEIGHTS[WEIGHT].to_sparse(), "not a whole tensor"),
     (("model", WEIGHT), WEIGHTS[WEIGHT].to("meta"), "not a whole tensor"),
-    (("model", WEIGHT), WEIGHTS[WEIGHT].to(torch.complex64), "complex"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to(torch.complex64), "complex64"),
     (("model", WEIGHT), WEIGHTS[WEIGHT] * torch.nan, "nan"),
     (("optimizer", "state", WEIGHT, "exp_avg"),
      MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan, "exp_avg of .* nan"),
-    (("config", "n_layer"), 10**6, "a model of 8.*e.08 weights"),
-    (("config", "block_size"), 2**30, "a model of 8.*e.09 weights"),
+    (("config", "n_layer"), 10**6, "h.999999.ln_1.weight is missing"),
+    (("config", "block_size"), 2**30, "wpe.weight: its weight is float"),
     (("config", "n_head"), 3, "n_head does not divide")])
 def test_what_no_model_can_have(path, value, says, tmp_path):
-    """Without a model to compare with, as for an export."""
     file = tmp_path / "odd.pt"
     torch.save(changed(STATE, path, value), file)
     with pytest.raises(Damaged, match=says):
-        load_checkpoint(file)
+        read_checkpoint(file)
 
 
 def test_weights_more_and_weights_alone():
     with pytest.raises(Damaged, match="more: its weight is"):
         check_fit(__file__, STATE | {
-            "model": {**WEIGHTS, "more": torch.zeros(3)}}, SHAPES)
+            "model": {**WEIGHTS, "more": torch.zeros(3)}}, outline(MODEL))
     # as for --init, whose optimizer begins anew
     other = STATE | {"optimizer": {"state": {}, "param_groups": []}}
-    check_fit(__file__, other, SHAPES)
+    check_fit(__file__, other, outline(MODEL))
     with pytest.raises(Damaged, match="missing"):
-        check_fit(__file__, other, SHAPES, OPTIMIZER)
+        check_fit(__file__, other, OUTLINE)
 
 
 @pytest.mark.whole

@@ -42,9 +42,7 @@ def test_the_cache_changes_nothing(run):
 
 def test_logits_are_the_models(run):
     """One token at a time with the cache, the whole text without."""
-    state = generate.load_checkpoint(generate.find_checkpoint(run))
-    model = generate.GPT(generate.GPTConfig(**state["config"]))
-    model.load_state_dict(state["model"])
+    _, model = generate.load_trained(generate.find_checkpoint(run))
     idx = torch.randint(256, (2, 32), generator=torch.manual_seed(0))
     with torch.no_grad():
         expected = model(idx)[:, :, :257]

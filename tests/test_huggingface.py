@@ -115,7 +115,7 @@ def test_every_stage_starts_from_it(stage, file, first_loss, tmp_path):
     ({"n_inner": 7}, "n_inner"),
     ({"n_embd": "x"}, "n_embd is x"),
     ({"n_layer": 5}, "is missing"),
-    ({"n_embd": 64, "n_head": 4}, "its weight is ("),
+    ({"n_embd": 64, "n_head": 4}, "its weight is float ("),
     ({"n_head": 5}, "damaged"),
     ({}, "h.3.ln_2.bias: its weight is missing"),
 ], ids=str)

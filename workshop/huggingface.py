@@ -16,18 +16,11 @@ from pathlib import Path
 import torch
 
 from backstage import dataset
-from backstage.checkpoint import (
-    FORMAT,
-    TIED,
-    check_fit,
-    find_checkpoint,
-    get_shapes,
-    load_checkpoint,
-)
+from backstage.checkpoint import FORMAT, TIED, check_fit, outline
 from backstage.errors import UserError, require
 from backstage.files import is_count, reading, write_atomically
 from backstage.flops import padded_vocab_size
-from workshop.notebook.sharding import std
+from workshop.trained import find_checkpoint, load_trained, std
 
 CONFIG, WEIGHTS, PICKLED = (
     "config.json", "model.safetensors", "pytorch_model.bin")
@@ -99,8 +92,8 @@ def import_folder(folder, file):
              "optimizer": {"state": {}, "param_groups": []}, "config": config,
              "hyperparameters": {"data": str(folder)}}
     with torch.device("meta"):  # no weights, but their shapes
-        shapes = get_shapes(std.GPT(std.GPTConfig(**config)))
-    check_fit(weights, state, shapes)
+        model = std.GPT(std.GPTConfig(**config))
+    check_fit(weights, state, outline(model))
     write_atomically(file, lambda part: torch.save(state, part))
     print(f"{file} has the weights: start a run with --init {file}")
 
@@ -146,7 +139,7 @@ def export_run(run, folder):
     GPT-2's, which transformers has.
     """
     file, folder = find_checkpoint(run), Path(folder)
-    state = load_checkpoint(file)
+    state, _ = load_trained(file)
     config, weights = state["config"], state["model"]
     require(not folder.exists(), f"{folder} is there already: name another")
     library = safetensors()
