@@ -6,8 +6,9 @@ the run that is resumed, from the preset, or from the machine.
 """
 
 import os
+import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_type_hints
 
@@ -32,6 +33,8 @@ AT_LEAST = {
     "devices": 0, "seed": -LARGEST, "weight_decay": 0,
     "learning_rate": 0,
 }  # 1 for all others
+OF_ONE_START = ("run_dir", "resume", "init", "profile", "devices",
+                "tensor_parallel", "pipeline_parallel")
 
 
 @dataclass
@@ -46,17 +49,8 @@ class RunFlags:
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
 
-
-@dataclass
-class Choice:
-    """The flags that the other flags' defaults depend on."""
-
-    preset: str = ""
-    data: str = ""
-    run_dir: str = ""
-    resume: bool = False
-    device: str = ""
-    microbatch_size: int = 0
+    # Flags that some stages have; 0: this one has none.
+    devices = tensor_parallel = pipeline_parallel = 0
 
 
 def parse(Hyperparameters, presets, models):
@@ -67,24 +61,20 @@ def parse(Hyperparameters, presets, models):
     chosen and why. Raises a `UserError` for values and datasets with which no
     stage can train.
     """
-    if {"-h", "--help"} & set(sys.argv):
-        parse_flags(Hyperparameters, default=presets["nano"])
-    choice, _ = parse_flags(
-        Choice, return_unknown_args=True, add_help=False)
-    saved = read_hyperparameters(choice, Hyperparameters)
-    device = find_device(choice.device or saved.get("device") or "auto")
-
-    accelerated = device.type != "cpu"
-    has_fineweb = find_data("gpt2") is not DEMO
-    why = []
-    preset = choice.preset or saved.get("preset")
-    data = choice.data or saved.get("data")
+    hp = parse_flags(Hyperparameters, default=presets["nano"])
+    flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
+             for word in sys.argv if word.startswith("--")}
+    given = {name: value for name, value in vars(hp).items() if name in flags}
+    saved = read_hyperparameters(hp) if hp.resume else {}
+    asked = saved | given
+    device = find_device(asked.get("device", "auto"))
+    accelerated, emulated = device.type != "cpu", not has_bf16(device)
+    has_fineweb, why = find_data("gpt2") is not DEMO, []
+    preset, data = asked.get("preset"), asked.get("data")
     if not preset:
         large = accelerated and (bool(data) or has_fineweb)
         preset = "gpt2" if large else "nano"
         why += ["an accelerator" if accelerated else "no accelerator"]
-    require(preset in presets, f"there is no preset {preset}: choose from "
-            f"{', '.join(presets)}")
     if not data:
         data = find_data(preset)
         if data is DEMO:
@@ -95,26 +85,21 @@ def parse(Hyperparameters, presets, models):
             "name a dataset with --data; the course's `source activate.sh` "
             "makes this one")
 
-    default = replace(
-        presets[preset], data=str(data),
-        compile=preset.startswith("gpt2") and device.type == "cuda")
-    emulated = not has_bf16(device)
+    values = vars(presets[preset]) | {
+        "compile": preset.startswith("gpt2") and device.type == "cuda"}
     if emulated:
-        default.precision = "fp32"
+        values["precision"] = "fp32"
     if preset == saved.get("preset"):  # whichever stage saved it
-        default = replace(default, **{
-            key: value for key, value in saved.items()
-            if hasattr(default, key)})
-    hp = parse_flags(Hyperparameters, default=default)
-    hp.preset, hp.data = preset, str(data)
+        values |= saved
+    hp = Hyperparameters(
+        **values | given | {"preset": preset, "data": str(data)})
     check_numbers(hp)
-    _, world_size = count_processes(getattr(hp, "devices", 0) or 1)
+    _, world_size = count_processes(hp.devices or 1)
     data_size = divide_processes(hp, models[preset], world_size)
-    if not choice.microbatch_size:
+    if not given.get("microbatch_size"):
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
 
-    check_hyperparameters(hp, models[preset], saved)
-    check_pipeline(hp, data_size)
+    check_hyperparameters(hp, models[preset], saved, data_size)
     dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
     if os.environ.get("RANK", "0") == "0":
@@ -138,6 +123,18 @@ def parse(Hyperparameters, presets, models):
     return hp
 
 
+def read_hyperparameters(hp):
+    """What the run to resume was started with, and the new one goes on with.
+    """
+    require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
+    try:
+        saved = read_record(hp.run_dir, get_type_hints(type(hp)))
+    except FileNotFoundError:
+        return {}
+    return {name: value for name, value in saved["hyperparameters"].items()
+            if name in vars(hp) and name not in OF_ONE_START}
+
+
 def find_data(preset):
     """The dataset of a preset: FineWeb for the large ones, if it is here."""
     fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
@@ -151,8 +148,7 @@ def divide_processes(hp, config, world_size):
     That is all processes, unless some of them share each matrix or the
     layers. Raises a `UserError` where their numbers do not fit together.
     """
-    tensor, pipeline = (getattr(hp, name, 1) for name in (
-        "tensor_parallel", "pipeline_parallel"))
+    tensor, pipeline = hp.tensor_parallel or 1, hp.pipeline_parallel or 1
     require(config.n_head % tensor == 0, f"the {config.n_head} heads of "
             f"preset {hp.preset} are not divisible by --tensor-parallel "
             f"{tensor}")
@@ -170,63 +166,26 @@ def choose_microbatch_size(hp, data_size, device):
 
     The most that divide the part of the minibatch that one of data_size
     groups of processes computes, up to what the preset or the resumed run
-    has, or what fits into the device's memory; and in a pipeline so few that
-    there are 8 microbatches for each of its stages, which then wait for 11%
-    of the time at most, or as many as there are samples. The result of
-    the training does not depend on it.
+    has, or what fits into the device's memory. The result of the training
+    does not depend on it.
     """
     most = hp.microbatch_size or 64
     if hp.preset == "gpt2" and not hp.microbatch_size:
-        # sequences of 1,024 in bf16, not compiled: 16 of them take 16 GiB,
-        # 32 take 31, 64 take 60; fp32 takes up to twice as much
+        # Sequences of 1,024 in bf16, not compiled: 16 of them take 16 GiB, 32
+        # take 31, 64 take 60; fp32 takes up to twice as much. The loss has
+        # three tensors of 0.19 GiB for each; loss_parallel has four, divided.
+        more = 0.19 * (4 / hp.tensor_parallel - 3) if hp.tensor_parallel else 0
         gibibytes = memory_size(device) / 2**30
         most = next((size for size, least in ((64, 70), (32, 35), (16, 20))
-                     if gibibytes >= least + size * more_logits(hp)), 8)
+                     if gibibytes >= least + size * more), 8)
         if hp.precision == "fp32":
             most //= 2
     part = max(1, hp.minibatch_size // data_size)
-    stages = getattr(hp, "pipeline_parallel", 1)
-    if stages > 1:
-        most = min(most, part // (8 * stages))
+    if hp.pipeline_parallel > 1:
+        # with 8 microbatches each stage waits for 11% of the time at most
+        most = min(most, part // (8 * hp.pipeline_parallel))
     return max(size for size in range(1, max(1, most) + 1)
                if part % size == 0)
-
-
-def more_logits(hp):
-    """GiB that the loss of a sample takes more than on a single device.
-
-    The logits of a sample of gpt2, in fp32, take 0.19 GiB. Cross-entropy has
-    three such tensors at once: the logits, their log-softmax, and a gradient.
-    loss_parallel has four, but each is only this rank's part.
-    """
-    if not hasattr(hp, "tensor_parallel"):
-        return 0
-    return 0.19 * (4 / hp.tensor_parallel - 3)
-
-
-def read_hyperparameters(choice, Hyperparameters):
-    """What the run to resume was started with; {} for a new run."""
-    if not choice.resume:
-        return {}
-    require(choice.run_dir, "--resume needs the run's folder: --run-dir DIR")
-    try:
-        saved = read_record(choice.run_dir, get_type_hints(Hyperparameters))
-    except FileNotFoundError:
-        return {}
-    return {key: value for key, value in saved["hyperparameters"].items()
-            if key not in ("run_dir", "resume", "init", "profile", "devices",
-                           "num_nodes", "tensor_parallel",
-                           "pipeline_parallel")}
-
-
-def check_pipeline(hp, data_size):
-    """Raise a `UserError` if a pipeline has too few microbatches."""
-    stages = getattr(hp, "pipeline_parallel", 1)
-    microbatches = hp.minibatch_size // (hp.microbatch_size * data_size)
-    require(stages == 1 or microbatches >= stages, f"{microbatches} "
-            f"microbatch(es) of {hp.microbatch_size} samples are too few for "
-            f"--pipeline-parallel {stages}, which needs one for each of its "
-            "stages: try a smaller --microbatch-size")
 
 
 def check_numbers(hp):
@@ -239,11 +198,17 @@ def check_numbers(hp):
             require(value <= most, f"{flag} must be {most} or less")
 
 
-def check_hyperparameters(hp, config, saved):
+def check_hyperparameters(hp, config, saved, data_size):
     """Raise a `UserError` for values that no stage can train with."""
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
             f"{config.block_size} positions of preset {hp.preset}")
+    microbatches = hp.minibatch_size // (hp.microbatch_size * data_size)
+    require(hp.pipeline_parallel <= max(microbatches, 1),
+            f"{microbatches} microbatch(es) of {hp.microbatch_size} samples "
+            f"are too few for --pipeline-parallel {hp.pipeline_parallel}, "
+            "which needs one for each of its stages: try a smaller "
+            "--microbatch-size")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)

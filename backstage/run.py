@@ -112,7 +112,7 @@ class Run:
 
     def _record(self):
         """The text of hyperparameters.json."""
-        on_node, _ = count_processes(getattr(self.hp, "devices", 0) or 1)
+        on_node, _ = count_processes(self.hp.devices or 1)
         return json.dumps({
             "stage": self.stage, "hyperparameters": asdict(self.hp),
             "config": asdict(self.config), "max_steps": self.max_steps,
@@ -126,7 +126,7 @@ class Run:
 
         None also for a pipeline, which only computes batches of one size.
         """
-        if getattr(self.hp, "pipeline_parallel", 1) > 1:
+        if self.hp.pipeline_parallel > 1:
             if self.rank == 0:
                 print("a pipeline writes no texts: python code/generate.py "
                       f"--run-dir {show_path(self.folder, Path.cwd())} writes "
@@ -169,8 +169,8 @@ class Run:
                 write_atomically(
                     self.folder / RECORD, self._record().encode())
             print(describe_parameters(optimizer) + (
-                ", in the first pipeline stage" if getattr(
-                    hp, "pipeline_parallel", 1) > 1 else ""), flush=True)
+                ", in the first pipeline stage"
+                if hp.pipeline_parallel > 1 else ""), flush=True)
             self.metrics = Metrics(self.folder / "metrics.csv", step)
             self.tracker = track.start(hp.track, self.folder, step)
             if step:

@@ -413,7 +413,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     (["--sequence-length", 33], ["longer than the 32 positions"]),
     (["--device", "tpu"], ["--device tpu", "cpu"]),
     (["--max-steps", "many"], ["--max-steps", "many"]),
-    (["--preset", "huge"], ["preset huge", "tiny, nano, gpt2, gpt2-xl"]),
+    (["--preset", "huge"], ["'huge'", "--preset", "'gpt2-xl'"]),
     (["--max-steps", -1], ["--max-steps"]),
     (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
     (["--data", "BAD"], ["vocabulary.json is damaged"]),
