@@ -98,13 +98,11 @@ class Metrics:
         write_atomically(file, text.getvalue().encode())
         self.file = open(file, "a", newline="")
 
-    def add(self, *row):
-        """Write the values of `COLUMNS`; returns them by name, but the step.
-        """
+    def add(self, row):
+        """Write the values of `COLUMNS`, a dictionary."""
         csv.writer(self.file, lineterminator="\n").writerow(
-            [format_number(value) for value in row])
+            map(format_number, row.values()))
         self.file.flush()
-        return dict(zip(COLUMNS[1:], row[1:]))
 
     def sync(self):
         """Make sure that all rows survive a power cut."""

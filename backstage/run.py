@@ -40,7 +40,7 @@ from backstage.files import (
 from backstage.flops import flops_per_token, peak_flops
 from backstage.process import count_processes, is_one_of_several, stop_all
 from backstage.profile import Recorder
-from backstage.record import RECORD, Metrics
+from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.signals import Signals
 from backstage.world import (
     call_on_rank_0,
@@ -60,9 +60,17 @@ class Run:
         keep_group()
         self.rank, self.world_size = get_rank_and_size()
         self._check_world()
+        on_node, _ = count_processes(hp.devices or 1)
+        self.record = {
+            "stage": stage, "hyperparameters": asdict(hp),
+            "config": asdict(config), "max_steps": max_steps,
+            "world_size": self.world_size,
+            "nodes": math.ceil(self.world_size / on_node),
+            "device": device_name(device), "torch": torch.__version__}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
         self.last_step = None  # on rank 0: the step that was logged last
         self.folder = Path(call_on_rank_0(self._make_folder))
+        self.place = show_path(self.folder, Path.cwd())
         self.recorder = Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
@@ -86,40 +94,30 @@ class Run:
     def _make_folder(self):
         """Make the folder, and lock it for this run. Rank 0 alone."""
         hp = self.hp
-        if hp.run_dir:
-            folder = Path(hp.run_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-        else:
-            folder = new_folder(ROOT / "runs", self.stage)
+        folder = Path(hp.run_dir or new_folder(ROOT / "runs", self.stage))
+        folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock_folder(
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
                  if (folder / name).exists()]
-        if found and not hp.resume:
-            raise UserError(f"{folder} holds a run already (its {found[0]}): "
-                            "continue it with --resume, or name another")
+        require(hp.resume or not found, f"{folder} holds a run already (its "
+                f"{''.join(found[:1])}): continue it with --resume, or name "
+                "another")
         ours = RECORD in found or any(
             map(is_ours, list_checkpoints(folder / "checkpoints")))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
                 "no run that --resume can continue: name another --run-dir")
         if not hp.resume:
-            with open(folder / RECORD, "x") as file:  # of two, one wins
-                file.write(self._record())
+            (folder / RECORD).touch(exist_ok=False)  # of two, one wins
+            self._write_record(folder)
         (folder / "checkpoints").mkdir(exist_ok=True)
         print(f"run {show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
 
-    def _record(self):
-        """The text of hyperparameters.json."""
-        on_node, _ = count_processes(self.hp.devices or 1)
-        return json.dumps({
-            "stage": self.stage, "hyperparameters": asdict(self.hp),
-            "config": asdict(self.config), "max_steps": self.max_steps,
-            "world_size": self.world_size,
-            "nodes": math.ceil(self.world_size / on_node),
-            "device": device_name(self.device), "torch": torch.__version__,
-        }, indent=1) + "\n"
+    def _write_record(self, folder):
+        text = json.dumps(self.record, indent=1) + "\n"
+        write_atomically(folder / RECORD, text.encode())
 
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one of them has none.
@@ -129,8 +127,8 @@ class Run:
         if self.hp.pipeline_parallel > 1:
             if self.rank == 0:
                 print("a pipeline writes no texts: python code/generate.py "
-                      f"--run-dir {show_path(self.folder, Path.cwd())} writes "
-                      "them from the checkpoint", flush=True)
+                      f"--run-dir {self.place} writes them from the "
+                      "checkpoint", flush=True)
             return None
         tokenizer, problem = None, None
         try:
@@ -166,13 +164,13 @@ class Run:
             spread_state(state, model)
         if self.rank == 0:
             if hp.resume:
-                write_atomically(
-                    self.folder / RECORD, self._record().encode())
+                self._write_record(self.folder)
             print(describe_parameters(optimizer) + (
                 ", in the first pipeline stage"
                 if hp.pipeline_parallel > 1 else ""), flush=True)
             self.metrics = Metrics(self.folder / "metrics.csv", step)
-            self.tracker = track.start(hp.track, self.folder, step)
+            self.tracker = track.start(
+                hp.track, self.folder, step, self.record)
             if step:
                 print(f"resuming after step {step - 1} from {file}",
                       flush=True)
@@ -208,15 +206,15 @@ class Run:
             mfu = each * flops_per_token(
                 self.config, hp.sequence_length) / peak
         memory, reserved = peak_memory(self.device)
-        print(format_line(
-            step, self.max_steps, loss, lr, norm, seconds, speed,
-            each if self.world_size > 1 else None, mfu, val_loss,
-            self.bytes_per_token, describe_memory(memory, self.device)),
-            flush=True)
-        row = self.metrics.add(
+        row = dict(zip(COLUMNS, (
             step, loss, val_loss, lr, norm, seconds, speed, mfu,
-            hp.minibatch_size / seconds, each, memory, reserved)
-        self.tracker.log(step, row)
+            hp.minibatch_size / seconds, each, memory, reserved), strict=True))
+        print(format_line(
+            row, self.max_steps, self.bytes_per_token,
+            describe_memory(memory, self.device)), flush=True)
+        self.metrics.add(row)
+        if self.tracker:
+            self.tracker.log(row)
         self.last_step = step
 
     def save(self, step, model, optimizer):
@@ -250,23 +248,20 @@ class Run:
                   + (f", on rank {memory.index(max(memory))}"
                      if self.world_size > 1 else ""))
             self.metrics.close()
-            self.tracker.close()
+            if self.tracker:
+                self.tracker.close()
             os.close(self.lock)
-            place = show_path(self.folder, Path.cwd())
             if self.last_step == self.max_steps - 1:
-                print(f"finished: {place}")
+                print(f"finished: {self.place}")
             else:
                 print(f"stopped by {self.signals.name()}, checkpoint saved; "
-                      f"go on with: --run-dir {place} --resume")
+                      f"go on with: --run-dir {self.place} --resume")
         if self.signals.interrupted():
             sys.exit(130)
 
 
 def describe_parameters(optimizer):
-    """How many there are, and which of them decay.
-
-    A split tensor counts as a whole one.
-    """
+    """How many there are, and how many decay; a split tensor counts whole."""
     parts, total = [], 0
     for group in optimizer.param_groups:
         if weights := group["params"]:
@@ -277,24 +272,24 @@ def describe_parameters(optimizer):
     return f"{total:,} parameters: {', '.join(parts)}"
 
 
-def format_line(step, max_steps, loss, lr, norm, seconds, speed, each, mfu,
-                val_loss, bytes_per_token, memory=None):
+def format_line(row, max_steps, bytes_per_token=None, memory=""):
     """A line of the log, 165 characters at most; None is left out.
 
     Where there is a validation loss, the speed of each device is left out:
-    metrics.csv has it. memory: in words.
+    metrics.csv has it. row: the metrics by name; memory: in words.
     """
-    memory = "" if memory is None else f" mem: {memory} |"
-    line = (f"| step {step:4d}/{max_steps} | loss {loss:.6f} "
-            f"| lr: {lr:.4e} | norm: {norm:.4f} "
-            f"| dt: {1000 * seconds:6.1f} ms | tok/s: {speed:,.0f}")
+    speed, val_loss = row["tokens_per_second"], row["val_loss"]
+    each, mfu = row["tokens_per_second_per_device"], row["mfu"]
+    line = (f"| step {row['step']:4d}/{max_steps} | loss {row['loss']:.6f} "
+            f"| lr: {row['lr']:.4e} | norm: {row['norm']:.4f} "
+            f"| dt: {1000 * row['seconds']:6.1f} ms | tok/s: {speed:,.0f}")
     if val_loss is not None:
         line += f" | val: {val_loss:.4f} |"
         if bytes_per_token:
             bits = val_loss / math.log(2) / bytes_per_token
             line += f" bits/byte: {bits:.3f} |"
-        return line + memory
-    line += " |" if each is None else f" ({each:,.0f} each) |"
-    if mfu is not None:
-        line += f" mfu: {100 * mfu:.1f}% |"
-    return line + memory
+    else:
+        line += " |" if each == speed else f" ({each:,.0f} each) |"
+        if mfu is not None:
+            line += f" mfu: {100 * mfu:.1f}% |"
+    return line + (f" mem: {memory} |" if memory else "")

@@ -9,7 +9,6 @@ import importlib.util
 import os
 
 from backstage.errors import require
-from backstage.record import read_record
 
 TOOLS = ("tensorboard", "wandb")  # the names of their packages, too
 
@@ -21,50 +20,37 @@ def check(name):
             f"pip install {name}")
 
 
-def start(name, folder, step):
-    """The tool's `log(step, metrics)` and `close()`. Rank 0 alone.
+def start(name, folder, step, record):
+    """The tool, which logs rows of metrics; None for "no". Rank 0 alone.
 
-    folder: the run's; step: the first one that will be logged.
+    folder: the run's; step: the first one that will be logged; record: what
+    the run was started with.
     """
-    return {"tensorboard": TensorBoard, "wandb": Wandb}.get(name, Tracker)(
-        folder, step)
+    tool = {"tensorboard": TensorBoard, "wandb": Wandb}.get(name)
+    return tool and tool(folder, step, record)
 
 
-class Tracker:
-    """Does nothing: for --track no."""
-
-    def __init__(self, folder, step):
-        pass
-
-    def log(self, step, metrics):
-        """metrics: {name: number, or None where it was not measured}."""
-
-    def close(self):
-        """The run has ended."""
-
-
-class TensorBoard(Tracker):
-    def __init__(self, folder, step):
+class TensorBoard:
+    def __init__(self, folder, step, record):
         from torch.utils.tensorboard import SummaryWriter
 
         # what a run that was killed wrote after its checkpoint is hidden
         self.writer = SummaryWriter(
             folder, purge_step=step or None, flush_secs=10)
 
-    def log(self, step, metrics):
-        for name, value in metrics.items():
-            if value is not None:
-                self.writer.add_scalar(name, value, step)
+    def log(self, row):
+        for name, value in row.items():
+            if value is not None and name != "step":
+                self.writer.add_scalar(name, value, row["step"])
 
     def close(self):
         self.writer.close()
 
 
-class Wandb(Tracker):
-    def __init__(self, folder, step):
+class Wandb:
+    def __init__(self, folder, step, record):
         import wandb
 
-        record = read_record(folder)
         self.run = wandb.init(
             project="gpt2-workshop", name=folder.name, dir=folder,
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -72,9 +58,10 @@ class Wandb(Tracker):
                 key: record[key] for key in ("stage", "world_size")},
             settings=wandb.Settings(console="off", silent=True))
 
-    def log(self, step, metrics):
-        self.run.log({name: value for name, value in metrics.items()
-                      if value is not None}, step=step)
+    def log(self, row):
+        self.run.log({name: value for name, value in row.items()
+                      if value is not None and name != "step"},
+                     step=row["step"])
 
     def close(self):
         self.run.finish()

@@ -175,10 +175,12 @@ def train(make):
         optimizer.zero_grad(set_to_none=True)
         mean_loss = mean_loss.item()
         seconds = time.perf_counter() - begin
-        print(format_line(
-            step, hp.max_steps, mean_loss, optimizer.param_groups[0]["lr"],
-            norm, seconds, tokens / seconds, None, None, None, None),
-            flush=True)
+        speed = tokens / seconds
+        print(format_line({
+            "step": step, "loss": mean_loss, "norm": norm,
+            "lr": optimizer.param_groups[0]["lr"], "seconds": seconds,
+            "tokens_per_second": speed, "tokens_per_second_per_device": speed,
+            "mfu": None, "val_loss": None}, hp.max_steps), flush=True)
 
 
 def matmul(precision, name):

@@ -57,7 +57,7 @@ def test_the_backstage_is_no_larger_than_it_was():
     while built < needs.keys():
         built |= {name for name in needs if needs[name] <= built}
         floors += 1
-    assert lines <= 3057 and len(mine) <= 18 and floors <= 6, (
+    assert lines <= 3037 and len(mine) <= 18 and floors <= 6, (
         lines, len(mine), floors)
 
 

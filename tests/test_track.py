@@ -11,7 +11,7 @@ from stages import GOLDEN, train
 
 from backstage import track
 from backstage.errors import UserError
-from backstage.record import format_number
+from backstage.record import COLUMNS, format_number
 from backstage.run import format_line
 from workshop.results import runs
 
@@ -21,11 +21,12 @@ from workshop.results import runs
      "| tok/s: 12,345,678 (1,543,210 each) | mfu: 45.6% | "
      "mem: 139.8 GiB (100%) |"),
     (1_543_210.0, 0.456, 10.123456, "139.8 GiB (100%)", "bits/byte: 3.1"),
-    (None, None, None, None, "| tok/s: 12,345,678 |")])
+    (12_345_678.0, None, None, "", "| tok/s: 12,345,678 |")])
 def test_a_line_of_the_log_fits_a_screen(each, mfu, val_loss, memory, words):
     """With the largest numbers that a long run on many GPUs has."""
-    line = format_line(18691, 18692, 10.123456, 6e-4, 12.3456, 1.2345,
-                       12_345_678.0, each, mfu, val_loss, 4.6, memory)
+    line = format_line(dict(zip(COLUMNS[:10], (
+        18691, 10.123456, val_loss, 6e-4, 12.3456, 1.2345, 12_345_678.0, mfu,
+        10.0, each), strict=True)), 18692, 4.6, memory)
     assert len(line) <= 165 and words in line
 
 
@@ -103,8 +104,8 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
 
     # what was written after the checkpoint that is resumed counts once
     time.sleep(1)  # the files are read by the second in their names
-    writer = track.start("tensorboard", run, 2)
-    writer.log(2, {"loss": 1.0, "mfu": None})
+    writer = track.start("tensorboard", run, 2, {})
+    writer.log({"step": 2, "loss": 1.0, "mfu": None})
     writer.close()
     seen = EventAccumulator(str(run)).Reload().Scalars("loss")
     assert [point.step for point in seen] == [0, 1, 2]
