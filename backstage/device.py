@@ -10,13 +10,6 @@ import torch
 from backstage.errors import require, warn
 from backstage.world import uses_nccl
 
-# Added to a message where each process sees one device.
-OWN_DEVICE = ("Each process has to see all devices of its node: it takes the "
-              "one with its local rank. If SLURM's --gpus-per-task or "
-              "--gpu-bind gave each process a device of its own, ask for "
-              "--gpus-per-node instead; if CUDA_VISIBLE_DEVICES was set by "
-              "hand or by a script, unset it")
-
 
 def find_device(name="auto"):
     """The kind of device that a process here computes on: `torch.device`.
@@ -76,12 +69,22 @@ def use_device(name="auto", local_rank=0):
                 f"(MIG), and this process has one, {device_name(device)}: "
                 "start one process, ask for whole GPUs, or train with MPI")
         local_rank = 0  # no process sees more than one slice
-    count = torch.accelerator.device_count()
-    require(local_rank < count, f"process {local_rank} of this node has no "
-            f"{device.type} device: start no more than {count} per node"
-            + (f". {OWN_DEVICE}" if count == 1 else ""))
+    check_local_rank(device, local_rank)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device.type, local_rank)
+
+
+def check_local_rank(device, local_rank):
+    """Raise a `UserError` if no device is left for this local rank."""
+    count = torch.accelerator.device_count()
+    advice = (
+        ". Each process has to see all devices of its node: it takes the one "
+        "with its local rank. If SLURM's --gpus-per-task or --gpu-bind gave "
+        "each process a device of its own, ask for --gpus-per-node instead; "
+        "if CUDA_VISIBLE_DEVICES was set by hand or by a script, unset it")
+    require(local_rank < count, f"process {local_rank} of this node has no "
+            f"{device.type} device: start no more than {count} per node"
+            + (advice if count == 1 else ""))
 
 
 def is_slice(device):

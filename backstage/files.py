@@ -50,6 +50,7 @@ def is_count(value):
     """Whether a value is a whole number from 1 to 2**31 - 1."""
     return type(value) is int and 0 < value < 2**31
 
+
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 
 
@@ -109,41 +110,6 @@ def remove_parts(folder):
             part.unlink()
 
 
-@contextmanager
-def locked(path):
-    """Let only one process at a time read a file and replace it.
-
-    The lock is on the file itself, so that no other file is left behind.
-    Where the file system has no locks, or there is no file, none is taken.
-    """
-    file = open_locked(path)
-    try:
-        yield
-    finally:
-        if file:
-            file.close()
-
-
-def open_locked(path):
-    """The open file with the lock on it, or None where it cannot be opened."""
-    while True:
-        try:
-            file = open(path, "r+b")  # NFS locks only what may be written
-        except OSError:
-            return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            now = os.stat(path)
-        except FileNotFoundError:  # removed while we waited
-            file.close()
-            continue
-        except OSError:
-            return file
-        if os.path.samestat(os.fstat(file.fileno()), now):
-            return file
-        file.close()  # replaced while we waited: lock the new one
-
-
 def lock_folder(folder, refusal):
     """Lock a folder for this process alone; returns the open folder, an int.
 
@@ -169,14 +135,6 @@ def sync_folder(folder):
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def dated_names(path):
-    """`name.DATE.suffix` beside the file, then `name.DATE-2.suffix`, ..."""
-    path, now = Path(path), time.strftime("%Y%m%d-%H%M%S")
-    yield path.with_name(f"{path.stem}.{now}{path.suffix}")
-    for number in itertools.count(2):
-        yield path.with_name(f"{path.stem}.{now}-{number}{path.suffix}")
 
 
 def new_folder(parent, name):

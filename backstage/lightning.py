@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from backstage.checkpoint import is_sharded
-from backstage.device import OWN_DEVICE, find_device
+from backstage.device import check_local_rank, find_device
 from backstage.errors import require
 from backstage.process import count_processes, use_cores
 from backstage.run import Run
@@ -65,17 +65,14 @@ def get_world(hp):
 
 def check_device(hp, devices):
     """Raise a `UserError` for what Lightning would not train on."""
-    device = find_device(hp.device).type
-    require(device != "xpu", "Lightning 2.6 does not know XPUs: use the DDP "
-            "stage, or --device cpu")
-    count = torch.accelerator.device_count()
-    require(device == "cpu" or devices <= count,
-            f"{devices} processes on a node, but each sees {count} {device} "
-            "device(s): start no more than that on a node"
-            + (f". {OWN_DEVICE}" if count == 1 else ""))
+    device = find_device(hp.device)
+    require(device.type != "xpu", "Lightning 2.6 does not know XPUs: use the "
+            "DDP stage, or --device cpu")
+    if device.type != "cpu":
+        check_local_rank(device, devices - 1)
     if hp.strategy.startswith("deepspeed"):
-        require(device in DEEPSPEED_DEVICES, "Lightning runs DeepSpeed on "
-                f"NVIDIA GPUs, not on {device}: use --strategy fsdp2")
+        require(device.type in DEEPSPEED_DEVICES, "Lightning runs DeepSpeed "
+                f"on NVIDIA GPUs, not on {device.type}: use --strategy fsdp2")
         require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
                 "installed: pip install -r environment/deepspeed.txt, or use "
                 "--strategy fsdp2")

@@ -8,6 +8,7 @@ on.
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import socket
@@ -244,43 +245,30 @@ def quota(root=Path("/")):
     """How many cores the cgroups allow: the least of them all.
 
     A cgroup limits the time of all its processes: 200 ms of every 100 ms are
-    two cores. The limits of those around it hold as well.
+    two cores. The limits of those around it hold as well. In a container the
+    path may be the host's: its own cgroup is at the top then.
     """
-    least = float(os.cpu_count() or 1)
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return least
-    for line in lines:  # 0::/path, and in version 1 4:cpu,cpuacct:/path
-        number, controllers, path = line.split(":", 2)
-        top = root / "sys/fs/cgroup"
-        if number != "0":
-            if "cpu" not in controllers.split(","):
-                continue
-            top = top / "cpu"
-        folder = top / path.strip("/")
-        # In a container the path may be the host's: its own cgroup is at the
-        # top then.
-        for place in (folder, *folder.parents):
-            allowed, period = read_limit(place)
-            if allowed > 0:
-                least = min(least, allowed / period)
-            if place == top:
-                break
-    return least
+    limits = [os.cpu_count() or 1]
+    with contextlib.suppress(OSError):  # not Linux
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            # 0::/path, and in version 1 4:cpu,cpuacct:/path
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "cpu" in controllers.split(","):
+                top = root / "sys/fs/cgroup" / ("" if number == "0" else "cpu")
+                folder = top / path.strip("/")
+                limits += map(read_limit, (folder, *folder.parents))
+    return min(limits)
 
 
 def read_limit(folder):
-    """A cgroup's microseconds of computing in each so many; -1: no limit."""
-    try:
-        if (folder / "cpu.max").exists():
-            allowed, period = (folder / "cpu.max").read_text().split()
-        else:
-            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text()
-                               for name in ("quota", "period"))
-        return (-1 if allowed == "max" else int(allowed)), int(period)
-    except (OSError, ValueError):
-        return -1, 1
+    """How many cores a cgroup allows: infinitely many without a limit."""
+    for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            allowed, period = " ".join(
+                (folder / name).read_text() for name in names).split()
+            if int(allowed) > 0:
+                return int(allowed) / int(period)
+    return math.inf
 
 
 def keep_memory():

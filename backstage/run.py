@@ -39,7 +39,6 @@ from backstage.files import (
 )
 from backstage.flops import flops_per_token, peak_flops
 from backstage.process import count_processes, is_one_of_several, stop_all
-from backstage.profile import Recorder
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.signals import Signals
 from backstage.world import (
@@ -71,7 +70,7 @@ class Run:
         self.last_step = None  # on rank 0: the step that was logged last
         self.folder = Path(call_on_rank_0(self._make_folder))
         self.place = show_path(self.folder, Path.cwd())
-        self.recorder = Recorder(hp.profile, self.folder, device)
+        self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.signals = Signals(self.rank)

@@ -14,13 +14,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
-from backstage.files import (
-    dated_names,
-    locked,
-    show_path,
-    write_atomically,
-)
+from backstage.files import show_path, write_atomically
 from workshop import git
+from workshop.backups import dated_names, locked_desk
 from workshop.stages import DESK
 
 DESK_NAME = str(DESK.relative_to(ROOT))
@@ -44,7 +40,7 @@ def main():
                 git.run("stash", "create"))
         git.run("reset", "--quiet")  # the files stay as they are
         print("what you had staged is in `git stash list`, too")
-    with locked(DESK):
+    with locked_desk():
         script = None
         try:
             for path in in_the_way(source):

@@ -10,7 +10,8 @@ import json
 import time
 
 from backstage.errors import UserError, warn
-from backstage.files import locked, show_path, write_atomically
+from backstage.files import show_path, write_atomically
+from workshop.backups import locked_desk
 from workshop.stages import DESK
 
 RECORD = DESK.with_name(".checked.json")
@@ -24,7 +25,7 @@ def record(stage, data):
     If the record cannot be written, it warns in one line and continues.
     """
     try:
-        with locked(DESK):  # another check may be ending, too
+        with locked_desk():  # another check may be ending, too
             passed = read()
             passed.setdefault(stage, {})[digest(data)] = time.strftime(
                 "%Y-%m-%d %H:%M:%S")

@@ -7,12 +7,8 @@ name: `code/train_gpt2.20261231-235959.py`.
 import re
 
 from backstage.errors import UserError, require
-from backstage.files import (
-    dated_names,
-    locked,
-    show_path,
-    write_atomically,
-)
+from backstage.files import show_path, write_atomically
+from workshop.backups import dated_names, locked_desk
 from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
 from workshop.stages import DESK, LESSONS, STAGES, find
@@ -24,7 +20,7 @@ REOPEN = ("If it is open in an editor, reopen it there. In JupyterLab, click "
 
 def apply(stage, numbers=()):
     """Make changes of the lesson, by their numbers, or all that are left."""
-    with locked(DESK):
+    with locked_desk():
         apply_locked(stage, numbers)
 
 
@@ -100,7 +96,7 @@ def undo():
 def put_back(source, name):
     """Make the desk's script a copy of `source`."""
     data = source.read_bytes()
-    with locked(DESK):
+    with locked_desk():
         if DESK.exists() and DESK.read_bytes() == data:
             print(f"{show_path(DESK)} is already {name}; it is unchanged")
             return
