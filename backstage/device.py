@@ -146,12 +146,6 @@ def pin(tensor):
     return tensor
 
 
-def cpu_has_bf16():
-    """Whether the CPU has bf16 arithmetic; emulating it is slow."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-
-
 def has_bf16(device):
     """Whether the device has bf16 arithmetic.
 
@@ -159,7 +153,8 @@ def has_bf16(device):
     supported, too, and it is slower than fp32.
     """
     if device.type == "cpu":
-        return cpu_has_bf16()
+        able = getattr(torch.cpu, "get_capabilities", dict)()
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return True

@@ -98,11 +98,9 @@ def get_launcher():
 def get_strategy(hp, world_size):
     """What each process keeps of the model, as the Trainer takes it.
 
-    ddp: all of it, wrapped in DistributedDataParallel, or unwrapped where
-    there is one process alone ("auto"). fsdp2: what the module's
-    configure_model leaves it, on a mesh whose dimension "data_parallel" has
-    all processes (Lightning's default would split matrices among those of a
-    node). deepspeed_stage_1 to 3: see backstage/zero.py.
+    fsdp2: what the module's configure_model leaves it, on a mesh whose
+    dimension "data_parallel" has all processes (Lightning's default would
+    split matrices among those of a node).
     """
     if hp.strategy.startswith("deepspeed"):
         return Zero(int(hp.strategy[-1]), hp.microbatch_size)
@@ -123,23 +121,18 @@ class DDPOnOneStream(DDPStrategy):
     need not (Lightning's issue 21567, fixed by its pull request 21746).
     """
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.options = options
-
     def configure_ddp(self):
         """Wrap the model. All ranks, each its own."""
         self.model = DistributedDataParallel(
             self.model, device_ids=self.determine_ddp_device_ids(),
-            **self.options)
+            **self._ddp_kwargs)
 
 
 class Microbatches(IterableDataset):
     """A DataIterator's microbatches, from where it stands, for a DataLoader.
 
-    The DataIterator knows which samples are this rank's: the DataLoader is to
-    have no sampler that shuffles or deals them out again, and no workers, each
-    of which would read all of them.
+    The DataIterator knows which samples are this rank's: no sampler deals them
+    out again, and there are no workers, each of which would read all of them.
     """
 
     def __init__(self, data):
@@ -250,18 +243,13 @@ class LitRun(L.Callback):
             elif run.rank == 0 or is_sharded(module):
                 run.save(step, module, trainer.optimizers[0])
         if run.tokenizer and (last or step % hp.generate_every == 0):
-            self.print_texts(module)
+            seed = hp.seed + 1000 * (step - 1) + run.rank
+            with torch.compiler.set_stance("force_eager"):  # of many lengths
+                texts = on_every_rank(self.write_texts(
+                    module, run.tokenizer, self.device, seed))
+            if run.rank == 0:
+                print(*texts, sep="\n")
         self.begin_step()
-
-    def print_texts(self, module):
-        """Rank 0 prints what each rank's model writes. All ranks."""
-        run = self.run
-        seed = self.hp.seed + 1000 * (self.step - 1) + run.rank
-        with torch.compiler.set_stance("force_eager"):  # of many lengths
-            texts = self.write_texts(module, run.tokenizer, self.device, seed)
-        texts = on_every_rank(texts)
-        if run.rank == 0:
-            print(*texts, sep="\n")
 
     def on_train_epoch_end(self, trainer, module):
         """The data has no end, so this is that of the training."""
@@ -274,7 +262,7 @@ class LitRun(L.Callback):
 
 
 # ------------------------------------- what is private in Lightning 2.6
-# (with DDPOnOneStream.configure_ddp, and two calls in backstage/zero.py)
+# (with DDPOnOneStream, and two calls in backstage/zero.py)
 
 
 def count_from(step, trainer):

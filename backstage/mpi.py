@@ -113,21 +113,12 @@ def name_mpi_ranks(MPI, env=os.environ):
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     env.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size),
                LOCAL_RANK=str(node.rank), LOCAL_WORLD_SIZE=str(node.size))
-    node.Free()
-    meeting = comm.bcast(choose_meeting(env))  # rank 0's
-    env["MASTER_ADDR"], env["MASTER_PORT"] = meeting
-
-
-def choose_meeting(env):
-    """Where this process would meet the others: (host, port).
-
-    What MASTER_ADDR and MASTER_PORT say, or a free port of this host.
-    """
-    one_node = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
     with socket.create_server(("", 0)) as door:
-        port = str(door.getsockname()[1])
-    host = "127.0.0.1" if one_node else socket.gethostname()
-    return env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
+        port = str(door.getsockname()[1])  # a free one
+    host = "127.0.0.1" if node.size == comm.size else socket.gethostname()
+    env["MASTER_ADDR"], env["MASTER_PORT"] = comm.bcast(  # rank 0's
+        (env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)))
+    node.Free()
 
 
 @contextlib.contextmanager

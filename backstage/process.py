@@ -34,13 +34,7 @@ NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
 
 
 def prepare_process():
-    """Prepare this process for its work; a script's first line. All ranks.
-
-    Names: under srun, too, RANK, LOCAL_RANK, WORLD_SIZE and the like are in
-    the environment, as torchrun sets them. Threads: as many as this process
-    has cores. Memory: where there is no accelerator, it is kept for the next
-    tensors.
-    """
+    """Prepare this process for its work; a script's first line. All ranks."""
     import torch
 
     name_ranks()
@@ -204,10 +198,10 @@ CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
 def use_cores(processes=1):
     """Let torch compute with this process's share of the cores.
 
-    processes: how many of a node share them. torch starts a thread for each
-    core that it sees, also where a container may use two of 64: then the
-    threads wait for one another. OMP_NUM_THREADS, if it is set, is obeyed. A
-    second call, with more processes, counts them anew.
+    processes: how many of a node share them; a second call counts anew. torch
+    starts a thread for each core that it sees, also where a container may use
+    two of 64: then the threads wait for one another. OMP_NUM_THREADS, if it
+    is set, is obeyed.
     """
     import torch
 

@@ -18,36 +18,13 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT, dataset, track
-from backstage.checkpoint import (
-    gather_state,
-    is_ours,
-    is_sharded,
-    list_checkpoints,
-    load_first,
-    spread_state,
-    write_checkpoint,
-)
+from backstage import ROOT, checkpoint, dataset, files, track, world
 from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require, warn
-from backstage.files import (
-    lock_folder,
-    new_folder,
-    remove_parts,
-    show_path,
-    write_atomically,
-)
 from backstage.flops import flops_per_token, peak_flops
 from backstage.process import count_processes, is_one_of_several, stop_all
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.signals import Signals
-from backstage.world import (
-    call_on_rank_0,
-    get_rank_and_size,
-    keep_group,
-    on_every_rank,
-    wait_for_all,
-)
 
 
 class Run:
@@ -56,8 +33,8 @@ class Run:
     def __init__(self, stage, hp, config, max_steps, device):
         self.stage, self.hp, self.config = stage, hp, config
         self.max_steps, self.device = max_steps, device
-        keep_group()
-        self.rank, self.world_size = get_rank_and_size()
+        world.keep_group()
+        self.rank, self.world_size = world.get_rank_and_size()
         self._check_world()
         on_node, _ = count_processes(hp.devices or 1)
         self.record = {
@@ -68,8 +45,8 @@ class Run:
             "device": device_name(device), "torch": torch.__version__}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
         self.last_step = None  # on rank 0: the step that was logged last
-        self.folder = Path(call_on_rank_0(self._make_folder))
-        self.place = show_path(self.folder, Path.cwd())
+        self.folder = Path(world.call_on_rank_0(self._make_folder))
+        self.place = files.show_path(self.folder, Path.cwd())
         self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
@@ -85,38 +62,38 @@ class Run:
             stop_all(f"{os.environ['WORLD_SIZE']} processes were started, but "
                      "this script does not join them, and each would train "
                      "alone: start one, or a script of another stage")
-        sizes = sorted(set(on_every_rank(self.hp.microbatch_size)))
+        sizes = sorted(set(world.on_every_rank(self.hp.microbatch_size)))
         require(len(sizes) == 1, "the ranks have microbatches of "
                 f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
                 f"less memory: add --microbatch-size {sizes[0]}")
 
     def _make_folder(self):
         """Make the folder, and lock it for this run. Rank 0 alone."""
-        hp = self.hp
-        folder = Path(hp.run_dir or new_folder(ROOT / "runs", self.stage))
+        folder = Path(self.hp.run_dir
+                      or files.new_folder(ROOT / "runs", self.stage))
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock_folder(
+        self.lock = files.lock_folder(
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
                  if (folder / name).exists()]
-        require(hp.resume or not found, f"{folder} holds a run already (its "
-                f"{''.join(found[:1])}): continue it with --resume, or name "
-                "another")
-        ours = RECORD in found or any(
-            map(is_ours, list_checkpoints(folder / "checkpoints")))
+        require(self.hp.resume or not found, f"{folder} holds a run already "
+                f"(its {''.join(found[:1])}): continue it with --resume, or "
+                "name another")
+        saved = checkpoint.list_checkpoints(folder / "checkpoints")
+        ours = RECORD in found or any(map(checkpoint.is_ours, saved))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
                 "no run that --resume can continue: name another --run-dir")
-        if not hp.resume:
+        if not self.hp.resume:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
         (folder / "checkpoints").mkdir(exist_ok=True)
-        print(f"run {show_path(folder, Path.cwd())}", flush=True)
+        print(f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
 
     def _write_record(self, folder):
         text = json.dumps(self.record, indent=1) + "\n"
-        write_atomically(folder / RECORD, text.encode())
+        files.write_atomically(folder / RECORD, text.encode())
 
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one of them has none.
@@ -134,7 +111,7 @@ class Run:
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
-        problems = [problem for problem in on_every_rank(problem) if problem]
+        problems = [*filter(None, world.on_every_rank(problem))]
         if problems and self.rank == 0:  # training works without it
             warn(f"nothing will be generated: {problems[0]}")
         return None if problems else tokenizer
@@ -146,21 +123,23 @@ class Run:
         the weights from --init if it is given. If the run is already
         finished, this exits with status 0.
         """
-        hp, step = self.hp, 0
-        files = call_on_rank_0(self._find_checkpoints) if hp.resume else []
-        if files:
-            file, state = load_first(
-                files, "--run-dir", self.config, model, optimizer)
+        hp, step, saved = self.hp, 0, []
+        if hp.resume:
+            saved = world.call_on_rank_0(self._find_checkpoints)
+        if saved:
+            file, state = checkpoint.load_first(
+                saved, "--run-dir", self.config, model, optimizer)
             step = state["step"]
             if step >= self.max_steps:
                 if self.rank == 0:
                     print(f"already finished: {step} of {self.max_steps} "
                           "steps")
                 sys.exit(0)
-            spread_state(state, model, optimizer)
+            checkpoint.spread_state(state, model, optimizer)
         elif hp.init:
-            _, state = load_first([hp.init], "--init", self.config, model)
-            spread_state(state, model)
+            _, state = checkpoint.load_first(
+                [hp.init], "--init", self.config, model)
+            checkpoint.spread_state(state, model)
         if self.rank == 0:
             if hp.resume:
                 self._write_record(self.folder)
@@ -176,8 +155,9 @@ class Run:
         return step
 
     def _find_checkpoints(self):
-        remove_parts(self.folder / "checkpoints")  # of a save that was killed
-        return [*map(str, list_checkpoints(self.folder / "checkpoints"))]
+        folder = self.folder / "checkpoints"
+        files.remove_parts(folder)  # of a save that was killed
+        return [*map(str, checkpoint.list_checkpoints(folder))]
 
     def check_finite(self, step, loss, norm):
         """Stop the run before a broken model is saved. All ranks.
@@ -223,12 +203,12 @@ class Run:
         holds all of it. If the run is killed or the disk is full, the
         previous checkpoint stays unchanged.
         """
-        if not is_sharded(model):
+        if not checkpoint.is_sharded(model):
             self._check_rank("save")
-        weights, optim_state = gather_state(model, optimizer)
+        weights, optim_state = checkpoint.gather_state(model, optimizer)
         if self.rank == 0:
             self.metrics.sync()  # its rows are saved before it
-            write_checkpoint(
+            checkpoint.write_checkpoint(
                 self.folder / "checkpoints", self.stage, step, weights,
                 optim_state, asdict(self.config), asdict(self.hp))
 
@@ -239,8 +219,8 @@ class Run:
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
         self.recorder.finish()
-        memory = on_every_rank(peak_memory(self.device)[0])
-        wait_for_all()  # a rank that leaves early can make another abort
+        memory = world.on_every_rank(peak_memory(self.device)[0])
+        world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:
             print("memory: "
                   f"{describe_memory(max(memory), self.device)} at most"

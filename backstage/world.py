@@ -33,9 +33,6 @@ class TorchGroup:
         dist.all_gather_object(values, value)
         return values
 
-    def barrier(self):
-        self.allgather(None)  # NCCL's own would ask for the device
-
 
 def use_group(group):
     """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
@@ -97,10 +94,3 @@ def on_every_rank(value):
     """The values that all ranks pass to this, as a list in rank order."""
     group = get_group()
     return group.allgather(value) if group else [value]
-
-
-def wait_for_all():
-    """Wait until every rank has arrived here. All ranks."""
-    group = get_group()
-    if group:
-        group.barrier()

@@ -87,10 +87,6 @@ class Zero(DeepSpeedStrategy):
                     "step": torch.tensor(float(step)),
                     **{name: tensor.cpu() for name, tensor in state.items()}}
         if run.rank == 0:
-            for whole, mine in zip(optimizer.param_groups,
-                                   self.optimizers[0].param_groups,
-                                   strict=True):
-                whole["lr"] = mine["lr"]
             run.save(step, self.whole, optimizer)
         optimizer.state.clear()
 

@@ -22,12 +22,7 @@ from backstage import dataset
 from backstage.device import use_device
 from backstage.errors import parse_flags, require, run_main
 from backstage.process import name_ranks, use_cores
-from backstage.world import (
-    call_on_rank_0,
-    get_rank_and_size,
-    on_every_rank,
-    wait_for_all,
-)
+from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
 from workshop.trained import find_checkpoint, load_trained
 
 
@@ -169,7 +164,7 @@ def main():
               f"{tokens / seconds:,.0f} tok/s "
               f"({'with' if flags.cache else 'without'} key-value cache"
               + (f", {world_size} processes)" if world_size > 1 else ")"))
-    wait_for_all()  # a process that leaves early can make another abort
+    on_every_rank(None)  # who leaves early can make another abort
 
 
 if __name__ == "__main__":

@@ -118,10 +118,11 @@ class MessagesOfSave:
     def __call__(self, rank):
         import torch.distributed as dist
 
-        from backstage import run
+        from backstage import checkpoint
         from workshop.collectives import Collectives
 
-        on_cpus, new_group, gather = set(), dist.new_group, run.gather_state
+        on_cpus, new_group = set(), dist.new_group
+        gather = checkpoint.gather_state
 
         def new(*args, backend=None, **options):
             group = new_group(*args, backend=backend, **options)
@@ -140,7 +141,7 @@ class MessagesOfSave:
             with Collectives(note):
                 return gather(*args)
 
-        dist.new_group, run.gather_state = new, gather_state
+        dist.new_group, checkpoint.gather_state = new, gather_state
 
 
 @pytest.mark.whole
