@@ -74,6 +74,7 @@ def vocabulary_size(folder):
 
 def gpt2_vocabulary(download=False):
     """GPT-2's own vocabulary, from tiktoken's cache.
+
     `activate.sh` downloads it if there is a network (`download=True`). A run
     never tries, because the attempt may hang on a compute node.
     """

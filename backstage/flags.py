@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, track
-from backstage.device import (
-    device_name,
-    find_device,
-    has_bf16,
-    memory_size,
-)
+from backstage.device import device_name, find_device, has_bf16, memory_size
 from backstage.errors import parse_flags, require, warn
 from backstage.files import show_path
 from backstage.process import count_processes

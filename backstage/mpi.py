@@ -15,12 +15,7 @@ from pathlib import Path
 
 from backstage import world
 from backstage.errors import UserError, leave, report
-from backstage.process import (
-    LAUNCHERS,
-    check_names,
-    find_launcher,
-    stop_all,
-)
+from backstage.process import LAUNCHERS, check_names, find_launcher, stop_all
 
 # What to do if the library has found no other process than this one.
 OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
