@@ -70,7 +70,6 @@ def main():
     # activate.sh keeps GPT-2's vocabulary there
     os.environ.setdefault("TIKTOKEN_CACHE_DIR",
                           str(documents.CACHE / "tiktoken"))
-    flags.out.mkdir(parents=True, exist_ok=True)
     with alone(flags.out):
         remove_parts(flags.out)  # of a process that was killed
         made = begin(flags)
@@ -93,7 +92,9 @@ def main():
 
 @contextmanager
 def alone(folder):
-    """Lock the folder; a second process gets an error."""
+    """Make the folder and lock it; a second process gets an error."""
+    there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     handle = lock_folder(
         folder, f"{folder}: another process is making this dataset: wait for "
         "it, or choose another --out")
@@ -101,8 +102,9 @@ def alone(folder):
         yield
     finally:
         os.close(handle)
-        with suppress(OSError):
-            folder.rmdir()  # if an error has left it empty
+        if not there:
+            with suppress(OSError):
+                folder.rmdir()  # if an error has left it empty
 
 
 def begin(flags):

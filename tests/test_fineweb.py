@@ -409,9 +409,13 @@ def test_bad_input(make, flags, message, corpus, tmp_path):
 
 def test_what_does_not_fit_or_is_missing(corpus, tmp_path):
     dataset.save_vocabulary(stages.BYTES, tmp_path)
-    flags = [*corpus.flags, "--out", tmp_path / "out"]
-    assert refuses(run("fineweb", *flags, "--vocabulary", tmp_path),
-                   "splits text differently")
+    (tmp_path / "theirs").mkdir()
+    for name in "theirs", "out":
+        flags = [*corpus.flags, "--out", tmp_path / name]
+        assert refuses(run("fineweb", *flags, "--vocabulary", tmp_path),
+                       "splits text differently")
+    # the empty folder that it has made goes, another's stays
+    assert (tmp_path / "theirs").exists() and not (tmp_path / "out").exists()
     (tmp_path / "pyarrow.py").write_text(  # as if it were not installed
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
     assert refuses(run("fineweb", *flags, env={"PYTHONPATH": str(tmp_path)}),
