@@ -22,6 +22,8 @@ from workshop.check import trial
 from workshop.check.board import Board
 from workshop.check.command import main
 from workshop.lesson import checked, documents
+from workshop.lesson.diff import Diff
+from workshop.notebook import cells
 from workshop.stages import STAGES
 
 AT_ONCE = ("the data not sharded at all", "no Python")
@@ -123,7 +125,7 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
         main("ddp", script, change=last + 1)
 
 
-def test_a_script_that_is_none(tmp_path):
+def test_a_script_that_is_none(tmp_path, monkeypatch):
     """One line that says where, before anything is started."""
     with pytest.raises(UserError, match="reset std"):
         main("ddp", tmp_path / "moved.py")
@@ -131,6 +133,13 @@ def test_a_script_that_is_none(tmp_path):
     large.write_bytes(b"#" * 20_000_000)
     with pytest.raises(UserError, match="20 MB are too large"):
         main("ddp", large)
+    for text in "not " * 50_000 + "x", "x" + ".a" * 50_000:
+        large.write_text(text)
+        with pytest.raises(UserError, match="nested too deeply"):
+            main("ddp", large)
+        assert Diff("ddp", large).left  # which looks at lines
+        monkeypatch.setattr(cells, "DESK", large)
+        assert "nested too deeply" in str(cells.script_map())
 
 
 def start(script, temporary, events=False, **variables):

@@ -48,11 +48,14 @@ def read_script(script):
             "workshop reset std` puts a new one in its place") from None
     except OSError as error:
         raise UserError(f"{show_path(script)}: {error.strerror}") from error
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError) as error:
         where = getattr(error, "lineno", None)
         raise UserError(f"{show_path(script)}: "
                         + (f"line {where}: " if where else "")
                         + f"{getattr(error, 'msg', error)}") from error
+    except (RecursionError, MemoryError) as error:
+        raise UserError(f"{show_path(script)}: an expression is nested too "
+                        "deeply, or the memory is full") from error
     return data
 
 

@@ -415,7 +415,7 @@ def same_code(a, b):
     try:
         a, b = (ast.dump(ast.parse(textwrap.dedent("\n".join(lines))))
                 for lines in (a, b))
-    except (SyntaxError, RecursionError):
+    except (SyntaxError, RecursionError, MemoryError):
         return False
     return a == b
 

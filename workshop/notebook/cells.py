@@ -27,10 +27,10 @@ from workshop import arithmetic, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.doctor import ask_slurm
 from workshop.lesson import desk, render
-from workshop.lesson.diff import Diff
+from workshop.lesson.diff import Diff, Script
 from workshop.notebook import pictures
 from workshop.results import runs as results
-from workshop.stages import DESK, FIRST, batch_files, find
+from workshop.stages import DESK, batch_files, find
 
 
 class Shown:
@@ -484,15 +484,11 @@ def nodes():
 @in_one_line
 def script_map():
     """The sections, classes and functions of the script on the desk."""
-    require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
-            f"`python -m workshop reset {FIRST}` makes a new one")
-    try:
-        rows = pictures.script_map(
-            DESK.read_text(), f"../{show_path(DESK)}")
-        return Shown(render.box(rows), "(a map of the script)")
-    except SyntaxError as error:
-        require(False, f"{show_path(DESK)} is not Python yet: line "
-                f"{error.lineno}, {error.msg}")
+    script = Script(DESK)
+    require(script.tree, f"{show_path(DESK)} is not Python yet: "
+            f"{script.syntax_error or 'it is nested too deeply'}")
+    rows = pictures.script_map("".join(script.raw), f"../{show_path(DESK)}")
+    return Shown(render.box(rows), "(a map of the script)")
 
 
 @in_one_line
