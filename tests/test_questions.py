@@ -264,7 +264,7 @@ CASES = [  # the stage, the column, the change; the question, its first words
     ("ddp", "2", each("evaluated", lambda number: 2 * number),
      "no more is evaluated", ""),
     ("ddp", "2", logged("seconds", lambda _: 1e6), "the logged seconds",
-     "the log says 1000000"),
+     "the log says 10000"),
     ("ddp", "2", final_weights, "final weights are", "the final weights are "
      "off by up to"),
     ("ddp", "2", saved_late, "its checkpoints are", "the checkpoints are of "
