@@ -109,6 +109,44 @@ LOOK = edit(DDP, ("    sampler.set_epoch(epoch)\n", """\
     list(DataLoader(dataset, 32, sampler=DistributedSampler(dataset)))
     sampler.set_epoch(epoch)
 """))
+ON_GPUS = edit(
+    DDP, (BEGIN, """\
+import os
+assert torch.cuda.is_available(), "needs a GPU"
+local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+torch.cuda.set_device(local)
+device, side = torch.device("cuda", local), torch.cuda.Stream()
+dist.init_process_group("nccl", device_id=device)
+"""),
+    ("sampler=sampler)", "sampler=sampler, pin_memory=True, num_workers=1)"),
+    ("(900, 1)))", "(900, 1, device=device)).to(local), device_ids=[local])"),
+    ("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), "
+     "lr=1e-3, fused=True)\nscaler = torch.amp.GradScaler()"),
+    ("        optimizer.zero_grad()\n", """\
+        with torch.cuda.stream(side): x = x.cuda(non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        y = y.to(f"cuda:{local}") + torch.zeros(1, device="cuda")
+        optimizer.zero_grad()
+"""),
+    ("        loss = nn.functional.mse_loss(model(x), y)\n"
+     "        loss.backward()\n", """\
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+"""),
+    ("optimizer.step()\n", """scaler.step(optimizer)
+        scaler.update()
+        assert f"{torch.cuda.max_memory_allocated() / 1e9:.2f}" == "0.00"
+"""))
+GPUS_SHARDED = edit(
+    FSDP2, (BEGIN, """\
+dist.init_process_group()
+torch.accelerator.set_device_index(0)
+torch.set_default_device(torch.accelerator.current_accelerator())
+mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+"""), ("Generator()", 'Generator("cuda")'),
+    ("fully_shard(layer)", "fully_shard(layer, mesh=mesh)"))
 NET = DDP[DDP.index("model = "):DDP.index("optimizer = ")]
 FEW = edit(DDP, ("torch.randn(640, 10, generator=g)",
                  "(torch.rand(640, 10, generator=g) < 0.1).float()"))
@@ -252,6 +290,12 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
           "images": IMAGES, "SyncBatchNorm": IN_SYNC, "two optimizers": TWO,
           "FSDP2": FSDP2, "HSDP": HSDP, "tensor parallel": SPLIT,
           "GradScaler": SCALED,
+          "several alone": edit(DDP, ("g = torch.Gen", "assert size > 1\n"
+                                      "g = torch.Gen")),
+          "tensor parallel alone": edit(SPLIT, (
+              "mesh = init", "assert os.environ['WORLD_SIZE'] > '1'\n"
+              "mesh = init")),
+          "GPUs": ON_GPUS, "GPUs, sharded": GPUS_SHARDED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
         ("nanoGPT", "nano"), ("minGPT", "mingpt"),
@@ -659,6 +703,20 @@ CASES = [
             grad *= (0.1 / norm).clamp(max=1)
 """), ("torch.optim.AdamW(model.parameters(), lr=1e-3)",
        "torch.optim.SGD(model.parameters(), lr=1e-1)")),
+
+    right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS, suite=True),
+    wrong("GPUs", "all read the same", SAME_SAMPLES, (", sampler=sampler,",
+                                                      ",")),
+    right("GPUs, sharded", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
+    wrong("GPUs, sharded", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+
+    right("several alone", "warn  as one process rank 0 ended with an error: "
+          "AssertionError", "an update has 32 samples", "gradients are the "
+          "mean of the ranks' own", "it does not train as one", suite=True),
+    wrong("several alone", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("several alone", "around the wrapper", AROUND, ("model(x)",
+                                                          "model.module(x)")),
+    right("tensor parallel alone", "warn  all ranks read the same samples"),
 
     right("FSDP2, no seed", "one process begins with other weights"),
     right("FSDP2, meta", "warn  all ranks have the same numbers in their "

@@ -47,14 +47,13 @@ def main(program, size, steps, resume_with=None):
 
         (folder / "tmp").mkdir()
 
-        def try_out(size, steps, kind="", more=()):
+        def try_out(size, steps, kind="", more=(), gpus=False):
             return run(folder, script, [*program[1:], *more], size, steps,
-                       kind, preload, out.say)
+                       kind, preload, out.say, gpus)
 
         def resumes(case):
             """what does a resume bring back?"""
-            return resume.verify(shlex.split(resume_with), try_out, case,
-                                 steps)
+            return resume.verify(shlex.split(resume_with), case, steps)
 
         out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
                 "on the CPU")
@@ -88,19 +87,20 @@ def with_size(flag, size):
     return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
 
 
-def run(folder, script, flags, size, steps, kind, preload, say):
+def run(folder, script, flags, size, steps, kind, preload, say, gpus):
     """Start the script once, under observation: a `Trial`."""
     from workshop.check import trial
     from workshop.verify.watch import Watcher
 
-    seen = folder / f"{size}-{kind}"
+    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
     seen.mkdir()
     place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = f"{folder.name[-8:]}-{size}-{place}".strip("-")  # new each time
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # new each time
+            + f"-{place}" * bool(place))
     launch = processes.Launch(
         script, *(with_size(flag, size).replace("{run}", name)
                   for flag in flags),
-        world_size=size, observe=Watcher(seen, size, steps, kind),
+        world_size=size, observe=Watcher(seen, size, steps, kind, gpus),
         env=quiet_environment(folder / "tmp") | TORCHRUN | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))

@@ -36,7 +36,8 @@ HINTS = (
 
 @dataclass
 class Case:
-    """The script's runs. alone: as one process; together: as `size`.
+    """The script's runs. alone: as one process, or None where it does not
+    train as one; together: as `size`.
 
     still: as one process that updates nothing, if that is what `together`
     has to be compared with. apart: why it is compared with neither, or "".
@@ -48,9 +49,20 @@ class Case:
     still: object = None
     apart: str = ""
     other_weights: bool = False  # than one process has before its updates
+    try_out: object = None  # runs the script: see `verify`
     start: object = None  # function of a kind: one process once more
     weights: tuple = ()  # of the minibatches that `still` has read
     parts: tuple = ()  # how unequal parts are weighed, a text and a hint
+
+    @property
+    def single(self):
+        """What one process has recorded of its updates, [] if it has none."""
+        return self.alone.seen[0]["updates"] if self.alone else []
+
+    @property
+    def longest(self):
+        """The same of as many updates as have the same samples."""
+        return self.still.seen[0]["updates"] if self.still else self.single
 
     @property
     def updates(self):
@@ -77,14 +89,20 @@ def verify(try_out, size, steps, more=()):
     try_out(size, steps, kind, more flags) runs the script: a `Trial`.
     more: questions about a resume.
     """
-    alone = try_out(1, steps)
-    ended = how_it_ends(alone, "as one process ")
-    if ended:
-        return [ended], ["all else: it has to train as one process first"]
-    case = Case(alone, try_out(size, steps), size, start=functools.cache(
-        lambda kind: try_out(1, steps, kind)))
-    ended = how_it_ends(case.together, f"as {size} processes ")
-    if any(rank.status == -signal.SIGKILL for rank in case.together.ranks):
+    alone, refused, on_cpu = starts(try_out, 1, steps)
+    together, ended = None, refused
+    if not refused:
+        try_out = functools.partial(try_out, gpus=on_cpu)
+        together = try_out(size, steps)
+        ended = how_it_ends(together, size)
+    elif not stopped(alone):  # as with an assertion that there are several
+        together, ended, on_cpu = starts(try_out, size, steps)
+        try_out = functools.partial(try_out, gpus=on_cpu)
+    if refused and ended:
+        return [refused], ["all else: it has to train as one process first"]
+    case = Case(None if refused else alone, together, size, try_out=try_out,
+                start=functools.cache(lambda kind: try_out(1, steps, kind)))
+    if killed(together):
         return [ended], ["all else: not all ranks came to their end"]
     findings = counts(case)
     if findings or (ended and not all(
@@ -92,11 +110,18 @@ def verify(try_out, size, steps, more=()):
         return findings or [ended], ["all else: the ranks have not made the "
                                      "same number of updates"]
     findings = [ended] if ended else []
+    if refused:
+        findings = [warn(refused.text, "only what needs no run as one process "
+                         "was looked at")]
+    if on_cpu:
+        findings.insert(0, ok("it does not run without a GPU: a CPU stands in "
+                              'for GPUs, on which autocast("cuda") changes '
+                              "nothing"))
     kept, columns = minibatch(case), minibatch(case, "columns")
     kind = "rows"
     if isinstance(kept, str) and isinstance(columns, int):
         kept, kind = columns, "columns"
-    take(kind, case.alone, case.together)
+    take(kind, *filter(None, (case.alone, case.together)))
     if kept == size:
         case.still = try_out(1, size * steps, "still")
         if how_it_ends(case.still, ""):
@@ -104,7 +129,7 @@ def verify(try_out, size, steps, more=()):
         else:
             take(kind, case.still)
     case.apart = kept if isinstance(kept, str) else ""
-    if case.apart and any(rows(case.alone.seen[0]["updates"])):
+    if case.apart and any(rows(case.single)):
         findings += other_starts(case, kind)
     questions = (samples, samplers, files) if case.asked("FSDP1") else (
         QUESTIONS)
@@ -120,8 +145,42 @@ def verify(try_out, size, steps, more=()):
     return findings, not_seen(case, steps, more)
 
 
-def how_it_ends(trial, words):
-    """A finding where it has failed or made no update, else None."""
+def starts(try_out, size, steps):
+    """Run it as it is and, where it fails so, with a CPU in a GPU's place.
+
+    (The trial, how it ends, whether it ran so on a CPU.)
+    """
+    trial = try_out(size, steps)
+    ended = how_it_ends(trial, size)
+    if not ended or stopped(trial):
+        return trial, ended, False
+    other = try_out(size, steps, gpus=True)
+    fails = how_it_ends(other, size)
+    if not fails:
+        return other, None, True
+    if fails.text != ended.text:  # it came farther
+        trial, ended = other, fails
+        ended.hint = " ".join(dict.fromkeys(
+            filter(None, (ended.hint, endings.ON_CPU))))
+    return trial, ended, False
+
+
+def stopped(trial):
+    """Whether not all ranks came to an end of their own."""
+    return trial.gave_up or killed(trial)
+
+
+def killed(trial):
+    return any(rank.status == -signal.SIGKILL for rank in trial.ranks)
+
+
+def how_it_ends(trial, size):
+    """A finding where it has failed or made no update, else None.
+
+    size: of how many processes it speaks, or in words.
+    """
+    words = {1: "as one process "}.get(size, f"as {size} processes " if (
+        isinstance(size, int)) else size)
     finding = endings.explain(trial)
     if finding:
         finding.sentence.insert(0, words)
@@ -178,9 +237,11 @@ def minibatch(case, kind="rows"):
     process reads, in one or that many updates; else a text, why not.
     """
     alone = [set(update[kind]) for update
-             in case.alone.seen[0]["updates"] if update["optimizer"] == 0]
+             in case.single if update["optimizer"] == 0]
     together = [set.union(*read(updates, kind)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
+    if not case.alone:
+        return "it does not train as one"
     if not any(alone) or not any(together):
         return "no samples were seen, nor whether each rank reads its own"
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
@@ -203,7 +264,7 @@ def other_starts(case, kind):
             return None
         take(kind, trial)
         return [update["samples"] for update in trial.seen[0]["updates"]] == [
-            update["samples"] for update in case.alone.seen[0]["updates"]]
+            update["samples"] for update in case.single]
 
     if reads_the_same("hashes") is not False:
         return []
@@ -237,22 +298,21 @@ def samples(case):
     if all(part == one[0] for one in sets for part in one):
         return [fail(f"all {case.size} ranks read the same samples", share)]
     group = case.size if case.still else 1
-    alone = [update for update in (
-        case.still or case.alone).seen[0]["updates"]
-        if update["optimizer"] == 0]
+    alone = [update for update in case.longest if update["optimizer"] == 0]
     drawn = rows(alone)
     usual = 0.05 if len(set(drawn)) < len(drawn) else 0.0
     alone = [rows(alone[i:i + group]) for i in range(0, len(alone), group)]
     if twice and within(map(rows, case.updates)) > within(alone) + usual:
-        return [fail(f"{twice} of {total} samples are read by several ranks "
-                     "in the same update", share)]
+        return [(fail if alone else warn)(
+            f"{twice} of {total} samples are read by several ranks in the "
+            "same update", share)]
     texts = [ok(f"in each update the ranks read different samples "
                 f"({len(sets[0][0])} each)")]
     steps, alone = [set.union(*one) for one in sets], list(map(set, alone))
     again, before = repeated(steps), repeated(alone)
     most = min(sum(map(len, steps)), sum(map(len, alone)))
     words = (f"{percent(again)} of the samples were read in an earlier update "
-             f"as well, with one process {percent(before)}")
+             "as well" + f", with one process {percent(before)}" * bool(alone))
     if repeats(steps, most) > repeats(alone, most) + 0.05:
         texts.append(fail(words, "each step has to begin where all ranks "
                           "together ended the last one"))
@@ -265,8 +325,8 @@ def samples(case):
 def within(steps):
     """Which part of the samples had been in the same update."""
     steps = list(steps)
-    return 1 - sum(len(set(step)) for step in steps) / max(
-        sum(map(len, steps)), 1)
+    count = sum(map(len, steps))
+    return 1 - sum(len(set(step)) for step in steps) / count if count else 0.0
 
 
 def repeated(steps):
@@ -297,8 +357,10 @@ def first_size(steps):
 
 
 def size_of_minibatch(case):
-    alone, now = first_size([update] for update in case.alone.seen[0][
-        "updates"]), first_size(case.updates)
+    alone, now = first_size([update] for update in case.single), first_size(
+        case.updates)
+    if not case.alone:
+        return [ok(f"an update has {now} samples")]
     times = now / alone if alone else 1.0
     rate, factor = learning_rate(case)
     if abs(times - 1) < 0.1:
@@ -316,12 +378,11 @@ def size_of_minibatch(case):
 
 def learning_rate(case):
     """How it compares with one process: words, and a factor if it is one."""
-    longest = (case.still or case.alone).seen[0]["updates"]
     compared = [compare_rates(case, *(
         [update["rates"][0] for update in updates
          if update["optimizer"] == number and update["rates"]]
-        for updates in (longest, case.together.seen[0]["updates"])))
-        for number in sorted({update["optimizer"] for update in longest})]
+        for updates in (case.longest, case.together.seen[0]["updates"])))
+        for number in sorted({update["optimizer"] for update in case.longest})]
     return next((one for one in compared if one[1] != 1), compared[0])
 
 
@@ -436,7 +497,7 @@ def start(case):
                          "all ranks before the model is made, or wrap it in "
                          "DDP, which sends rank 0's")]
     mine, alone = assemble(firsts[0]), assemble([
-        case.alone.seen[0]["updates"][0]["before"]])
+        update["before"] for update in case.single[:1]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
@@ -611,7 +672,8 @@ def summed(case, step):
     """The sum is wrong unless each rank divides its loss by their number."""
     mine, good = (sum(map(sum, [update["losses"] for update in updates]))
                   / len(updates) for updates in (
-                      case.updates[0], [case.alone.seen[0]["updates"][0]]))
+                      case.updates[0], case.single[:1] or [
+                          {"losses": []}]))
     text = f"in update {step} the gradients are the sum over all ranks"
     if good and abs(mine / good - 1) < 0.2:
         return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)
@@ -626,7 +688,7 @@ def same(case):
     """Where the samples are the same: losses, gradients, weights."""
     if case.apart:
         return []
-    good, mine = case.alone.seen[0]["updates"], case.updates
+    good, mine = case.single, case.updates
     if case.still:
         mine, good = mine[:1], [
             update for update in case.still.seen[0]["updates"]
@@ -779,8 +841,8 @@ def multiple_of(mine, good, size):
 
 def losses_apart(case):
     """Are the losses of other samples those of one process, but a factor?"""
-    alone = case.alone.seen[0]["updates"]
-    if not case.apart or case.other_weights or reason(case):
+    alone = case.single
+    if not (case.apart and alone) or case.other_weights or reason(case):
         return []
     here, own, _ = gradients_of(case, case.updates[0], case.updates[0],
                                 "local")
@@ -807,7 +869,7 @@ def loss_error(case, updates, alone, step):
     mine = sum(losses) / len(losses)
     if abs(sum(losses) - good) < LOSS * case.loosely * abs(good):
         mine = good  # each has divided its sum by the whole minibatch
-    first = sum(case.alone.seen[0]["updates"][0]["losses"])
+    first = sum(case.single[0]["losses"])
     ratio = mine / (good or 1e-30)
     here, each, _ = gradients_of(case, updates, alone)
     multiple = each and multiple_of(here, mix(case.weights, each), case.size)
@@ -859,7 +921,7 @@ def weight_error(case, updates, alone, step):
 
 def first_update(case, updates):
     """Of the same optimizer, as one process."""
-    return next(update for update in case.alone.seen[0]["updates"]
+    return next(update for update in case.single
                 if update["optimizer"] == updates[0]["optimizer"])
 
 

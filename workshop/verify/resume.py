@@ -16,9 +16,9 @@ SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
 
 
-def verify(flags, try_out, case, steps):
+def verify(flags, case, steps):
     """Findings. flags: a list, added to those of the script."""
-    first = try_out(case.size, steps, "saved")
+    first = case.try_out(case.size, steps, "saved")
     ended = questions.how_it_ends(first, "the run to be resumed: ")
     if ended:
         return [ended]
@@ -33,7 +33,7 @@ def verify(flags, try_out, case, steps):
     at = places.pop()  # updates of all optimizers before that
     made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
                for update in first.seen[0]["updates"][:at])
-    again = try_out(case.size, steps - made, "resumed", flags)
+    again = case.try_out(case.size, steps - made, "resumed", flags)
     ended = questions.how_it_ends(again, "resumed, ")
     if ended:
         return [ended]

@@ -41,12 +41,14 @@ class Watcher(Observer):
     optimizer the process ends. kind: "still" if nothing is to be updated, so
     that all gradients are those of the first weights; "saved" if it ends as
     soon as each optimizer has its gradients for the first update after
-    torch.save(); "resumed" if it goes on from there.
+    torch.save(); "resumed" if it goes on from there. gpus: whether a CPU
+    stands in for them.
     """
 
-    def __init__(self, folder, size, steps, kind=""):
+    def __init__(self, folder, size, steps, kind="", gpus=False):
         super().__init__(folder, folder)
         self.size, self.steps, self.kind = size, steps, kind
+        self.gpus = gpus
 
     def __call__(self, rank):
         self.optimizers, self.made = [], Counter()
@@ -425,6 +427,13 @@ class Watcher(Observer):
         self.seen["updates"][-1] |= {
             "weights": self.weights(thin), "buffers": parts.describe(
                 buffers.items())}
+
+    def watch_devices(self):
+        super().watch_devices()
+        if self.gpus:
+            from workshop.verify import gpus
+
+            gpus.stand_in()
 
     # ------------------------------------------------------------- files
 

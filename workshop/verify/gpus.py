@@ -1,0 +1,141 @@
+"""A CPU in the place of GPUs, for scripts that do not run without one.
+
+What such a script sends to a GPU stays where it is. There are as many GPUs as
+processes, with nothing in their memory. autocast("cuda") changes nothing on a
+CPU: all is computed as precisely as the weights are.
+"""
+
+import functools
+import inspect
+import os
+import re
+from types import SimpleNamespace
+
+import torch
+import torch.utils.data
+from torch import distributed as dist
+from torch.distributed import fsdp
+from torch.utils import _device
+
+MEMORY = 80 * 2**30
+GPU = SimpleNamespace(
+    name="a CPU in the place of a GPU", total_memory=MEMORY, major=8, minor=0,
+    multi_processor_count=1)
+
+
+class Nothing:
+    """A stream, an event, a range of a profile: a CPU waits for none."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+class Generator(torch.Generator):
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")
+
+
+def here(value, numbered=False):
+    """The same, but a GPU, which is perhaps a number, is the CPU."""
+    gpu = (value.type == "cuda" if isinstance(value, torch.device) else
+           re.fullmatch(r"cuda(:\d+)?", value) if isinstance(value, str) else
+           numbered and type(value) is int)
+    return value if not gpu else (
+        "cpu" if isinstance(value, str) else torch.device("cpu"))
+
+
+def keep_here(place, name):
+    """Let a function or method get no GPU among its arguments."""
+    function = getattr(place, name)
+
+    @functools.wraps(function)
+    def visible(*args, **kwargs):
+        return function(
+            *(here(arg, name == "to") for arg in args),
+            **{key: here(arg, key == "device") for key, arg in kwargs.items()})
+
+    setattr(place, name, visible)
+
+
+def saying(answer):
+    return lambda *args, **kwargs: answer
+
+
+def leave_out(place, name, key):
+    """Let a function get no argument of that name."""
+    function = getattr(place, name)
+
+    @functools.wraps(function)
+    def visible(*args, **kwargs):
+        kwargs.pop(key, None)
+        return function(*args, **kwargs)
+
+    setattr(place, name, visible)
+
+
+def stand_in():
+    """From now on this process believes that there are GPUs."""
+    for function in _device._device_constructors():
+        if getattr(torch, function.__name__, None) is function:
+            keep_here(torch, function.__name__)
+    for place, names in (
+            (torch.Tensor, ("to", "new_empty", "new_full", "new_ones",
+                            "new_tensor", "new_zeros")),
+            (torch.nn.Module, ("to", "to_empty")),
+            (_device.DeviceContext, ("__init__",)),
+            (torch.amp.GradScaler, ("__init__",)),
+            (dist, ("init_device_mesh",)),
+            (dist.device_mesh, ("init_device_mesh",)),
+            (dist.device_mesh.DeviceMesh, ("__init__",))):
+        for name in names:
+            keep_here(place, name)
+    leave_out(torch.utils.data.DataLoader, "__init__", "pin_memory")
+    leave_out(dist, "new_group", "backend")
+    leave_out(fsdp.FullyShardedDataParallel, "__init__", "device_id")
+    torch.Tensor.cuda = torch.Tensor.pin_memory = (
+        lambda tensor, *args, **kwargs: tensor)
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.Generator = Generator
+    load, count = torch.load, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+    @functools.wraps(load)
+    def visible_load(f, map_location=None, *args, **kwargs):
+        return load(f, "cpu", *args, **kwargs)
+
+    torch.load = visible_load
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    answers = {
+        "is_available": True, "is_initialized": True,
+        "is_bf16_supported": True, "device_count": count,
+        "current_device": rank, "current_device_index": rank,
+        "current_accelerator": torch.device("cuda"),
+        "get_device_name": GPU.name, "get_device_properties": GPU,
+        "get_device_capability": (GPU.major, GPU.minor),
+        "mem_get_info": (MEMORY, MEMORY), "memory_summary": "",
+        "memory_stats": {}, "get_arch_list": [],
+        "get_rng_state": torch.get_rng_state(),
+        "get_rng_state_all": [torch.get_rng_state()] * count}
+    for place in (torch.cuda, torch.accelerator):
+        for name in place.__all__:
+            thing = getattr(place, name)
+            if name.endswith("Tensor"):
+                setattr(place, name, getattr(torch, name))
+            elif name in ("Event", "Stream", "StreamContext", "current_stream",
+                          "default_stream", "device", "device_of",
+                          "device_index", "stream"):
+                setattr(place, name, Nothing)
+            elif inspect.isfunction(thing):
+                setattr(place, name, saying(answers.get(name, 0)))
+    torch.cuda.nvtx = torch.cuda.profiler = Nothing()
