@@ -104,8 +104,8 @@ def twice(trial):
 def crashed(trial):
     trial.seen[1] = None
     trial.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
-                   Rank(1, "", 'Traceback\n  File "/x/' + trial.script.name
-                        + '", line 12, in main\nKeyError: \'b\'\n')]
+                   Rank(1, "", f'Traceback\n  File "{trial.script}", '
+                        "line 12, in main\nKeyError: 'b'\n")]
 
 
 def endless(trial):

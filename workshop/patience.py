@@ -47,8 +47,7 @@ class Patience:
         if now - self.said > 5 and not self.reason:
             self.said = now
             self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} of {self.steps * len(self.launch.jobs)} "
-                     "steps taken, over all ranks")
+                     f"{updates} updates made, over all ranks")
         return bool(self.reason)
 
     def look(self, now, updates):

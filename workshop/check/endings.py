@@ -3,6 +3,7 @@
 import re
 import signal
 from itertools import zip_longest
+from pathlib import Path
 
 from workshop.check.trial import STEPS
 from workshop.findings import Line, fail
@@ -12,6 +13,7 @@ EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 OURS = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # backstage/errors.py's
+TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
 NO_GPU = re.compile("CUDA|NVIDIA|NCCL|XPU|HIP|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
@@ -69,17 +71,24 @@ def last_words(trial, rank):
     words = (errors or lines or ["no message"])[-1].strip()
     if errors and words.endswith("Error:"):  # the cause has the message
         words = errors[0]
-    places = re.findall(
-        rf'^  File "[^"]*{re.escape(trial.script.name)}", line (\d+)', err,
-        re.MULTILINE)
+    places = own_places(trial, err)
     return fail([f"ended with an error: {words[:200]}", *in_brackets(
         places[-1:])], error=words if errors else "")
 
 
-def in_brackets(numbers):
-    """The end of a sentence: the number of a line, or nothing."""
-    return [part for number in numbers
-            for part in (" (", Line(number), ")")]
+def in_brackets(places):
+    """The end of a sentence: a place, or nothing."""
+    return [part for place in places for part in (" (", place, ")")]
+
+
+def own_places(trial, err):
+    """The `Line`s of the script, those of modules beside it, in a stack."""
+    script, folder = str(trial.script), f"{trial.script.parent}/"
+    return [Line(line) if file == script else
+            f"{file.removeprefix(folder)}, line {line}"
+            for file, line in re.findall(r'File "(.*)", line (\d+)', err)
+            if file == script or (file.startswith(folder) and not any(
+                place in file for place in ("/site-packages/", TOOLS)))]
 
 
 def where(trial, rank):
@@ -94,10 +103,9 @@ def where(trial, rank):
     inside = [stack[0][2] if stack else ""] + [name for file, _, name in stack
               if file.endswith(("distributed_c10d.py", "sleeping_mpi.py"))
               and name != "wrapper"]
-    lines = [line for file, line, _ in stack
-             if file.endswith("/" + trial.script.name)]
+    lines = own_places(trial, trial.ranks[rank].err)
     if lines:
-        return [f"rank {rank} is in ", Line(lines[0]), f" ({inside[-1]})"]
+        return [f"rank {rank} is in ", lines[0], f" ({inside[-1]})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]
     return [f"rank {rank} after ",
             Line(calls[-1]["lines"][0][0]) if calls else

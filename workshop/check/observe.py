@@ -113,7 +113,7 @@ class Observer:
             if frame.f_code.co_filename == self.script:
                 lines.append((frame.f_lineno, name, called))
             if not name.startswith("visible_") and name not in (
-                    "wrapper", "decorate_context", "__call__",
+                    "wrapper", "inner", "decorate_context", "__call__",
                     "_wrapped_call_impl", "_call_impl"):
                 called = name
             frame = frame.f_back

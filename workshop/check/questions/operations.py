@@ -4,7 +4,7 @@ import json
 
 from workshop.check import endings
 from workshop.check.questions.question import question
-from workshop.findings import fail
+from workshop.findings import Line, fail
 
 
 @question("each operation computes what PyTorch's does", ("operations",),
@@ -19,7 +19,8 @@ def operations(trial, reference):
             return fail(f"it has no function {name}")
         if wrong:
             text, line, error = wrong
-            return fail([f"{name}: {text}", *endings.in_brackets(line)], "on "
+            return fail([f"{name}: {text}", *endings.in_brackets(
+                map(Line, line))], "on "
                         "shapes that leave the last tile half empty: think of "
                         "masks, of what is summed over tiles, and of who "
                         "writes where", text if error else "")
