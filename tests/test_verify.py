@@ -4,10 +4,18 @@ All of them run by `python tests/verify_cases.py`; here are those that differ
 in kind.
 """
 
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+
 import pytest
 from conftest import needs
 from verify_cases import CASES, Case, outcome, problem
 
+from backstage import ROOT
 from backstage.errors import UserError
 from workshop.verify.command import main as verify
 
@@ -33,6 +41,46 @@ def test_a_script(case, tmp_path):
 def test_a_number_of_processes_that_cannot_be_is_a_line(number):
     with pytest.raises(UserError, match="-n is 2 to 64"):
         verify(["train.py"], number, 4)
+
+
+def test_an_error_in_another_file_names_it(tmp_path):
+    (tmp_path / "helper.py").write_text("def act():\n    raise OSError(1)\n")
+    case = Case("DDP", "an error", ("OSError: 1 (helper.py, line 2)",), (
+        ("g = torch.Gen", "import helper; helper.act()\ng = torch.Gen"),))
+    status, out = outcome(case, tmp_path)
+    assert not problem(case, status, out), out
+
+
+@pytest.mark.whole
+def test_outside_the_course(tmp_path):
+    """Installed from a clone, beside torch and what that needs alone."""
+    for name in ("backstage", "workshop"):
+        shutil.copytree(ROOT / name, tmp_path / "clone" / name)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "clone")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-index",
+         "--no-build-isolation", "--target", tmp_path / "ours",
+         tmp_path / "clone"], check=True)
+    theirs, names = tmp_path / "theirs", ["torch"]
+    theirs.mkdir()
+    for name in names:  # which grows
+        package = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in package.files} - {".."}:
+            if not (theirs / top).exists():
+                (theirs / top).symlink_to(package.locate_file(top))
+        names += {re.match(r"[\w.-]+", line)[0] for line
+                  in package.requires or [] if ";" not in line} - {*names}
+    (tmp_path / "work").mkdir()
+    shutil.copy(ROOT / "tests" / "foreign" / "ddp.py", tmp_path / "work")
+    for words, says in ((["verify", "--", "ddp.py"], "0 wrong"),
+                        (["why", str(os.getpid())], "knows its RANK")):
+        end = subprocess.run(
+            [sys.executable, "-S", "-m", "workshop", *words],
+            cwd=tmp_path / "work", text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, check=False, env=os.environ | {
+                "PYTHONPATH": f"{tmp_path / 'ours'}:{theirs}"})
+        assert says in end.stdout, end.stdout
 
 
 def test_a_causal_mask_is_the_same_on_all_ranks(tmp_path):

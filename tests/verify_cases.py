@@ -1,4 +1,4 @@
-"""Scripts in 42 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 51 styles for `verify`, each right, and each with mistakes.
 
     python tests/verify_cases.py             all of them, in some minutes
     python tests/verify_cases.py gan resume  those so called
@@ -28,13 +28,15 @@ def read(name):
 
 
 DDP = read("ddp")
-BY_HAND = edit(
-    DDP, ("model = DDP(nn.Sequential(", "model = (nn.Sequential("),
-    ("        loss.backward()\n", """        loss.backward()
+STEP = "        optimizer.step()\n"
+REDUCE = """\
         for weight in model.parameters():
             dist.all_reduce(weight.grad)
             weight.grad /= size
-"""))
+"""
+BY_HAND = edit(
+    DDP, ("model = DDP(nn.Sequential(", "model = (nn.Sequential("),
+    ("        loss.backward()\n", "        loss.backward()\n" + REDUCE))
 COLUMNS = edit(
     DDP, ("mse_loss(model(x), y)", "mse_loss(model(x.T), y)"),
     ("nn.Sequential(nn", "nn.Sequential(Turned(), nn"), ("model = DDP(", """\
@@ -163,7 +165,8 @@ NOISE = edit(
     DDP, ("nn.Dropout(0.2)", "Noise()"), ("model = DDP(", """\
 class Noise(nn.Module):
     def forward(self, x): return x + torch.randn_like(x)
-model = DDP("""))
+model = DDP("""),
+    ("optimizer = ", "torch.manual_seed(1 + rank)\noptimizer = "))
 DROPPED = edit(
     DDP, ("nn.Dropout(0.2)", "Dropped(900, 900)"),
     ("900, 1)))", "900, 1)), find_unused_parameters=True)"),
@@ -295,6 +298,33 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
           "tensor parallel alone": edit(SPLIT, (
               "mesh = init", "assert os.environ['WORLD_SIZE'] > '1'\n"
               "mesh = init")),
+          "local SGD": edit(BY_HAND, (REDUCE, ""), (STEP, STEP + """\
+        for weight in model.parameters():
+            if step % 2:
+                dist.all_reduce(weight.data)
+                weight.data /= size
+        step += 1
+"""), ("for epoch", "step = 0\nfor epoch")),
+          "split": edit(DDP, ("sampler = ", """\
+torch.manual_seed(3)
+dataset, rest = torch.utils.data.random_split(dataset, [0.8, 0.2])
+sampler = """)),
+          "clamped": edit(DDP, (STEP, STEP + """\
+        for weight in model.parameters(): weight.data.clamp_(-0.1, 0.1)
+""")),
+          "EMA": edit(DDP, ("optimizer = ", """\
+import copy
+average = copy.deepcopy(model.module).requires_grad_(False)
+optimizer = """), (STEP, STEP + """\
+        for mine, new in zip(average.parameters(), model.parameters()):
+            mine.lerp_(new.data, 0.1)
+""")),
+          "files": edit(DDP, (STEP, STEP + """\
+        if rank == 0:
+            os.makedirs("runs/a", exist_ok=True)
+            torch.save(x, "runs/a/model.pt")
+            open("log.txt", "a").write("x")
+"""), ("import torch\n", "import os\nimport torch\n")),
           "GPUs": ON_GPUS, "GPUs, sharded": GPUS_SHARDED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
     style: read(name) for style, name in (
@@ -354,6 +384,8 @@ def outcome(case, folder):
     finally:
         os.chdir(before)
     assert script.read_text() == text
+    left = os.listdir(folder)
+    assert case.mistake or left == [script.name], left
     return int(not right), out.getvalue()
 
 
@@ -408,7 +440,6 @@ def run(words):
     return not bad
 
 
-STEP = "        optimizer.step()\n"
 LOADER = ", sampler=sampler)"
 SAME_SAMPLES = "FAIL  all 2 ranks read the same samples"
 NOT_REDUCED = "FAIL  gradients are not reduced"
@@ -473,8 +504,17 @@ CASES = [
            "raise SystemExit\ndist.init_process_group(")),
     wrong("DDP", "one class", "warn  all gradients are 0",
           ("mse_loss(model(x), y)", "cross_entropy(model(x), y)")),
-    wrong("DDP", "no numbers", "FAIL  in update 1 the loss is nan",
+    wrong("DDP", "no numbers", "FAIL  in update 1 the loss is nan, with one "
+          "process, too",
           ("lr=0.1", "lr=1e30"), ("0.5)\n", "1e30)\n")),
+    wrong("DDP", "not told its rank", "FAIL  no rank joins a process group: "
+          "each trains alone\n        -> is it to be told its rank? "
+          "--local_rank {rank} among its flags",
+          ("dist.init_process_group(", "import sys\n"
+           "if '--local_rank' in sys.argv: dist.init_process_group("),
+          ("dist.get_rank(), dist.get_world_size()", "0, 1"),
+          ("model = DDP(nn", "model = (nn"),
+          ("(dataset)", "(dataset, 1, 0)"), suite=True),
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
@@ -527,6 +567,12 @@ CASES = [
           "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size"),
           suite=True),
 
+    right("clamped", AS_ONE, WEIGHTS),
+    right("EMA", AS_ONE),
+    wrong("EMA", "on rank 0 alone", "warn  a copy of the model differs "
+          "between the ranks: 0.bias", ("mine.lerp_(", "rank or mine.lerp_("),
+          suite=True),
+    right("files", AS_ONE, suite=True),
     right("torchrun's variables", AS_ONE),
     wrong("torchrun's variables", "all read the same", SAME_SAMPLES,
           (LOADER, ")")),
@@ -539,6 +585,12 @@ CASES = [
 
     right("few values", "an update has 32 samples, as with one", AS_ONE),
     wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("few samples", "a constant epoch", "warn  set_epoch(0) is called in "
+          "several epochs", ("set_epoch(epoch)", "set_epoch(0)"), suite=True),
+    right("split", "an update has 32 samples", AS_ONE),
+    wrong("split", "datasets that differ", "warn  rank 1 does not read its "
+          "part of what one process reads, and rank 0 does",
+          ("manual_seed(3)", "manual_seed(3 + rank)"), suite=True),
     right("few samples", "right if the dataset is that small"),
     wrong("few samples", "all read the same", SAME_SAMPLES,
           ("DistributedSampler(dataset)", "DistributedSampler(dataset, 1, 0)")
@@ -550,6 +602,10 @@ CASES = [
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
     wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("noise", "the same on all ranks", "warn  all ranks draw the same "
+          "random numbers in each update: PyTorch's",
+          ("torch.manual_seed(1 + rank)\n", ""),
+          suite=True),
     wrong("noise", "multiplied by their number", "times as much",
           ("x + torch", "x + 0.1 * torch"),
           ("mse_loss(model(x), y)", "mse_loss(model(x), y) * size")),
@@ -585,11 +641,18 @@ CASES = [
           ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
            "dist.broadcast(weight.grad, 0)"), suite=True),
     wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
-          "they are reduced", ("        nn.utils.clip_grad_norm_("
-                               "model.parameters(), 0.5)\n", ""),
+          "they are reduced\n        -> reduce first: the norm is that of the "
+          "mean\n  ok    weights are equal",
+          ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n", ""),
           ("        loss.backward()\n", "        loss.backward()\n        "
            "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"),
           suite=True),
+    right("local SGD", "warn  weights are averaged every 2 updates",
+          suite=True),
+    wrong("local SGD", "rank 0's weights", NOT_REDUCED,
+          ("dist.all_reduce(weight.data)\n                weight.data /= size",
+           "dist.broadcast(weight.data, 0)")),
+    wrong("local SGD", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("by hand", "divided twice", "the gradients are 0.5 times those of "
           "one process", ("mse_loss(model(x), y)",
                           "mse_loss(model(x), y) / size"), suite=True),
@@ -721,6 +784,10 @@ CASES = [
     right("FSDP2, no seed", "one process begins with other weights"),
     right("FSDP2, meta", "warn  all ranks have the same numbers in their "
           "parts of 0.weight", suite=True),
+    wrong("FSDP2, meta", "not all initialised", "FAIL  the first weights are "
+          "not finite numbers: 2.weight, 2.bias",
+          ("(model[0], model[2]): layer.reset", "(model[0],): layer.reset"),
+          suite=True),
     wrong("FSDP2, meta", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("FSDP2", "the optimizer before it", "FAIL  4 parameters got no "
           "gradient in any update", ("for layer in (", "optimizer = "
@@ -807,6 +874,9 @@ CASES = [
 
     right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
     wrong("GradScaler", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+    wrong("GradScaler", "clipped with the scale", "warn  gradients are "
+          "clipped before scaler.unscale_",
+          ("        scaler.unscale_(optimizer)\n", ""), suite=True),
     wrong("GradScaler", "around the wrapper", AROUND,
           ("model(x)", "model.module(x)")),
     wrong("GradScaler", "another learning rate", "FAIL  in update 0 the "
@@ -860,6 +930,11 @@ CASES = [
     wrong("minGPT", "no optimizer", "the optimizer's state does not come back",
           ("        self.optimizer.load_state_dict("
            "snapshot[\"optimizer_state\"])\n", ""), resumes=True),
+    wrong("minGPT", "the optimizer on rank 0", "the optimizer's state does "
+          "not come back on rank 1", ("        self.optimizer.load_",
+                                      "        if self.global_rank == 0: "
+                                      "self.optimizer.load_"),
+          suite=True, resumes=True),
     wrong("minGPT", "an epoch again", "it reads the samples of update 0 again",
           ("snapshot[\"finished_epoch\"] + 1", "snapshot[\"finished_epoch\"]"),
           resumes=True),

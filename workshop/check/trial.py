@@ -11,12 +11,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from backstage import dataset
 from backstage.errors import KILLED, require
-from workshop.check import operations
 from workshop.check.observe import SAMPLES, Observer, T
 from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
@@ -206,6 +203,8 @@ class Bench:
     def make(self, row):
         """The `Trial` of a row of the plan."""
         if row.kind == "operations":
+            from workshop.check import operations
+
             return self.try_out(row.column, row.mesh, self.script,
                                 script=Path(operations.__file__))
         state = None
@@ -289,6 +288,11 @@ def read_events(file):
 
 def make_dataset(folder):
     """40 samples of 32 tokens, the first of each being its number."""
+    import numpy as np
+    import tiktoken
+
+    from backstage import dataset
+
     rng = np.random.default_rng(0)
     for split in ("train_000001", "val_000000"):
         tokens = rng.integers(SAMPLES, 128, SAMPLES * T + 1)
@@ -296,8 +300,6 @@ def make_dataset(folder):
                                 FREQUENT, tokens[1::2])
         tokens[:-1:T] = np.arange(SAMPLES)
         np.save(folder / f"check_{split}.npy", tokens.astype(np.uint16))
-    import tiktoken
-
     dataset.save_vocabulary(tiktoken.Encoding(
         "check", pat_str=r"[\s\S]",
         mergeable_ranks={bytes([i]): i for i in range(256)},

@@ -1,7 +1,9 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 from backstage.errors import require
@@ -46,10 +48,13 @@ def main(program, size, steps, resume_with=None):
         from workshop.verify import questions, resume
 
         (folder / "tmp").mkdir()
+        trials = []
 
         def try_out(size, steps, kind="", more=(), gpus=False):
-            return run(folder, script, [*program[1:], *more], size, steps,
-                       kind, preload, out.say, gpus)
+            trials.append(run(
+                folder, script, [*program[1:], *more], size, steps, kind,
+                preload, out.say, gpus))
+            return trials[-1]
 
         def resumes(case):
             """what does a resume bring back?"""
@@ -59,6 +64,7 @@ def main(program, size, steps, resume_with=None):
                 "on the CPU")
         findings, not_seen = questions.verify(
             try_out, size, steps, [] if resume_with is None else [resumes])
+        tidy(folder.name[-8:], trials)
     for finding in findings:
         out.say(f"  {finding.verdict:4}  {finding.text}")
         if finding.advice:
@@ -72,6 +78,22 @@ def main(program, size, steps, resume_with=None):
             + ("The first FAIL is often the cause of the others."
                if wrong > 1 else ""))
     return not wrong
+
+
+def tidy(name, trials):
+    """Remove what the script has made in this folder, or of a named run.
+
+    Not what it has read as well: that may be a dataset.
+    """
+    seen = [one for trial in trials for one in trial.seen if one]
+    read = [path for one in seen for path in one["read"] if name not in path]
+    for path in {path for one in seen for path in one["new"]}:
+        if (path.startswith(os.getcwd() + os.sep) or name in path) and (
+                not any(f"{one}/".startswith(f"{path}/") for one in read)):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                Path(path).unlink(missing_ok=True)
 
 
 def with_size(flag, size):

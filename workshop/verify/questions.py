@@ -5,6 +5,8 @@ the script but what `watch` has recorded.
 """
 
 import functools
+import itertools
+import re
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ class Case:
     other_weights: bool = False  # than one process has before its updates
     try_out: object = None  # runs the script: see `verify`
     start: object = None  # function of a kind: one process once more
+    averaged: str = ""  # how often weights are, if gradients are not
     weights: tuple = ()  # of the minibatches that `still` has read
     parts: tuple = ()  # how unequal parts are weighed, a text and a hint
 
@@ -250,7 +253,7 @@ def minibatch(case, kind="rows"):
     if together[0] == first and len(alone) >= case.size:
         return case.size
     return "after the first update " * (together[0] == alone[0]) + (
-        "one process reads other samples, or pads them otherwise")
+        "one process reads other samples, or pads them to another length")
 
 
 def other_starts(case, kind):
@@ -287,7 +290,7 @@ def samples(case):
     total = sum(len(part) for one in sets for part in one)
     twice = total - sum(len(set.union(*one)) for one in sets)
     share = ("each has to read its own: a DistributedSampler, or where they "
-             "are drawn at random, another seed on each rank")
+             "are drawn at random, as noise is, another seed on each rank")
     if splits_matrices(case):
         group = in_groups(sets)
         return [warn("all ranks read the same samples" if group == case.size
@@ -419,6 +422,24 @@ def samplers(case):
         return [fail("the ranks' DistributedSamplers have different seeds: "
                      "together they do not read each sample once",
                      "the same seed on all ranks: each takes its part")]
+    read, mine = Counter(rows(case.single)), [[] for _ in first]
+    for updates in case.updates:  # as many samples as one process
+        if sum(map(len, mine)) + len(rows(updates)) <= read.total():
+            for own, update in zip(mine, updates, strict=True):
+                own += update["samples"]
+    known = [sum(row in read for row in own) / max(len(own), 1)
+             for own in mine]
+    if case.apart and all(first) and known[0] > 0.9 and min(known) < 0.5:
+        return [warn(f"rank {known.index(min(known))} does not read its part "
+                     "of what one process reads, and rank 0 does, though their"
+                     " DistributedSamplers agree", "the ranks' datasets "
+                     "differ: random_split and its like need the same seed on "
+                     "all ranks")]
+    epochs = case.together.asked("epochs")
+    if len(epochs) > len(set(epochs)) == len(dict(epochs)):
+        return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
+                     "sampler.set_epoch(epoch), the number of the epoch: with "
+                     "the same one all epochs have the same order")]
     if False in case.asked("epoch"):
         return [warn("a DistributedSampler shuffles, and set_epoch was not "
                      "called before its first epoch", "sampler.set_epoch("
@@ -473,7 +494,10 @@ def numbers(case):
                          "in memory: give each of them a value")]
         if any(loss != loss for update in updates
                for loss in update["losses"]):
-            return [fail(f"in update {step} the loss is nan", "with nan "
+            alone = any(loss != loss for update in case.single
+                        for loss in update["losses"])
+            return [fail(f"in update {step} the loss is nan"
+                         + ", with one process, too" * alone, "with nan "
                          "nothing else can be compared")]
     some = [part.any() for updates in case.updates
             for rank, update in enumerate(updates)
@@ -482,6 +506,21 @@ def numbers(case):
         return [warn("all gradients are 0", "does the loss depend on the "
                      "weights? nothing is learnt, nor compared")]
     return []
+
+
+def joined(case):
+    """Do the ranks know of each other?"""
+    if case.asked("init_process_group") or any(
+            seen["joined"] for seen in case.together.seen) or any(
+            update["reduced"] for updates in case.updates
+            for update in updates):
+        return []
+    flag = re.search(r"--local[_-]rank", case.together.script.read_text(
+        errors="replace"))
+    return [fail("no rank joins a process group: each trains alone",
+                 f"is it to be told its rank? {flag[0]} {{rank}} among its "
+                 "flags" if flag else "torch.distributed.init_process_group()"
+                 )]
 
 
 def start(case):
@@ -544,14 +583,59 @@ def named(case, keys):
         f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
+def averages(case):
+    """Do the ranks train alone, with their weights made equal at times?"""
+    of_one = [updates for updates in case.updates
+              if updates[0]["optimizer"] == 0 and "weights" in updates[0]]
+    at, whole = [0], True
+    for i, (last, updates) in enumerate(itertools.pairwise(of_one), 1):
+        ended = [update["weights"]["flat"] for update in last]
+        begun = [update["now"]["flat"] for update in updates]
+        if (all(one.equal(begun[0]) for one in begun)
+                and not any(one.equal(begun[0]) for one in ended)
+                and not all(one.equal(ended[0]) for one in ended)):
+            at.append(i)
+            whole &= off(begun[0], sum(ended) / case.size) < 1e-5
+    if len(at) == 1:
+        return []
+    every = min(b - a for a, b in itertools.pairwise(at))
+    case.apart = case.averaged = (
+        f"weights are {'averaged' if whole else 'made equal'} every "
+        + (f"{every} updates" if every > 1 else "update"))
+    return [warn(case.averaged, "until then each rank trains alone, on its "
+                 "part of the minibatch: right for local SGD")]
+
+
+def same_numbers(case):
+    """Do all ranks draw the same random numbers?"""
+    of_one = [updates for updates in case.updates
+              if updates[0]["optimizer"] == 0]
+    names = [name for name in of_one[0][0]["random"]
+             if len(of_one) == len({updates[0]["random"][name]
+                                    for updates in of_one}) > 1
+             and all(update["random"][name] == updates[0]["random"][name]
+                     for updates in of_one for update in updates)]
+    if not names or splits_matrices(case):
+        return []
+    return [warn("all ranks draw the same random numbers in each update: "
+                 + " and ".join(names), "for dropout, noise and "
+                 "augmentation another seed on each rank, once the model is "
+                 "made; the same for what all ranks are to do alike")]
+
+
+def clipped_first(case):
+    return any(update["late"] > 0.5 * update["elements"]
+               for update, *_ in case.updates)
+
+
 def reductions(case):
     """Are gradients reduced, how often, and before they are clipped?"""
-    if splits_matrices(case):
-        return []  # activations are reduced, too
+    if splits_matrices(case) or case.averaged:
+        return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
-    reduced, elements, sent, calls = (
+    reduced, elements, sent = (
         sum(update[key] for update in mine) / len(mine)
-        for key in ("reduced", "elements", "bytes", "calls"))
+        for key in ("reduced", "elements", "bytes"))
     times = reduced / max(elements, 1)
     if times < 0.5:
         made = case.asked("DistributedDataParallel")
@@ -560,22 +644,21 @@ def reductions(case):
                 if made and not any(update["wrapped"] for update in mine) else
                 "wrap the model in DistributedDataParallel and call that; or "
                 "all_reduce every gradient before optimizer.step()")
-        if not case.asked("init_process_group") and not any(
-                seen["joined"] for seen in case.together.seen):
-            hint = ("it never joins a process group: "
-                    "torch.distributed.init_process_group()")
         return [fail(f"gradients are not reduced: {reduced:.0f} "
                      f"elements in an update of {elements:.0f}", hint)]
     once = times < 1.9  # copies of shards (HSDP) are reduced, too
     often = "once" if once else f"{times:.2g} times"
     words = (f"gradients are reduced {often} an update, "
-             f"{sent / 1e6:.3g} MB in {calls:.3g} calls")
+             f"{sent / 1e6:.3g} MB in {mine[-1]['calls']} calls")
     findings = [ok(words)] if once else [warn(
         words, "once is enough: all microbatches but the last under "
         "model.no_sync(), their forward pass, too; or does one loss take "
         "several passes?")]
-    if any(update["late"] > 0.5 * update["elements"]
-           for update, *_ in case.updates):
+    if case.asked("clipped"):
+        findings.append(warn(
+            "gradients are clipped before scaler.unscale_(optimizer)", "call "
+            "that first: the limit is for gradients without the scale"))
+    if clipped_first(case):
         findings.append(fail("gradients are clipped before they are reduced",
                              "reduce first: the norm is that of the mean"))
     return findings
@@ -590,8 +673,9 @@ def unused(case):
     if not any(update["gradients"][part] for updates in case.updates
                for update in updates for part in ("plain", "sharded")):
         return [fail(f"{words}any update: {named(case, keys)}", "the "
-                     "optimizer has other parameters than the model: make it "
-                     "after fully_shard, which replaces them")]
+                     "optimizer has other parameters than the model"
+                     + ": make it after fully_shard, which replaces them"
+                     * bool(case.asked("fully_shard")))]
     return [warn(f"{words}some update: {named(case, keys)}", "unused? DDP "
                  "then needs find_unused_parameters=True")]
 
@@ -599,11 +683,15 @@ def unused(case):
 def equal(case):
     """Are gradients and weights the same on all ranks?"""
     findings = []
+    if case.averaged:
+        return findings
     for what, hint in (
             ("gradients", "all ranks have to reduce all of them, after the "
              "last backward()"),
             ("weights", "the same update on all ranks, from the same weights "
              "and gradients")):
+        if what == "gradients" and clipped_first(case):
+            continue  # they are seen before that
         for step, updates in enumerate(case.updates):
             whole = assemble([update[what] for update in updates
                               if what in update])
@@ -653,7 +741,8 @@ def mean(case):
             factor = (mine @ good / (good @ good)).item()
             error = off(mine, factor * good)
             worst = max(worst or 0.0, error)
-            scale = f", times {factor:.3g}"
+            scale = (", times a GradScaler's scale" if case.asked("scaler")
+                     else f", times {factor:.3g}")
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
@@ -969,6 +1058,19 @@ def buffers(case):
                  "saved: SyncBatchNorm, or average them before you evaluate")]
 
 
+def copies(case):
+    """Are copies of the model, such as an average, equal on all ranks?"""
+    each = [seen["copies"] for seen in case.together.seen]
+    if len({len(one) for one in each}) > 1:
+        return []
+    apart = set().union(*(assemble(states).apart for states
+                          in zip(*each, strict=True)))
+    return [warn("a copy of the model differs between the ranks: "
+                 + ", ".join(sorted(apart)[:3]), "all ranks copy it once DDP "
+                 "has made the weights equal, and update it (EMA) after each "
+                 "step; right if only rank 0 uses it")] if apart else []
+
+
 def files(case):
     """What ranks other than 0 write and print."""
     findings, seen = [], case.together.seen
@@ -986,8 +1088,9 @@ def files(case):
     return findings
 
 
-QUESTIONS = (leftovers, numbers, start, samples, samplers, reductions, unused,
-             equal, mean, same, losses_apart, buffers, files)
+QUESTIONS = (leftovers, numbers, joined, start, samples, samplers,
+             same_numbers, averages, reductions, unused, equal, mean, same,
+             losses_apart, buffers, copies, files)
 
 
 def not_seen(case, steps, resumes):

@@ -8,6 +8,7 @@ with the run that was not interrupted.
 
 from collections import Counter
 
+from workshop import parts
 from workshop.findings import fail, ok, percent, warn
 from workshop.parts import assemble, relative_error
 from workshop.verify import questions
@@ -108,6 +109,13 @@ def kept(case, good, back):
     """What the optimizers keep: moments, the number of their steps."""
     names = set()
     for one, other in firsts(good, back):
+        lack = [rank for rank, (saved, mine) in enumerate(zip(
+            one, other, strict=True))
+            if parts.names(saved["kept"]) - parts.names(mine["kept"])]
+        if 0 < len(lack) < len(one):
+            return [fail("the optimizer's state does not come back on rank "
+                         f"{lack[0]}", "every rank loads it: "
+                         "optimizer.load_state_dict(...)")]
         saved, mine = put_together(one, "kept"), put_together(other, "kept")
         load = ("load it, once the optimizer has its parameters: "
                 "optimizer.load_state_dict(...)")

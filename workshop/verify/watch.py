@@ -12,10 +12,15 @@ the check, and RANK.pt, a dictionary:
     saved     how many updates were recorded when it had saved something
     read      files it has opened before its first update
     results   files it has written after that
+    new       files and folders that it has made
+    copies    of the model: what `parts.describe` says of each at the end
     asked, written  as in the check
 """
 
+import contextlib
+import ctypes
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -62,12 +67,18 @@ class Watcher(Observer):
     def nothing_seen(self):
         return {"updates": [], "names": {}, "dropout": False,
                 "batchnorm": False, "low": False, "draws": False,
-                "saved": None, "read": [], "results": [],
+                "saved": None, "read": [], "results": [], "new": [],
+                "copies": [],
                 "asked": [], "written": []}
 
     def finish(self):
         if not self.finished:
             self.finished = True
+            with contextlib.suppress(Exception):  # of half a module
+                self.seen["copies"] = [
+                    parts.describe((name, thin(weight)) for name, weight
+                                   in module.named_parameters())
+                    for module in self.copies()]
             super().finish()
 
     def leave(self):
@@ -106,6 +117,7 @@ class Watcher(Observer):
         self.watch_dropout()
         self.watch_batchnorm()
         self.watch_targets()
+        self.watch_scaler()
         backward, begin, set_epoch = (
             torch.Tensor.backward, DistributedSampler.__iter__,
             DistributedSampler.set_epoch)
@@ -123,11 +135,13 @@ class Watcher(Observer):
             self.asked("sampler", (sampler.num_replicas, sampler.seed))
             if sampler.shuffle:
                 self.told[sampler] = hasattr(sampler, "_was_told")
+                if sampler.__dict__.pop("_is_told", False):
+                    self.asked("epochs", (id(sampler), sampler.epoch))
             return begin(sampler)
 
         @functools.wraps(set_epoch)
         def visible_set_epoch(sampler, epoch):
-            sampler._was_told = True
+            sampler._was_told = sampler._is_told = True
             return set_epoch(sampler, epoch)
 
         torch.Tensor.backward = visible_backward
@@ -135,6 +149,7 @@ class Watcher(Observer):
         DistributedSampler.set_epoch = visible_set_epoch
 
     def watch_sharding(self):
+        import torch
         from torch.distributed import fsdp
 
         super().watch_sharding()
@@ -154,6 +169,18 @@ class Watcher(Observer):
             wrap(module, *args, **kwargs)
 
         fsdp.FullyShardedDataParallel.__init__ = visible_wrap
+        empty = torch.nn.Module.to_empty
+
+        @functools.wraps(empty)
+        def visible_empty(module, *args, **kwargs):
+            empty(module, *args, **kwargs)
+            with torch.no_grad():  # memory may hold numbers by chance
+                for weight in module.parameters(kwargs.get("recurse", True)):
+                    if weight.is_floating_point():
+                        weight.fill_(torch.nan)
+            return module
+
+        torch.nn.Module.to_empty = visible_empty
 
     on_forward = watch_evaluation = watch_pipelines = lambda self, *_: None
 
@@ -208,6 +235,22 @@ class Watcher(Observer):
             self.names[id(weight)] = before + parts.plain_name(name)
             if weight.requires_grad and not isinstance(weight, DTensor):
                 weight.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def copies(self):
+        """Modules like one that trains, with weights that do not: an average.
+        """
+        import torch
+
+        def form(module):
+            return [(parts.plain_name(name), weight.shape)
+                    for name, weight in module.named_parameters()]
+
+        forms = [form(module) for module in self.modules.values()]
+        return [one for one in gc.get_objects()
+                if issubclass(type(one), torch.nn.Module)
+                and not any(id(weight) in self.parameters
+                            for weight in one.parameters())
+                and form(one) in forms]
 
     def on_gradient(self, weight):
         """What this rank has computed, before it is reduced."""
@@ -292,6 +335,33 @@ class Watcher(Observer):
         DistributedDataParallel._passing_sync_batchnorm_handle = (
             lambda ddp, module: None)  # it refuses a CPU
 
+    def watch_scaler(self):
+        """Also one that is disabled because there is no GPU."""
+        import torch
+
+        scaler = torch.amp.GradScaler
+        make, scale, unscale = scaler.__init__, scaler.scale, scaler.unscale_
+
+        @functools.wraps(make)
+        def visible_make(one, *args, **kwargs):
+            one._wanted = kwargs.get("enabled", args[5] if args[5:] else True)
+            make(one, *args, **kwargs)
+
+        @functools.wraps(scale)
+        def visible_scale(one, *args):
+            self.scaled = one._wanted
+            if one.is_enabled() and ("scaler", True) not in self.seen["asked"]:
+                self.asked("scaler", True)
+            return scale(one, *args)
+
+        @functools.wraps(unscale)
+        def visible_unscale(one, *args):
+            self.scaled = False
+            return unscale(one, *args)
+
+        scaler.__init__, scaler.scale, scaler.unscale_ = (
+            visible_make, visible_scale, visible_unscale)
+
     def watch_targets(self):
         """How many there are: a loss is often a mean over those."""
         import torch
@@ -323,11 +393,13 @@ class Watcher(Observer):
         self.samples, self.losses, self.stream = [], [], None
         self.unclipped, self.bytes, self.calls = {}, 0, 0
         self.synced, self.reduced, self.late = [], 0, 0
-        self.targets, self.mixed = 0, False
+        self.targets, self.mixed, self.scaled = 0, False, False
 
     def watch_clip(self, clip):
         @functools.wraps(clip)
         def visible_clip(*args, **kwargs):
+            if self.scaled:
+                self.asked("clipped", "scaled")
             if not self.unclipped:
                 self.unclipped = {key: thin(weight.grad) for key, weight
                                   in self.parameters.items()}
@@ -383,6 +455,7 @@ class Watcher(Observer):
             return parts.describe((key, tensor_of(weight))
                                   for key, weight in weights.items())
 
+        now = state(thin)
         self.seen["updates"].append({
             "optimizer": number,
             "rows": [row for rows, _ in self.samples for row in rows],
@@ -397,15 +470,15 @@ class Watcher(Observer):
             "reduced": self.reduced, "bytes": self.bytes,
             "calls": self.calls,
             "late": self.late, "targets": self.targets, "mixed": self.mixed,
-            "before": state(thin) if not self.made[number] or self.since
-            else None,
+            "before": now if not self.made[number] or self.since else None,
+            "now": now,  # again before each
+            "random": random_states(),
             "gradients": state(lambda weight: self.unclipped.get(
                 id(weight), thin(weight.grad))),
             "local": state(lambda weight: self.local.get(id(weight)))})
         if self.kind in ("saved", "resumed"):
-            self.seen["updates"][-1] |= {
-                "kept": parts.describe(kept(optimizer, weights)),
-                "random": random_states()}
+            self.seen["updates"][-1]["kept"] = parts.describe(
+                kept(optimizer, weights))
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):
             self.leave()
@@ -444,8 +517,10 @@ class Watcher(Observer):
         save = torch.save
 
         @functools.wraps(save)
-        def visible_save(*args, **kwargs):
-            save(*args, **kwargs)
+        def visible_save(obj, f, *args, **kwargs):
+            if isinstance(f, (str, Path)):  # not opened by Python
+                self.makes(f)
+            save(obj, f, *args, **kwargs)
             if self.made:
                 # the other ranks may be an update behind
                 Path(f"{self.folder}/saved-{len(self.seen['updates'])}"
@@ -455,9 +530,18 @@ class Watcher(Observer):
 
     def on_event(self, event, args):
         super().on_event(event, args)
+        if event == "os.mkdir" or (
+                event == "open" and (args[2] or 0) & os.O_CREAT):
+            self.makes(args[0])
+        if event == "os.rename":
+            self.makes(args[1])
         if event == "open" and isinstance(args[0], str) and not (
                 self.made or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
             self.seen["read"].append(os.path.abspath(args[0]))
+
+    def makes(self, path):
+        if isinstance(path, (str, Path)) and not os.path.lexists(path):
+            self.seen["new"].append(os.path.abspath(path))
 
     def wrote(self, path):
         super().wrote(path)
@@ -541,7 +625,7 @@ def hash_each(tensors, axis):
             flat = part.reshape(len(part), -1).clone(
                 memory_format=torch.contiguous_format)  # its strides, too
             for one, data in zip(hashes, flat.view(torch.uint8), strict=True):
-                one.update(data.numpy().tobytes())
+                one.update(ctypes.string_at(data.data_ptr(), len(data)))
     return [one.hexdigest() for one in hashes]
 
 
