@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from backstage.errors import UserError, explain, require, warn
-from backstage.files import is_count, reading, write_atomically
+from backstage.files import reading, write_atomically
 
 RECORD = "hyperparameters.json"
-CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
-COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
-DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
@@ -26,32 +23,18 @@ COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
 ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"
 
 
-def read_record(folder, types=None):
+def read_record(folder, types):
     """The run's `hyperparameters.json`, a dictionary.
 
-    types: of more of the hyperparameters, which an older run may not have.
+    types: of its hyperparameters, some of which an older run may not have.
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
     with reading(file, "to go on with the run, delete it, and give --resume "
                  "and all of its flags again"):
         record = json.loads(file.read_bytes())
-        hp, config = record["hyperparameters"], record["config"]
-        counts = {name: record[name] for name in ("max_steps", "world_size")}
-        counts |= {name: config[name] for name in CONFIG}
-        counts |= {name: hp[name] for name in COUNTS}
-        counts |= {name: hp.get(name, 1) for name in DIVISORS}
-        counts["nodes"] = record.get("nodes", 1)
-        for name, value in counts.items():
-            require(is_count(value), f"{name} is no number from 1 on")
-        texts = {name: record[name] for name in ("stage", "device")}
-        texts |= {name: hp[name] for name in ("preset", "data")}
-        texts["strategy"] = hp.get("strategy", "")
-        for name, value in texts.items():  # no path has a zero byte
-            require(type(value) is str and "\0" not in value,
-                    f"{name} is no text")
-        for name, kind in (types or {}).items():
-            require(name not in hp or is_a(hp[name], kind),
+        for name, value in record["hyperparameters"].items():
+            require(name not in types or is_a(value, types[name]),
                     f"{name} has another type")
     return record
 
@@ -60,6 +43,8 @@ def is_a(value, kind):
     """Whether a value of a JSON file has the type of a flag."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if type(value) is str and "\0" in value:  # no path has a zero byte
+        return False
     return type(value) is kind or (kind is float and type(value) is int)
 
 

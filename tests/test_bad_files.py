@@ -33,7 +33,7 @@ from backstage.checkpoint import (
 from backstage.errors import UserError
 from backstage.files import Damaged
 from backstage.flags import parse
-from backstage.record import COLUMNS, RECORD, read_metrics, read_record
+from backstage.record import COLUMNS, RECORD, read_metrics
 from solutions import train_gpt2_std as std
 from workshop import scratch
 from workshop.results import runs
@@ -284,7 +284,7 @@ def test_a_record_of_any_bytes(place, content):
     """A run is resumed with it, or shown among the results."""
     (place / RECORD).write_bytes(content)
     (place / "metrics.csv").write_text(ROWS)
-    record = one_line(read_record, place)
+    record = one_line(runs.read_started, place)
     assert record is None or record["max_steps"] > 0
     result = one_line(runs.read, place)
     if result:
@@ -310,7 +310,7 @@ def test_pipes_and_folders_are_no_files(tmp_path):
     shards = make_dataset(tmp_path / "data")
     for file, read in (
             (tmp_path / "pipe.pt", load_checkpoint),
-            (tmp_path / RECORD, lambda file: read_record(file.parent)),
+            (tmp_path / RECORD, lambda file: runs.read_started(file.parent)),
             (tmp_path / "metrics.csv", lambda file: [*read_metrics(file)]),
             (shards / "manifest.json",
              lambda file: dataset.read_manifest(file.parent)),

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from backstage.errors import require
 from backstage.files import reading, show_path, write_atomically
-from backstage.record import read_metrics, read_record
+from backstage.record import read_metrics
+from workshop.results.runs import read_started
 
 PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
 STEP = "end of step "  # begins the name of the mark that the run has left
@@ -61,7 +62,7 @@ def main(run):
     if len(ranks) > 1 and not messages:
         print("the traces do not show the messages (MPI's never): their time "
               "is in the part that sends them")
-    if read_record(folder)["device"] != "cpu" and not any(
+    if read_started(folder)["device"] != "cpu" and not any(
             rank.kernels for rank in ranks):
         print("no kernels were recorded, so this is what the program did, not "
               "when the device computed")

@@ -6,7 +6,7 @@ The batch files use it to find out whether there is something left to do.
 from pathlib import Path
 
 from backstage.errors import UserError
-from backstage.record import read_record
+from workshop.results.runs import read_started
 
 
 def show(folder):
@@ -15,7 +15,7 @@ def show(folder):
     files = sorted((folder / "checkpoints").glob("step_*.pt"))
     step = int(files[-1].stem.rpartition("_")[2]) if files else 0
     try:
-        steps = read_record(folder)["max_steps"]
+        steps = read_started(folder)["max_steps"]
     except (FileNotFoundError, UserError):  # the run has not started yet
         steps = None
     print(f"{step} of {'?' if steps is None else steps} steps are saved")

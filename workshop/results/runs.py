@@ -12,13 +12,16 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import reading, show_path
+from backstage.files import is_count, reading, show_path
 from backstage.flops import num_parameters
-from backstage.record import read_metrics, read_record
+from backstage.record import RECORD, read_metrics, read_record
 from workshop.arithmetic import of_step
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
+CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
+COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
+DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 # The course's own scaling plots: seconds per epoch, by the number of GPUs and
@@ -52,6 +55,30 @@ RUNGS = {
     "ddp": "as in mpi, but DDP broadcasts rank 0's weights at the start, and "
            "sends the gradients in buckets, during the backward pass",
 }
+
+
+def read_started(folder):
+    """What a run says of itself in `hyperparameters.json`, a dictionary.
+
+    Raises `FileNotFoundError`, or a `UserError` if it is damaged.
+    """
+    record = read_record(folder, {})
+    with reading(Path(folder) / RECORD):
+        hp, config = record["hyperparameters"], record["config"]
+        counts = {name: record[name] for name in ("max_steps", "world_size")}
+        counts |= {name: config[name] for name in CONFIG}
+        counts |= {name: hp[name] for name in COUNTS}
+        counts |= {name: hp.get(name, 1) for name in DIVISORS}
+        counts["nodes"] = record.get("nodes", 1)
+        for name, value in counts.items():
+            require(is_count(value), f"{name} is no number from 1 on")
+        texts = {name: record[name] for name in ("stage", "device")}
+        texts |= {name: hp[name] for name in ("preset", "data")}
+        texts["strategy"] = hp.get("strategy", "")
+        for name, value in texts.items():
+            require(type(value) is str and "\0" not in value,
+                    f"{name} is no text")
+    return record
 
 
 @dataclass
@@ -149,7 +176,7 @@ class Result:
 def read(folder):
     """The run in a folder; a `UserError` if there is nothing to show."""
     try:
-        record = read_record(folder)
+        record = read_started(folder)
         rows = [*read_metrics(folder / "metrics.csv")]
     except FileNotFoundError as error:
         raise UserError(f"{show_path(folder)}: there is no "
