@@ -29,6 +29,7 @@ from backstage.checkpoint import (
     gather_state,
     load_checkpoint,
     outline,
+    spread_state,
 )
 from backstage.errors import UserError
 from backstage.files import Damaged
@@ -230,6 +231,16 @@ def test_weights_more_and_weights_alone():
     check_fit(__file__, other, outline(MODEL))
     with pytest.raises(Damaged, match="missing"):
         check_fit(__file__, other, OUTLINE)
+
+
+def test_an_optimizer_keeps_its_own_options():
+    """What the file says of them is not read, and may be anything."""
+    model = std.GPT(MODEL.config)
+    optimizer = model.configure_optimizers(std.PRESETS["tiny"])
+    spread_state(changed(STATE, ("optimizer", "param_groups"), [{"lr": "x"}]),
+                 model, optimizer)
+    weights, moments = gather_state(model, optimizer)
+    assert same_state(weights, WEIGHTS) and same_state(moments, MOMENTS)
 
 
 @pytest.mark.whole
