@@ -4,6 +4,7 @@ No process is started for a question. The trials are those of the solutions.
 """
 
 import copy
+import functools
 import json
 import math
 import pickle
@@ -23,20 +24,27 @@ RECORDED = {"ddp": ("1", "2", "uneven", "resumed", "stopped"),
             "tp": ("1x1x2",)}
 
 
+def of_whole(cases):
+    """All but DDP's take long: their trials have to be recorded."""
+    return [pytest.param(*case, marks=() if case[0] == "ddp" else
+                         pytest.mark.whole) for case in cases]
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """{(stage, column): (kind, trial)}, as they are read again; the reference.
-    """
-    trials = {}
-    for stage, columns in RECORDED.items():
+    """Of a stage {column: (kind, trial)}, and the reference, as read again."""
+    @functools.cache
+    def record(stage):
         solution = STAGES[stage].solution
         bench = Bench(tmp_path_factory.mktemp("bench"), stage, solution,
                       solution.read_bytes())
         bench.reference = find_reference(bench)
-        for row in bench.plan(False):
-            if row.column in columns:
-                trials[stage, row.column] = row.kind, bench.make(row)
-    return pickle.loads(pickle.dumps((trials, bench.reference)))
+        trials = {row.column: (row.kind, bench.make(row))
+                  for row in bench.plan(False)
+                  if row.column in RECORDED[stage]}
+        return pickle.loads(pickle.dumps((trials, bench.reference)))
+
+    return record
 
 
 def answers(recorded, stage, column, change):
@@ -44,8 +52,8 @@ def answers(recorded, stage, column, change):
 
     change: of the trial; what it returns, if anything, is its kind.
     """
-    trials, reference = recorded
-    kind, trial = trials[stage, column]
+    trials, reference = recorded(stage)
+    kind, trial = trials[column]
     trial = copy.deepcopy(trial)
     kind = change(trial) or kind
     return {question.title: finding
@@ -53,10 +61,10 @@ def answers(recorded, stage, column, change):
             if finding.verdict != "ok"}
 
 
-def test_the_solutions_are_right(recorded):
-    for stage, columns in RECORDED.items():
-        for column in columns:
-            assert not answers(recorded, stage, column, lambda trial: None)
+@pytest.mark.parametrize("stage", of_whole((stage,) for stage in RECORDED))
+def test_the_solutions_are_right(recorded, stage):
+    for column in RECORDED[stage]:
+        assert not answers(recorded, stage, column, lambda trial: None)
 
 
 def on(rank, **values):
@@ -333,7 +341,8 @@ CASES = [  # the stage, the column, the change; the question, its first words
 ]
 
 
-@pytest.mark.parametrize(("stage", "column", "change", "title", "says"), CASES)
+@pytest.mark.parametrize(
+    ("stage", "column", "change", "title", "says"), of_whole(CASES))
 def test_a_mistake(recorded, stage, column, change, title, says):
     found = answers(recorded, stage, column, change)
     first = next(iter(found), "")
