@@ -14,6 +14,7 @@ from workshop.lesson import render
 from workshop.notebook import pictures, tied
 
 
+@pytest.mark.whole
 def test_a_table_of_a_wrong_script(tmp_path, capsys):
     board = board_of(plant(tmp_path, FORWARD), capsys)
     assert board.columns == [

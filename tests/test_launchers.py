@@ -361,6 +361,7 @@ def test_the_network_that_nccl_names(lines, words):
     assert doctor_ranks.read_nccl_log(log) == f"{words} between the nodes"
 
 
+@pytest.mark.whole
 def test_ranks_follow_the_order_of_slurms_nodes(tmp_path, monkeypatch):
     """A stage of a pipeline is then on a node, whatever the nodes' names."""
     script = tmp_path / "script.py"
@@ -386,6 +387,7 @@ def test_ranks_follow_the_order_of_slurms_nodes(tmp_path, monkeypatch):
         "node 0 rank 0", "node 0 rank 1", "node 1 rank 2", "node 1 rank 3"]
 
 
+@pytest.mark.whole
 def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
     """Where a site's modules ask for it, its library would end Python."""
     (tmp_path / "mpi4py").mkdir()

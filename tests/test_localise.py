@@ -122,6 +122,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
     assert out.rstrip().endswith("Not yet. With -v it tells all that it saw.")
 
 
+@pytest.mark.whole
 def test_a_half_made_script_is_not_searched(tmp_path, capsys):
     out = said_of(STAGES["std"].solution.read_text(), tmp_path, capsys)
     assert "It is change" not in out

@@ -72,6 +72,7 @@ def test_one_process_is_recorded_and_drawn(tmp_path, capsys):
     assert "std x 1, rank 0" in svg and all(part in svg for part in PARTS)
 
 
+@pytest.mark.whole
 def test_a_run_that_goes_on_and_one_that_is_short(tmp_path):
     run = tmp_path / "run"
     short = train("std", run, "--max-steps", 5, "--profile", 1, data=GOLDEN)
