@@ -52,7 +52,7 @@ def look(target, folder, processes):
         ranks = collect(folder, processes)
         require(ranks, f"{target}: no process there has said which rank it is")
         alive = any(rank.alive or rank.fresh for rank in ranks)
-        answer = judge(ranks, time.time(), alive)
+        answer = judge(ranks, alive)
         still = standstill([rank for rank in ranks if rank.ending == "runs"])
         if (answer.fault or not STILL < still <= PATIENCE
                 or time.monotonic() > end):

@@ -165,14 +165,15 @@ def collect(folder, processes):
     """The `Rank`s, sorted."""
     if folder is None:
         return watch(processes)
-    asked = 0
+    asked, end = None, time.monotonic() + ANSWER
     if any(may_run(record) is not False for record in read(folder)):
         with contextlib.suppress(OSError):  # else what is there has to do
+            before = {file: name_write(file) for file in folder.glob(
+                "*-*.json")}
             (folder / "ask").touch()
-            asked = time.time()
-    while time.time() < asked + ANSWER:
-        records = read(folder)
-        if all(answered(folder, record, asked) for record in records
+            asked = before
+    while asked is not None and time.monotonic() < end:
+        if all(answered(folder, record, asked) for record in read(folder)
                if may_run(record) is not False):
             break
         time.sleep(0.5)
@@ -218,13 +219,18 @@ def stack_file(folder, record):
 
 
 def answered(folder, record, asked):
-    """Whether it has written since it was asked, by the files' own times."""
+    """Whether it has written since it was asked.
+
+    asked: what `name_write` said of each file then; None without a question.
+    """
     file = stack_file(folder, record).with_suffix(".json")
-    try:
-        return file.stat().st_mtime >= (folder / "ask").stat().st_mtime and (
-            asked > 0)
-    except OSError:
-        return False
+    return asked is not None and name_write(file) != asked.get(file)
+
+
+def name_write(file):
+    """What changes with each write, even where a clock is set back."""
+    state = file.stat()
+    return state.st_ino, state.st_mtime_ns
 
 
 def may_run(record):
@@ -241,10 +247,10 @@ def may_run(record):
 
 def watch(processes):
     """Look at the ranks until all have moved, at most for `PATIENCE` s."""
-    begin, ranks = time.time(), {}
+    begin, ranks = time.monotonic(), {}
     while True:
         for pid in with_peers(processes):
-            seen, now = look(pid), time.time()
+            seen, now = look(pid), time.monotonic()
             if seen is None:
                 continue
             # a process that a rank has started inherits its number
@@ -292,7 +298,10 @@ def look(pid):
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text(
             errors="replace").split("\0")
-        began = Path(f"/proc/{pid}").stat().st_mtime
+        began = float(Path(f"/proc/{pid}/stat").read_text(
+            errors="replace").rpartition(")")[2].split()[19]) / os.sysconf(
+                "SC_CLK_TCK")  # seconds since the system's start
+        age = float(Path("/proc/uptime").read_text().split()[0]) - began
     except OSError:  # it has ended
         return None
     rank, size = read_rank(env, command)
@@ -303,7 +312,7 @@ def look(pid):
     return {
         "rank": rank, "world_size": size, "pid": pid,
         "host": name_host(env),
-        "master": master, "began": began, "ended": None,
+        "master": master, "began": began, "age": age, "ended": None,
         "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
         "written": time.time(), "message": None, "sees_crashes": True,

@@ -188,14 +188,13 @@ def has_have(ranks):
     return "have" if len(ranks) > 1 else "has"
 
 
-def judge(ranks, now, alive=True):
+def judge(ranks, alive=True):
     """The `Answer`, by the first rule that has one.
 
-    ranks: sorted; now: seconds, as time.time(); alive: whether any of the
-    processes may still run.
+    ranks: sorted; alive: whether any of the processes may still run.
     """
     ranks = [rank for rank in ranks if rank.rank is not None]
-    waited = now - min((rank.began for rank in ranks), default=now)
+    waited = max((rank.age for rank in ranks), default=0)
     for rule in RULES:
         answer = rule(ranks, waited if alive else float("inf"))
         if answer:
@@ -769,6 +768,8 @@ def check_straggler(ranks, waited):
             {number for number, _, _ in found}) > 1:
         return None
     number, share, mean = find_last(whole)
+    if mean > min(longest_gap(rank) for rank in ranks if rank.rank != number):
+        return None  # nobody has waited so long: its clock is another one
     rank = next(rank for rank in ranks if rank.rank == number)
     return Answer(
         "straggler", f"rank {number} on {rank.host} comes late, by "

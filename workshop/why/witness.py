@@ -19,6 +19,7 @@ import collections
 import contextlib
 import faulthandler
 import functools
+import heapq
 import importlib.util
 import json
 import opcode
@@ -125,6 +126,7 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
+        self.first = time.monotonic()  # the clock may be set meanwhile
         self.script, self.clock = None, main_thread_clock()
         self.ended, self.left_with, self.left_from = None, None, None
         self.lock = threading.Lock()  # for the file, and for how it ended
@@ -298,8 +300,8 @@ class Witness(threading.Thread):
 
     def give_up(self):
         """End this process, if no rank moves; the launcher ends the others."""
-        since = time.time() - self.limit
         self.touch()
+        since = self.last_ask() / 1e9 - self.limit
         time.sleep(6 * POLL)  # the others are to write before that
         if self.ended is not None or self.place != self.find_place() or (
                 self.others_moved(since)):
@@ -311,11 +313,13 @@ class Witness(threading.Thread):
         self.leave(1)
 
     def others_moved(self, since):
-        """Whether another rank has moved since then."""
+        """Whether another rank has moved since then, by the files' own times:
+        nodes' clocks may differ.
+        """
         for file in self.folder.glob("*-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 record = json.loads(file.read_text())
-                moved = record["written"] - record["still"]
+                moved = file.stat().st_mtime - record["still"]
                 if file != self.file and not record["ended"] and (
                         moved > since):
                     return True
@@ -383,7 +387,7 @@ class Witness(threading.Thread):
             "master": [os.environ.get("MASTER_ADDR"),
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
-            "still": self.still,
+            "age": time.monotonic() - self.first, "still": self.still,
             "stack": self.look(),
             "state": read_state(self.owner),
             "start": [os.environ.get(name) for name in STARTS],
@@ -491,21 +495,22 @@ def read_record(lines):
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
     # a number in place of a group: one without this rank
-    for entry in (entry for dump in dumps for entry in pickle.loads(
-            dump(True, lines, False)).get("entries", [])):
-        calls.append({
-            "group": groups.get(entry["process_group"][0]),
-            "name": entry["process_group"][0],
-            "number": entry["collective_seq_id"],
-            "call": entry["profiling_name"].rpartition(":")[2],
-            "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-            "waits": not entry["retired"], "p2p": entry["is_p2p"],
-            "time": entry["time_created_ns"] / 1e9,
-            "line": find_line([
-                [frame["filename"], frame["line"], frame["name"]]
-                for frame in reversed(entry["frames"])
-            ]) if entry.get("frames") else None})
-    calls.sort(key=lambda call: call["time"])
+    records = [[{
+        "group": groups.get(entry["process_group"][0]),
+        "name": entry["process_group"][0],
+        "number": entry["collective_seq_id"],
+        "call": entry["profiling_name"].rpartition(":")[2],
+        "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
+        "waits": not entry["retired"], "p2p": entry["is_p2p"],
+        "time": entry["time_created_ns"] / 1e9,
+        "line": find_line([
+            [frame["filename"], frame["line"], frame["name"]]
+            for frame in reversed(entry["frames"])
+        ]) if entry.get("frames") else None}
+        for entry in pickle.loads(dump(True, lines, False)).get(
+            "entries", [])] for dump in dumps]
+    # each is in order, also where the clock was set back meanwhile
+    calls = [*heapq.merge(calls, *records, key=lambda call: call["time"])]
     return {"calls": calls[-KEPT:]}
 
 
