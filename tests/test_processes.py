@@ -1,11 +1,16 @@
 """The processes that tests and checks start: what they say of their end."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from cluster import wait_for
 
+from backstage import ROOT
 from workshop import processes
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
@@ -28,6 +33,33 @@ def test_a_number_that_the_system_gives_again(tmp_path):
         if int(again.out or 0) == pid or again.status != 3:
             break
     assert again == processes.Rank(3, f"{pid}\n", "")
+
+
+def test_a_stopped_process_is_not_asleep(tmp_path):
+    """A rank, or the server of the ranks: what waits for them waits on."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    launch = processes.Launch(script)
+    try:
+        for pid in launch.jobs[0].pid, launch.jobs[0].server.process.pid:
+            wait_for(lambda: not launch.activity()[1], 60)
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: launch.activity()[1], 60)
+            os.kill(pid, signal.SIGCONT)
+    finally:
+        launch.clear()
+
+
+def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
+    """As mpirun ends them all after one that failed."""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "from workshop import mpirun_proxy\n"
+         "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)})
+    with socket.socket(socket.AF_UNIX) as proxy:
+        wait_for(lambda: not proxy.connect_ex(f"{tmp_path}/door"), 60)
+    assert rank.communicate() == (None, b"")
+    assert rank.returncode == -signal.SIGKILL
 
 
 def test_temporary_files_are_where_its_environment_says(tmp_path):

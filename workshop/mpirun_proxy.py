@@ -46,9 +46,10 @@ def meet(address):
         link, _ = door.accept()
     os.unlink(address)  # they have met
     size, handles, _, _ = socket.recv_fds(link, 8, 1)
-    data, size = b"", int.from_bytes(size, "big")
-    while len(data) < size:
-        data += link.recv(size - len(data))
+    with link.makefile("rb") as file:
+        data = file.read(int.from_bytes(size, "big"))
+    if not size or len(data) < int.from_bytes(size, "big"):
+        os.kill(os.getpid(), signal.SIGKILL)  # mpirun has ended it meanwhile
     variables = dict(pair.split("=", 1) for pair in data.decode().split("\0"))
     if handles:
         variables["PMI_FD"] = str(handles[0])

@@ -337,8 +337,9 @@ class Server:
 def activity(servers, others):
     """The CPU seconds of each thread, and how many threads want a CPU.
 
-    Of all that these servers have forked, and of other sessions. None where
-    the system does not say (it has no /proc).
+    So does one that was stopped (SIGSTOP), also a server, which has to say
+    who has ended. Of all that these servers have forked, and of other
+    sessions. None where the system does not say (it has no /proc).
     """
     tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
     if not Path("/proc/self/stat").exists():
@@ -346,12 +347,15 @@ def activity(servers, others):
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             pid = int(folder.name)
-            if pid in servers or os.getsid(pid) not in servers | others:
+            if os.getsid(pid) not in servers | others:
                 continue
             for task in (folder / "task").iterdir():
                 fields = (task / "stat").read_text(
                     errors="replace").rpartition(")")[2]
                 state, *numbers = fields.split()
+                eager += state in "Tt"
+                if pid in servers:
+                    continue
                 eager += state in "RD"
                 tasks[task.name] = (
                     int(numbers[10]) + int(numbers[11])) / tick
