@@ -16,6 +16,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import doctor
 from workshop.check import command
+from workshop.notebook import ranks
 from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
@@ -222,6 +223,14 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
         command.main("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
     assert doctor.ask_mpi().startswith("there is no mpirun here: load")
+
+
+def test_a_cell_has_its_seconds_whatever_the_clock_does(tmp_path):
+    is_late = ranks.too_late(tmp_path, 1, 60)
+    (tmp_path / "0.begun").touch()
+    os.utime(tmp_path / "0.begun", (0, 0))  # and then it was set
+    assert not is_late()
+    assert ranks.too_late(tmp_path, 1, -1)()
 
 
 def one_line(done, *words):

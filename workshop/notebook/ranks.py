@@ -64,7 +64,7 @@ def answer(cell, ranks, seconds, mpirun=False):
         ended = processes.Launch(
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
             world_size=ranks, preload=PRELOAD, mpirun=mpirun, sleeping=False,
-        ).wait(120, mpirun and (lambda: too_late(folder, ranks, seconds)))
+        ).wait(120, mpirun and too_late(folder, ranks, seconds))
         said = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
@@ -84,9 +84,17 @@ def answer(cell, ranks, seconds, mpirun=False):
 
 
 def too_late(folder, ranks, seconds):
-    """Whether all ranks began with the cell so long ago; MPI has no limit."""
-    begun = [file.stat().st_mtime for file in Path(folder).glob("*.begun")]
-    return len(begun) == ranks and time.time() > max(begun) + seconds
+    """A function: whether all ranks were seen to have begun with the cell so
+    long ago. MPI has no limit of its own.
+    """
+    end = float("inf")
+
+    def is_late():
+        nonlocal end
+        if len([*Path(folder).glob("*.begun")]) == ranks:
+            end = min(end, time.monotonic() + seconds)
+        return time.monotonic() > end
+    return is_late
 
 
 def say(**answer):
