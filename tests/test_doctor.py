@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import copy_course, git, needs, program, python
+from conftest import copy_course, git, needs, program, python, workshop
 from stages import BYTES, write_shards
 
 from backstage import dataset
@@ -95,6 +95,18 @@ def test_without_packages_it_says_what_is_missing(repo):
         *["MPI"] * bool(shutil.which("mpirun"))}
     assert "source activate.sh" in answers["packages"][1]
     assert "torch" in answers["device"][1]
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_a_torch_that_does_not_load_is_one_line(error, repo):
+    (repo / "torch").mkdir()
+    (repo / "torch" / "__init__.py").write_text(
+        f'raise {error}("libtorch_cpu.so: file too short")\n')
+    copy_course(repo, "solutions", "code")
+    for words in ["check", "ddp"], ["verify", "--", "code/train_gpt2.py"]:
+        assert "does not load here (libtorch_cpu.so: file too short)" in (
+            workshop(repo, *words, status=1))
+    assert "file too short" in run(repo)["device"][1]
 
 
 @pytest.mark.parametrize("ask, harm, complaint", [

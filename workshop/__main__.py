@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 import textwrap
+import traceback
 
 from backstage.errors import UserError, run_main
+from backstage.files import reason
 from workshop import (
     answers,
     classroom,
@@ -37,6 +39,13 @@ def main():
             raise
         raise UserError(f"{sys.executable} has no {error.name}: run `source "
                         "activate.sh` first") from error
+    except (ImportError, OSError) as error:
+        if not any(frame.f_globals.get("__name__") == "torch" for frame, _ in
+                   traceback.walk_tb(error.__traceback__)):
+            raise
+        raise UserError(f"PyTorch does not load here ({reason(error)}): is a "
+                        "module of the site missing, or is its installation "
+                        f"in {sys.prefix} damaged?") from error
 
 
 # What each command does, with what it needs: most need no package. Each
