@@ -457,10 +457,10 @@ def test_any_flags(data, pairs):
 # ---------------------------------------------------------------- the rest
 
 
-def leave_folder(parent):
-    """Make a check's folder in a process that is killed then; its path."""
+def leave_folder(parent, user):
+    """Make a check's folder in a user's process that is killed; its path."""
     program = (f"import os, tempfile; tempfile.tempdir = {parent!r}\n"
-               "from workshop import scratch\n"
+               f"from workshop import scratch\nos.setuid({user})\n"
                "print(scratch.make_folder(), flush=True)\n"
                "os.kill(os.getpid(), 9)")
     said = subprocess.run([sys.executable, "-c", program], text=True,
@@ -471,8 +471,11 @@ def leave_folder(parent):
 def test_what_a_killed_check_has_left_is_removed(monkeypatch):
     with tempfile.TemporaryDirectory() as parent:  # of a short name
         monkeypatch.setattr("tempfile.gettempdir", lambda: parent)
-        mine, killed = scratch.make_folder(), leave_folder(parent)
+        mine = scratch.make_folder()
+        killed = leave_folder(parent, os.getuid())
         assert killed.exists()
+        os.chmod(parent, 0o1777)  # as /tmp
+        another = leave_folder(parent, 65534) if os.getuid() == 0 else mine
         theirs = Path(parent, "check-points-of-my-thesis")
         marked = Path(parent, "check-marks")
         linked = Path(parent, "check-link")
@@ -486,5 +489,6 @@ def test_what_a_killed_check_has_left_is_removed(monkeypatch):
             os.utime(folder, (0, 0))  # it has been there for long
         scratch.make_folder()
         assert mine.exists() and linked.exists() and not killed.exists()
+        assert another.exists()
         for folder in theirs, marked:
             assert (folder / "best.pt").exists()
