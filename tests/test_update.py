@@ -125,9 +125,13 @@ def test_what_the_newest_course_has_not_changed_stays_in_its_place(
     commit(course)
     append(clone / "batchfiles" / "job.sh", "# mine\n")
     append(clone / DESK, "# my script\n")
-    update(clone)
+    mine = clone / "tmp" / "check-1" / "script.py"  # where TMPDIR may be
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    update(clone, TMPDIR=str(clone / "tmp"))
     assert git(clone, "status", "--short") == (
-        f" M batchfiles/job.sh\n M {DESK}\n")
+        f" M batchfiles/job.sh\n M {DESK}\n?? tmp/\n")
+    assert [*mine.parent.parent.rglob("*.py")] == [mine]
     assert (clone / "batchfiles" / "job.sh").read_text().endswith("# mine\n")
 
 
