@@ -420,7 +420,8 @@ def run(words):
             bad.append(case)
             print(out)
         lines = [line.strip() for line in out.splitlines()]
-        says = (next((line for line in lines if case.says[0] in line), "")
+        first = case.says[0].partition("\n")[0]
+        says = (next((line for line in lines if first in line), "")
                 if case.mistake else lines[-1])
         report += [f"{'NO ' if odd else 'yes'} {case.name} "
                    f"({time.time() - start:.0f} s)", f"      {says}"]
@@ -770,6 +771,8 @@ CASES = [
     right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS, suite=True),
     wrong("GPUs", "all read the same", SAME_SAMPLES, (", sampler=sampler,",
                                                       ",")),
+    wrong("GPUs", "no training", "of its own? it runs on the CPU here",
+          ("torch.cuda.set_device(local)\n", "raise SystemExit\n")),
     right("GPUs, sharded", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
     wrong("GPUs, sharded", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
