@@ -296,6 +296,16 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
         small.rmdir()
 
 
+def test_the_script_of_another_stage_is_named(capsys):
+    """As the list of changes does; and none of its changes is tried."""
+    with pytest.raises(UserError, match="This is the stage ddp, but "
+                       r"the lesson starts from std: .*reset std"):
+        main("mpi", STAGES["ddp"].solution, change=3)
+    assert not main("mpi", STAGES["ddp"].solution)
+    said = capsys.readouterr().out
+    assert "This is the stage ddp, but" in said and "Without" not in said
+
+
 @pytest.mark.whole
 def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     """Once is seen now and then, and is no verdict; twice is an error."""

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from stages import GOLDEN
@@ -12,6 +13,7 @@ from backstage.flags import DEMO, parse
 from backstage.flops import flops_per_token
 from workshop.notebook import one_gpu
 from workshop.notebook.sharding import std
+from workshop.results import plot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = {"--preset": "tiny", "--minibatch-size": 8,
@@ -58,6 +60,25 @@ def test_the_limit_is_that_of_the_rows_dataset(
         config = std.replace(std.MODELS["gpt2"], vocab_size=size)
         each = flops_per_token(config, 1024) / 1e6
         assert f"{each:,.1f} MFLOP" in capsys.readouterr().out
+
+
+def test_the_bars_are_as_long_as_the_tables_steps(monkeypatch):
+    """Also where the profiler made the faster one slower."""
+    rows = {name: {"what": name, "seconds": seconds, "parts": dict.fromkeys(
+        plot.PARTS, recorded)} for name, seconds, recorded in (
+            ("fp32", 2.0, 1.0), ("bf16", 1.0, 3.0), *(
+                (str(number), 1.0, 1.0) for number in range(7)))}
+    monkeypatch.setattr(plot, "themed", lambda panel: panel)
+    figure, ax = plt.subplots(figsize=(6.4, 3.6))
+    one_gpu.draw({"rows": rows})(ax)
+    ends = [max(bar.get_x() + bar.get_width() for bar in ax.patches
+                if bar.get_y() < y < bar.get_y() + 1) for y in range(9)]
+    assert ends == pytest.approx([2000, *[1000] * 8])
+    figure.draw_without_rendering()
+    legend = ax.get_legend().get_window_extent()
+    assert not any(legend.overlaps(bar.get_window_extent())
+                   for bar in ax.patches)
+    plt.close(figure)
 
 
 @pytest.mark.whole

@@ -7,6 +7,7 @@ import re
 import shutil
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
 import pytest
 from conftest import python
 
@@ -151,6 +152,20 @@ def test_the_model_finds_the_times_it_was_made_of():
     assert fitted.seconds(16, 2) == pytest.approx(made.seconds(16, 2))
     assert results.fit({point: points[point] for point in LADDER[:2]},
                        NUM_BYTES) is None
+
+
+def test_a_model_without_a_microbatchs_time_is_not_drawn():
+    """On two cores four processes take as long for a quarter each."""
+    both = [results.read(results.EXAMPLES / f"ddp-{n}") for n in (1, 2, 4)]
+    for drawn, times in ((True, (4, 2, 1)), (False, (1, 1.5, 1.9))):
+        for run, seconds in zip(both, times, strict=True):
+            for row in run.rows:
+                row["seconds"] = seconds
+        figure, ax = plt.subplots()
+        panels.model(ax, both)
+        assert bool(ax.patches) == drawn, results.fit_kind(both, "ddp")
+        assert drawn or "do not fit the model" in ax.texts[0].get_text()
+        plt.close(figure)
 
 
 def test_the_model_bends_at_the_edge_of_a_node():

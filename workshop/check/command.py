@@ -68,6 +68,7 @@ def make_others(stage, script, data, change, say):
     """
     diff = Diff(stage, script, data)
     diff.require_change(change)
+    require(not diff.other_stage(), advice(diff))
     items = [item for item in diff.left if item.number == change]
     if not items:
         say(f"Change {change} is made as the lesson has it.")
@@ -192,8 +193,10 @@ class Check:
                  f"preset tiny, fp32, {STEPS} steps")
         bench.reference = find_reference(bench)
         right = all(map(self.try_out, self.plan))
-        *others, last = [str(row.mesh.size) for row in self.plan.values()
-                         if row.kind == "whole"]
+        # two meshes may have the same size
+        *others, last = dict.fromkeys(
+            str(row.mesh.size) for row in self.plan.values()
+            if row.kind == "whole")
         several = last != "1"
         if right and self.change:
             self.say(f"\nRight, as far as {last} process"
@@ -278,15 +281,16 @@ class Check:
         """
         stage, script = self.bench.stage, self.bench.script
         try:
+            mine = Diff(stage, script)
             diff = Diff(stage, script, localise.rename(
                 script.read_text("utf-8-sig"),  # there may be a mark
                 STAGES[stage].solution.read_text("utf-8")).encode())
         except (UnicodeDecodeError, UserError, tokenize.TokenError):
             return  # it cannot be compared
-        if 2 * len(diff.left) > diff.total:
+        if 2 * len(diff.left) > diff.total or mine.other_stage():
             left = f"{len(diff.left)} of {diff.total} changes are left"
-            self.say(f"        {left}. {advice(diff)}")
-            self.out.report(cause=[left, advice(diff)])
+            self.say(f"        {left}. {advice(mine)}")
+            self.out.report(cause=[left, advice(mine)])
             return
         items = localise.in_order(diff, self.wrong.lines)
         # differences -> a `Mistake`, or None if right

@@ -72,6 +72,7 @@ STYLE = """<style>
 .ws .wide { overflow-x: auto }
 .ws .wide td, .ws .wide th { padding: 3px 4px; font-family:
   var(--jp-ui-font-family, sans-serif) }
+.ws .wide .words td, .ws .wide .words th { text-align: left }
 .ws table.check { margin: 4px 0; font-family:
   var(--jp-ui-font-family, sans-serif); font-size: 12px }
 .ws .unseen, .ws table.check caption { position: absolute; width: 1px;
@@ -209,9 +210,12 @@ def saved(path):
 
 def title(diff, item):
     """The change's number and name, and its place in the script."""
-    i1, i2, j1, _ = item.edits[0]
+    i1, i2, j1, j2 = item.edits[0]
     # a removed line is in the script, an added one in the solution
-    place = diff.yours.place(i1) if i1 < i2 else diff.goal.place(j1)
+    script, begin, end = ((diff.yours, i1, i2) if i1 < i2 else
+                          (diff.goal, j1, j2))
+    place = script.place(next(  # a blank line has no indent
+        (i for i in range(begin, end) if script.lines[i]), begin))
     where = f"line {i1 + 1}, " + (
         f"in {place}" if place else "outside any function")
     number = f"{item.number} of {diff.total}: " if item.number else ""

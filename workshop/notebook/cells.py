@@ -693,11 +693,15 @@ def decisions():
     """When to divide what, with a number in each row."""
     rows = [("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
             *arithmetic.decisions()]
-    return Shown(render.box(table(rows)), "\n".join(map("; ".join, rows)))
+    return Shown(render.box(table(rows, "words")),
+                 "\n".join(map("; ".join, rows)))
 
 
-def table(rows):
-    """An HTML table of rows of cells; the first row is its head."""
+def table(rows, kind="numbers"):
+    """An HTML table of rows of cells; the first row is its head.
+
+    kind: of what most cells hold; "words" begin at the left.
+    """
     head, *rest = ([html.escape(str(cell)) for cell in row] for row in rows)
     about = f"Table: {', '.join(head)}"
     head = "".join(f'<th scope="col">{cell}</th>' for cell in head)
@@ -705,7 +709,7 @@ def table(rows):
             + "".join(f"<td>{cell}</td>" for cell in row)
             for name, *row in rest)
     return render.scrolling(
-        f"<table><tr>{head}</tr>"
+        f'<table class="{kind}"><tr>{head}</tr>'
         f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>", about)
 
 

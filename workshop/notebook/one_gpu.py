@@ -169,20 +169,24 @@ def table(record):
 
 
 def draw(record):
-    """Where a step's time goes, a bar for each row: SVG."""
+    """Where a step's time goes, a bar for each row: SVG.
+
+    A bar is as long as the table's step. Its parts are those of a step that
+    the profiler has recorded, and which it makes longer.
+    """
     def panel(ax):
-        ax.set(title="where a step's time goes, recorded",
-               xlabel="ms per step")
+        ax.set(title="where a step's time goes", xlabel="ms per step")
         rows = record["rows"].values()
         left = [0.0] * len(rows)
         for part, colour in plot.PARTS.items():
-            widths = [1000 * row["parts"][part] for row in rows]
+            widths = [1000 * row["seconds"] * row["parts"][part]
+                      / (sum(row["parts"].values()) or 1) for row in rows]
             if any(widths):
                 ax.barh(range(len(rows)), widths, left=left, label=part,
                         color=colour)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         ax.set_yticks(range(len(rows)), [row["what"] for row in rows])
-        ax.set_ylim(len(rows) + 0.6, -0.6)  # room for the legend
+        ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # the legend
         ax.legend(loc="lower left", ncols=4)
 
     return plot.themed(panel)

@@ -130,6 +130,11 @@ def model(ax, runs):
         return note(ax, "this needs one stage on three numbers\n"
                         "of processes, for example 1, 2 and 4")
     fitted = results.fit_kind(runs, stage)
+    if not fitted.microbatch:
+        ax.set_axis_off()
+        return note(ax, "these times do not fit the model: it finds that a\n"
+                        "microbatch takes no time, as where processes\n"
+                        "share the cores of a CPU")
     runs = [run for run in runs if run.kind == stage]
     names = ("A microbatches", "optimizer", "exposed all-reduce")
     left = [0.0] * len(runs)
