@@ -50,6 +50,48 @@ function overflowing() {
     .map(view => view.innerText.slice(0, 80));
 }
 
+// What is cut or broken in the notebook's outputs, all of it unfolded: what is
+// wider than its place, words and numbers that go on in the next line, and
+// lines of columns that do. least: how many words there have to be.
+function broken(least) {
+  const folds = [...pane().querySelectorAll(
+    ".jp-OutputArea-output details:not([open])")];
+  folds.forEach(fold => fold.open = true);
+  const found = [], tell = (what, words) =>
+    found.push(`${what}: ${words.trim().slice(0, 60)}`);
+  const lines = (node, begin, end) => {
+    const range = document.createRange();
+    range.setStart(node, begin);
+    range.setEnd(node, end);
+    return new Set([...range.getClientRects()].filter(box => box.width)
+      .map(box => Math.round(box.top))).size;
+  };
+  let seen = 0;
+  for (const output of pane().querySelectorAll(".jp-OutputArea-output")) {
+    for (const one of [output, ...output.querySelectorAll("*:not(.unseen, caption, svg *)")])
+      if (one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+        tell(`${one.scrollWidth} of ${one.clientWidth}`, one.innerText ?? "");
+    const walk = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const node = walk.currentNode, words = node.textContent;
+      if (!node.parentElement.getClientRects().length
+          || node.parentElement.closest("style, script, .unseen")) continue;
+      for (const word of words.matchAll(
+          /\d[\d.,]*(e[-+]\d+)?|[\p{L}\p{N}_]+/gu)) {
+        seen += 1;
+        if (lines(node, word.index, word.index + word[0].length) > 1)
+          tell("broken", word[0]);
+      }
+      if (node.parentElement.closest("pre:not(.code)"))
+        for (const line of words.matchAll(/^(\|.*|(.*\S {3,}){2}\S.*)$/gm))
+          if (lines(node, line.index, line.index + line[0].length) > 1)
+            tell("columns", line[0]);
+    }
+  }
+  folds.forEach(fold => fold.open = false);
+  return seen < least ? ["there are too few words"] : found;
+}
+
 // The texts whose contrast is below 4.5:1: the colours as the browser computes
 // them, over all that is painted beneath. least: how many there have to be.
 function faint_texts(least, where = ".ws") {
@@ -116,4 +158,5 @@ function faint_texts(least, where = ".ws") {
 }
 
 Object.assign(window, {
-  readable, overflowing, faint_texts, kernels_are_idle, scroll_to_its_end });
+  readable, overflowing, broken, faint_texts, kernels_are_idle,
+  scroll_to_its_end });

@@ -25,13 +25,21 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys):
     assert [verdict for verdict, *_ in board.findings].count("FAIL") == 1
 
     html = board.to_html()
-    ElementTree.fromstring(html)
-    before, folded = html.split("<details>")
+    ElementTree.fromstring(f"<div>{html}</div>")
+    before, folded, right = html.split("<details>")
     assert "<strong>FAIL</strong> gradients of step 0 differ" in before
     assert "It is change" in before and "the final" not in before
     assert "more follow from it</summary>" in folded
     assert "the final weights" in folded
     assert html.count('<td class="no"') == 1 and "✗" in html
+    # what is right is one row, and folded
+    assert re.findall('<th scope="row">(.*?)<', before) == [
+        "gradients are the single device&#x27;s", "all other questions"]
+    assert re.search(r"<summary>\d\d questions, all right</summary>", right)
+    assert "pipeline" not in html
+    board.columns.append("2x1x2")
+    assert board.to_html().count(
+        "2x1x2: pipeline x data x tensor parallel") == 1
 
     seen = board.pictures["2"]  # each on its own, rounding the first only
     off = [abs(mine - good) for mine, good in zip(

@@ -11,7 +11,7 @@ from stages import GOLDEN
 from backstage import dataset
 from backstage.flags import DEMO, parse
 from backstage.flops import flops_per_token
-from workshop.notebook import one_gpu
+from workshop.notebook import one_gpu, printed
 from workshop.notebook.sharding import std
 from workshop.results import plot
 
@@ -65,10 +65,13 @@ def test_the_limit_is_that_of_the_rows_dataset(
 def test_the_bars_are_as_long_as_the_tables_steps(monkeypatch):
     """Also where the profiler made the faster one slower."""
     rows = {name: {"what": name, "seconds": seconds, "parts": dict.fromkeys(
-        plot.PARTS, recorded)} for name, seconds, recorded in (
+        plot.PARTS, recorded), "memory": 2**30, "mfu": 0.5,
+        "tokens_per_second": 1e7} for name, seconds, recorded in (
             ("fp32", 2.0, 1.0), ("bf16", 1.0, 3.0), *(
                 (str(number), 1.0, 1.0) for number in range(7)))}
     monkeypatch.setattr(plot, "themed", lambda panel: panel)
+    assert printed.to_html(one_gpu.table({  # a cell shows it as a table
+        "rows": rows, "hardware": "", "date": ""})).count("<td>") == 4 * 9
     figure, ax = plt.subplots(figsize=(6.4, 3.6))
     one_gpu.draw({"rows": rows})(ax)
     ends = [max(bar.get_x() + bar.get_width() for bar in ax.patches

@@ -110,7 +110,8 @@ def profile(args):
 def verify(args):
     from workshop.verify.command import main
 
-    return not main(args.program, args.n, args.steps, args.resume_with)
+    return not main(args.program, args.n, args.steps, args.resume_with,
+                    args.events)
 
 
 def export(args):
@@ -189,8 +190,6 @@ def make_parser():
     tried.add_argument("-v", "--verbose", action="store_true",
                        help="show every question, and what follows from a "
                        "mistake")
-    tried.add_argument("--events", action="store_true",
-                       help=argparse.SUPPRESS)  # for a notebook
     made = add("apply", apply,
                "Make changes of the lesson for you; your version is kept.")
     add_stage(made)
@@ -247,6 +246,9 @@ def make_parser():
     own.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                      "resume brings back, with these flags of the "
                      'script: --resume-with="--resume"')
+    for one in tried, own:
+        one.add_argument("--events", action="store_true",
+                         help=argparse.SUPPRESS)  # for a notebook
     own.add_argument("program", nargs=argparse.REMAINDER,
                      metavar="-- SCRIPT FLAGS", help="the script, which "
                      "is not changed, and its own flags")

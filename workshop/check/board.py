@@ -7,7 +7,8 @@ them, in the program itself or in a notebook:
     trial     the name of the trial that begins
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
-    finding   [verdict, text, hint], for those that are not ok
+    finding   [verdict, text, hint], for those that are not ok, as a rule; the
+              verdict is "" for what was not seen
     cause     [which change it is, why that is made]
     picture   {"read": the samples of each step by each rank, "readers": for
               each rank a number, the same where the samples have to be the
@@ -38,6 +39,10 @@ SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
 MEANING = {"ok": "right", "warn": "right, with a warning",
            "FAIL": "the first that is wrong", "and": "follows from it"}
 NOT_ASKED = "not asked"
+WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
+FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
+          ("ok", "1 question, right", "{} questions, all right"),
+          ("", "1 thing was not seen", "{} things were not seen"))
 
 
 class Board:
@@ -113,10 +118,45 @@ class Board:
         return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
 
     def to_html(self, pictures=""):
-        """The verdict, its reasons, and the table under them.
+        """The verdict, its reasons, the questions that failed, and pictures.
 
-        pictures: HTML that stands beside the table.
+        What follows is folded, and what is right.
         """
+        kind = {True: "good", False: "bad"}.get(self.right, "")
+        out = [paragraph("Your script has changed since this check.", "ask")
+               ] * self.is_old
+        out += [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
+        out += self.diagnoses("FAIL", "warn")
+        out += [paragraph(f"{quote(text)}. {quote(why)}", "ask")
+                for text, why in self.causes]
+        rows = {verdict: {} for verdict in WORST}
+        for title, verdicts in self.answers.items():
+            worst = min(verdicts.values(), key=WORST.index)
+            rows[worst][title] = verdicts
+        if self.columns:
+            shown = {**rows["FAIL"], **rows["warn"]}
+            if rows["ok"]:
+                shown["all other questions" if shown else "all questions"] = {
+                    name: "ok" for verdicts in rows["ok"].values()
+                    for name in verdicts}
+            out += [self.table(shown), paragraph(self.legend(), "legend")]
+        out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
+               "</div>"]
+        for verdict, one, more in FOLDED:
+            said = self.diagnoses(verdict)
+            count = len(said or rows[verdict])
+            if count:
+                out.append(folded(
+                    one if count == 1 else more.format(count), "".join(said)
+                    + (self.table(rows[verdict]) if rows[verdict] else "")))
+        return "".join(out)
+
+    def diagnoses(self, *verdicts):
+        return [self.diagnosis(*finding) for finding in self.findings
+                if finding[0] in verdicts]
+
+    def table(self, rows):
+        """HTML of {question: {trial: verdict}}."""
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
             f'{"…" if self.is_running(name) else ""}</th>'
@@ -124,29 +164,17 @@ class Board:
         rows = "".join(
             f'<tr><th scope="row">{html.escape(title)}</th>'
             f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
-            "</tr>" for title, verdicts in self.answers.items())
-        kind = {True: "good", False: "bad"}.get(self.right, "")
-        out = [paragraph("Your script has changed since this check.", "ask")
-               ] * self.is_old
-        out += [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
-        out += [self.diagnosis(*finding) for finding in self.findings
-                if finding[0] != "and"]
-        out += [paragraph(f"{quote(text)}. {quote(why)}", "ask")
-                for text, why in self.causes]
-        rest = [self.diagnosis(*finding) for finding in self.findings
-                if finding[0] == "and"]
-        if rest:
-            more = f"{len(rest)} more follow{'s' if len(rest) == 1 else ''}"
-            out.append(folded(f"{more} from it", "".join(rest)))
-        if self.columns:
-            about = "Which question is answered, and how, in which trial"
-            out += [scrolling(
-                f'<table class="check"><caption>{about}</caption>'
-                f"<tr><td></td>{head}</tr>{rows}</table>", about),
-                paragraph(legend({kind: sign for kind, (_, sign)
-                                  in SIGNS.items()}), "legend")]
-        return (f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
-                "</div>")
+            "</tr>" for title, verdicts in rows.items())
+        about = "Which question is answered, and how, in which trial"
+        return scrolling(
+            f'<table class="check"><caption>{about}</caption>'
+            f"<tr><td></td>{head}</tr>{rows}</table>", about)
+
+    def legend(self):
+        """What the signs mean, and the numbers of a mesh."""
+        mesh = next((name for name in self.columns if "x" in name[1:2]), "")
+        return legend({kind: sign for kind, (_, sign) in SIGNS.items()}) + (
+            f" {mesh}: pipeline x data x tensor parallel." if mesh else "")
 
     def is_running(self, name):
         return self.right is None and name == self.trial

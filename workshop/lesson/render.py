@@ -72,17 +72,20 @@ STYLE = """<style>
 .ws .wide { overflow-x: auto }
 .ws .wide td, .ws .wide th { padding: 3px 4px; font-family:
   var(--jp-ui-font-family, sans-serif) }
-.ws .wide .words td, .ws .wide .words th { text-align: left }
+.ws table.words td, .ws table.words th { text-align: left }
+.ws .wide .numbers { font-size: 12px }
+.ws .whole { white-space: nowrap }
 .ws table.check { margin: 4px 0; font-family:
   var(--jp-ui-font-family, sans-serif); font-size: 12px }
 .ws .unseen, .ws table.check caption { position: absolute; width: 1px;
   height: 1px; overflow: hidden; clip-path: inset(50%) }
 .ws .legend { font-size: 12px }
 .ws table.check tr, .ws table.check tr:hover { background: none }
-.ws table.check th, .ws table.check td { padding: 1px 6px;
+.ws table.check th, .ws table.check td { padding: 1px 3px;
   text-align: center; color: inherit;
   border: 1px solid rgba(128, 128, 128, .35) }
 .ws table th[scope=row] { text-align: left; font-weight: 400 }
+.ws table.check th[scope=col] { font-size: 11px }
 .ws table.check td { min-width: 20px; font-weight: 700 }
 .ws table.check .yes { background: rgba(BLUE, .35) }
 .ws table.check .no { background: rgb(ORANGE); color: #000 }

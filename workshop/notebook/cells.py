@@ -8,10 +8,11 @@ import _thread
 import atexit
 import contextlib
 import functools
-import html
 import io
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from workshop.check.board import Board
 from workshop.doctor import ask_slurm
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff, Script
-from workshop.notebook import pictures
+from workshop.notebook import pictures, printed
 from workshop.results import runs as results
 from workshop.stages import DESK, batch_files, find
 
@@ -52,11 +53,14 @@ def complaint(error):
     return Shown(render.box(line, str(error)), render.as_calls(str(error)))
 
 
-def said(text, status=""):
-    """Lines of text: JupyterLab would wrap printed ones inside of words."""
+def said(text, status="", above="", most=None):
+    """Lines of text: JupyterLab would wrap printed ones inside of words.
+
+    above: HTML that stands over them. most: as `printed.to_html` has it.
+    """
     text = text.rstrip()
-    return Shown(render.box(f'<pre class="said">{render.quote(text)}</pre>',
-                            status), render.as_calls(text))
+    return Shown(render.box(above + printed.to_html(text, most), status),
+                 render.as_calls(text))
 
 
 def said_by(function, *args):
@@ -66,20 +70,21 @@ def said_by(function, *args):
     return said(out.getvalue())
 
 
-def said_meanwhile(*arguments):
+def said_meanwhile(*arguments, view=said):
     """Run `python arguments...`, and show what it prints as it comes.
 
-    Returns its exit status.
+    view: of the text, and of its last line. Returns its exit status.
     """
     lines = []
-    show = live(lambda: said("".join(lines), "".join(lines[-1:]).strip()))
+    show = live(lambda: view("".join(lines), "".join(lines[-1:]).strip()))
 
     def on_line(line):
         lines.append(line)
         show()
 
     status = interpreter.run(*arguments, on_line=on_line)
-    show(now=True)
+    if lines:
+        show(now=True)
     return status
 
 
@@ -201,7 +206,25 @@ def check(stage, change=None):
     change, to try it alone, as it is in your script, with all others made.
     """
     site_variables()
-    board, seen, script = Board(), saved_at(), read_script()
+    seen, script = saved_at(), read_script()
+    board, show = on_board("-m", "workshop", "check", "--events", stage,
+                           *([] if change is None else [str(change)]))
+
+    def follow():
+        for is_new in saves(seen):
+            if is_new and read_script() != script:
+                board.is_old = True
+                return show(now=True)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def on_board(*arguments):
+    """Run `python arguments...`, and show the events that it prints.
+
+    Returns the `Board`, and the function that shows it anew.
+    """
+    board = Board()
     show = live(lambda: Shown(
         render.box(board.to_html(check_pictures(board))
                    + render.KEEP_IN_SIGHT * (board.right is not None
@@ -215,20 +238,11 @@ def check(stage, change=None):
         show()
 
     try:
-        interpreter.run("-m", "workshop", "check", stage,
-                        *([] if change is None else [str(change)]),
-                        "--events", on_line=on_line)
+        interpreter.run(*arguments, on_line=on_line)
     finally:
         board.end()
         show(now=True)
-
-    def follow():
-        for is_new in saves(seen):
-            if is_new and read_script() != script:
-                board.is_old = True
-                return show(now=True)
-
-    threading.Thread(target=follow, daemon=True).start()
+    return board, show
 
 
 def read_script():
@@ -419,9 +433,9 @@ def ask(*command):
 
 @in_one_line
 def log(lines=8):
-    """My newest job's log: its first lines, its newest steps, its last lines.
+    """My newest job's log: its first lines, some steps, its last lines.
 
-    lines: how many of each, and twice as many at the end, where the texts are.
+    lines: how many are shown at first, and twice as many at the end.
     """
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
@@ -429,13 +443,8 @@ def log(lines=8):
     require(logs, "no job of yours has written a log yet (slurm-*.out): it "
             "begins where the job begins. example-logs/job.txt is one to read")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
-    text = newest.read_text("utf-8", "replace").splitlines()
-    steps = [i for i, line in enumerate(text) if line.startswith("| step")]
-    shown = {*range(len(text))[:lines], *steps[-lines:],
-             *range(len(text))[-2 * lines:]}
-    print(f"{show_path(newest)}:", *(
-        text[i] if i in shown else "..." for i in range(len(text))
-        if i in shown or i - 1 in shown), sep="\n")
+    return said(f"{show_path(newest)}:\n"
+                + newest.read_text("utf-8", "replace"), most=lines)
 
 
 # ---------------------------------------------------------------- pictures
@@ -504,12 +513,16 @@ def train(*flags):
 @in_one_line
 def gpus():
     """Show what this machine's GPUs are doing now."""
-    for command in (["nvidia-smi"], ["xpu-smi", "discovery"]):
-        if shutil.which(command[0]):
-            run = subprocess.run(command, capture_output=True, text=True,
-                                 check=False)
-            print(run.stdout or run.stderr)
-            return None
+    for command in (
+            "nvidia-smi --format=csv --query-gpu=index,name,utilization.gpu,"
+            "memory.used,memory.total,power.draw",
+            "xpu-smi dump -d -1 -m 0,1,18 -n 1"):
+        if shutil.which(command.split()[0]):
+            run = subprocess.run(command.split(), capture_output=True,
+                                 text=True, check=False)
+            require(run.returncode == 0, (run.stderr or run.stdout).strip())
+            rows = [line.split(",") for line in run.stdout.splitlines()]
+            return Shown(render.box(printed.table(rows)), run.stdout)
     return said("There is no GPU here (neither nvidia-smi nor xpu-smi):\nall "
                 "lessons work on the CPU, and a batch job may have a GPU.")
 
@@ -564,8 +577,7 @@ class Warm:
                 try:
                     answer = json.loads(line)
                 except ValueError:  # a complaint of Python's own
-                    print(line, end="")
-                    continue
+                    answer = {"line": line.rstrip()}
                 yield answer
                 if "line" not in answer:
                     return
@@ -586,27 +598,24 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
     require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
             f"write {name} N or {name} N SECONDS, with N from 1 to 8")
     who = pictures.plural(int(number), "process", "es")
-    state = Shown(render.box(render.paragraph(f"{who} at work …"),
-                             f"{who} at work"), f"{who} at work ...")
-    show, begin = live(lambda: state), time.monotonic()
+    words = f"{who} at work ..."
+    state, show = said(words, words), live(lambda: state)
+    begin, lines = time.monotonic(), []
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
     for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
                             "seconds": int(seconds), "mpirun": mpirun}):
         if "line" in answer:
-            print(answer["line"])
+            lines.append(answer["line"])
         elif "error" in answer:
-            state = complaint(answer["error"])
+            state = complaint(" ".join([*lines, answer["error"]]))
         else:
-            took = f"{who}, {time.monotonic() - begin:.1f} s"
-            parts = [answer["svg"] or "",
-                     render.paragraph(f'<span class="place">{took}</span>')]
-            if any(answer["shown"]):
-                parts.insert(0, pictures.tensors(answer["shown"]))
-            if any(answer["events"]):
-                parts.insert(0, pictures.timeline(answer["events"]))
-            parts.append(render.KEEP_IN_SIGHT)
-            state = Shown(render.box("".join(parts), took), took)
+            drawn = [draw(answer[what]) for what, draw in (
+                ("events", pictures.timeline), ("shown", pictures.tensors))
+                if any(answer[what])]
+            words = f"{who}, {time.monotonic() - begin:.1f} s"
+            state = said("\n".join([*lines, words]), words, "".join(
+                [*drawn, answer["svg"] or "", render.KEEP_IN_SIGHT]))
     show(now=True)
 
 
@@ -623,17 +632,29 @@ def plant(number):
     program = interpreter.start(
         "-m", "workshop.notebook.hangs", str(number), folder)
     planted[:] = program, folder
-    for line in program.stdout:
-        if line == ".\n":
-            break
-        print(line, end="")
+    return said("".join(itertools.takewhile(
+        lambda line: line != ".\n", program.stdout)))
 
 
 @in_one_line
 def why():
     """Ask why that job hangs, has died or is slow."""
     require(planted, "plant a fault first: plant(1)")
-    said_meanwhile("-m", "workshop", "why", planted[1])
+    said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
+
+
+def reason(text, last):
+    """What `why` prints: what is wrong, what to try, the evidence folded."""
+    answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
+    lines = render.quote(answer).splitlines()
+    # the last one: before, it may say that it looks again
+    fault = [line for line in lines if not line.startswith("try: ")][-1]
+    kind = "good" if fault.startswith("nothing is wrong") else "bad"
+    out = [render.paragraph(f"<strong>{fault}</strong>", kind),
+           *map(render.paragraph, lines[lines.index(fault) + 1:]),
+           *(render.folded("The evidence", printed.to_html(part))
+             for part in evidence)]
+    return Shown(render.box("".join(out), last), text)
 
 
 @in_one_line
@@ -668,10 +689,11 @@ def verify(script, mistake=0, *flags):
     make in its script, with one of the mistakes of "Break it".
     """
     if isinstance(script, str):
-        said_meanwhile("-m", "workshop", "verify", "--", *shlex.split(script))
+        on_board("-m", "workshop", "verify", "--events", "--",
+                 *shlex.split(script))
     else:
-        said_meanwhile("-m", "workshop.notebook.your_model", str(script),
-                       str(mistake), *flags)
+        on_board("-m", "workshop.notebook.your_model", str(script),
+                 str(mistake), *flags)
 
 
 @in_one_line
@@ -693,35 +715,24 @@ def decisions():
     """When to divide what, with a number in each row."""
     rows = [("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
             *arithmetic.decisions()]
-    return Shown(render.box(table(rows, "words")),
+    return Shown(render.box(printed.table(rows, "words")),
                  "\n".join(map("; ".join, rows)))
-
-
-def table(rows, kind="numbers"):
-    """An HTML table of rows of cells; the first row is its head.
-
-    kind: of what most cells hold; "words" begin at the left.
-    """
-    head, *rest = ([html.escape(str(cell)) for cell in row] for row in rows)
-    about = f"Table: {', '.join(head)}"
-    head = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    rest = (f'<th scope="row">{name}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in row)
-            for name, *row in rest)
-    return render.scrolling(
-        f'<table class="{kind}"><tr>{head}</tr>'
-        f"{''.join(f'<tr>{row}</tr>' for row in rest)}</table>", about)
 
 
 # ------------------------------------------------------- larger minibatches
 
 
-@in_one_line
 def experiment(name):
     """Run one of workshop/notebook/batch.py's trainings, and draw it."""
+    return measured("batch", name)
+
+
+@in_one_line
+def measured(module, name):
+    """Run workshop/notebook/MODULE.py; the picture that it draws, if any."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
-        interpreter.run("-m", "workshop.notebook.batch", name, str(output))
+        said_meanwhile("-m", f"workshop.notebook.{module}", name, str(output))
         return picture(output.read_text("utf-8")) if output.exists() else None
 
 
@@ -729,23 +740,19 @@ def bills(loss):
     """A table: the same loss with more GPUs, in steps, time, GPU-hours."""
     rows = [("A100s", "tokens in a minibatch", "steps", "minutes",
              "GPU-hours"), *arithmetic.bills(loss)]
-    return Shown(render.box(table(rows)), "\n".join(
+    return Shown(render.box(printed.table(rows)), "\n".join(
         "  ".join(map(str, row)) for row in rows))
 
 
 # ------------------------------------------------------------- one device
 
 
-@in_one_line
 def step(name):
     """Measure a way to train on one device: the table, and a picture.
 
     name: of workshop/notebook/one_gpu.py's STEPS, or "limit".
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "picture.svg")
-        interpreter.run("-m", "workshop.notebook.one_gpu", name, str(output))
-        return picture(output.read_text("utf-8")) if output.exists() else None
+    return measured("one_gpu", name)
 
 
 # ----------------------------------------------------------------- results
@@ -766,7 +773,7 @@ def runs(*folders):
     notes = [f"Preset {', '.join(presets)}.", *notes]
     lines = [render.paragraph(render.quote(note)) for note in notes]
     text = "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)])
-    return Shown(render.box(table(rows) + "".join(lines)), text)
+    return Shown(render.box(printed.table(rows) + "".join(lines)), text)
 
 
 @in_one_line
@@ -775,8 +782,8 @@ def plot(panel, *folders):
     results.find(folders)  # finds errors without starting a process
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "panel.svg")
-        interpreter.run("-m", "workshop.results.plot", str(output), panel,
-                        *(str(Path(name).resolve()) for name in folders))
+        said_meanwhile("-m", "workshop.results.plot", str(output), panel,
+                       *(str(Path(name).resolve()) for name in folders))
         require(output.exists(), "there is no picture: what is printed says "
                 "why")
         drawn = output.read_text("utf-8")

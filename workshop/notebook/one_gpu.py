@@ -161,10 +161,10 @@ def find_peak(device):
 
 def table(record):
     """The rows as text."""
-    lines = [f"{'':31}{'tokens/s':>10}{'ms a step':>11}{'GiB':>7}{'MFU':>7}"]
-    lines += [f"{row['what']:31}{row['tokens_per_second']:10,.0f}"
-              f"{1000 * row['seconds']:11.1f}{row['memory'] / 2**30:7.2f}"
-              f"{row['mfu']:7.1%}" for row in record["rows"].values()]
+    lines = [f"{'':31}{'tokens/s':>12}{'ms a step':>11}{'GiB':>8}{'MFU':>8}"]
+    lines += [f"{row['what']:31}{row['tokens_per_second']:12,.0f}"
+              f"{1000 * row['seconds']:11.1f}{row['memory'] / 2**30:8.2f}"
+              f"{row['mfu']:8.1%}" for row in record["rows"].values()]
     return "\n".join([*lines, f"{record['hardware']}, {record['date']}"])
 
 

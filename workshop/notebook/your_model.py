@@ -60,7 +60,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, SCRIPT.name)
         script.write_text(text)
-        verify([str(script), *flags], 2, 4)
+        verify([str(script), *flags], 2, 4, events=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backstage.errors import require
 from workshop import processes
-from workshop.check.command import Terminal
+from workshop.check.command import Events, Terminal
 from workshop.patience import Patience
 from workshop.scratch import (
     quiet_environment,
@@ -26,12 +26,13 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
-def main(program, size, steps, resume_with=None):
+def main(program, size, steps, resume_with=None, events=False):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
     processes, {rank} the rank, and {run} the name of a run. steps: how many
     updates are watched. resume_with: flags, in one string, that resume a run.
+    events: print JSON, for a `Board` elsewhere.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -40,7 +41,7 @@ def main(program, size, steps, resume_with=None):
             f"-n is 2 to {MOST}, --steps 1 or more")
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
-    data, out = read_script(script), Terminal()
+    data, out = read_script(script), Events() if events else Terminal()
     preload = [*processes.PRELOAD, *(module for module in PRELOAD
                                      if module.split(".")[0].encode() in data)]
     with scratch_folder(out.interrupted) as folder:
@@ -66,17 +67,21 @@ def main(program, size, steps, resume_with=None):
             try_out, size, steps, [] if resume_with is None else [resumes])
         tidy(folder.name[-8:], trials)
     for finding in findings:
+        out.report(finding=[
+            finding.verdict, finding.text, finding.advice])
         out.say(f"  {finding.verdict:4}  {finding.text}")
         if finding.advice:
             out.say(f"        -> {finding.advice}")
     out.say("not seen:")
     for text in not_seen:
+        out.report(finding=["", text, ""])
         out.say(f"        {text}")
     wrong = sum(finding.verdict == "FAIL" for finding in findings)
     warned = sum(finding.verdict == "warn" for finding in findings)
     out.say(f"\n{wrong} wrong, {warned} to look at. "
             + ("The first FAIL is often the cause of the others."
                if wrong > 1 else ""))
+    out.report(right=not wrong)
     return not wrong
 
 
