@@ -386,6 +386,30 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert backup.read_text() == ready
 
 
+@pytest.mark.parametrize("lost", ["reload", "restart"])
+def test_a_view_that_is_dead_says_so(page, lab, repo, lost):
+    """Within 3 s of a reload, or of a new kernel; while it lives, it does not.
+    """
+    url = lab()
+    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
+    lesson = Lesson(page, url)
+    lesson.run("import sys")
+    lesson.run('diff("ddp")')
+    dead = page.get_by_text("does not follow your script any more").first
+    page.wait_for_timeout(4000)
+    lesson.expect(dead).to_be_hidden()
+    if lost == "reload":
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(3000)
+        page.reload()
+        dead.wait_for(state="attached")
+    else:
+        pid, = re.findall(r"alive-(\d+)", " ".join(map(str, (
+            repo / "notebooks" / "__pycache__").iterdir())))
+        os.kill(int(pid), 9)  # JupyterLab starts another one
+    lesson.expect(dead).to_be_visible(timeout=3500)
+
+
 def test_the_journey_from_ddp(page, lab, repo):
     """Lesson by lesson, with the cells that make changes for the attendee.
 

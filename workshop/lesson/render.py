@@ -155,6 +155,47 @@ ANNOUNCE = """<script>(words => {
 })(WORDS)</script>"""
 
 
+# A view that its kernel shows anew is dead after a reload of the page, or when
+# the kernel is another one: the page alone can say so. The kernel writes the
+# time into a file again and again. A view is dead if that stands still, or if
+# it was old when this page saw it first.
+STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
+it does not follow your script any more.</strong> Run the first cell of this
+notebook, then this one.</p><script>((script, path, born) => {
+  const line = script.previousElementSibling, begin = performance.now();
+  const page = document.getElementById("jupyter-config-data");
+  if (!page || !script.closest(".jp-Cell")) return;
+  const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
+  const fresh = window.wsFresh ??= {};
+  let now = 0, changed = begin;
+  const look = async () => {
+    if (!line.closest(".jp-Cell")) return;  // there is a newer view
+    line.hidden = (fresh[born] ?? true) && performance.now() - changed < 2000;
+    try {
+      const answer = await fetch(`${url}?type=file&format=text`);
+      if (answer.status === 404) return line.hidden = false;
+      const said = Number((await answer.json()).content);
+      if (said && said !== now) {
+        now = said;
+        changed = performance.now();
+        fresh[born] ??= now - (changed - begin) / 1000 - born < 3;
+      }
+    } catch {}  // the server is gone, too
+    setTimeout(look, 500);
+  };
+  look();
+})(document.currentScript, PATH, BORN)</script></div>"""
+
+
+def stale(path):
+    """HTML that says when the view under it is dead.
+
+    path: in JupyterLab, of the file into which its kernel writes the time.
+    """
+    return STYLE + STALE.replace("TIME", time.strftime("%H:%M:%S")).replace(
+        "PATH", json.dumps(path)).replace("BORN", str(time.time()))
+
+
 def wants_hints(environment=os.environ):
     """Whether site.sh asks for reasons without the code: WORKSHOP_HINTS."""
     return environment.get("WORKSHOP_HINTS", "no") not in ("", "no", "0")

@@ -160,17 +160,50 @@ def follow_script(view):
         return view()
     if get_ipython() is None:
         return view()
-    handle = display(view(), display_id=True)
+    handle = display(alive(view()), display_id=True)
 
     def follow():
         for is_new in saves(seen):
             if followed is not view:
                 return
             if is_new:
-                handle.update(view())
+                handle.update(alive(view()))
 
     threading.Thread(target=follow, daemon=True).start()
     return None
+
+
+def alive(shown):
+    """The same, with words that appear when it is not shown anew any more."""
+    path = pulse()
+    if not path:
+        return shown
+    return Shown(render.stale(path) + shown.html, shown.text)
+
+
+@functools.lru_cache(1)
+def pulse():
+    """Begin to write the time into a file, for views that follow this kernel.
+
+    Returns its path in JupyterLab, or "" if it can have none.
+    """
+    file = ROOT / "notebooks" / "__pycache__" / f"alive-{os.getpid()}"
+
+    def beat():
+        while True:
+            with contextlib.suppress(OSError):
+                file.write_text(str(time.time()))
+            time.sleep(0.5)
+
+    try:
+        path = file.resolve().relative_to(server_root() or "").as_posix()
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    except (OSError, ValueError):
+        return ""
+    atexit.register(file.unlink, missing_ok=True)
+    threading.Thread(target=beat, daemon=True).start()
+    return path
 
 
 def saves(seen):
@@ -225,11 +258,11 @@ def on_board(*arguments):
     Returns the `Board`, and the function that shows it anew.
     """
     board = Board()
-    show = live(lambda: Shown(
+    show = live(lambda: alive(Shown(
         render.box(board.to_html(check_pictures(board))
                    + render.KEEP_IN_SIGHT * (board.right is not None
                                              and not board.is_old),
-                   board.last), board.to_text()))
+                   board.last), board.to_text())))
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
 
