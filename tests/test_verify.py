@@ -1,7 +1,6 @@
 """`verify`: scripts in others' styles, right and with mistakes, each named.
 
-All of them run by `python tests/verify_cases.py`; here are those that differ
-in kind.
+`--tables` runs all of them; without it, those that differ in kind.
 """
 
 import importlib.metadata
@@ -29,8 +28,9 @@ AT_ONCE = {  # by `pytest` alone: one of each kind of question
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name,
-                 marks=() if case.name in AT_ONCE else pytest.mark.whole)
-    for case in CASES if case.suite])
+                 marks=() if case.name in AT_ONCE else
+                 pytest.mark.whole if case.suite else pytest.mark.table)
+    for case in CASES])
 def test_a_script(case, tmp_path):
     needs(*NEEDS.get(case.style, ()))
     status, out = outcome(case, tmp_path)

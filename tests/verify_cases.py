@@ -1,20 +1,16 @@
 """Scripts in 51 styles for `verify`, each right, and each with mistakes.
 
-    python tests/verify_cases.py             all of them, in some minutes
-    python tests/verify_cases.py gan resume  those so called
+    pytest --tables tests/test_verify.py            all of them, in minutes
+    pytest --tables tests/test_verify.py -k "FSDP"  those so called
 
 A right script must not be refused, and of a mistake the answer has to hold the
-given words, which it must not hold of the right one. What came of the last run
-of all stands in verify_cases.txt. To extend the table, add an entry.
+given words, which it must not hold of the right one. To extend the table, add
+an entry.
 """
 
 import contextlib
 import io
 import os
-import platform
-import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -349,7 +345,7 @@ class Case:
     mistake: str  # "" where it is right
     says: tuple  # words of the answer
     changes: tuple = ()  # pairs (old, new)
-    suite: bool = False  # differs in kind: pytest runs it, too
+    suite: bool = False  # differs in kind: in the suite, not the table alone
     resumes: bool = False
 
     @property
@@ -404,41 +400,6 @@ def problem(case, status, out):
             if other.says[0] in out:
                 return f"named though it is right: {other.says[0]}"
     return ""
-
-
-def run(words):
-    """Try those so called; whether all came out as expected."""
-    chosen = [case for case in CASES
-              if all(word in case.name for word in words)]
-    begin, bad, report = time.time(), [], []
-    for case in chosen:
-        start = time.time()
-        with tempfile.TemporaryDirectory(prefix="case-") as folder:
-            status, out = outcome(case, folder)
-        odd = problem(case, status, out)
-        if odd:
-            bad.append(case)
-            print(out)
-        lines = [line.strip() for line in out.splitlines()]
-        first = case.says[0].partition("\n")[0]
-        says = (next((line for line in lines if first in line), "")
-                if case.mistake else lines[-1])
-        report += [f"{'NO ' if odd else 'yes'} {case.name} "
-                   f"({time.time() - start:.0f} s)", f"      {says}"]
-        report += [f"      -- {odd}"] * bool(odd)
-        print(*report[-2 - bool(odd):], sep="\n", flush=True)
-    count = sum(bool(case.mistake) for case in chosen)
-    named = count - sum(bool(case.mistake) for case in bad)
-    refused = len(bad) - count + named
-    summary = (f"{time.strftime('%Y-%m-%d')}: {named} of {count} mistakes "
-               f"named, {refused} of {len(chosen) - count} right scripts "
-               f"refused, {(time.time() - begin) / 60:.0f} minutes, Python "
-               f"{platform.python_version()}")
-    print(summary)
-    if not words:
-        (HERE / "verify_cases.txt").write_text(
-            "\n".join([summary, *report]) + "\n")
-    return not bad
 
 
 LOADER = ", sampler=sampler)"
@@ -945,7 +906,3 @@ CASES = [
           ("        torch.set_rng_state(snapshot[\"rng_state\"])\n", ""),
           resumes=True),
 ]
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-    sys.exit(0 if run(sys.argv[1:]) else 1)
