@@ -75,7 +75,8 @@ function broken(least) {
     while (walk.nextNode()) {
       const node = walk.currentNode, words = node.textContent;
       if (!node.parentElement.getClientRects().length
-          || node.parentElement.closest("style, script, .unseen")) continue;
+          || node.parentElement.closest("style, script, .unseen, .code"))
+        continue;  // code may be a word that is wider than its place
       for (const word of words.matchAll(
           /\d[\d.,]*(e[-+]\d+)?|[\p{L}\p{N}_]+/gu)) {
         seen += 1;
