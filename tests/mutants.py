@@ -11,8 +11,8 @@ The check has to refuse each mutant, and to name the change that the slip is
 in, or its line. What survives is equivalent, for the reason in `EQUIVALENT` or
 because it computes the same and the check warns of what it costs; or it is
 missed. A script in another style has to pass. "odd" are checks that end with a
-traceback or leave something behind. What came of a stage's last run stands in
-mutants_<stage>.txt, that of the others in mutants_<stage>_pairs.txt and so on.
+traceback or leave something behind. What came of the last runs stands in
+docs/tables.md.
 """
 
 import argparse
@@ -44,7 +44,6 @@ from check_cases import outcome
 
 from workshop.lesson.diff import differences, load_lesson
 
-HERE = Path(__file__).resolve().parent
 
 # What is taken for one another: a word, an operator, or what a string says.
 NEIGHBOURS = [group.split() for group in (
@@ -461,14 +460,14 @@ def choose(stage, number, pairs, seed, only):
 
 
 def run(stage, number, pairs, styles, busy, seed, only):
-    """Try them, print and record what came of it; whether all is well."""
+    """Try them, print what came of it; whether all is well."""
     chosen, total = choose(stage, number, pairs, seed, only)
     if styles:
         chosen = [Style(stage, seed + k) for k in range(styles)]
     waste = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     others = [subprocess.Popen([sys.executable, "-c", waste])
               for _ in range(busy)]
-    begin, table, counts = time.time(), [], Counter()
+    begin, counts = time.time(), Counter()
     with (tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as parent,
           ProcessPoolExecutor(2, get_context("spawn"), work_in,
                               (parent,)) as pool):
@@ -483,22 +482,14 @@ def run(stage, number, pairs, styles, busy, seed, only):
                 rows = [f"{kind}: line {lines[0]} ({seconds:.0f} s): {text}"]
             rows += [f"    {below}"] if below else []
             print(*rows, sep="\n", flush=True)
-            if odd or kind != ("passed" if styles else "refused"):
-                table += rows
     for other in others:
         other.kill()
     kind = ("pairs" if pairs else "styles" if styles else f"of {total}")
-    summary = (f"{stage}, {time.strftime('%Y-%m-%d')}, seed {seed}: "
-               f"{len(chosen)} {kind}{f' beside {busy}' * bool(busy)}: "
-               + ", ".join(f"{count} {kind}" for kind, count
-                           in counts.most_common())
-               + f", {(time.time() - begin) / 60:.0f} minutes")
-    print(summary)
-    if not only:
-        name = "_".join(["mutants", stage, *(
-            word for word, on in (("pairs", pairs), ("styles", styles),
-                                  ("busy", busy)) if on)])
-        (HERE / f"{name}.txt").write_text("\n".join([summary, *table]) + "\n")
+    print(f"{stage}, {time.strftime('%Y-%m-%d')}, seed {seed}: "
+          f"{len(chosen)} {kind}{f' beside {busy}' * bool(busy)}: "
+          + ", ".join(f"{count} {kind}" for kind, count
+                      in counts.most_common())
+          + f", {(time.time() - begin) / 60:.0f} minutes")
     return not (counts["missed"] or counts["odd"] or (
         styles and counts["refused"]))
 
