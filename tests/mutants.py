@@ -44,7 +44,6 @@ from check_cases import outcome
 
 from workshop.lesson.diff import differences, load_lesson
 
-
 # What is taken for one another: a word, an operator, or what a string says.
 NEIGHBOURS = [group.split() for group in (
     "rank local_rank", "rank dp_rank", "rank world_size", "dp_rank dp_size",
