@@ -22,7 +22,7 @@ FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
 # What is installed on the nodes of a site, in place of a GPU's.
 NVIDIA_SMI = """\
 #!/bin/sh
-while echo "$@" && [ "$1" ]; do sleep 1; done
+while echo "$@" && [ "$1" = dmon ]; do sleep 1; done
 """
 
 

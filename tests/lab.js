@@ -66,6 +66,15 @@ function broken(least) {
     return new Set([...range.getClientRects()].filter(box => box.width)
       .map(box => Math.round(box.top))).size;
   };
+  // whether what stands around it without a space is wider than its place
+  const wide = (node, begin, end) => {
+    const words = node.textContent, range = document.createRange();
+    range.setStart(node, words.slice(0, begin).search(/\S*$/));
+    range.setEnd(node, end + words.slice(end).search(/\s|$/));
+    const sum = [...range.getClientRects()].reduce((a, b) => a + b.width, 0);
+    return sum > node.parentElement.closest(
+      "p, td, th, pre, summary, div").clientWidth - 24;  // its indentation
+  };
   let seen = 0;
   for (const output of pane().querySelectorAll(".jp-OutputArea-output")) {
     for (const one of [output, ...output.querySelectorAll("*:not(.unseen, caption, svg *)")])
@@ -80,7 +89,8 @@ function broken(least) {
       for (const word of words.matchAll(
           /\d[\d.,]*(e[-+]\d+)?|[\p{L}\p{N}_]+/gu)) {
         seen += 1;
-        if (lines(node, word.index, word.index + word[0].length) > 1)
+        const end = word.index + word[0].length;
+        if (lines(node, word.index, end) > 1 && !wide(node, word.index, end))
           tell("broken", word[0]);
       }
       if (node.parentElement.closest("pre:not(.code)"))

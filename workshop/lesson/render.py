@@ -25,7 +25,8 @@ STYLE = """<style>
 .ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
   font: 13px/1.45 var(--jp-code-font-family, monospace) }
 .ws p, .ws h3, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
-  overflow-wrap: break-word; font-family: var(--jp-ui-font-family, sans-serif) }
+  overflow-wrap: break-word;
+  font-family: var(--jp-ui-font-family, sans-serif) }
 .ws h3 { margin-top: 12px; font-size: 14px; font-weight: 600 }
 .ws summary { cursor: pointer; font-size: 13px }
 .ws .place { font-weight: 400; opacity: .8 }

@@ -617,10 +617,9 @@ def same_numbers(case):
                      for updates in of_one for update in updates)]
     if not names or splits_matrices(case):
         return []
-    return [warn("all ranks draw the same random numbers in each update: "
-                 + " and ".join(names), "for dropout, noise and "
-                 "augmentation another seed on each rank, once the model is "
-                 "made; the same for what all ranks are to do alike")]
+    return [ok("all ranks draw the same random numbers in each update: "
+               + " and ".join(names) + ". For dropout, noise and augmentation "
+               "give each rank another seed, once the model is made")]
 
 
 def clipped_first(case):
