@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import needs
@@ -17,6 +19,7 @@ from verify_cases import CASES, Case, outcome, problem
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop.verify.command import main as verify
+from workshop.verify.command import tidy
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
@@ -49,6 +52,23 @@ def test_an_error_in_another_file_names_it(tmp_path):
         ("g = torch.Gen", "import helper; helper.act()\ng = torch.Gen"),))
     status, out = outcome(case, tmp_path)
     assert not problem(case, status, out), out
+
+
+def test_what_others_put_beside_it_stays(tmp_path, monkeypatch):
+    """In a folder that the script has made, or in a file's place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    ours = [tmp_path / name for name in ("runs", "runs/log", "text", "model")]
+    for file in ours[1:]:
+        file.touch()
+    seen = {"read": [], "new": {
+        str(file): file.lstat().st_ino for file in ours}}
+    (tmp_path / "runs" / "theirs").touch()
+    (tmp_path / "other").touch()
+    (tmp_path / "other").replace(tmp_path / "text")
+    tidy("of-no-run", [SimpleNamespace(seen=[seen, None])])
+    assert sorted(map(str, Path().glob("**/*"))) == [
+        "runs", "runs/theirs", "text"]
 
 
 @pytest.mark.whole

@@ -1,9 +1,10 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import contextlib
 import os
 import re
 import shlex
-import shutil
+import stat
 from pathlib import Path
 
 from backstage.errors import require
@@ -86,19 +87,24 @@ def main(program, size, steps, resume_with=None, events=False):
 
 
 def tidy(name, trials):
-    """Remove what the script has made in this folder, or of a named run.
+    """Remove the files that the script has made in this folder, or of a named
+    run, and the folders that it has made, once they are empty.
 
-    Not what it has read as well: that may be a dataset.
+    Not what it has read as well: that may be a dataset. Nor what is another
+    file by now, or what another program has put into such a folder.
     """
     seen = [one for trial in trials for one in trial.seen if one]
-    read = [path for one in seen for path in one["read"] if name not in path]
-    for path in {path for one in seen for path in one["new"]}:
-        if (path.startswith(os.getcwd() + os.sep) or name in path) and (
-                not any(f"{one}/".startswith(f"{path}/") for one in read)):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                Path(path).unlink(missing_ok=True)
+    read = {path for one in seen for path in one["read"] if name not in path}
+    made = {path: number for one in seen for path, number
+            in one["new"].items()}
+    for path in sorted(made, reverse=True):  # what is in a folder before it
+        if path not in read and (
+                path.startswith(os.getcwd() + os.sep) or name in path):
+            with contextlib.suppress(OSError):
+                now = os.lstat(path)
+                if now.st_ino == made[path]:
+                    (os.rmdir if stat.S_ISDIR(now.st_mode)
+                     else os.unlink)(path)
 
 
 def with_size(flag, size):

@@ -12,7 +12,7 @@ the check, and RANK.pt, a dictionary:
     saved     how many updates were recorded when it had saved something
     read      files it has opened before its first update
     results   files it has written after that
-    new       files and folders that it has made
+    new       {path: its inode} of the files and folders that it has made
     copies    of the model: what `parts.describe` says of each at the end
     asked, written  as in the check
 """
@@ -67,7 +67,7 @@ class Watcher(Observer):
     def nothing_seen(self):
         return {"updates": [], "names": {}, "dropout": False,
                 "batchnorm": False, "low": False, "draws": False,
-                "saved": None, "read": [], "results": [], "new": [],
+                "saved": None, "read": [], "results": [], "new": {},
                 "copies": [],
                 "asked": [], "written": []}
 
@@ -79,6 +79,9 @@ class Watcher(Observer):
                     parts.describe((name, thin(weight)) for name, weight
                                    in module.named_parameters())
                     for module in self.copies()]
+            for path in self.seen["new"]:
+                with contextlib.suppress(OSError):
+                    self.seen["new"][path] = os.lstat(path).st_ino
             super().finish()
 
     def leave(self):
@@ -533,7 +536,7 @@ class Watcher(Observer):
         if event == "os.mkdir" or (
                 event == "open" and (args[2] or 0) & os.O_CREAT):
             self.makes(args[0])
-        if event == "os.rename":
+        if event in ("os.rename", "os.symlink", "os.link"):
             self.makes(args[1])
         if event == "open" and isinstance(args[0], str) and not (
                 self.made or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
@@ -541,7 +544,7 @@ class Watcher(Observer):
 
     def makes(self, path):
         if isinstance(path, (str, Path)) and not os.path.lexists(path):
-            self.seen["new"].append(os.path.abspath(path))
+            self.seen["new"][os.path.abspath(path)] = None
 
     def wrote(self, path):
         super().wrote(path)
