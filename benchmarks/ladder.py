@@ -49,6 +49,7 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
+from workshop import trained
 from workshop.processes import OPEN_MPI, free_port
 from workshop.results import runs as results
 
@@ -197,7 +198,7 @@ def train(path, seconds, model):
 
 def write_with_kernels():
     """In each process: generate.py, with the kernels' operations."""
-    script = sys.modules["train_gpt2_std"] = load(KERNELS)
+    script = trained.std = load(KERNELS)
     standard = F.scaled_dot_product_attention
     # with a cache the one new token looks at all: that is not their case
     F.scaled_dot_product_attention = lambda q, k, v, is_causal: (

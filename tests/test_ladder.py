@@ -13,9 +13,11 @@ import torch
 from conftest import edit, needs, python
 from matplotlib.figure import Figure
 from stages import train
+from torch.nn import functional as F
 
 from backstage import ROOT, dataset
 from backstage.errors import UserError
+from workshop import trained
 from workshop.results import plot
 from workshop.results import runs as results
 
@@ -107,6 +109,24 @@ def test_mpi_with_kernels_trains_as_std(tmp_path, data):
         wrong = tmp_path / f"wrong{k}.py"
         wrong.write_text(edit(text, (old, new)))
         assert differs(wrong, size, str(k))
+
+
+@pytest.mark.whole
+def test_the_kernels_write_the_texts(single, monkeypatch):
+    needs("triton")
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        F.scaled_dot_product_attention)
+    monkeypatch.setattr(trained, "std", trained.std)
+    models = []
+
+    def write(*_, **__):
+        file = trained.find_checkpoint(single.folder)
+        models.append(trained.load_trained(file)[1])
+
+    monkeypatch.setattr(ladder.runpy, "run_path", write)
+    ladder.write_with_kernels()
+    script = sys.modules[type(models[0]).__module__]
+    assert script.__spec__.origin == str(ladder.KERNELS)
 
 
 def test_stages_that_change_the_same_lines(tmp_path):
