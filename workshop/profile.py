@@ -297,14 +297,12 @@ def shortest(ranks, mine):
     A step of one rank may begin a message earlier than that of another, so
     they are counted from the end, and what others do not have is not known.
     """
-    least = []
-    alike = [messages[::-1] for messages in ranks if all(
-        one == other for (one, _), (other, _)
-        in zip(messages[::-1], mine[::-1]))]
-    for name, _ in mine[::-1]:
-        same = [messages[len(least)][1] for messages in alike
-                if len(messages) > len(least)]
-        least.append(0.0 if is_one_to_one(name) else min(same))
+    mine, *ranks = (messages[::-1] for messages in (mine, *ranks))
+    alike = [messages for messages in ranks if all(
+        one == other for (one, _), (other, _) in zip(messages, mine))]
+    least = [0.0 if is_one_to_one(name) else min(
+        messages[i][1] for messages in alike if i < len(messages))
+        for i, (name, _) in enumerate(mine)]
     return least[::-1]
 
 

@@ -224,7 +224,9 @@ def answered(folder, record, asked):
     asked: what `name_write` said of each file then; None without a question.
     """
     file = stack_file(folder, record).with_suffix(".json")
-    return asked is not None and name_write(file) != asked.get(file)
+    with contextlib.suppress(OSError):
+        return asked is not None and name_write(file) != asked.get(file)
+    return False
 
 
 def name_write(file):
