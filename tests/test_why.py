@@ -285,7 +285,10 @@ def test_a_rank_at_work_keeps_its_job(launch, tmp_path):
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
                    "            end = time.monotonic() + 40\n"
                    "            while time.monotonic() < end: pass\n"
-                   + REDUCE)], "--steps", 9,
+                   + REDUCE),
+                  # else PyTorch's own end may hang: see world.keep_group()
+                  ("    dist.barrier()\n", "    train.group = dist.group.WORLD"
+                   "\n    dist.barrier()\n")], "--steps", 9,
                  setting={rank: {"WORKSHOP_TIMEOUT": "5"}
                           for rank in range(3)})
     ranks = job.wait(240)
