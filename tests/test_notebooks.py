@@ -487,7 +487,7 @@ def test_your_model_says_what_its_answers_quote(ready, execute):
     assert "its logits differ by 0e+00 at most" in alike, alike
     apart = said_by(shown, "%%ranks")
     for name in ("run", "again.pt"):
-        assert float(re.search(rf"{name}\W+(\S+) apart", apart)[1]) < 1e-5
+        assert float(re.search(rf"{name}: (\S+) apart", apart)[1]) < 1e-5
 
 
 @pytest.mark.whole
