@@ -66,7 +66,11 @@ def test_what_others_put_beside_it_stays(tmp_path, monkeypatch):
     (tmp_path / "runs" / "theirs").touch()
     (tmp_path / "other").touch()
     (tmp_path / "other").replace(tmp_path / "text")
-    tidy("of-no-run", [SimpleNamespace(seen=[seen, None])])
+    run = tmp_path / "run-xk3pq9zw-2"  # verify's own, with all that is in it
+    run.mkdir()
+    seen["new"][str(run)] = run.lstat().st_ino
+    (run / "written by a compiled library").touch()
+    tidy("xk3pq9zw", [SimpleNamespace(seen=[seen, None])])
     assert sorted(map(str, Path().glob("**/*"))) == [
         "runs", "runs/theirs", "text"]
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import stat
 from pathlib import Path
 
@@ -91,20 +92,26 @@ def tidy(name, trials):
     run, and the folders that it has made, once they are empty.
 
     Not what it has read as well: that may be a dataset. Nor what is another
-    file by now, or what another program has put into such a folder.
+    file by now, or what another program has put into such a folder. A run's
+    folder goes as a whole: nobody else knows its name.
     """
     seen = [one for trial in trials for one in trial.seen if one]
-    read = {path for one in seen for path in one["read"] if name not in path}
+    read = {path for one in seen for path in one["read"]}
     made = {path: number for one in seen for path, number
             in one["new"].items()}
     for path in sorted(made, reverse=True):  # what is in a folder before it
-        if path not in read and (
-                path.startswith(os.getcwd() + os.sep) or name in path):
+        if name in path or (path not in read and path.startswith(
+                os.getcwd() + os.sep)):
             with contextlib.suppress(OSError):
                 now = os.lstat(path)
-                if now.st_ino == made[path]:
-                    (os.rmdir if stat.S_ISDIR(now.st_mode)
-                     else os.unlink)(path)
+                if now.st_ino != made[path]:
+                    continue
+                if not stat.S_ISDIR(now.st_mode):
+                    os.unlink(path)
+                elif name in path:
+                    shutil.rmtree(path)
+                else:
+                    os.rmdir(path)
 
 
 def with_size(flag, size):

@@ -163,8 +163,9 @@ def starts(try_out, size, steps):
         return other, None, True
     if fails.text != ended.text:  # it came farther
         trial, ended = other, fails
-        ended.hint = " ".join(dict.fromkeys(
-            filter(None, (ended.hint, endings.ON_CPU))))
+        if endings.ON_CPU not in ended.advice:
+            ended.hint = [ended.advice + " " * bool(ended.advice),
+                          endings.ON_CPU]
     return trial, ended, False
 
 
@@ -617,9 +618,10 @@ def same_numbers(case):
                      for updates in of_one for update in updates)]
     if not names or splits_matrices(case):
         return []
-    return [ok("all ranks draw the same random numbers in each update: "
-               + " and ".join(names) + ". For dropout, noise and augmentation "
-               "give each rank another seed, once the model is made")]
+    return [warn("all ranks draw the same random numbers in each update: "
+                 + " and ".join(names), "for dropout, noise and "
+                 "augmentation another seed on each rank, once the model is "
+                 "made; the same for what all ranks are to do alike")]
 
 
 def clipped_first(case):
