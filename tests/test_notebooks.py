@@ -481,8 +481,8 @@ def test_your_model_says_what_its_answers_quote(ready, execute):
         assert quotes, answer
         for quote in filter(None, chain(*quotes)):
             assert " ".join(quote.split()) in said, (quote, said)
-    for source in ("verify(4)", "verify(5)"):
-        assert "0 wrong, 0 to look at" in shown[source]
+    assert "0 wrong, 1 to look at" in shown["verify(4)"]
+    assert "0 wrong, 0 to look at" in shown["verify(5)"]
     alike = said_by(shown, "torchrun(")
     assert "its logits differ by 0e+00 at most" in alike, alike
     apart = said_by(shown, "%%ranks")
