@@ -261,7 +261,7 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
         assert (f"rank {rank}: received {10 ** ((rank - 1) % 4)}"
                 in said_by(shown, "Isend"))
     speed = said_by(shown, "plot(")
-    assert "4096 messages" in speed and "<svg" in speed
+    assert "4096 message(s)" in speed and "<svg" in speed
 
 
 def test_cells_make_changes_and_take_them_back(repo):
