@@ -412,6 +412,20 @@ def test_a_clock_that_is_set_back(tmp_path, monkeypatch):
             ] == [0, 1, 2]
 
 
+def test_another_clones_hook_is_none_of_the_sites(tmp_path):
+    """A job's, and that of the shell which submitted it: the first is used."""
+    far, site = tmp_path / "workshop" / "why", tmp_path / "site"
+    shutil.copytree(HOOK.parent, far)
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("print('the site')\n")
+    for hooks in ((HOOK, far / "hook"), (far / "hook", HOOK)):
+        done = python(
+            tmp_path, "-c", "import sitecustomize; print(sitecustomize.here)",
+            PYTHONPATH=os.pathsep.join(map(str, (*hooks, site))))
+        assert done.stdout.split("\n")[:2] == ["the site", str(hooks[0])]
+        assert not done.stderr
+
+
 @pytest.mark.whole
 def test_torchrun_names_a_folder_for_each_start(tmp_path):
     """In a shell in which activate.sh was sourced; `why run` does the same."""

@@ -19,9 +19,11 @@ LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch",
 
 here = os.path.dirname(os.path.abspath(__file__))
 tools = os.path.dirname(here)
-# one of the site's own, which this one hides
+# one of the site's own, which this one hides: never another clone's
+paths = list(map(os.path.abspath, sys.path))
 spec = PathFinder.find_spec("sitecustomize", [
-    path for path in sys.path if os.path.abspath(path or ".") != here])
+    path for path in paths[paths.index(here) + 1:]
+    if not path.endswith(here[-len("/workshop/why/hook"):])])
 if spec:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 words = getattr(sys, "orig_argv", [])[1:4]  # from Python 3.10 on
