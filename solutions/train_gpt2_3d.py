@@ -184,6 +184,7 @@ class Pipeline(nn.Module):
     def __init__(self, part, num_microbatches, device, mesh):
         super().__init__()
         self.part, self.group = part, mesh.get_group()
+        self.is_first = mesh.get_local_rank() == 0
         stage = PipelineStage(part, mesh.get_local_rank(), mesh.size(),
                               device, group=self.group)
         self.schedule = Schedule1F1B(
@@ -193,7 +194,8 @@ class Pipeline(nn.Module):
         """The mean loss; where the model trains, the gradients, too."""
         run = self.schedule.step if self.training else self.schedule.eval
         losses = []  # of the microbatches, in the last stage alone
-        run(x, targets=y, target=y, losses=losses, return_outputs=False)
+        inputs = (x,) if self.is_first else ()  # the others receive theirs
+        run(*inputs, targets=y, target=y, losses=losses, return_outputs=False)
         loss = sum(losses, torch.zeros((), device=x.device)).detach()
         loss /= max(len(losses), 1)
         dist.all_reduce(loss, group=self.group)  # the other stages add 0
