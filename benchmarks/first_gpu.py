@@ -43,6 +43,7 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
+from workshop import interpreter
 from workshop.doctor import name_commit, name_driver, name_libraries
 from workshop.processes import Launch, modules_of
 from workshop.results import runs
@@ -181,7 +182,7 @@ class Bench:
         """How `python words...` ended; logs.txt has what it printed."""
         end = subprocess.run(
             [sys.executable, *words], cwd=ROOT, text=True, timeout=self.left,
-            capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            capture_output=True, env=interpreter.variables())
         self.log(" ".join(words), end.stdout + end.stderr)
         return end
 

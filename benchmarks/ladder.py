@@ -49,7 +49,7 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import trained
+from workshop import interpreter, trained
 from workshop.processes import OPEN_MPI, free_port
 from workshop.results import runs as results
 
@@ -132,7 +132,7 @@ class Rung:
         done = subprocess.run(
             self.command(script, *flags), text=True, capture_output=True,
             timeout=timeout, cwd=ROOT, env={
-                **os.environ, **OPEN_MPI, "PYTHONPATH": str(ROOT),
+                **interpreter.variables(), **OPEN_MPI,
                 "MASTER_PORT": str(free_port()),
                 "OMP_NUM_THREADS": str(self.threads)})
         require(done.returncode == 0, f"{self.name} failed:\n{done.stderr}")

@@ -43,7 +43,7 @@ def test_a_table_and_json_come_out_and_all_train_the_same(tmp_path):
         assert sides[name]["losses"][0] == pytest.approx(losses[0], rel=1e-3)
     for name, row in sides.items():
         assert 0 < row["least"] <= row["median"] <= row["most"]
-        assert row["memory"] > 50 * 2**20 and 0 < row["of_matmul"] < 1
+        assert row["memory"] > 50 * 2**20 and row["of_matmul"] > 0
         line = next(line for line in end.stdout.splitlines()
                     if line.startswith(name))
         assert f"{row['median']:,.0f}" in line
@@ -162,6 +162,18 @@ def test_after_a_failure_the_next_item_follows(bench, capsys, tmp_path):
         ("ok", ""), ("left out", "no time is left for it"),
         ("FAILED", "five: not done in time")]
     assert said[0].startswith("FAILED    one: ")
+
+
+def test_what_one_gpu_did_is_what_we_say_of_it():
+    record = json.loads((ROOT / "example-logs/first_gpu.json").read_text())
+    said = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    assert len(first_gpu.measured(record)) == 7
+    assert f"\n{first_gpu.table(record)}\n" in said
+    losses = [found["losses"] for name in (*first_gpu.ITEMS,)[2:12]
+              for found in record["items"][name]["found"].values()]
+    assert len(losses) == 12  # on the CPU, on the GPU, on ranks that share it
+    for others in losses:
+        assert others == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_a_run_with_other_losses_is_seen():

@@ -10,7 +10,6 @@ copy of the script, one line each. The rows are kept in runs/one_gpu.json.
 
 import datetime
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from backstage.files import reading, write_atomically
 from backstage.flags import find_data
 from backstage.flops import flops_per_token, peak_flops
 from backstage.process import count_cores
+from workshop import interpreter
 from workshop.notebook.sharding import std
 from workshop.profile import recorded_parts
 from workshop.results import plot, runs
@@ -122,8 +122,7 @@ def measure(name, device, size, peak):
             [sys.executable, script, *flags,
              "--run-dir", run, "--profile", "3",
              "--eval-minibatches", "1"], cwd=ROOT, text=True,
-            capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)})
+            capture_output=True, env=interpreter.variables())
         require(done.returncode == 0, f"{name} failed: "
                 f"{done.stderr.strip().splitlines()[-1:]}")
         result = runs.read(run)
