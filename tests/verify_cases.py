@@ -229,10 +229,10 @@ model = DDP(Recurrent())
 """))
 NUMPY = edit(
     BY_HAND, ("import torch\n", "import numpy\nimport torch\n"),
-    ("(640, 10", "(64000, 10"), ("(640, 1,", "(64000, 1,"),
+    ("(640, 10", "(640_000, 10"), ("(640, 1,", "(640_000, 1,"),
     ("    for x, y in loader:\n", """\
     for _ in range(20):  # as each process seeds itself
-        x, y = dataset[numpy.random.randint(64000, size=32 // size)]
+        x, y = dataset[numpy.random.randint(640_000, size=32 // size)]
 """))
 TOKENS = edit(
     DDP, ("torch.randn(640, 1, generator=g)", "torch.randint(-3, 4, (640,), "
@@ -420,7 +420,7 @@ CASES = [
            "loader = DataLoader(dataset, batch_size=32 // size)"), suite=True),
     wrong("DDP", "minibatch multiplied", "warn  an update has 64 samples, "
           "with one process 32; the learning rate is the same",
-          ("32 // size", "32"), suite=True),
+          ("32 // size", "32")),
     wrong("DDP", "killed", "rank 1 was ended by SIGKILL (is the memory full?)",
           ("        loss.backward()\n", "        loss.backward()\n"
            "        import os; rank and os.kill(os.getpid(), 9)\n")),
@@ -437,18 +437,18 @@ CASES = [
     wrong("DDP", "unused parameters", "find_unused_parameters=True",
           ("model = DDP(nn", "model = (nn"),
           ("optimizer = torch", "model.odd = nn.Parameter(torch.zeros(3))\n"
-           "model = DDP(model)\noptimizer = torch"), suite=True),
+           "model = DDP(model)\noptimizer = torch")),
     wrong("DDP", "all write", "FAIL  several ranks write log.txt",
           (STEP, STEP + "        open('log.txt', 'a').write('x')\n"),
           suite=True),
     wrong("DDP", "all print", "warn  several ranks print the same lines",
-          (STEP, STEP + "        print('step', epoch)\n"), suite=True),
+          (STEP, STEP + "        print('step', epoch)\n")),
     wrong("DDP", "another learning rate", "FAIL  in update 0 the weights are "
-          "off", ("lr=0.1", "lr=0.1 * size"), suite=True),
+          "off", ("lr=0.1", "lr=0.1 * size")),
     wrong("DDP", "samplers of their own", "FAIL  the ranks' "
           "DistributedSamplers have different seeds",
           ("DistributedSampler(dataset)",
-           "DistributedSampler(dataset, seed=rank)"), suite=True),
+           "DistributedSampler(dataset, seed=rank)")),
     wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
           ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
            "        if rank == 0 and size > 1: dist.barrier()\n"),
@@ -526,8 +526,7 @@ CASES = [
                                  "param_groups[0]['lr'] *= 0.9\n")),
     wrong("DDP", "a rate scaled with the minibatch", "ok    an update has 64 "
           "samples, with one process 32; the learning rate is 2 times as "
-          "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size"),
-          suite=True),
+          "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size")),
 
     right("clamped", AS_ONE, WEIGHTS),
     right("EMA", AS_ONE),
@@ -590,7 +589,7 @@ CASES = [
     right("by hand", AS_ONE, "gradients are reduced once an update"),
     wrong("by hand", "seeds that differ", "FAIL  rank 1 begins with other "
           "weights than rank 0: 0.weight",
-          ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel"), suite=True),
+          ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel")),
     wrong("by hand", "no seed", "FAIL  rank 1 begins with other weights than "
           "rank 0: 0.weight", ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
     wrong("by hand", "not reduced", NOT_REDUCED,
@@ -601,7 +600,7 @@ CASES = [
     wrong("by hand", "broadcast", "FAIL  in update 0 all ranks have the "
           "gradients of rank 0 alone",
           ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
-           "dist.broadcast(weight.grad, 0)"), suite=True),
+           "dist.broadcast(weight.grad, 0)")),
     wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
           "they are reduced\n        -> reduce first: the norm is that of the "
           "mean\n  ok    weights are equal",
@@ -617,7 +616,7 @@ CASES = [
     wrong("local SGD", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("by hand", "divided twice", "the gradients are 0.5 times those of "
           "one process", ("mse_loss(model(x), y)",
-                          "mse_loss(model(x), y) / size"), suite=True),
+                          "mse_loss(model(x), y) / size")),
 
     right("nanoGPT", "the ranks read different samples",
           "gradients are the mean of the ranks' own"),
@@ -630,14 +629,14 @@ CASES = [
            "                False)")),
     wrong("nanoGPT", "always reduced", "warn  gradients are reduced 3 times",
           ("                micro_step == gradient_accumulation_steps - 1)",
-           "                True)"), suite=True),
+           "                True)")),
     wrong("nanoGPT", "divided twice", "warn  in update 0 the mean loss is "
           "about 0.5",
           ("loss / gradient_accumulation_steps",
            "loss / gradient_accumulation_steps / ddp_world_size"),
           suite=True),
     wrong("nanoGPT", "around the wrapper", AROUND,
-          ("logits = model(X)", "logits = raw_model(X)"), suite=True),
+          ("logits = model(X)", "logits = raw_model(X)")),
 
     right("minGPT", "an update has 32 samples, with one process 16", AS_ONE),
     wrong("minGPT", "no set_epoch", "set_epoch was not called",
@@ -714,7 +713,7 @@ CASES = [
           "what each rank alone has computed of the gradients", suite=True),
     wrong("FSDP2", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("FSDP2", "another learning rate", "FAIL  in update 0 the weights "
-          "are off", ("lr=1e-3", "lr=1e-3 * size"), suite=True),
+          "are off", ("lr=1e-3", "lr=1e-3 * size")),
     wrong("FSDP2", "seeds that differ", "FAIL  they are not the first weights "
           "of one process", ("torch.manual_seed(0)",
                              "torch.manual_seed(dist.get_rank())"),

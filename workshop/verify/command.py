@@ -12,6 +12,7 @@ from backstage.errors import require
 from workshop import processes
 from workshop.check.command import Events, Terminal
 from workshop.patience import Patience
+from workshop.questions import Questions
 from workshop.scratch import (
     quiet_environment,
     read_script,
@@ -59,14 +60,15 @@ def main(program, size, steps, resume_with=None, events=False):
                 preload, out.say, gpus))
             return trials[-1]
 
-        def resumes(case):
-            """what does a resume bring back?"""
-            return resume.verify(shlex.split(resume_with), case, steps)
+        more = Questions()
+        if resume_with is not None:
+            more.add("a resume brings everything back")(
+                lambda case: resume.verify(
+                    shlex.split(resume_with), case, steps))
 
         out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
                 "on the CPU")
-        findings, not_seen = questions.verify(
-            try_out, size, steps, [] if resume_with is None else [resumes])
+        findings, not_seen = questions.verify(try_out, size, steps, more)
         tidy(folder.name[-8:], trials)
     for finding in findings:
         out.report(finding=[

@@ -11,7 +11,7 @@ from collections import Counter
 from workshop import parts
 from workshop.findings import fail, ok, percent, warn
 from workshop.parts import assemble, relative_error
-from workshop.verify import questions
+from workshop.verify.case import how_it_ends
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
@@ -20,7 +20,7 @@ CLOSE = 1e-4  # of what is computed from it
 def verify(flags, case, steps):
     """Findings. flags: a list, added to those of the script."""
     first = case.try_out(case.size, steps, "saved")
-    ended = questions.how_it_ends(first, "the run to be resumed: ")
+    ended = how_it_ends(first, "the run to be resumed: ")
     if ended:
         return [ended]
     places = {seen["saved"] for seen in first.seen}
@@ -35,7 +35,7 @@ def verify(flags, case, steps):
     made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
                for update in first.seen[0]["updates"][:at])
     again = case.try_out(case.size, steps - made, "resumed", flags)
-    ended = questions.how_it_ends(again, "resumed, ")
+    ended = how_it_ends(again, "resumed, ")
     if ended:
         return [ended]
     before, good = by_update(first, 0, at), by_update(first, at)

@@ -15,6 +15,7 @@ from workshop.check.questions import report
 from workshop.check.questions import state
 # isort: on
 from workshop.findings import fail, ok
+from workshop.questions import STRANGE
 
 __all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
            "report", "state"]
@@ -34,8 +35,7 @@ def ask(trial, reference, kind="whole"):
             finding = one.answer(trial, reference) or ok(one.title)
         except RecursionError:
             continue  # an expression that is nested too deeply to look at
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError,
-                TypeError, ValueError) as error:
+        except STRANGE as error:
             error = f"{type(error).__name__}: {error}"
             finding = fail(f"the check cannot tell whether {one.title}: "
                            + error, "what the script leaves there is not "

@@ -1,36 +1,14 @@
-"""What a question is, and of which trials it is asked."""
-
-from dataclasses import dataclass
+"""The check's questions, and of which trials they are asked."""
 
 import numpy as np
 
 from workshop.check.trial import STEPS
 from workshop.findings import fail, number, ok
+from workshop.questions import Questions
 
-QUESTIONS = []  # causes before their effects
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked about a trial."""
-
-    title: str  # what is right where the answer is "ok"
-    answer: object  # function of (trial, reference)
-    kinds: tuple  # of trials: "whole", "uneven", "resumed", "stopped", ...
-    where: object  # function of a trial: whether it is asked there
-    early: bool  # also of a trial that has not come to its end
-
-
-def question(title, kinds=("whole",), where=lambda trial: True, early=False):
-    """Ask the decorated function of trials of these kinds.
-
-    It answers with a `Finding`, or with None where the title says it all.
-    """
-    def add(answer):
-        QUESTIONS.append(Question(title, answer, kinds, where, early))
-        return answer
-
-    return add
+QUESTIONS = Questions()
+# They answer with a `Finding`, or with None where the title says it all.
+question = QUESTIONS.add
 
 
 def several(trial):

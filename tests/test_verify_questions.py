@@ -1,0 +1,262 @@
+"""verify's questions: what right scripts' runs saw is changed, as a mistake
+would change it.
+
+No process is started for a question. `python tests/verify_cases.py` has the
+mistakes themselves.
+"""
+
+import copy
+import functools
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from verify_cases import CASES as SCRIPTS
+from verify_cases import outcome
+
+from workshop.verify import command, questions
+from workshop.verify.questions import QUESTIONS
+
+RIGHT, MORE, AVERAGED = (
+    "DDP: right", "DDP: minibatch multiplied", "local SGD: right")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Of a script {(size, kind): trial}, as it is read again."""
+    @functools.cache
+    def record(name):
+        script, = (one for one in SCRIPTS if one.name == name)
+        trials, run = {}, command.run
+
+        def keep(folder, program, flags, size, steps, kind, *rest):
+            trials[size, kind] = run(
+                folder, program, flags, size, steps, kind, *rest)
+            return trials[size, kind]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(command, "run", keep)
+            outcome(script, tmp_path_factory.mktemp("script"))
+        return pickle.dumps(trials)
+
+    return lambda name: pickle.loads(record(name))
+
+
+@pytest.fixture
+def answers(recorded, monkeypatch):
+    """{title: the first finding of it that is not "ok"}, in their order."""
+    def find(name, change):
+        trials, found, ask = recorded(name), {}, questions.ask
+        change(trials)
+
+        def note(question, case):
+            findings = ask(question, case)
+            for finding in findings:
+                if finding.verdict != "ok":
+                    found.setdefault(question.title, finding)
+            return findings
+
+        def try_out(size, steps, kind="", more=(), gpus=False):
+            return trials.get((size, kind)) or copy.deepcopy(trials[1, ""])
+
+        monkeypatch.setattr(questions, "ask", note)
+        _, not_seen = questions.verify(try_out, 2, 4)
+        assert not_seen
+        return found
+
+    return find
+
+
+def on(rank, kind="", size=2, update=None, **change):
+    """A change of what that rank has recorded of an update, of all if None.
+
+    change: of each value: a function of it, or another value.
+    """
+    def apply(trials):
+        updates = trials[size, kind].seen[rank]["updates"]
+        for one in updates if update is None else updates[update:update + 1]:
+            for key, value in change.items():
+                one[key] = value(one[key]) if callable(value) else value
+    return apply
+
+
+def on_all(**change):
+    return lambda trials: [on(rank, **change)(trials) for rank in (0, 1)]
+
+
+def seen(rank, **change):
+    """A change of what that rank has recorded of the whole run."""
+    def apply(trials):
+        of_rank = trials[2, ""].seen[rank]
+        for key, value in change.items():
+            of_rank[key] = value(of_rank[key]) if callable(value) else value
+    return apply
+
+
+def times(factor):
+    return lambda state: {**state, "flat": factor * state["flat"]}
+
+
+def together(*changes):
+    return lambda trials: [change(trials) for change in changes]
+
+
+def same_samples(trials):
+    for one, other in zip(*(of["updates"] for of in trials[2, ""].seen),
+                          strict=True):
+        other.update({key: one[key] for key in ("rows", "columns")})
+
+
+def shared(count):
+    """So many of its samples rank 1 shares with rank 0: a few by chance."""
+    def apply(trials):
+        for one, other in zip(*(of["updates"] for of in trials[2, ""].seen),
+                              strict=True):
+            for kind in ("rows", "columns"):
+                other[kind] = one[kind][:count] + other[kind][count:]
+    return apply
+
+
+def of_rank_0_alone(trials):
+    for updates in zip(*(of["updates"] for of in trials[2, ""].seen),
+                       strict=True):
+        for update in updates:
+            update["gradients"] = updates[0]["local"]
+
+
+def instead(name, value):
+    """A change of what the script has asked for; None: it has not."""
+    return lambda log: [(key, value if key == name else other)
+                        for key, other in log if (key, value) != (name, None)]
+
+
+def alone(trials):
+    """No rank knows of another."""
+    for rank in (0, 1):
+        seen(rank, joined=False, asked=instead(
+            "init_process_group", None))(trials)
+        on(rank, reduced=0)(trials)
+
+
+def begins_with_the_last(trials):
+    for trial in trials.values():
+        trial.seen[0].update(results=["/tmp/model.pt"])
+    trials[2, ""].seen[1]["read"].append("/tmp/model.pt")
+
+
+def prints(trials):
+    for rank in trials[2, ""].ranks:
+        rank.out += "loss 1.5\n"
+
+
+def copied(trials):
+    for rank, of_rank in enumerate(trials[2, ""].seen):
+        of_rank["copies"] = [times(1.0 + rank)(
+            of_rank["updates"][0]["weights"])]
+
+
+def buffered(rank, state):
+    return {"plain": [("0.running_mean", (2,))], "sharded": {},
+            "flat": torch.full((2,), float(rank))}
+
+
+def later(trials):
+    """Each update reads half of what the one before has read."""
+    for of_rank in trials[2, ""].seen:
+        updates = of_rank["updates"]
+        for before, update in [*itertools.pairwise(updates)][::-1]:
+            for kind in ("rows", "columns"):
+                update[kind] = before[kind][8:] + update[kind][:8]
+
+
+# (script, what is changed, the question that sees it, what it says first)
+CASES = [
+    (RIGHT, begins_with_the_last, "no run begins", "it begins with model.pt"),
+    (RIGHT, on(1, update=2, losses=[math.nan]), "weights and losses are",
+     "in update 2 the loss is nan"),
+    (RIGHT, on(0, update=0, before=times(math.nan)), "weights and losses are",
+     "the first weights are not finite numbers: 0.weight"),
+    (RIGHT, on_all(gradients=times(0.0)), "weights and losses are",
+     "all gradients are 0"),
+    (RIGHT, alone, "the ranks know of each other", "no rank joins a process"),
+    (RIGHT, on(1, update=0, before=times(1.5)), "the ranks begin with",
+     "rank 1 begins with other weights than rank 0: 0.weight"),
+    (RIGHT, on_all(update=0, before=times(1.5)), "the ranks begin with",
+     "they are not the first weights of one process"),
+    (RIGHT, same_samples, "the ranks read different samples", "all 2 ranks "
+     "read the same samples"),
+    (MORE, shared(9), "the ranks read different samples", "36 of 256 samples "
+     "are read by several ranks in the same update"),
+    (MORE, later, "the ranks read different samples", "25% of the samples"),
+    (MORE, lambda trials: None, "the ranks read different samples", "an "
+     "update has 64 samples, with one process 32; the learning rate is the"),
+    (RIGHT, on_all(rates=[0.2]), "the ranks read different samples",
+     "an update has 32 samples, as with one process; the learning rate is 2"),
+    (RIGHT, seen(1, asked=instead("sampler", (2, 1))), "the ranks' samplers",
+     "the ranks' DistributedSamplers have different seeds"),
+    (RIGHT, seen(0, asked=instead("epoch", False)), "the ranks' samplers",
+     "a DistributedSampler shuffles, and set_epoch was not called"),
+    (AVERAGED, lambda trials: None, "the ranks train together at every",
+     "weights are averaged every 2 updates"),
+    (RIGHT, on_all(reduced=0), "gradients are reduced once", "gradients are "
+     "not reduced: 0 elements in an update of 10801"),
+    (RIGHT, on_all(reduced=lambda number: 3 * number), "gradients are "
+     "reduced once", "gradients are reduced 3 times an update"),
+    (RIGHT, on_all(late=lambda _: 10801), "gradients are reduced once",
+     "gradients are clipped before they are reduced"),
+    (RIGHT, on(1, update=1, without=["0.3"]), "every parameter gets",
+     "1 parameters got no gradient in some update: 3.bias"),
+    (RIGHT, on(1, update=2, gradients=times(1.1)), "gradients and weights are",
+     "in update 2 the gradients of rank 1 are not rank 0's: 0.weight"),
+    (RIGHT, on(1, update=2, weights=times(1.1)), "gradients and weights are",
+     "after update 2 the weights of rank 1 are not rank 0's: 0.weight"),
+    (RIGHT, on_all(gradients=times(2.0)), "gradients are the mean",
+     "in update 0 the gradients are the sum over all ranks, not the mean: 2"),
+    (RIGHT, of_rank_0_alone, "gradients are the mean", "in update 0 all ranks "
+     "have the gradients of rank 0 alone"),
+    (RIGHT, on_all(update=1, losses=lambda losses: [2 * losses[0]]),
+     "losses, gradients and", "in update 1 the mean loss is"),
+    (RIGHT, on_all(update=0, gradients=times(0.5), local=times(0.5)),
+     "losses, gradients and", "in update 0 the gradients are 0.5 times"),
+    (RIGHT, on_all(update=3, weights=times(1.01)), "losses, gradients and",
+     "in update 3 the weights are off by"),
+    (RIGHT, together(
+        on_all(update=0, losses=[2.0], local=times(3.0)),
+        on(0, size=1, update=0, losses=[1.0], rows=["a"], columns=["a"])),
+     "the losses are no multiple", "in update 0 the mean loss is about 2"),
+    (RIGHT, together(on(0, buffers=functools.partial(buffered, 0)),
+                     on(1, buffers=functools.partial(buffered, 1))),
+     "buffers are equal", "BatchNorm's running statistics differ"),
+    (RIGHT, copied, "copies of the model", "a copy of the model differs"),
+    (RIGHT, together(seen(0, written=["/tmp/log"]),
+                     seen(1, written=["/tmp/log"])),
+     "one rank alone writes", "several ranks write log"),
+    (RIGHT, prints, "one rank alone writes", "several ranks print the same"),
+    (RIGHT, on(0, rates=[None]), "the ranks read different samples",
+     "verify cannot tell whether the ranks read different samples: Type"),
+]
+DRAWN = "each rank draws random numbers of its own"  # with all of these bases
+
+
+@pytest.mark.parametrize(("name", "change", "title", "says"), CASES)
+def test_a_mistake(answers, name, change, title, says):
+    found = answers(name, change)
+    assert (name == RIGHT) <= (DRAWN in found)
+    asked = [one for one in found if one.startswith(title)]
+    assert asked and found[asked[0]].text.startswith(says), found
+
+
+def test_what_is_right_is_not_refused(answers):
+    """Nor what is read twice by chance: samples are drawn at random."""
+    assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
+    found = answers(MORE, shared(1)).values()
+    assert {finding.verdict for finding in found} == {"warn"}
+    assert any("4 of 256 samples are" in finding.text for finding in found)
+
+
+def test_each_question_is_answered_with_a_no():
+    titles = DRAWN, *(title for *_, title, _ in CASES)
+    assert not [question.title for question in QUESTIONS
+                if not question.title.startswith(titles)]
