@@ -43,11 +43,14 @@ function scroll_to_its_end() {
   return true;
 }
 
-// The lesson's views that are cut at their right.
+// The lesson's views that are cut at their right, and what reaches furthest.
 function overflowing() {
   return [...pane().querySelectorAll(".ws")].filter(
     view => view.clientWidth && view.scrollWidth > view.clientWidth + 1)
-    .map(view => view.innerText.slice(0, 80));
+    .map(view => `${view.scrollWidth} of ${view.clientWidth}: `
+      + [...view.querySelectorAll("*")].sort((a, b) =>
+        b.getBoundingClientRect().right - a.getBoundingClientRect().right
+      )[0]?.outerHTML.slice(0, 120));
 }
 
 // What is cut or broken in the notebook's outputs, all of it unfolded: what is

@@ -74,6 +74,7 @@ STYLE = """<style>
 .ws .wide td, .ws .wide th { padding: 3px 4px; font-family:
   var(--jp-ui-font-family, sans-serif) }
 .ws table.words td, .ws table.words th { text-align: left }
+.ws table.words td { overflow-wrap: anywhere }
 .ws .wide .numbers { font-size: 12px }
 .ws .whole { white-space: nowrap }
 .ws table.check { margin: 4px 0; font-family:
