@@ -8,6 +8,7 @@ import pytest
 from conftest import copy_course, edit
 
 from workshop.lesson import documents
+from workshop.lesson.diff import Diff
 from workshop.stages import STAGES
 
 STD, DDP, LIT = (STAGES[stage].solution.read_text()
@@ -111,6 +112,20 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(repo):
         assert "train_gpt2.py" in shown.splitlines()[0]
         page = re.sub("</?a.*?>", "", python(repo, "-c", html).stdout)
         assert f'<p class="good"><strong>code/train_gpt2.py is {words}' in page
+        assert "<h3" not in page and page.count('class="made"') == len(
+            documents.load("ddp"))
+    # so is one that was tried alone, but not one that was left out
+    left = edit(STYLE, ('Run("ddp"', 'Run("std"'))
+    diffs = [Diff("ddp", data=text.encode()) for text in (STYLE, left)]
+    (own, *_), (_, other) = (diff.left for diff in diffs)
+    passes(repo, STYLE, f"ddp {own.number}")
+    passes(repo, edit(DDP, ('Run("ddp"', 'Run("std"')), f"ddp {other.number}")
+    write(repo, left)
+    assert "code/train_gpt2.py: 1 of " in python(
+        repo, "-m", "workshop", "diff", "ddp").stdout
+    page = python(repo, "-c", html).stdout
+    assert f">{other.number} of " in page.split("<details")[0]
+    assert "(right, as you wrote it)" in page
     passes(repo, DDP)
     shown = python(repo, "-m", "workshop", "diff", "ddp").stdout
     assert shown.startswith(f"Done: all {len(documents.load('ddp'))}")

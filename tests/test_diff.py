@@ -281,6 +281,12 @@ def test_only_the_next_change_is_unfolded(look):
     assert [box[2] for box in strip[:5]] == ["✓", "✓", "3", "✓", "5"]
     assert (f'aria-label="3 of {COUNT} changes are made; the next one is '
             in html)
+    # it is the one that was touched last, or what comes after that
+    own = look(edit(diff.apply([5, 9]), ("= rank * B,", "= rank,")))
+    for mine, before, number in ((own, diff, 5), (look(own.apply([5])), own,
+                                                  6)):
+        mine.go_on_from(before)
+        assert f'<h3 id="ws-ddp-{number}"' in render.to_html(mine)
     # an export has no style sheet: its lines are lines, with their indents
     code = re.search("<code>((?:<span).*?)</code>", open_one, re.DOTALL)[1]
     code = re.sub("<.*?>", "", code).splitlines()

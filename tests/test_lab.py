@@ -376,6 +376,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.paste(ready)
     lesson.save()
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
+    workshop(repo, "check", "ddp")  # the list hears of it
+    lesson.expect(view).to_contain_text("It passed the check, too.")
     lesson.expect(page.locator(".ws", has_text="Not yet.")).to_contain_text(
         "Your script has changed since this check.")
 

@@ -53,9 +53,9 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         bench = trial.Bench(folder, stage, script, data, out.say)
         check = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = check.run()
+    if right:
+        checked.record(stage if change is None else f"{stage} {change}", data)
     if change is None:
-        if right:
-            checked.record(stage, data)
         title = check.wrong.title if check.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right

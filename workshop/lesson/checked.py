@@ -3,6 +3,9 @@
 A small file next to the desk's script holds a hash of each of them:
 
     {"<stage>": {"<SHA-256 of the script>": "2026-12-31 23:59:59"}}
+
+A change that was tried alone is a stage of its own here, "<stage> <number>":
+with all others made, its script says nothing of them.
 """
 
 import hashlib

@@ -250,6 +250,7 @@ class Diff:
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
         self.left, self.others = [], []
+        self.at = 1  # the change to go on with is this one, or a later one
         if not self.yours.syntax_error and self.yours.tree == self.goal.tree:
             return
         edits, wanted = {}, set()  # change -> what is left of it
@@ -270,6 +271,16 @@ class Diff:
             self.left.append(Left(
                 change + 1, it.title, it.why, edits[change], it.predict,
                 it.answer, it.checked))
+
+    def go_on_from(self, before):
+        """Stay with the change that was touched since an earlier `Diff`."""
+        now, then = ({it.number: [(diff.yours.lines[i1:i2],
+                                   diff.goal.lines[j1:j2])
+                                  for i1, i2, j1, j2 in it.edits]
+                      for it in diff.left} for diff in (self, before))
+        touched = [number for number in now if now[number] != then.get(number)]
+        made = [number for number in then if number not in now]
+        self.at = next(iter(touched + made), before.at)
 
     def require_change(self, number):
         """Raises `UserError` if the lesson has no change of that number."""

@@ -208,14 +208,31 @@ def is_checked(diff):
     return checked.state(diff.lesson.stage, diff.yours.data) == checked.PASSED
 
 
+def split(diff):
+    """The changes that are left, and those that the check has found right.
+
+    The next one to make is the first of what is left. A change that is not
+    made at all may pass a check, too.
+    """
+    def is_right(item):
+        others = {it.number for it in diff.left} - {item.number}
+        return diff.own_lines({item.number}) and checked.state(
+            f"{diff.lesson.stage} {item.number}",
+            diff.apply(others).encode()) == checked.PASSED
+
+    right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
+    return sorted((item for item in diff.left if item not in right),
+                  key=lambda item: (item.number < diff.at, item.number)), right
+
+
 def headline(diff):
     """In one line, how far the script is."""
-    name = show_path(diff.yours.path)
-    if (diff.left or diff.others) and is_checked(diff):
+    name, (left, right) = show_path(diff.yours.path), split(diff)
+    if (right or diff.others) and is_checked(diff):
         return f"{name} is checked: right; what remains is style"
-    if diff.left:
-        text = f"{name}: {len(diff.left)} of {diff.total} changes left"
-    elif diff.others:
+    if left:
+        text = f"{name}: {len(left)} of {diff.total} changes left"
+    elif right or diff.others:
         text = f"{name}: all {diff.total} changes are made"
     else:
         return f"Done: all {diff.total} changes are made in {name}."
@@ -227,20 +244,20 @@ def headline(diff):
 
 def advice(diff):
     """What to do next, in one line."""
-    stage = diff.lesson.stage
+    stage, (left, right) = diff.lesson.stage, split(diff)
     if is_checked(diff):
         return ("It passed the check: what you wrote differently may "
-                "stay." if diff.left or diff.others else
+                "stay." if right or diff.others else
                 "It passed the check, too.")
-    other = diff.other_stage() if diff.left else ""
+    other = diff.other_stage() if left else ""
     if other:
         start = find(stage).after
         return (f"This is the stage {other}, but the lesson starts from "
                 f"{start}: `python -m workshop reset {start}` puts it there "
                 "and keeps yours.")
-    if diff.left or diff.yours.syntax_error:
+    if left or diff.yours.syntax_error:
         return "Change the script and save it (Ctrl+S, Cmd+S)."
-    if diff.others:
+    if right or diff.others:
         return (f"Your own code may differ from ours: `python -m workshop "
                 f"check {stage}` tells you whether it is right.")
     return f"Next: `python -m workshop check {stage}`"
@@ -341,7 +358,8 @@ def to_text(diff, colour=False, hints=False, number=None):
     if diff.yours.syntax_error:
         out.append(paint(syntax(diff), TERMINAL_ORANGE))
     out.append(f"{saved(diff.yours.path)} {advice(diff)}")
-    shown = diff.left + diff.others
+    left, right = split(diff)
+    shown = left + diff.others + right
     if number is not None:
         diff.require_change(number)
         shown = [item for item in diff.left if item.number == number]
@@ -392,25 +410,28 @@ def to_html(diff, hints=False):
     It fits a laptop's screen, so that what there is to do is in sight after
     Shift+Enter. hints: the code is folded, too.
     """
-    done = is_checked(diff) or not (
-        diff.left or diff.others or diff.yours.syntax_error)
+    left, right = split(diff)
+    todo = [] if is_checked(diff) else left + diff.others
     name = show_path(diff.yours.path)
     first = html.escape(headline(diff)).replace(name, link(diff, name))
-    out = [paragraph(f"<strong>{first}</strong>", "good" if done else ""),
-           strip(diff)]
+    out = [paragraph(f"<strong>{first}</strong>",
+                     "" if todo or diff.yours.syntax_error else "good"),
+           strip(diff, left)]
     if diff.yours.syntax_error:
         out.append(paragraph(html.escape(syntax(diff)), "bad"))
     out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
-    for number, item in enumerate(diff.left + diff.others):
+    for item in left + diff.others + right:
         name, where = map(quote, title(diff, item))
         line = re.match(r"line (\d+)", where)
         where = link(diff, line[0], line[1]) + where[line.end():]
         where = f'<span class="place">({where})</span>'
         id = f' id="{anchor(diff, item.number)}"' if item.number else ""
-        if number == 0:
+        if item in todo[:1]:
             out.append(f"<h3{id}>{name} {where}</h3>"
                        f"{change(diff, item, hints)}")
         else:
+            if item in right:
+                name += " (right, as you wrote it)"
             out.append(folded(f"{name} {where}", change(diff, item, hints),
                               id))
     return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]), syntax(diff)
@@ -422,9 +443,9 @@ def anchor(diff, number):
     return f"ws-{diff.lesson.stage}-{number}"
 
 
-def strip(diff):
+def strip(diff, left):
     """A box for each change: made, or a link to it."""
-    left = [item.number for item in diff.left]
+    left = [item.number for item in left]
     boxes = []
     for number, change in enumerate(diff.lesson.changes, 1):
         state = ("next" if [number] == left[:1] else

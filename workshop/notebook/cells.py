@@ -27,7 +27,7 @@ from backstage.files import show_path
 from workshop import arithmetic, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.doctor import ask_slurm
-from workshop.lesson import desk, render
+from workshop.lesson import checked, desk, render
 from workshop.lesson.diff import Diff, Script
 from workshop.notebook import pictures, printed
 from workshop.results import runs as results
@@ -133,9 +133,15 @@ def diff(stage, hints=None):
     if hints is None:
         hints = render.wants_hints(site)
 
+    last = None
+
     @in_one_line
     def view():
+        nonlocal last
         changes = Diff(stage)
+        if last:
+            changes.go_on_from(last)
+        last = changes
         classroom.note_diff(changes)
         return Shown(render.to_html(changes, hints),
                      render.to_text(changes, hints=hints))
@@ -223,12 +229,13 @@ def saves(seen):
 
 
 def saved_at():
-    """What changes whenever the script is saved."""
-    try:
-        state = DESK.stat()
-        return state.st_mtime_ns, state.st_size, state.st_ino
-    except OSError:
-        return None
+    """What changes whenever the script is saved, or has passed a check."""
+    states = []
+    for path in (DESK, checked.RECORD):
+        with contextlib.suppress(OSError):
+            it = path.stat()
+            states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))
+    return states
 
 
 @in_one_line
