@@ -14,11 +14,14 @@ def main():
     parser.add_argument("deck", nargs="*", help="which ones (default: all)")
     parser.add_argument("-o", "--output", default="slides/build",
                         help="the folder (slides/build)")
-    parser.add_argument("--no-pdf", action="store_true",
-                        help="the pages alone, which need no browser")
-    parser.add_argument("--markdown", action="store_true", help="instead, "
-                        "write what the repository keeps: the decks in "
-                        "Markdown, the figures, the table in slides/README.md")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--no-pdf", action="store_true",
+                      help="the pages alone, which need no browser")
+    kind.add_argument("--release", action="store_true", help="PDFs with the "
+                      "notes, too, and all of it in one archive, slides.zip")
+    kind.add_argument("--markdown", action="store_true", help="instead, "
+                      "write what the repository keeps: the decks in "
+                      "Markdown, the figures, the table in slides/README.md")
     args = parser.parse_args()
     try:
         from slides import build, text
@@ -34,7 +37,7 @@ def main():
             print(f"written: {show_path(path)}")
     else:
         for path in build.build(args.deck or list(text.DECKS), args.output,
-                                not args.no_pdf):
+                                not args.no_pdf, args.release):
             print(show_path(path))
 
 

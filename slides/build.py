@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import zipfile
 from base64 import b64encode
 from pathlib import Path
 
@@ -20,10 +22,11 @@ MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 PLAN = "<!-- the plan: python -m slides --markdown writes it -->"
 
 
-def build(names, folder, pdf=True):
+def build(names, folder, pdf=True, release=False):
     """Write the decks' pages, and PDFs, into the folder: their paths.
 
-    Raises `UserError` if a program is missing.
+    release: PDFs with the notes, too, and all of these in an archive. Raises
+    `UserError` if a program is missing.
     """
     require(shutil.which("node"), "node is not installed: the slides need "
             "Node.js 18 or newer (apt-get install nodejs npm, or your "
@@ -34,6 +37,8 @@ def build(names, folder, pdf=True):
     site = ROOT / "site.sh"
     if not site.exists():
         site = ROOT / "site.example.sh"
+        print('there is no site.sh: the names on the slide "Your session" '
+              "are invented", file=sys.stderr)
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -46,11 +51,25 @@ def build(names, folder, pdf=True):
             page = folder / f"{name}.html"
             page.write_text(name_headings(page.read_text("utf-8")),
                             encoding="utf-8")
+        print_pdf = ("--pdf", "--pdf-outlines", "--pdf-outlines.pages=false",
+                     "--browser-path", browser)
         if pdf:
-            run_marp(temporary, folder, "--pdf", "--pdf-outlines",
-                     "--pdf-outlines.pages=false", "--browser-path", browser)
-    return [folder / f"{name}.{ending}" for name in names
-            for ending in (("html", "pdf") if pdf else ("html",))]
+            run_marp(temporary, folder, *print_pdf)
+        if release:
+            run_marp(temporary, temporary, *print_pdf, "--pdf-notes")
+            for name in names:
+                shutil.move(Path(temporary, f"{name}.pdf"),
+                            folder / f"{name}-notes.pdf")
+    endings = (".html", *[".pdf"] * pdf, *["-notes.pdf"] * release)
+    paths = [folder / f"{name}{ending}" for name in names
+             for ending in endings]
+    if release:
+        with zipfile.ZipFile(folder / "slides.zip", "w",
+                             zipfile.ZIP_DEFLATED) as archive:
+            for path in paths:
+                archive.write(path, path.name)
+        paths.append(folder / "slides.zip")
+    return paths
 
 
 def run_marp(source, folder, *options):

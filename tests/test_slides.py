@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 import zlib
 from dataclasses import fields
 from itertools import combinations
@@ -447,7 +448,9 @@ PLANT = """() => {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """All decks, built with no network but the machine's own."""
+    """What the archive of all decks holds, built with no network but the
+    machine's own.
+    """
     needs("node", CHROMIUM)
     if not build.MARP.exists():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(
@@ -457,12 +460,17 @@ def built(tmp_path_factory):
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         alone = []  # a container may not allow it
     done = subprocess.run(
-        [*alone, sys.executable, "-m", "slides", "--output", folder],
-        cwd=ROOT, capture_output=True, text=True)
+        [*alone, sys.executable, "-m", "slides", "--release", "--output",
+         folder], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in folder.iterdir()} == {
-        f"{name}.{ending}" for name in DECKS for ending in ("html", "pdf")}
-    return folder
+    assert ("are invented" in done.stderr) != (ROOT / "site.sh").exists()
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(folder / "slides.zip") as archive:
+        archive.extractall(unpacked)
+    assert {path.name for path in unpacked.iterdir()} == {
+        f"{name}{ending}" for name in DECKS
+        for ending in (".html", ".pdf", "-notes.pdf")}
+    return unpacked
 
 
 @pytest.fixture(scope="module")
@@ -531,12 +539,14 @@ def test_the_presenters_view_has_notes_and_a_clock(built, browser):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("deck", DECKS)
-def test_a_pdf_has_a_page_for_each_slide(deck, built):
-    data = (built / f"{deck}.pdf").read_bytes()
-    for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
-        try:  # the objects are in compressed streams
-            data += zlib.decompressobj().decompress(stream)
-        except zlib.error:
-            continue
-    pages = re.findall(rb"/Type\s*/Page\b", data)
-    assert len(pages) == len(text.pages(DECKS[deck]))
+def test_a_pdf_has_a_page_for_each_slide_and_its_notes(deck, built):
+    slides = len(text.pages(DECKS[deck]))
+    for ending, noted in (("", 0), ("-notes", slides)):
+        data = (built / f"{deck}{ending}.pdf").read_bytes()
+        for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
+            try:  # the objects are in compressed streams
+                data += zlib.decompressobj().decompress(stream)
+            except zlib.error:
+                continue
+        assert len(re.findall(rb"/Type\s*/Page\b", data)) == slides
+        assert len(re.findall(rb"/Subtype\s*/Text\b", data)) == noted
