@@ -34,7 +34,7 @@ ASSUMED = {  # what an example calculates with
     "gpus": 8, "larger": 7e9,  # parameters of a model that does not fit
     "stages": 4, "microbatches": 8,  # of a pipeline
 }
-PLAN = "| 60 min | 120 min | more | what | where |"
+PLAN = "| 60 min | 90 min | 120 min | more | what | where |"
 MORE = "more"  # the minutes of what follows the course
 
 
@@ -45,11 +45,12 @@ class Deck:
     name: str
     source: str
     title: str
-    minutes: int = 0  # of the course: 60 or 120
+    minutes: int = 0  # of the course: 60, 90 or 120
 
 
 DECKS = {deck.name: deck for deck in (
     Deck("course-60", "course", "The course in 60 minutes", 60),
+    Deck("course-90", "course", "The course in 90 minutes", 90),
     Deck("course-120", "course", "The course in 120 minutes", 120),
     Deck("training-at-scale", "training-at-scale", "Training at scale"),
     Deck("practical-mpi", "practical-mpi", "Practical MPI"),
@@ -88,7 +89,7 @@ def read_plan():
             f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
             length: int(cell) for length, cell in
-            zip((60, 120, MORE), minutes, strict=True) if cell})
+            zip((60, 90, 120, MORE), minutes, strict=True) if cell})
     return rows
 
 
@@ -132,8 +133,15 @@ class Clock:
                 f"{self.where or 'the talk'} are left: say \"rest\"")
 
     def __call__(self, minutes):
-        """The first line of a slide's notes; minutes: a number or "rest"."""
+        """The first line of a slide's notes; minutes: a number or "rest".
+
+        No slide takes no time; in 90 minutes each takes one at least.
+        """
         minutes = self.left if minutes == "rest" else minutes
+        if self.deck.minutes == 90:
+            minutes = max(minutes, 1)
+        require(minutes > 0, f"{self.deck.name}: a slide of "
+                f"{self.where or 'the talk'} has no minutes")
         require(minutes <= self.left, f"{self.deck.name}: {self.where} is "
                 f"{minutes - self.left} minutes too long")
         self.left -= minutes
@@ -142,9 +150,7 @@ class Clock:
         if self.where:
             path = self.plan[self.where].where
             place = (f" `{path}`," * bool(path)) + f" section: {self.where}."
-        span = (f"Minutes {begin:g} to {self.now:g}" if minutes
-                else f"Minute {begin:g}")
-        return f"{span}.{place}"
+        return f"Minutes {begin:g} to {self.now:g}.{place}"
 
 
 # ------------------------------------------------------------------- facts
@@ -364,10 +370,11 @@ def stage_table():
                       "|---|---|---|---:|", *rows])
 
 
-def terms():
-    """The README's table of terms."""
+def from_readme(heading):
+    """The README's table with this heading; its links become names."""
     text = (ROOT / "README.md").read_text("utf-8")
-    return re.search(r"\| term \| meaning \|\n(\|.*\n)+", text)[0].strip()
+    found = re.search(rf"^\| {heading} \|.*\n(\|.*\n)+", text, re.M)
+    return re.sub(r"\[(\w+)\]\([^)]+\)", r"`\1`", found[0].strip())
 
 
 def hunk(stage, words):
@@ -507,7 +514,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         figure=image, changes=changes, count=count, change=title,
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
-        stage_table=stage_table, terms=terms,
+        stage_table=stage_table, from_readme=from_readme,
         excerpt=excerpt, hunk=hunk, log=log, constants=constants,
         checklist=checklist, references=references, site=site(site_file))
     clock.close()

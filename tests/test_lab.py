@@ -497,7 +497,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         words = (f"{number + 1} of {total}: " if number < total else
                  f"Done: all {total} changes are made")
         lesson.readable(words)
-    go('check("ddp", 1)')
+    go('check("ddp", "next")', "no change is left")
     go('check("ddp")', "Right: 1, 2 and 4 processes")
     go("slurm()", "SBATCH_PARTITION=gpu")
     flags = " ".join(map(str, FLAGS)).replace("--data ", "--data ../../")

@@ -20,6 +20,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import lab
 from workshop.lesson import documents, render
+from workshop.lesson.diff import Diff
 from workshop.notebook import cells, printed, your_model
 from workshop.processes import launch
 from workshop.stages import LESSONS, STAGES
@@ -143,6 +144,19 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     assert next(scripts, None) is None
 
 
+def test_the_change_to_try_is_the_first_that_is_left(monkeypatch, tmp_path):
+    desk, std, asked = tmp_path / "mine.py", STAGES["std"].solution, []
+    monkeypatch.setattr(cells, "on_board", lambda *words: (asked.append(
+        words[4:]), (None, None))[1])
+    monkeypatch.setattr(cells, "saves", lambda seen: ())
+    monkeypatch.setattr(cells, "Diff", lambda stage: Diff(stage, desk))
+    for made in ([], [1, 2, 4], range(1, 14)):
+        desk.write_text(Diff("ddp", std).apply(made))
+        shown = cells.check("ddp", "next")
+    assert asked == [("ddp", "1"), ("ddp", "3")]
+    assert "no change is left" in repr(shown)
+
+
 def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     import IPython
     looks, done = iter(["old", "old", "emptied", "new", "new"]), Event()
@@ -249,7 +263,7 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
     shown = execute("diff_mpi.ipynb", without='check("mpi")')  # takes long
     assert (f"Done: all {len(documents.load('mpi'))} changes are made"
             in shown['diff("mpi")'])
-    assert "Change 1 is made as the les" in shown['check("mpi", 1)']
+    assert "no change is left" in shown['check("mpi", "next")']
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
 
     assert "rank 3: rank 3 of 4, local 3" in said_by(shown, "node.rank}")

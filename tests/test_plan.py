@@ -41,18 +41,18 @@ def test_the_notebook_has_the_same_plan():
     text = "\n".join("".join(cell["source"]) for cell in cells["cells"])
     links = re.sub(r"\]\(", "](notebooks/", "\n" + text).replace(
         "notebooks/../", "")
-    assert table(links, "60 min | 120 min") == table(
-        README, "60 min | 120 min")
+    for heading in ("60 min | 90 min | 120 min", "path"):
+        assert table(links, heading) == table(README, heading)
 
 
 def test_a_lesson_promises_the_minutes_of_the_plan():
     """In two hours, or later; with what is to be done in the same notebook."""
     planned, name = {}, None
-    for row in table(README, "60 min | 120 min"):
-        if not row[4]:
+    for row in table(README, "60 min | 90 min | 120 min"):
+        if not row[5]:
             continue  # a break
-        name, = re.findall(r"notebooks/(\w+)\.ipynb", row[4]) or [name]
-        planned[name] = planned.get(name, 0) + int(row[1] or row[2])
+        name, = re.findall(r"notebooks/(\w+)\.ipynb", row[5]) or [name]
+        planned[name] = planned.get(name, 0) + int(row[2] or row[3] or 0)
     for lesson in (ROOT / "notebooks").glob("diff_*.ipynb"):
         goal = "".join(json.loads(lesson.read_text())["cells"][0]["source"])
         promised, = re.findall(r"In (\d+) minutes", goal)
@@ -60,13 +60,14 @@ def test_a_lesson_promises_the_minutes_of_the_plan():
 
 
 @pytest.mark.parametrize(("column", "deck"), [(0, "course-60"),
-                                              (1, "course-120")])
+                                              (1, "course-90"),
+                                              (2, "course-120")])
 def test_the_room_begins_each_part_when_the_plan_does(column, deck):
     """And with the slides that the deck has for it."""
-    parts = [n for n in minutes(table(README, "60 min | 120 min"), column)
-             if n]
+    parts = [n for n in minutes(table(
+        README, "60 min | 90 min | 120 min"), column) if n]
     rows = [row[2 * column:] for row in table(
-        SHEET, "60 min | slides | 120 min") if row[2 * column]]
+        SHEET, "60 min | slides | 90 min") if row[2 * column]]
     assert [int(row[0]) for row in rows] == [0, *accumulate(parts)][:-1]
     numbers = {}  # of each section's slides
     for number, page in enumerate(slides.pages(slides.write(
@@ -80,10 +81,15 @@ def test_the_room_begins_each_part_when_the_plan_does(column, deck):
 
 def test_every_lesson_is_in_the_plan():
     named = re.findall(r"\(notebooks/(\w+)\.ipynb\)", str(
-        table(README, "60 min | 120 min")))
+        table(README, "60 min | 90 min | 120 min")))
     lessons = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb")
                if ".20" not in path.name]
     assert sorted(named) == sorted(lessons)
+    paths = re.findall(r"notebooks/(\w+)\.ipynb", str(
+        table(README, "path")))
+    session = [name for name in lessons if "start_here" != name not in paths]
+    assert len(paths) == len({*paths})
+    assert sorted(session) == ["diff_lit", "results"]  # in two hours
 
 
 def commands(text):
@@ -111,13 +117,14 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
 
 
 # A step of the course: its section, its notebook, the headings where an hour
-# begins and ends there. Nobody types the first changes of DDP: `apply` does.
-HOUR = (("start_here", "start_here", "# Start", "## The plan"),
+# begins and ends there. `apply` makes the changes of DDP that nobody types.
+HOUR = (("start_here end", "start_here", "# Start", "## The plan"),
         ("diff_ddp", "diff_ddp", "# From", "## Is it right?"),
         ("diff_ddp end", "diff_ddp", "## Is it right?", "## Launch it"),
         ("batchfiles", "diff_ddp", "## Launch it", "### 2."),
         ("results", "results", "# Results", "## Where the time goes"))
-APPLIED = (1, 2, 3, 4, 13)
+APPLIED = {60: (1, 2, 3, 4, 10, 11, 12, 13), 90: (1, 2, 3, 4, 13),
+           120: (1, 2, 3, 4, 13)}
 
 
 def words_between(name, first, last):
@@ -145,16 +152,17 @@ def read(lesson, without=()):
                if number not in without)
 
 
-def typed():
+def typed(length):
     """(words, lines) of DDP's changes that nobody applies."""
+    applied = APPLIED[length]
     lesson = load_lesson("ddp")
     std = STAGES["std"].solution
-    desk = Diff("ddp", std).apply(APPLIED).encode()
-    return read(lesson, APPLIED), sum(j2 - j1 for *_, j1, j2 in differences(
+    desk = Diff("ddp", std).apply(applied).encode()
+    return read(lesson, applied), sum(j2 - j1 for *_, j1, j2 in differences(
         Script(std, desk).code, lesson.goal.code))
 
 
-@pytest.mark.parametrize("length", [60, 120])
+@pytest.mark.parametrize("length", [*APPLIED])
 def test_talk_reading_typing_and_waiting_fit_the_plan(length):
     plan, deck = slides.read_plan(), f"course-{length}"
     rows = table(MEASURED, "step | talk")
@@ -164,7 +172,7 @@ def test_talk_reading_typing_and_waiting_fit_the_plan(length):
         said, words, lines = talk(deck, section), words_between(
             name, first, last), 0
         if section == "diff_ddp":
-            more, lines = typed()
+            more, lines = typed(length)
             words += more
         seconds = int(row[4].rpartition("-")[2])  # the most of three
         needs = said + words / 200 + lines / 3 + seconds / 60

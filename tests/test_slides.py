@@ -53,7 +53,8 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
     assert kept == expected.keys()
     monkeypatch.setattr(text, "SHARDS", 99)
     assert stale(build.documents()) == [
-        "course-60.md", "course-120.md", "training-at-scale.md"]
+        "course-60.md", "course-90.md", "course-120.md",
+        "training-at-scale.md"]
 
 
 # ---------------------------------------------------------------- the plan
@@ -71,7 +72,7 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     assert not uncovered()
     for row in plan.values():
         assert (ROOT / row.where).exists(), row.where
-    for length in (60, 120):
+    for length in (60, 90, 120):
         assert length == sum(plan[name].minutes.get(length, 0)
                              for name in text.in_course(plan))
     more = {**plan, "new": text.Row("new", "New", "notebooks", {120: 5})}
@@ -80,8 +81,9 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
 
 
 @pytest.mark.parametrize(("minutes", "complaint"), [
-    ((11,), "start_here is 1 minutes too long"),
-    ((8,), "2 minutes of start_here are left")])
+    ((4,), "start_here is 1 minutes too long"),
+    ((1,), "2 minutes of start_here are left"),
+    ((3, "rest"), "a slide of start_here has no minutes")])
 def test_a_section_that_does_not_keep_its_time(minutes, complaint):
     clock = text.Clock(text.DECKS["course-60"])
     clock.section("start_here")
@@ -139,6 +141,7 @@ RUN = ("python code/train_gpt2.py --preset tiny",
        "python -m workshop plot", "python -m workshop script ddp",
        *(f"python -m workshop diff {stage}" for stage in LESSONS),
        "python -m workshop apply ddp 1 2 3 4 13",
+       "python -m workshop apply ddp 10 11 12",
        *(f"python -m workshop reset {stage}"
          for stage in ("ddp", "fsdp", "tp", "std")))
 
@@ -531,7 +534,7 @@ def test_the_presenters_view_has_notes_and_a_clock(built, browser):
     view = opened.value
     note = view.locator(".bespoke-marp-note.active")
     note.wait_for()
-    assert note.inner_text().startswith("Minutes 0 to 0.5.")
+    assert note.inner_text().startswith("Minutes 0.5 to 1.5.")
     assert re.search(r"\d+:\d\d", view.locator(
         ".bespoke-marp-presenter-info-time").inner_text())
     context.close()

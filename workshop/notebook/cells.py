@@ -243,9 +243,14 @@ def check(stage, change=None):
     """Compare your script with the single-device stage, on real processes.
 
     Shows a table that fills while the check runs. change: the number of a
-    change, to try it alone, as it is in your script, with all others made.
+    change, to try it alone, as it is in your script, with all others made;
+    or "next", the first that is left.
     """
     site_variables()
+    if change == "next":
+        change = next((item.number for item in Diff(stage).left
+                       if item.number), None)
+        require(change, f'no change is left: check("{stage}") tries them all')
     seen, script = saved_at(), read_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]))
