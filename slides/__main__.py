@@ -21,7 +21,8 @@ def main():
                       "notes, too, and all of it in one archive, slides.zip")
     kind.add_argument("--markdown", action="store_true", help="instead, "
                       "write what the repository keeps: the decks in "
-                      "Markdown, the figures, the table in slides/README.md")
+                      "Markdown, the figures, the table in "
+                      "slides/README.md, all lines of the lessons' changes")
     args = parser.parse_args()
     try:
         from slides import build, text

@@ -13,6 +13,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from slides import figures, text
+from workshop.stages import LESSONS, STAGES
 
 SLIDES = text.SLIDES
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
@@ -128,11 +129,12 @@ def documents():
                    re.findall(r"\]\(svg/(.+)\.svg\)", deck)})
     found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
               for name in used}
+    found |= {STAGES[name].lesson: text.fold_lines(name) for name in LESSONS}
     readme = SLIDES / "README.md"
     head, mark, _ = readme.read_text("utf-8").partition(PLAN)
     require(mark, f"slides/README.md has no line {PLAN}")
     decks = {path.stem: text for path, text in found.items()
-             if path.suffix == ".md"}
+             if path.parent == SLIDES and path.suffix == ".md"}
     found[readme] = f"{head}{mark}\n\n{coverage(decks)}\n"
     return found
 

@@ -15,6 +15,7 @@ import pytest
 from cluster import FLAGS, wait_for
 from conftest import ENVIRONMENT, copy_course, git, needs, workshop
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from backstage import ROOT
 from workshop.lesson import documents
@@ -561,12 +562,14 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
     """As in a portal, whose root is the home; git sees no difference.
 
     `WORKSHOP_PICTURES=docs pytest --whole tests/test_lab.py -k saved` draws
-    the README's picture anew.
+    the README's picture anew, which says of which lesson it is.
     """
     copy_course(repo, *ENVIRONMENT, ".gitattributes", ".gitignore")
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
     script = repo / "code" / "train_gpt2.py"
     script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
+    about = PngInfo()
+    about.add_text("lesson", repr(documents.load("ddp")[4]))
 
     for command in ("init -q", "add -A", "commit -qm all"):
         git(repo, *command.split())
@@ -591,7 +594,7 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
     file = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path), "lesson.png")
     page.screenshot(path=file)
     drawn = Image.open(file).quantize(64)
-    drawn.save(file, optimize=True)
+    drawn.save(file, optimize=True, pnginfo=about)
 
     # no outputs, and nothing of the kernel; `git status` compares sizes
     notebook = repo / "notebooks" / "diff_ddp.ipynb"

@@ -8,6 +8,7 @@ import sys
 from itertools import accumulate
 
 import pytest
+from PIL import Image
 
 from backstage import ROOT
 from backstage.flops import num_parameters
@@ -77,6 +78,12 @@ def test_the_room_begins_each_part_when_the_plan_does(column, deck):
     assert [row[1] for row in rows] == [
         "-".join(dict.fromkeys((first[0], first[-1])))
         for first in numbers.values()]
+
+
+def test_the_readmes_picture_is_of_the_lesson_as_it_is():
+    """`pytest --whole tests/test_lab.py -k saved` draws it."""
+    with Image.open(ROOT / "docs" / "lesson.png") as drawn:
+        assert drawn.info["lesson"] == repr(load_lesson("ddp").changes[4])
 
 
 def test_every_lesson_is_in_the_plan():

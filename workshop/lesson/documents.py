@@ -20,8 +20,9 @@ with `**Predict and check.**`, and the answer quotes the check:
 
     **Answer.** Both take device 0. The check says: `rank 1 asks for ...`.
 
-The code itself is in solutions/ only: an anchor ties a change to the lines of
-the diff between the two stages.
+The code itself is in solutions/: an anchor ties a change to the lines of the
+diff between the two stages. `python -m slides --markdown` writes them below
+it, folded, for those who read a lesson on the web; nothing reads them here.
 """
 
 import re
@@ -33,6 +34,8 @@ from workshop.stages import find
 FENCE = "```"
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
 ANSWER = "**Answer.** "
+FOLDED = re.compile(r"<details><summary>All its lines</summary>\n.*?\n"
+                    r"</details>\n", re.S)
 
 
 @dataclass
@@ -72,7 +75,8 @@ def parse(text, name):
         if not condition:
             raise ValueError(f"{name}, line {line}: {complaint}")
 
-    head, *sections = split(text)
+    head, *sections = split(FOLDED.sub(  # the numbers of lines stay
+        lambda found: "\n" * found[0].count("\n"), text))
     require(head.heading.startswith("# "), head.line,
             "a lesson begins with its title, '# ...'")
     prose, blocks = head.parts()
