@@ -222,6 +222,8 @@ REFERENCES = {
               "arXiv:2001.08361.",
     "karpathy": "Karpathy (2024). Let's reproduce GPT-2 (124M). Video, and "
                 "github.com/karpathy/build-nanogpt.",
+    "leviathan": "Leviathan et al. (2023). Fast inference from transformers "
+                 "via speculative decoding. ICML.",
     "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
           "data parallel training. VLDB 13(12).",
     "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "
@@ -251,11 +253,15 @@ REFERENCES = {
     "shoeybi": "Shoeybi et al. (2019). Megatron-LM: training multi-billion "
                "parameter language models using model parallelism. "
                "arXiv:1909.08053.",
+    "tazi": "Tazi et al. (2025). The ultra-scale playbook: training LLMs on "
+            "GPU clusters. Hugging Face.",
     "wei": "Wei et al. (2022). Emergent abilities of large language models. "
            "arXiv:2206.07682.",
     "yamazaki": "Yamazaki et al. (2019). Yet another accelerated SGD: "
                 "ResNet-50 training on ImageNet in 74.7 seconds. "
                 "arXiv:1903.12650.",
+    "zellers": "Zellers et al. (2019). HellaSwag: can a machine really finish "
+               "your sentence? arXiv:1905.07830.",
     "zhao": "Zhao et al. (2023). PyTorch FSDP: experiences on scaling fully "
             "sharded data parallel. VLDB 16(12).",
 }
