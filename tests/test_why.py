@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +26,11 @@ from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
 from workshop.results.runs import PUBLISHED
 from workshop.why import evidence, slow, witness
-from workshop.why import judge as judging
+from workshop.why import ranks as judging
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
-from workshop.why.judge import Rank, judge
+from workshop.why.judge import ADVICE, RULES, SIGNS, judge
+from workshop.why.ranks import Rank
 from workshop.why.start import HOOK
 from workshop.why.witness import Witness, find_line, read_rank, read_state
 
@@ -107,16 +109,16 @@ def test_the_faults_of_the_lesson(number, tmp_path):
     try:
         if number in (4, 8):  # those that end
             job.wait(240)
-        end, found = time.monotonic() + 240, judging.Answer("", "")
-        while not found.fault and time.monotonic() < end:
+        end, found = time.monotonic() + 240, answer(folder)
+        while not found.kind and time.monotonic() < end:
             time.sleep(1)
             found = answer(folder, alive=number not in (4, 8))
     finally:
         job.clear()
-    assert (found.fault, words in found.reason) == (fault, True), found.reason
+    assert (found.kind, words in found.text) == (fault, True), found.text
     assert [rank.rank for rank in found.ranks] == blamed
     if number in (1, 2, 3, 7, 9):
-        assert " of their_" in found.reason
+        assert " of their_" in found.text
 
 
 def in_meeting(size):
@@ -130,9 +132,8 @@ def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
     launch(setting={2: None})
     wait_for(tmp_path / "why", in_meeting(2))
     found = answer(tmp_path / "why")
-    assert found.fault == "rendezvous incomplete"
-    assert "rank 2 of 3 is missing" in found.reason
-    assert "127.0.0.1:" in found.reason
+    assert found.kind == "ranks are missing"
+    assert "rank 2 has left no evidence here, of 3" in found.text
 
 
 @pytest.mark.whole
@@ -140,15 +141,15 @@ def test_ranks_have_other_addresses(launch, tmp_path):
     launch(setting={2: {"MASTER_ADDR": "192.0.2.77"}})
     wait_for(tmp_path / "why", in_meeting(3))
     found = answer(tmp_path / "why")
-    assert found.fault == "rendezvous"
+    assert found.kind == "different addresses"
     assert [rank.rank for rank in found.ranks] == [2]
-    assert "192.0.2.77" in found.reason
+    assert "192.0.2.77" in found.text
 
 
 @pytest.mark.whole
 def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
     """Asked before that is certain, it looks again."""
-    for name in ("judge", "command"):
+    for name in ("ranks", "command"):
         monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", 25)
     monkeypatch.setattr("workshop.why.command.STILL", 0)
     launch([(REDUCE, "        if rank == 1 and step == 3:\n"
@@ -166,9 +167,9 @@ def test_an_error(launch, tmp_path):
                    "            raise ValueError('a bad sample')\n" + REDUCE)])
     job.wait(240)
     found = answer(tmp_path / "why", alive=False)
-    assert found.fault == "a rank ended"
+    assert found.kind == "a rank ended"
     assert [rank.rank for rank in found.ranks] == [1]
-    assert "ValueError: a bad sample" in found.reason
+    assert "ValueError: a bad sample" in found.text
 
 
 @pytest.mark.whole
@@ -186,9 +187,9 @@ def test_scripts_of_other_styles(
              f"{space}    {statement}\n{line}")], world_size=2, name=name,
            preload=[*PRELOAD, "lightning"])
     wait_for(tmp_path / "why", lambda found: len(found) == 2 and judge(
-        list(found.values())).fault)
+        list(found.values())).kind)
     found = answer(tmp_path / "why")
-    assert found.fault == fault
+    assert found.kind == fault
     assert [rank.rank for rank in found.ranks] == [1]
 
 
@@ -200,7 +201,7 @@ def test_a_sound_run_is_no_alarm(
     launch((), "--pause", pause)
     wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
         len(rank.calls) > (30, 8)[pause > 0] for rank in found.values()))
-    assert answer(tmp_path / "why").fault == ""
+    assert answer(tmp_path / "why").kind == ""
     assert ask_why(str(tmp_path / "why")) == 0
     said = capsys.readouterr().out
     assert said.startswith("nothing is wrong: ")
@@ -308,10 +309,9 @@ def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
                f"{tmp_path / 'why'}" in rank.err for rank in ranks)
     monkeypatch.setattr(judging, "PATIENCE", 4)
     found = answer(tmp_path / "why", alive=False)
-    # whether it still comes to write that, or is killed before it does
-    assert found.fault in ("a rank is late", "a rank did not answer")
+    assert found.kind == "a rank is late"
     assert [rank.rank for rank in found.ranks] == [1]
-    assert "time.sleep(1000)" in found.reason
+    assert "time.sleep(1000)" in found.text
 
 
 def run_watched(folder, text, *words, **variables):
@@ -700,6 +700,12 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     }, alive, fresh, last)
 
 
+class NamesOf(dict):
+    """In place of a value that depends on the job, its name."""
+
+    __missing__ = staticmethod(str.upper)
+
+
 @pytest.mark.parametrize(("first", "second", "fault", "words"), [
     ({}, {"stack": IN_LOADER}, "the data loader waits", "num_workers=0"),
     ({}, {"stack": [*IN_LOADER, ["/home/me/data.py", 3, "__getitem__"]]},
@@ -716,11 +722,12 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
      "py-spy dump --native --pid 101"),
     ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),
     ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
-    ({"stack": IN_RECV}, {"stack": IN_RECV}, "nobody sends", "needs a send"),
+    ({"stack": IN_RECV}, {"stack": IN_RECV}, "all send, or all receive",
+     "needs a send"),
     ({"ended": LOST_IT}, {**GONE, "oom_kills": 1}, "a rank was killed",
      "the kernel of that node ended 1 process(es)"),
-    ({"ended": {"status": "timeout", "time": 9}}, GONE,
-     "a rank did not answer", "rank 0 waited for it in line 41 of train.py"),
+    ({"ended": {"status": "timeout", "time": 9}}, GONE, "a rank is late",
+     "rank 0 waited for it in line 41 of train.py"),
     ({"ended": LOST_IT}, {**GONE, "host": "node2"},
      "dead node, or a killed rank",
      "scontrol show node node2"),
@@ -751,7 +758,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
         f'  File "{file}", line {line} in {name}\n'
         for file, line, name in reversed(IN_REDUCE))},
      {"ended": LOST_IT | {"stack": AT_WORK}}, "different collectives",
-     "rank 0 is in line 41 of train.py, and rank 1 in line 30"),
+     "ended rank 0, which received in line 41 of train.py what it did not "
+     "expect: rank 1 is in line 30"),
     ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
      "rank 0 ended with status 0"),
     ({"ended": LOST_IT}, {"ended": {"status": 0, "time": 5}},
@@ -759,10 +767,10 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     (GONE, GONE, "ended from outside", "SIGKILL"),
     (TOLD, TOLD, "ended from outside", "SIGTERM"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
-     {"ended": LOST_IT, "still": 0}, "a rank did not answer",
+     {"ended": LOST_IT, "still": 0}, "a rank is late",
      "rank 1 on node1 last wrote"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
-     {**TOLD, "still": 0}, "a rank did not answer",
+     {**TOLD, "still": 0}, "a rank is late",
      "rank 1 on node1 last wrote"),
     ({"ended": LOST_IT, "still": 0},
      {"ended": LOST_IT | {"time": 3}, "still": 0}, "a rank ended",
@@ -784,15 +792,17 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     (IN_7, {"stack": IN_RECV, "still": 50}, "a rank is late",
      "rank 1 is in line 41 of train.py, and kept rank 0 waiting for 60 s"),
     (IN_7, {"stack": AT_WORK, "calls": [WAITS | {"name": "tensor"}]},
-     "different collectives", "rank 0 waits in collective 7 of group data, in "
-     "line 41 of train.py and rank 1 waits in collective 7 of group tensor"),
+     "different order of groups", "rank 0 waits in collective 7 of group "
+     "data, in line 41 of train.py, and rank 1 waits in collective 7 of group"
+     " tensor"),
     ({"calls": [WAITS | {"waits": False}], "ended": LATE, "still": 20},
      {**TOLD, "still": 20, "last": STACK.replace("41", "30")},
      "a rank is late", "rank 1 on node1 last wrote from line 30 of train.py; "
      "rank 0 waited for it in line 41"),
     # what it wrote before that says nothing
     ({**IN_7, "still": 9}, {"written": 69, "still": 9}, "", "move on"),
-    ({"message": SEND}, {"message": SEND}, "nobody receives", "Sendrecv"),
+    ({"message": SEND}, {"message": SEND}, "all send, or all receive",
+     "Sendrecv"),
     ({"joined": False, "stack": IN_MEETING}, {"joined": False,
                                               "stack": AT_WORK},
      "a rank is late", "rank 1 has not come to init_process_group() yet: runs "
@@ -801,7 +811,8 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
         "joined": False, "ended": LOST_IT | {"message": "no such file"}},
      "a rank ended", "RuntimeError: no such file"),
     ({"joined": False, "stack": IN_MEETING},
-     {"rank": 0, "joined": False, "stack": IN_MEETING}, "rendezvous",
+     {"rank": 0, "joined": False, "stack": IN_MEETING},
+     "a rank is there twice",
      "the same rank: 0 (process 100 on node1), 0 (process 101 on node1)"),
     ({}, {"alive": None, "fresh": False, "host": "node2"},
      "a rank does not answer", "py-spy dump --native --pid 101"),
@@ -816,9 +827,9 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
     # ranks without a record of their messages
     ({"stack": [["/home/me/train.py", 44, "main"], IN_REDUCE[1]]},
      {"stack": [*AT_WORK, [TORCH + "_tensor.py", 9, "backward"]]},
-     "different lines", "rank 1 waited in line 30"),
+     "different lines", "rank 1 has stood in line 30"),
     ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
-     "different lines", "rank 1 waited in line 30 of train.py"),
+     "different lines", "rank 1 has stood in line 30 of train.py"),
     # of 40 looks; a pipeline's messages are not recorded
     ({"still": 0, "looks": [[31, IN_PIPELINE], [9, AT_WORK]]},
      {"still": 0, "looks": [[7, IN_PIPELINE], [33, AT_WORK]]}, "straggler",
@@ -841,28 +852,43 @@ def make_rank(number, alive=True, fresh=True, last="", **changes):
 def test_what_the_judge_says(first, second, fault, words):
     ranks = [make_rank(0, **first), make_rank(1, **second)]
     found = judge(ranks, any(rank.alive for rank in ranks))
-    assert found.fault == fault
-    assert words in f"{found.reason}; {found.advice}"
+    assert found.kind == fault
+    assert words in f"{found.text}; {found.advice}"
+
+
+def test_the_page_has_a_row_for_each_fault():
+    """In the rules' own words."""
+    signs = defaultdict(dict)
+    for rule in RULES:
+        if rule.fault and rule.find.__doc__:
+            signs[rule.sign].setdefault(rule.fault, rule)
+    table = "".join(
+        f"| {sign if rule is next(iter(rules.values())) else ''} | "
+        f"{rule.fault}: {rule.find.__doc__} | "
+        f"{rule.advice.format_map(NamesOf(ADVICE))} |\n"
+        for sign in SIGNS for rules in [signs[sign]]
+        for rule in rules.values())
+    assert table in (ROOT / "docs" / "why.md").read_text(), table
 
 
 def test_who_is_deaf_is_said_when_rank_0_has_tried():
     """Else a wrong address looks like a port that is blocked."""
     out = {"joined": False, "stack": IN_MEETING, "still": 5, "age": 20}
     ranks = [make_rank(0, **out), make_rank(1, **out, answer="no answer")]
-    assert judge(ranks).fault == ""
+    assert judge(ranks).kind == ""
     # nor is one missing after 20 s, whatever the clock has done since
-    assert judge(ranks[:1]).fault == ""
+    assert judge(ranks[:1]).kind == ""
     ranks[0].answer = ""
-    assert judge(ranks).fault == "blocked port"
+    assert judge(ranks).kind == "blocked port"
     ranks[0].answer = "no answer"
-    assert judge(ranks).fault == "wrong MASTER_ADDR"
+    assert judge(ranks).kind == "wrong MASTER_ADDR"
 
 
 def test_no_word_on_ranks_that_are_not_seen():
     """The other node writes elsewhere: it may be late, or nothing is."""
     found = judge([make_rank(number, world_size=4) for number in range(2)])
-    assert found.fault == "ranks are missing"
-    assert "ranks 2, 3 of 4 have left no evidence here" in found.reason
+    assert found.kind == "ranks are missing"
+    assert "ranks 2, 3 have left no evidence here, of 4" in found.text
 
 
 def test_what_is_compiled_is_not_the_scripts_line():
@@ -891,4 +917,4 @@ def test_other_lines_are_no_mistake(ahead):
 
     ranks = [make_rank(number, calls=calls(number, 20 + number), still=1,
                        stack=AT_WORK) for number in range(2)]
-    assert judge(ranks).fault == ""
+    assert judge(ranks).kind == ""

@@ -22,6 +22,8 @@ class Finding:
     sentence: list
     hint: list  # what to do, where neither the sentence nor a lesson says it
     error: str = ""  # with which the script has ended, without its place
+    kind: str = ""  # the fault's name, where it has one
+    ranks: list = ()  # those to blame, as `why` knows them
 
     @property
     def text(self):

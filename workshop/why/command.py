@@ -6,14 +6,10 @@ from collections import Counter
 
 from backstage.errors import require
 from workshop.why.evidence import ask_about, collect, find
-from workshop.why.judge import (
-    PATIENCE,
-    describe_ending,
-    is_waiting,
-    judge,
-    standstill,
-)
+from workshop.why.judge import judge
+from workshop.why.ranks import PATIENCE, Job, Place, is_waiting
 from workshop.why.slow import explain
+from workshop.why.witness import find_line
 
 STILL = 5  # seconds without a move that are worth a word
 
@@ -25,27 +21,25 @@ def main(target):
         target = str(folder)
         print(f"what was started last: {target}")
     ranks, answer = look(target, folder, processes)
-    if answer.fault:
-        print(f"{answer.fault}: {answer.reason}")
+    print(f"{answer.kind or 'nothing is wrong'}: {answer.text}")
+    if answer.hint:
         print(f"try: {answer.advice}")
-    else:
-        print(f"nothing is wrong: {answer.reason}")
     for line in ask_about(target):
         print(f"  SLURM: {line}")
     for rank in ranks:
         print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
               f"{describe(rank)}")
-    for rank in [rank for rank in ranks if rank.ending == "runs" and (
+    for rank in [rank for rank in ranks if rank.runs and (
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
-    if folder and answer.fault in ("", "straggler"):
+    if folder and answer.kind in ("", "straggler"):
         for line in explain(folder.parent):
             print(line)
-    return int(bool(answer.fault))
+    return int(answer.verdict == "FAIL")
 
 
 def look(target, folder, processes):
-    """(the ranks, the `Answer`). While one stands still, it looks again."""
+    """(the ranks, the `Finding`). While one stands still, it looks again."""
     # what ranks on a busy node count is less than what has passed
     said, end = False, time.monotonic() + 2 * PATIENCE
     while True:
@@ -53,8 +47,8 @@ def look(target, folder, processes):
         require(ranks, f"{target}: no process there has said which rank it is")
         alive = any(rank.alive or rank.fresh for rank in ranks)
         answer = judge(ranks, alive)
-        still = standstill([rank for rank in ranks if rank.ending == "runs"])
-        if (answer.fault or not STILL < still <= PATIENCE
+        still = Job([rank for rank in ranks if rank.runs]).standstill
+        if (answer.kind or not STILL < still <= PATIENCE
                 or time.monotonic() > end):
             return ranks, answer
         if not said:
@@ -72,9 +66,8 @@ def print_times(rank, most=4):
     """
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
-        rank.stack = stack
-        lines[rank.where + " (waits for other ranks)" * is_waiting(stack)] += (
-            times)
+        lines[f"{Place(*find_line(stack))}" + " (waits for other ranks)"
+              * is_waiting(stack)] += times
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
               "two seconds:")
@@ -84,11 +77,11 @@ def print_times(rank, most=4):
 
 def describe(rank):
     """How it ended, or where it is."""
-    text = describe_ending(rank)
+    text = rank.doing
     if rank.ending == "done":
         return text
     if rank.calls:
         text += f", collective {rank.calls[-1]['number']}"
-    if rank.ending == "runs" and rank.still > STILL:
+    if rank.runs and rank.still > STILL:
         text += f", for {rank.still:.0f} s"
-    return f"{text}, {rank.where}"
+    return f"{text}, {rank.place}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from workshop.why.judge import PATIENCE, Rank
+from workshop.why.ranks import PATIENCE, Rank
 from workshop.why.start import STARTS
 from workshop.why.witness import (
     connecting,
