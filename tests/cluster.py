@@ -1,5 +1,7 @@
 """A SLURM of two nodes with four fake GPUs each, and a clone beside it."""
 
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -9,8 +11,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from conftest import ENVIRONMENT, copy_course, git, needs, program
-from stages import Result, make_dataset
+from stages import Result, make_dataset, train, weight_distance
 
 from backstage import ROOT
 
@@ -80,6 +83,13 @@ class Slurm:
     def result(self, name, job):
         return Result(self.repo / "runs" / f"{name}-{job}", [])
 
+    @functools.cache  # noqa: B019, there is one
+    def alone(self, *flags):
+        """A run of the single-device stage with these flags, without SLURM."""
+        run = Path(tempfile.mkdtemp(dir=self.lab_folder.parent)) / "run"
+        return train("std", run, *flags[4:],
+                     data=self.lab_folder.parent / flags[3])
+
     def processes(self, job):
         """The processes of a job, on any node: (pid, node, command)."""
         found = []
@@ -102,6 +112,22 @@ class Slurm:
         return [(pid, node) for pid, node, command in self.processes(job)
                 if "torchrun" not in " ".join(command[:2])
                 and any("/train_gpt2_" in word for word in command[:3])]
+
+
+def agree(result, single):
+    """The same losses at the same steps, and the same weights."""
+    for column in ("step", "loss", "val_loss"):
+        values, expected = ([-1 if value is None else value for value in
+                             run.column(column)] for run in (result, single))
+        assert values == pytest.approx(expected, rel=1e-5, abs=0), column
+    assert weight_distance(result.checkpoint()["model"],
+                           single.checkpoint()["model"]) <= 0.02 * 3e-3
+
+
+def world(result):
+    """How many nodes and processes trained, as the run says."""
+    record = json.loads((result.folder / "hyperparameters.json").read_text())
+    return record["nodes"], record["world_size"]
 
 
 def wait_for(condition, timeout=500, explain=lambda: ""):

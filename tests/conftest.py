@@ -30,7 +30,7 @@ LONG = [f"test_{name}.py" for name in (
     "traffic", "pbs", "nano", "std", "slides", "starter", "meshes", "kernels",
     "take_home", "stages")]
 
-
+MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 ENVIRONMENT = (  # what activate.sh needs
     "activate.sh", "requirements.txt", "environment",
     "fineweb", "tests/requirements.txt")
@@ -233,6 +233,31 @@ def slurm():
 
     with start() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser():
+    needs("chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=(
+                "--headless=new --no-sandbox --disable-gpu --disable-quic "
+                "--no-first-run --disable-background-networking "
+                "--disable-component-update --disable-sync").split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def mpich(tmp_path_factory):
+    """The variables with which mpi4py takes MPICH."""
+    needs("mpiexec.mpich")
+    if not MPICH.exists():
+        pytest.skip(f"not there: {MPICH}")
+    folder = tmp_path_factory.mktemp("mpich")
+    (folder / "libmpi.so.12").symlink_to(MPICH)  # as the README says
+    return {"LD_LIBRARY_PATH": str(folder)}
 
 
 @pytest.fixture(scope="session")

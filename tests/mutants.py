@@ -408,7 +408,7 @@ def work_in(parent):
 
 def try_out(mutant):
     """(kind, seconds, what the table says below it) of a mutant."""
-    from test_check import left_by, left_in
+    from checks import left_by, left_in
 
     begin, odd = time.monotonic(), ""
     try:

@@ -22,12 +22,20 @@ from workshop.stages import STAGES
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER / "golden"  # tokens, and what was computed from them
+PBS_FLAGS = ("--preset", "tiny", "--device", "cpu", "--data", str(GOLDEN),
+             "--microbatch-size", "1")
+CORE = ("std", "ddp", "lit", "starter")  # `pytest` tries all of it
 STARTER = ROOT / "starter" / "train.py"  # the tests call it stage "starter"
 
 BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
     "bytes", pat_str=r"[\s\S]",
     mergeable_ranks={bytes([i]): i for i in range(256)},
     special_tokens={dataset.END_OF_TEXT: 256})
+
+
+def every_stage():
+    return [stage if stage in CORE else
+            pytest.param(stage, marks=pytest.mark.whole) for stage in STAGES]
 
 
 def write_shards(folder, train, val, name="test"):

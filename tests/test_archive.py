@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from cluster import wait_for
 from conftest import program
-from test_activate import PACKAGES, environment, refused, source, tiny_clone
-from test_activate import mount as mount  # fixtures
-from test_activate import set_up as set_up
+from shells import PACKAGES, environment, refused, source, tiny_clone
+from shells import mount as mount  # fixtures
+from shells import set_up as set_up
 
 pytestmark = pytest.mark.whole
 

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 from cases.case import RANKS
+from checks import FORWARD, board_of, plant
 from conftest import linear_light
-from test_check import FORWARD, board_of, plant
 
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.check.command import main

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from check_cases import CASES, outcome, problem
+from checks import FORWARD, left_by, left_in, plant
 from cluster import wait_for
 from conftest import needs, program
 
@@ -19,7 +20,6 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import classroom, patience, processes
 from workshop.check import trial
-from workshop.check.board import Board
 from workshop.check.command import main
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
@@ -46,29 +46,6 @@ def test_a_script_of_the_table(case):
     passed, says, out = outcome(case)
     assert not problem(case, passed, says), out
     assert out.count("FAIL") == (not case.right)  # one diagnosis
-
-
-def plant(folder, *changes):
-    text = STAGES["ddp"].solution.read_text()
-    for old, new in changes:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = folder / "train_gpt2.py"
-    script.write_text(text)
-    return script
-
-
-def board_of(script, capsys):
-    """A check's `Board`, from its events."""
-    board = Board()
-    right = main("ddp", script, events=True)
-    for line in capsys.readouterr().out.splitlines():
-        board.update(json.loads(line))
-    assert board.right == right
-    return board
-
-
-FORWARD = ("loss = training_step(model, ", "loss = training_step(raw_model, ")
 
 
 def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
@@ -155,26 +132,6 @@ def start(script, temporary, events=False, **variables):
         start_new_session=True, env={
             **os.environ, **variables, "TMPDIR": str(temporary),
             "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
-
-
-def left_in(temporary):
-    """The folders of ours in this folder for temporary files."""
-    return [file for file in temporary.iterdir()
-            if file.name.startswith(("check-", "ranks-", "pymp-"))]
-
-
-def left_by(temporary):
-    """The processes that have this folder for temporary files."""
-    mark, found = f"TMPDIR={temporary}".encode(), []
-    for folder in os.listdir("/proc"):
-        if folder.isdigit():
-            try:
-                with open(f"/proc/{folder}/environ", "rb") as file:
-                    if mark in file.read():
-                        found.append(folder)
-            except OSError:
-                pass
-    return found
 
 
 HANG = ("        if rank == 0:\n            run.log(",

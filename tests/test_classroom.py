@@ -11,8 +11,7 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import needs, program, python
-from test_lab import CHROMIUM, SWITCHES
+from conftest import program, python
 
 from backstage import ROOT
 from workshop import classroom
@@ -122,9 +121,7 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 @pytest.mark.whole
-def test_nine_attendees_in_a_browser(tmp_path):
-    needs(CHROMIUM)
-    sync_api = pytest.importorskip("playwright.sync_api")
+def test_nine_attendees_in_a_browser(tmp_path, browser):
     shared, page = tmp_path / "class", tmp_path / "page.html"
     shared.mkdir()
     for made in (1, 2, 3, 5, 6, 7, 9, 10, 11):
@@ -139,27 +136,24 @@ def test_nine_attendees_in_a_browser(tmp_path):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(page.exists)
-        with sync_api.sync_playwright() as playwright:
-            browser = playwright.chromium.launch(
-                executable_path=shutil.which(CHROMIUM), args=SWITCHES)
-            tab = browser.new_page(viewport={"width": 1280, "height": 720})
-            tab.goto(page.as_uri())
-            title, made, body = tab.wait_for_function(  # at once: it reloads
-                """() => {
-                const rows = [...document.querySelectorAll("tr.person")];
-                return rows.length == 9 && [
-                    document.querySelector("h1").innerText, rows.map(
-                        row => row.querySelectorAll(".made").length),
-                    document.body.innerText]; }""").json_value()
-            assert title == "2 of 9 have passed the check"
-            assert made == [13, 13, 9, 7, 6, 5, 3, 2, 1]
-            assert "losses agree (2)" in body
-            write(shared, "another", {"time": time.time(), "right": True})
-            tab.wait_for_function(  # nobody reloads it
-                "document.querySelectorAll('tr.person').length == 10")
-            text = tab.content()
-            assert not any(file.stem in text for file in shared.glob("*"))
-            browser.close()
+        tab = browser.new_page(viewport={"width": 1280, "height": 720})
+        tab.goto(page.as_uri())
+        title, made, body = tab.wait_for_function(  # at once: it reloads
+            """() => {
+            const rows = [...document.querySelectorAll("tr.person")];
+            return rows.length == 9 && [
+                document.querySelector("h1").innerText, rows.map(
+                    row => row.querySelectorAll(".made").length),
+                document.body.innerText]; }""").json_value()
+        assert title == "2 of 9 have passed the check"
+        assert made == [13, 13, 9, 7, 6, 5, 3, 2, 1]
+        assert "losses agree (2)" in body
+        write(shared, "another", {"time": time.time(), "right": True})
+        tab.wait_for_function(  # nobody reloads it
+            "document.querySelectorAll('tr.person').length == 10")
+        text = tab.content()
+        assert not any(file.stem in text for file in shared.glob("*"))
+        tab.close()
     finally:
         board.send_signal(signal.SIGINT)
         assert board.wait(20) == 130

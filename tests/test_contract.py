@@ -13,9 +13,11 @@ import signal
 import pytest
 import torch
 from stages import (
+    CORE,
     GOLDEN,
     DieAfter,
     agree,
+    every_stage,
     same_state,
     start_stage,
     train,
@@ -24,8 +26,6 @@ from stages import (
 
 from workshop.check.observe import Observer
 from workshop.stages import STAGES
-
-CORE = ("std", "ddp", "lit", "starter")  # `pytest` tries all of it
 
 
 def places(all_places):
@@ -42,11 +42,6 @@ def fewer_steps(stage):
     if STAGES[stage].kernels:  # Triton's interpreter takes long, too
         return ("--max-steps", 12, "--microbatch-size", 8)
     return ("--max-steps", 12) if STAGES[stage].shards else ()
-
-
-def every_stage():
-    return [stage if stage in CORE else
-            pytest.param(stage, marks=pytest.mark.whole) for stage in STAGES]
 
 
 PLACES = [(stage, mesh) for stage in STAGES for mesh in STAGES[stage].meshes]

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from test_fineweb import FOLDER, contents, refuses, run, start, succeeds
+from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import dataset
 

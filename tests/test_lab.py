@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, copy_course, git, needs, workshop
+from conftest import ENVIRONMENT, copy_course, git, workshop
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -25,10 +25,6 @@ from workshop.stages import STAGES
 
 pytestmark = pytest.mark.whole
 
-CHROMIUM = "chromium"
-SWITCHES = ("--headless=new --no-sandbox --disable-gpu --disable-quic "
-            "--no-first-run --disable-background-networking "
-            "--disable-component-update --disable-sync").split()
 TYPO = ("loss = training_step(model, batch, device, hp.precision)",
         "loss = training_step(raw_model, batch, device, hp.precision)")
 
@@ -94,21 +90,18 @@ def lab(repo, tmp_path):
 
 
 @pytest.fixture
-def page():
+def page(browser):
     """A page of a browser, as wide as a laptop."""
-    needs(CHROMIUM)
-    sync_api = pytest.importorskip("playwright.sync_api")
-    sync_api.expect.set_options(timeout=60_000)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which(CHROMIUM), args=SWITCHES)
-        context = browser.new_context(
-            viewport={"width": 1280, "height": 720},
-            permissions=["clipboard-read", "clipboard-write"])
-        context.set_default_timeout(120_000)
-        context.add_init_script(path=Path(__file__).with_name("lab.js"))
-        yield context.new_page()
-        browser.close()
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 720},
+        permissions=["clipboard-read", "clipboard-write"])
+    context.set_default_timeout(120_000)
+    context.add_init_script(path=Path(__file__).with_name("lab.js"))
+    yield context.new_page()
+    context.close()
 
 
 class Lesson:

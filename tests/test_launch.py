@@ -11,9 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cluster import FLAGS
+from cluster import FLAGS, world
 from conftest import needs, program
-from test_slurm import world
 
 from backstage import ROOT
 from backstage.errors import UserError

@@ -23,7 +23,6 @@ from stages import (
     tiny,
     train,
 )
-from test_mpi import mpich  # noqa: F401, a fixture
 from torch.distributed.run import get_args_parser
 
 from backstage import ROOT, process
@@ -269,7 +268,7 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path):
 
 
 @pytest.mark.whole
-def test_the_local_ranks_of_two_nodes(tmp_path, mpich):  # noqa: F811
+def test_the_local_ranks_of_two_nodes(tmp_path, mpich):
     """MPICH can pretend that ranks of odd numbers are on another node."""
     script = tmp_path / "bare.py"
     script.write_text("""

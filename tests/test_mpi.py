@@ -6,10 +6,9 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import needs, program
+from conftest import MPICH, needs, program
 from stages import GOLDEN, Result, agree, run_command, tiny
 
 from backstage import ROOT
@@ -21,18 +20,6 @@ from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
 MPI = [sys.executable, STAGES["mpi"].solution]
-MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
-
-
-@pytest.fixture(scope="module")
-def mpich(tmp_path_factory):
-    """The variables with which mpi4py takes MPICH."""
-    needs("mpiexec.mpich")
-    if not MPICH.exists():
-        pytest.skip(f"not there: {MPICH}")
-    folder = tmp_path_factory.mktemp("mpich")
-    (folder / "libmpi.so.12").symlink_to(MPICH)  # as the README says
-    return {"LD_LIBRARY_PATH": str(folder)}
 
 
 ENTER = """\

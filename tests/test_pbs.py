@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 from cluster import clone_course
 from conftest import needs, program
-from stages import FOLDER, Result
+from stages import PBS_FLAGS, Result
 
 from workshop.processes import OPEN_MPI
 
-GOLDEN = FOLDER / "golden"
-FLAGS = f"--preset tiny --device cpu --data {GOLDEN} --microbatch-size 1"
+FLAGS = " ".join(PBS_FLAGS)
 
 QSTAT = """#!/bin/sh
 echo "Job Id: $2

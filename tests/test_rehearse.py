@@ -8,9 +8,9 @@ import sys
 import pytest
 from cluster import clone_course
 from conftest import copy_course, git, needs, program
-from test_activate import set_up as set_up  # a fixture
-from test_activate import source
-from test_pbs import FLAGS
+from shells import set_up as set_up  # a fixture
+from shells import source
+from stages import PBS_FLAGS
 
 from workshop import rehearse
 from workshop.notebook import cells
@@ -142,7 +142,7 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
     qsub = program(tmp_path / "qsub", QSUB)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job, = (step for step in rehearse.steps(
-        [*FLAGS.split(), "--max-steps", "3"], {"qsub": qsub}.get)
+        [*PBS_FLAGS, "--max-steps", "3"], {"qsub": qsub}.get)
         if step.name == "job")
     assert rehearse.rehearse([job], clone) == 0, (
         clone / "job.txt").read_text()

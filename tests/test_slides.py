@@ -16,7 +16,6 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import linear_light, needs, python
-from test_lab import CHROMIUM, SWITCHES
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -455,7 +454,7 @@ def built(tmp_path_factory):
     """What the archive of all decks holds, built with no network but the
     machine's own.
     """
-    needs("node", CHROMIUM)
+    needs("node", "chromium")
     if not build.MARP.exists():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(
             "not installed: Marp (npm ci --prefix slides)")
@@ -475,16 +474,6 @@ def built(tmp_path_factory):
         f"{name}{ending}" for name in DECKS
         for ending in (".html", ".pdf", "-notes.pdf")}
     return unpacked
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which(CHROMIUM), args=SWITCHES)
-        yield browser
-        browser.close()
 
 
 @pytest.mark.whole

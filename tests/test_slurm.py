@@ -3,8 +3,6 @@
 The CPU and gloo stand in for the GPUs. How else jobs end: test_slurm_ends.py.
 """
 
-import functools
-import json
 import re
 import sys
 from contextlib import contextmanager
@@ -12,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from cluster import FLAGS, wait_for
+from cluster import FLAGS, agree, wait_for, world
 from conftest import needs
-from stages import BYTES, train, weight_distance
+from stages import BYTES
 from tiktoken_ext import openai_public
 
 from backstage import ROOT, dataset
@@ -25,41 +23,12 @@ pytestmark = pytest.mark.whole
 FEW = (*FLAGS, "--max-steps", 6)
 
 
-@pytest.fixture(scope="module")
-def single(slurm, tmp_path_factory):
-    """A run of the single-device stage with these flags, without SLURM."""
-    @functools.cache
-    def run(*flags):
-        folder = tmp_path_factory.mktemp("single") / "run"
-        return train("std", folder, *flags[4:], data=flags[3])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(slurm.repo.parent)  # where the jobs are submitted
-        yield run
-
-
-def agree(result, single):
-    """The same losses at the same steps, and the same weights."""
-    for column in ("step", "loss", "val_loss"):
-        values, expected = ([-1 if value is None else value for value in
-                             run.column(column)] for run in (result, single))
-        assert values == pytest.approx(expected, rel=1e-5, abs=0), column
-    assert weight_distance(result.checkpoint()["model"],
-                           single.checkpoint()["model"]) <= 0.02 * 3e-3
-
-
-def world(result):
-    """How many nodes and processes trained, as the run says."""
-    record = json.loads((result.folder / "hyperparameters.json").read_text())
-    return record["nodes"], record["world_size"]
-
-
-def trained(slurm, name, job, single):
+def trained(slurm, name, job):
     """Wait for a job that trains as one device does; its `world`."""
     assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     assert slurm.job(job)["Restarts"] == "0"
     result = slurm.result(name, job)
-    agree(result, single(*FEW))
+    agree(result, slurm.alone(*FEW))
     return world(result)
 
 
@@ -197,7 +166,7 @@ def test_all_sizes(slurm):
 # ------------------------------------------------------------ to their end
 
 
-def test_runs_to_their_end(slurm, single):
+def test_runs_to_their_end(slurm):
     """The right world, the losses of one device; two jobs on one node."""
     few, node = "--cpus-per-gpu=1", f"--nodelist={slurm.nodes[0]}"
     jobs = [(name, shape, slurm.submit(name, *FEW, options=[few, *options]))
@@ -206,20 +175,20 @@ def test_runs_to_their_end(slurm, single):
                 ("ddp-1n2g", (1, 2), node), ("lit-2n2g", (2, 4)),
                 ("fsdp", (2, 2), "--nodes=2", "--gpus-per-node=1"))]
     for name, shape, job in jobs:
-        assert trained(slurm, name, job, single) == shape
+        assert trained(slurm, name, job) == shape
         assert f"world size {shape[1]}" in slurm.log(job) or name == "std"
 
 
 @pytest.mark.parametrize(("name", "shape", "microbatch"), [
     ("tp", (1, 4), 4), ("3d", (2, 8), 2)])  # as large as they can be
-def test_a_mesh_on_the_nodes(slurm, single, name, shape, microbatch):
+def test_a_mesh_on_the_nodes(slurm, name, shape, microbatch):
     """With its batch file's flags, the losses of one device."""
     job = slurm.submit(name, *FEW, "--microbatch-size", microbatch,
                        options=["--cpus-per-gpu=1", "--gpus-per-node=4"])
-    assert trained(slurm, name, job, single) == shape
+    assert trained(slurm, name, job) == shape
 
 
-def test_srun_tells_mpi(slurm, single):
+def test_srun_tells_mpi(slurm):
     """Where site.sh names what SLURM calls the MPI library; else an error."""
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
@@ -228,13 +197,13 @@ def test_srun_tells_mpi(slurm, single):
                f"--export=ALL,LD_LIBRARY_PATH={library.parent}"]
     with site(slurm, "export SLURM_MPI_TYPE=pmi2"):
         job = slurm.submit("mpi", *FEW, options=options)
-        assert trained(slurm, "mpi", job, single) == (1, 2)
+        assert trained(slurm, "mpi", job) == (1, 2)
     job = slurm.submit("mpi", *FEW, options=options)
     assert slurm.wait(job)["JobState"] == "FAILED", slurm.log(job)
     assert "srun --mpi=list" in slurm.log(job)
 
 
-def test_from_inside_another_job(slurm, single):
+def test_from_inside_another_job(slurm):
     """As from a portal's JupyterLab: its variables are not the new job's."""
     file = slurm.repo / "batchfiles" / "batch-ddp-2n2g.sh"
     outer = slurm("sbatch", "--parsable", "--output=outer.log", "--ntasks=3",
@@ -247,7 +216,7 @@ def test_from_inside_another_job(slurm, single):
     said = slurm.repo.parent / "outer.log"
     wait_for(lambda: said.exists() and said.read_text().strip())
     job = said.read_text().strip()
-    assert trained(slurm, "ddp-2n2g", job, single) == (2, 4)
+    assert trained(slurm, "ddp-2n2g", job) == (2, 4)
     slurm("scancel", outer)
     log = (slurm.repo.parent / "inner.log").read_text()
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")

@@ -8,8 +8,7 @@ import sys
 from zipfile import ZipFile
 
 import pytest
-from cluster import FLAGS, wait_for
-from test_slurm import agree, single  # noqa: F401, a fixture
+from cluster import FLAGS, agree, wait_for
 
 from backstage import ROOT
 
@@ -82,12 +81,12 @@ class Disturbed:
 
 @pytest.mark.parametrize(("stage", "disturb"), [  # torchrun, srun alone
     ("ddp", Disturbed.crash), ("lit", Disturbed.cancel)], ids=["ddp", "lit"])
-def test_nothing_is_lost(slurm, single, stage, disturb):  # noqa: F811
+def test_nothing_is_lost(slurm, stage, disturb):
     """A killed rank, and what happens to the whole job.
 
     The run ends as if nothing had happened.
     """
-    expected = single(*LONG)
+    expected = slurm.alone(*LONG)
     job = Disturbed(slurm, stage)
     job.get_going()
     job.kill_rank()

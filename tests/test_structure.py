@@ -46,6 +46,13 @@ def test_no_module_imports_itself_in_a_circle():
                 if name not in free}
 
 
+def test_tests_do_not_import_each_other():
+    """What several of them need is in a module beside them."""
+    for file in (ROOT / "tests").glob("*.py"):
+        assert not re.search(r"^ *(from|import) test_", file.read_text(),
+                             re.M), file.name
+
+
 def test_the_backstage_is_no_larger_than_it_was():
     """The goal is 1,700 lines, 16 modules and 4 floors: these only fall."""
     mine = {name: path for name, path in MODULES.items()

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from conftest import needs
-from stages import GOLDEN, Result, run_command
-from test_contract import every_stage
+from stages import GOLDEN, Result, every_stage, run_command
 
 from backstage import ROOT
 from workshop.stages import STAGES

@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import train_gpt2_std as std
 from conftest import edit
 from stages import CollectivesSeen, make_dataset, train
-from test_std import std
 
 from backstage import ROOT
 from backstage.flops import (

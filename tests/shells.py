@@ -1,0 +1,165 @@
+"""activate.sh in real shells, for clones that need tiny packages."""
+
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from conftest import ENVIRONMENT, copy_course, needs
+
+CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
+SHELLS = {"bash": ["bash", "--norc"], "zsh": ["zsh", "-f"]}
+
+PROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+
+def wheel(folder, name, files):
+    """Make the package `name` 1.0 of the files; the name of its wheel."""
+    info = f"{name}-1.0.dist-info"
+    files = {**files, f"{info}/METADATA":
+             f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+             f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+                              "Tag: py3-none-any\n"}
+    record = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    path = Path(folder) / f"{name}-1.0-py3-none-any.whl"
+    with ZipFile(path, "w") as archive:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(file, text)
+    return path.name
+
+
+# Stands in for setuptools, which pip would have to download each time.
+BACKEND = f"""\
+from pathlib import Path
+from zipfile import ZipFile
+
+{inspect.getsource(wheel)}
+def build_editable(folder, settings=None, metadata=None):
+    return wheel(folder, "gpt2_workshop", {{"workshop.pth": str(Path.cwd())}})
+"""
+
+
+def clone(folder):
+    """A copy of the repository, in a folder whose name has spaces."""
+    repo = folder / "my own clone"
+    copy_course(repo, *ENVIRONMENT, "backstage", "workshop")
+    return repo
+
+
+def tiny_clone(folder):
+    """The same, but it needs two tiny packages, and has its dataset."""
+    repo = clone(folder)
+    (repo / "pyproject.toml").write_text(PROJECT)
+    (repo / "backend.py").write_text(BACKEND)
+    for name in "requirements.txt", "environment/constraints.txt":
+        (repo / name).write_text("one==1.0\n")
+    (repo / "tests/requirements.txt").write_text("two\n")
+    (repo / "wheels").mkdir()
+    for name in "one", "two", "three":
+        wheel(repo / "wheels", name, {f"{name}.py": f"name = '{name}'\n"})
+    (repo / "fineweb/demo").mkdir()
+    (repo / "fineweb/demo/manifest.json").touch()
+    return repo
+
+
+def environment(repo, **changes):
+    """The variables of a user who has not set anything up."""
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("PIP_", "PYTHON", "WORKSHOP_", "TIKTOKEN_",
+                                   "VIRTUAL_ENV", "TORCH_DISABLE_", "OMP_"))}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": (repo / "wheels").as_uri(),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "https_proxy": CLOSED}
+    return env | changes
+
+
+def command(repo, then="", before="", shell="bash"):
+    return [*SHELLS[shell], "-c", f"{before}\n"
+            f"source {shlex.quote(str(repo / 'activate.sh'))}\n"
+            f"echo status=$?\n{then}"]
+
+
+def source(repo, then="", before="", shell="bash", **changes):
+    """Source activate.sh from elsewhere; what it printed, and its errors.
+
+    The shell has to survive, and says `status=…`.
+    """
+    needs(shell)
+    ran = subprocess.run(
+        command(repo, then, before, shell), cwd=repo.parent,
+        env=environment(repo, **changes), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True)
+    assert "status=" in ran.stdout, ran
+    return ran.stdout, ran.stderr
+
+
+def works(*args, **changes):
+    """Check that sourcing it says nothing is wrong; what it printed."""
+    out, err = source(*args, **changes)
+    assert "status=0" in out and not err, out + err
+    return out
+
+
+def refused(ran, what):
+    """Check that it failed, with a single line that says `what`."""
+    out, err = ran
+    assert "status=1" in out, ran
+    assert err.startswith("activate.sh: ") and err.count("\n") == 1, err
+    assert re.search(what, err), err
+
+
+PACKAGES = "python -c 'import one, two, backstage; print(backstage.ROOT)'"
+
+
+def named(repo, venv):
+    """Let the clone's site name this environment."""
+    (repo / "site.sh").write_text(f"WORKSHOP_VENV={shlex.quote(str(venv))}\n")
+
+
+@pytest.fixture(scope="session")
+def set_up(tmp_path_factory):
+    """A function that sets a tiny clone up, at once: it copies one."""
+    model = tiny_clone(tmp_path_factory.mktemp("model"))
+    assert str(model) in works(model, PACKAGES)
+
+    def call(folder, shared=False):
+        """The clone and its environment: its own, or folder/shared/venv."""
+        repo = tiny_clone(folder)
+        venv = folder / "shared/venv" if shared else repo / ".venv"
+        if shared:
+            named(repo, venv)
+        shutil.copytree(model / ".venv", venv, symlinks=True)
+        for path in (*venv.glob("*"), *venv.glob("bin/*"),
+                     *venv.glob("lib/python*/site-packages/*.pth")):
+            if path.is_file() and not path.is_symlink():
+                path.write_text(path.read_text().replace(
+                    str(model / ".venv"), str(venv)).replace(
+                    str(model), str(repo)))
+        return repo, venv
+    return call
+
+
+@pytest.fixture
+def mount():
+    """Mount file systems for a test, if this user may."""
+    places = []
+
+    def call(*words):
+        needs("mount")
+        if subprocess.run(["mount", *words], capture_output=True,
+                          check=False).returncode:
+            pytest.skip("this user cannot mount")
+        places.append(words[-1])
+    yield call
+    for place in reversed(places):
+        subprocess.run(["umount", "-l", place], check=False)
