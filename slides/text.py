@@ -5,6 +5,7 @@ or a diff. So what stands on a slide is computed, or is a lesson's own text.
 """
 
 import ast
+import json
 import math
 import re
 import textwrap
@@ -181,6 +182,9 @@ def facts():
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": runs.traffic,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
+        "h200_peak": PEAKS["H200"][0] * 1e12, "h200": json.loads((
+            runs.EXAMPLES / "first_gpu.json").read_text())["items"]["std"][
+                "found"]["std"],
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
             std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
         "efficiency": runs.efficiency(rows.values()),
