@@ -137,6 +137,11 @@ def copy_course(clone, *names):
             shutil.copy(ROOT / name, clone / name)
 
 
+def calls(cell):
+    """The code of a cell, without what it imports for itself."""
+    return re.sub("^from lesson import .*\n", "", cell.source, flags=re.M)
+
+
 def python(folder, *words, **variables):
     """A Python that has ended there; without PYTHONPATH, if none is given."""
     env = {key: value for key, value in os.environ.items()

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, copy_course, git, workshop
+from conftest import ENVIRONMENT, calls, copy_course, git, workshop
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -211,7 +211,8 @@ class Lesson:
                                  has_text=source)
         cell.locator(".cm-content").click()
         self.page.keyboard.press("Control+a")
-        self.page.keyboard.insert_text(new)
+        self.page.keyboard.insert_text(
+            f"from lesson import apply, submit\n{new}")
         return cell
 
     def run_instead(self, source, new):
@@ -251,7 +252,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     url = lab(JUPYTER_PATH=str(portal / "share" / "jupyter"))
     assert str(portal) in kernel(url)
     lesson = Lesson(page, url)
-    assert "side by side" in lesson.run("import sys")
+    assert "side by side" in lesson.run("beside(")
     total = len(documents.load("ddp"))
     everything = f"{total} of {total} changes left"
     view = page.locator(".ws", has=page.locator(".strip"))
@@ -385,25 +386,42 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
 @pytest.mark.parametrize("lost", ["reload", "restart"])
 def test_a_view_that_is_dead_says_so(page, lab, repo, lost):
     """After a reload, or with a new kernel; while it lives, it does not.
+
+    In a second tab it does, too, and during a check. Run again, it lives.
     """
     url = lab()
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     lesson = Lesson(page, url)
-    lesson.run("import sys")
     lesson.run('diff("ddp")')
-    dead = page.get_by_text("does not follow your script any more").first
+    words = "does not follow your script any more"
+    dead = page.get_by_text(words).first
     page.wait_for_timeout(4000)
     lesson.expect(dead).to_be_hidden()
+    notebook = repo / "notebooks" / "diff_ddp.ipynb"
     if lost == "reload":
+        cell = page.locator(".jp-CodeCell", has_text='check("ddp", 1)')
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Control+Enter")
+        cell.get_by_text("The processes start").wait_for()
         page.keyboard.press("Control+s")
-        page.wait_for_timeout(3000)
+        wait_for(lambda: "The processes start" in notebook.read_text(), 30)
+        tab = page.context.new_page()
+        tab.goto(page.url)
+        lesson.expect(tab.get_by_text(words).first).to_be_visible()
+        lesson.expect(dead).to_be_hidden()
+        tab.close()
         page.reload()
-        dead.wait_for(state="attached")
+        lesson.expect(page.get_by_text(words).nth(1)).to_be_visible()
     else:
         pid, = re.findall(r"alive-(\d+)", " ".join(map(str, (
             repo / "notebooks" / "__pycache__").iterdir())))
         os.kill(int(pid), 9)  # JupyterLab starts another one
     lesson.expect(dead).to_be_visible()
+    if lost == "restart":
+        page.locator(".jp-Dialog button", has_text="Ok").click()
+        lesson.runs = 0
+        assert "changes left" in lesson.run('diff("ddp")')
+        lesson.expect(dead).to_be_hidden()
 
 
 def test_the_journey_from_ddp(page, lab, repo):
@@ -420,7 +438,7 @@ def test_the_journey_from_ddp(page, lab, repo):
         lesson = Lesson(page, url, f"diff_{stage}")
         lesson.choose_theme(stage == "lit")
         total = len(documents.load(stage))
-        lesson.run("import sys")
+        lesson.run("beside(")
         assert f"{total} of {total} changes left" in lesson.run(
             f'diff("{stage}")')
         made = lesson.run_instead("# remove a #", f'apply("{stage}", 3)')
@@ -439,7 +457,7 @@ def test_the_journey_from_ddp(page, lab, repo):
                 'apply("lit", "all")', "import workshop.notebook.cells as c; "
                 "print([c.answer('Submit? ', 1)])")
             page.locator(".jp-Stdin-input").press("Enter")  # as submit() says
-            lesson.run("import sys")  # else JupyterLab refuses to
+            lesson.run("beside(")  # else JupyterLab refuses to
 
 
 def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
@@ -461,7 +479,6 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         if words:
             lesson.readable(words)
 
-    go("import sys")
     go("doctor()", "SBATCH_PARTITION=gpu")
     for picture in ("data_parallel()", "words()", "cadence()", "nodes()",
                     "script_map()"):
@@ -479,7 +496,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         lesson.runs = 0
 
     follow("From one device to many: DDP", "diff_ddp.ipynb")
-    go("import sys")
+    go("beside(")
     go("cadence()")
     go("samples_read()")
     total = len(documents.load("ddp"))
@@ -516,7 +533,6 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     for words in ("passed the check", "5/6", "finished:"):
         assert words in said, said
     follow("Results", "results.ipynb")
-    go("import sys")
     go("runs()", f"ddp-1n2g-{job}")
 
 
@@ -532,7 +548,7 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo, tmp_path):
     for name in ("results", "collectives", "sharding",
                  "diff_mpi", "diff_kernels", "your_model", "hangs"):
         lesson = Lesson(page, url, name)
-        cells = [cell.source for cell in nbformat.read(
+        cells = [calls(cell) for cell in nbformat.read(
             ROOT / "notebooks" / f"{name}.ipynb", 4).cells
             if cell.cell_type == "code"]
         left = ["show(", "plot(", "run_pipeline("]  # in cells of ranks
@@ -571,7 +587,7 @@ def test_a_lesson_beside_the_script_and_saved(page, lab, repo, tmp_path):
               "diff_ddp.ipynb")
     lesson = Lesson(page)
     lesson.choose_theme(False)
-    lesson.run("import sys")
+    lesson.run("beside(")
     page.get_by_role("link", name="side by side").click()
     see_both(page, "ddp")
     lesson.wait_for_kernel()
@@ -642,7 +658,7 @@ def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
     for name in ("notebooks", "start_here.ipynb"):
         files.locator(".jp-DirListing-item", has_text=name).dblclick()
     lesson = Lesson(page)
-    assert "Traceback" not in lesson.run("import sys")
+    assert "Traceback" not in lesson.run("doctor()")
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Home")
     page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()

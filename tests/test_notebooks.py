@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import torch
 from cluster import wait_for
-from conftest import copy_course, needs, program, python
+from conftest import calls, copy_course, needs, program, python
 from nbclient import NotebookClient
 
 from backstage import ROOT
@@ -41,7 +41,7 @@ def repo(tmp_path):
 
 @pytest.fixture
 def execute(repo, portal, monkeypatch):
-    """Run a notebook in the portal's kernel: {source: text, html}."""
+    """Run a notebook in the portal's kernel: {its calls: text, html}."""
     monkeypatch.setenv("JUPYTER_PATH", str(portal / "share" / "jupyter"))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "WORKSHOP_VENV"):
@@ -49,11 +49,9 @@ def execute(repo, portal, monkeypatch):
 
     def execute(name, only="", without=""):
         book = nbformat.read(repo / "notebooks" / name, as_version=4)
-        if only:  # the imports, and this cell
-            cells = [cell for cell in book.cells if cell.cell_type == "code"]
-            book.cells = [cells[0], *(cell for cell in cells[1:]
-                                      if cell.source == only)]
-        book.cells = [cell for cell in book.cells if cell.source != without]
+        book.cells = [cell for cell in book.cells if cell.cell_type == "code"
+                      and calls(cell) != without
+                      and only in ("", calls(cell))]
         whose = "import sys; print(sys.prefix)"
         book.cells.insert(0, nbformat.v4.new_code_cell(whose))
         NotebookClient(
@@ -64,7 +62,7 @@ def execute(repo, portal, monkeypatch):
         for cell in book.cells:
             for output in cell.get("outputs", []):
                 data = output.get("data", {})
-                shown[cell.source] = shown.get(cell.source, "") + output.get(
+                shown[calls(cell)] = shown.get(calls(cell), "") + output.get(
                     "text", "") + data.get("text/html", "")
         assert shown.pop(whose).strip() == str(portal)
         assert "Traceback" not in "".join(shown.values())
@@ -105,7 +103,7 @@ def test_headings_do_not_jump(path, monkeypatch):
     monkeypatch.setattr(cells, "DESK", STAGES["std"].solution)
     last = 0
     for cell in nbformat.read(path, as_version=4).cells:
-        text = re.sub("```.*?```", "", cell.source, flags=re.DOTALL)
+        text = re.sub("```.*?```", "", calls(cell), flags=re.DOTALL)
         levels = [len(marks) for marks in re.findall("^(#+) ", text, re.M)]
         if cell.cell_type == "code":
             shows = text == "script_map()" or text.startswith("diff(")
@@ -442,8 +440,8 @@ def test_hangs_are_named(ready, execute):
     """The first of them: test_why.py has all."""
     file = ready / "notebooks" / "hangs.ipynb"
     book = nbformat.read(file, as_version=4)
-    at = [cell.source for cell in book.cells].index("plant(1)")
-    book.cells = [book.cells[1], *book.cells[at:at + 2], book.cells[-1]]
+    at = [*map(calls, book.cells)].index("plant(1)")
+    book.cells = [*book.cells[at:at + 2], book.cells[-1]]
     nbformat.write(book, file)
     shown = execute("hangs.ipynb")
     assert "rank 0: step 20 loss" in shown["plant(1)"]
@@ -485,10 +483,10 @@ def test_your_model_says_what_its_answers_quote(ready, execute):
              for source, text in execute("your_model.ipynb").items()}
     book = nbformat.read(ready / "notebooks" / "your_model.ipynb", 4).cells
     asked = [k for k, cell in enumerate(book)
-             if cell.source.startswith("verify(")]
+             if calls(cell).startswith("verify(")]
     assert len(asked) == 11
     for k in asked:
-        said, (answer, *_) = shown[book[k].source], book[k + 1].source.split(
+        said, (answer, *_) = shown[calls(book[k])], book[k + 1].source.split(
             "</details>")
         quotes = re.findall(r"verify says: `([^`]+)`(?:\s+and\s+`([^`]+)`)?",
                             answer)

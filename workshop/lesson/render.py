@@ -159,16 +159,17 @@ ANNOUNCE = """<script>(words => {
 
 # A view that its kernel shows anew is dead after a reload of the page, or when
 # the kernel is another one: the page alone can say so. The kernel writes the
-# time into a file again and again. A view is dead if that stands still, or if
-# it was old when this page saw it first.
+# time into a file again and again. A view is dead if that stands still, if it
+# is older than this page (reloaded, or a second tab), or if it was old when
+# its cell saw it first (closed, and opened again).
 STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
-it does not follow your script any more.</strong> Run the first cell of this
-notebook, then this one.</p><script>((script, path, born) => {
+it does not follow your script any more.</strong> Run this cell again.</p
+><script>((script, path, born) => {
   const line = script.previousElementSibling, begin = performance.now();
   const page = document.getElementById("jupyter-config-data");
   if (!page || !script.closest(".jp-Cell")) return;
   const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
-  const fresh = window.wsFresh ??= {};
+  const fresh = script.closest(".jp-Cell").fresh ??= {};
   let now = 0, changed = begin;
   const look = async () => {
     if (!line.closest(".jp-Cell")) return;  // there is a newer view
@@ -180,7 +181,8 @@ notebook, then this one.</p><script>((script, path, born) => {
       if (said && said !== now) {
         now = said;
         changed = performance.now();
-        fresh[born] ??= now - (changed - begin) / 1000 - born < 3;
+        fresh[born] ??= now - changed / 1000 < born
+          && now - (changed - begin) / 1000 < born + 10;
       }
     } catch {}  // the server is gone, too
     setTimeout(look, 500);
