@@ -247,6 +247,21 @@ def kernel(url):
     return spec["argv"][0]
 
 
+def follow_line(page, link):
+    """Click: the editor shows the line, well away from its edges."""
+    number = link.inner_text().split()[-1]
+    link.click()
+    page.locator("#jp-bottom-panel", has_text=f"Ln {number}, Col 1").wait_for()
+    page.wait_for_function("""number => {
+        const pane = document.querySelector(".jp-FileEditor .cm-scroller");
+        const line = [...pane.querySelectorAll(".cm-gutterElement")].find(
+            one => one.textContent === number && one.offsetHeight);
+        const at = line?.getBoundingClientRect().top
+            - pane.getBoundingClientRect().top;
+        return pane.clientHeight / 4 < at && at < pane.clientHeight / 2; }""",
+                           arg=number)
+
+
 def test_the_journey_to_ddp(page, lab, repo, portal):
     """In a portal's kernel."""
     url = lab(JUPYTER_PATH=str(portal / "share" / "jupyter"))
@@ -305,10 +320,15 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
 
     # a line's number opens the script there
     place = page.locator(".ws a", has_text=re.compile(r"^line \d+$")).first
-    number = place.inner_text().split()[1]
-    place.click()
+    follow_line(page, place)
+    # its end is the line's, also where it is wider than the editor
+    long = page.locator(".jp-FileEditor .cm-line", has_text=re.compile(
+        ".{73}")).first
+    end = len(long.inner_text()) + 1
+    long.click(position={"x": 99, "y": 5})
+    page.keyboard.press("End")
     lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
-        f"Ln {number}, Col 1")
+        f"Col {end}")
 
     # the end of a long change was in sight: the next one begins in sight
     page.locator(f"#ws-ddp-{total} > summary").click()
@@ -331,7 +351,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     lesson.run_instead("# remove a #", 'apply("ddp", 6)')
     lesson.expect(view).to_contain_text(f"7 of {total}: ")
     page.wait_for_timeout(500)
-    lesson.readable("click into the script first")
+    lesson.readable("File > Reload Python File from Disk")
+    assert page.locator(".ws strong", has_text="Reload Python").count()
     lesson.editor.click(position={"x": 200, "y": 5})
     lesson.readable(f"7 of {total}: ")
     page.locator(".lm-MenuBar-item", has_text="File").first.click()
@@ -339,6 +360,10 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
                               and answer.request.method == "GET"):
         page.locator(".lm-Menu-item", has_text="Reload Python File").click()
     page.wait_for_timeout(500)  # it is shown
+
+    # it has several places, and is linked to each
+    lesson.expect(page.locator("#ws-ddp-11 .place a").nth(1)).to_have_text(
+        re.compile(r"^line \d+$"))
 
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
@@ -356,6 +381,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
                   "tr:has(td.no)"):
         lesson.in_sight(f".ws .beside {place}")
     assert page.locator("table.check:visible td.no").count() == 1
+    follow_line(page, page.locator(".ws .beside a", has_text="line ").first)
     page.locator(".ws summary", has_text="more follow from it").click()
     assert page.locator(".ws svg desc").count() == 2  # beside it
     lesson.run("cadence()")

@@ -13,9 +13,9 @@ from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
 from workshop.stages import DESK, LESSONS, STAGES, find
 
-REOPEN = ("If it is open in an editor, reopen it there. In JupyterLab, click "
-          "into the script first, then File > Reload Python File from Disk. "
-          "Do not save it before: that would overwrite what is new.")
+REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
+          "it, then File > Reload Python File from Disk; should JupyterLab "
+          "ask, take Revert: Overwrite throws these changes away.")
 
 
 def apply(stage, numbers=()):
@@ -44,6 +44,7 @@ def apply_locked(stage, numbers):
             "way: make this one by hand, or "
             f"`python -m workshop reset {stage}`")
     backup = replace(text, diff.yours.data)
+    print(REOPEN)
     for item in diff.left:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
@@ -58,7 +59,6 @@ def apply_locked(stage, numbers):
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
     print(f"Your previous version: {show_path(backup)}")
-    print(REOPEN)
 
 
 def first_line(diff, numbers):
@@ -101,11 +101,11 @@ def put_back(source, name):
             print(f"{show_path(DESK)} is already {name}; it is unchanged")
             return
         backup = replace(data)
+    print(REOPEN)
     print(f"{show_path(DESK)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "
               "(`python -m workshop reset --undo` puts it back)")
-    print(REOPEN)
 
 
 def list_all():

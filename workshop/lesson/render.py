@@ -14,6 +14,9 @@ from workshop.stages import DESK, find
 
 CONTEXT = 2  # unchanged lines shown above and below a change
 
+# Half a laptop's screen has 72 columns, the scripts up to 79. Where JupyterLab
+# wraps, End stops inside of a line, and Enter there splits it.
+#
 # JupyterLab's variables follow its theme; other pages keep their own colours.
 # The numbers and signs are text, which cannot be selected: anyone who copies
 # from the view copies only code. Blue and orange differ for every eye, and
@@ -22,6 +25,8 @@ BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
 # The same in a terminal's 256 colours, for a light and for a dark ground
 TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
 STYLE = """<style>
+.jp-FileEditor .cm-content.cm-lineWrapping {
+  white-space: pre !important; overflow-wrap: normal }
 .ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
   font: 13px/1.45 var(--jp-code-font-family, monospace) }
 .ws p, .ws h3, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
@@ -129,6 +134,23 @@ KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
   });
 }, 100))(document.currentScript)</script>"""
 
+
+# JupyterLab opens a link to a line with the line at the editor's lower edge.
+BRING_LINE = """<script>window.wsBringLine ??= document.addEventListener(
+  "click", ({target}) => {
+    const link = target.closest('.ws a[href*="#line="]'), begin = Date.now();
+    const number = String(1 + Number(link?.hash.split("=")[1]));
+    const look = () => {
+      const line = [...document.querySelectorAll(
+        ".jp-FileEditor .cm-lineNumbers .cm-gutterElement")].find(
+        one => one.textContent === number && one.offsetHeight);
+      const pane = line?.closest(".cm-scroller");
+      if (pane) pane.scrollTop += line.getBoundingClientRect().top
+        - pane.getBoundingClientRect().top - pane.clientHeight / 3;
+      if (Date.now() - begin < 1000) setTimeout(look, 100);
+    };
+    if (link) setTimeout(look, 100);
+  }, true) ?? true</script>"""
 
 # A live view is replaced as a whole at each save: what was unfolded stays so.
 KEEP_UNFOLDED = """<script>(script => {
@@ -283,6 +305,10 @@ def title(diff, item):
         (i for i in range(begin, end) if script.lines[i]), begin))
     where = f"line {i1 + 1}, " + (
         f"in {place}" if place else "outside any function")
+    more = [f"line {edit[0] + 1}" for before, edit in zip(
+        item.edits, item.edits[1:]) if edit[0] - before[1] > 2 * CONTEXT]
+    if more:
+        where += "; also " + ", ".join(more)
     number = f"{item.number} of {diff.total}: " if item.number else ""
     return f"{number}{item.title}", where
 
@@ -415,7 +441,9 @@ def to_html(diff, hints=False):
     left, right = split(diff)
     todo = [] if is_checked(diff) else left + diff.others
     name = show_path(diff.yours.path)
-    first = html.escape(headline(diff)).replace(name, link(diff, name))
+    first = html.escape(headline(diff))
+    if diff.yours.path == DESK:
+        first = first.replace(name, link(name))
     out = [paragraph(f"<strong>{first}</strong>",
                      "" if todo or diff.yours.syntax_error else "good"),
            strip(diff, left)]
@@ -424,8 +452,8 @@ def to_html(diff, hints=False):
     out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
     for item in left + diff.others + right:
         name, where = map(quote, title(diff, item))
-        line = re.match(r"line (\d+)", where)
-        where = link(diff, line[0], line[1]) + where[line.end():]
+        if diff.yours.path == DESK:
+            where = link_lines(where)
         where = f'<span class="place">({where})</span>'
         id = f' id="{anchor(diff, item.number)}"' if item.number else ""
         if item in todo[:1]:
@@ -469,12 +497,16 @@ def strip(diff, left):
             f'{"".join(boxes)}</div>')
 
 
-def link(diff, text, line=""):
+def link(text, line=""):
     """HTML: JupyterLab opens the attendee's script beside, at the line."""
-    if diff.yours.path != DESK:
-        return text
     path = f"../{show_path(DESK)}{line and f'#line={int(line) - 1}'}"
     return f'<a href="{path}">{text}</a>'
+
+
+def link_lines(text):
+    """The text, in which each line of the attendee's script is a link."""
+    return re.sub(r"(?<!\.py, )\bline (\d+)",
+                  lambda it: link(it[0], it[1]), text)
 
 
 def change(diff, item, hints):
@@ -586,4 +618,6 @@ def box(text, status=""):
     if status:
         words = json.dumps(as_calls(status)).replace("<", "\\u003c")
         text += ANNOUNCE.replace("WORDS", words)
+    if "#line=" in text:
+        text += BRING_LINE
     return f'{STYLE}<div class="ws">{text}</div>'

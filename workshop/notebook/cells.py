@@ -253,7 +253,8 @@ def check(stage, change=None):
         require(change, f'no change is left: check("{stage}") tries them all')
     seen, script = saved_at(), read_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
-                           *([] if change is None else [str(change)]))
+                           *([] if change is None else [str(change)]),
+                           link=render.link_lines)
 
     def follow():
         for is_new in saves(seen):
@@ -264,14 +265,15 @@ def check(stage, change=None):
     threading.Thread(target=follow, daemon=True).start()
 
 
-def on_board(*arguments):
+def on_board(*arguments, link=str):
     """Run `python arguments...`, and show the events that it prints.
 
-    Returns the `Board`, and the function that shows it anew.
+    link: a function that makes links in the HTML. Returns the `Board`, and the
+    function that shows it anew.
     """
     board = Board()
     show = live(lambda: alive(Shown(
-        render.box(board.to_html(check_pictures(board))
+        render.box(link(board.to_html(check_pictures(board)))
                    + render.KEEP_IN_SIGHT * (board.right is not None
                                              and not board.is_old),
                    board.last), board.to_text())))
@@ -380,7 +382,7 @@ def apply(stage, *numbers):
         numbers = ()
     require(all(isinstance(number, int) for number in numbers),
             'name changes by their numbers, or "all"')
-    return said_by(desk.apply, stage, numbers)
+    return how_to_reload(desk.apply, stage, numbers)
 
 
 @in_one_line
@@ -389,13 +391,19 @@ def reset(name=""):
 
     Without a name it says which there are.
     """
-    return said_by(desk.reset, name) if name else said_by(desk.list_all)
+    return how_to_reload(desk.reset, name) if name else said_by(desk.list_all)
 
 
 @in_one_line
 def undo():
     """Go back to the previous version of my script; twice, and it is back."""
-    return said_by(desk.undo)
+    return how_to_reload(desk.undo)
+
+
+def how_to_reload(function, *args):
+    """What it prints; how to see the new script stands out."""
+    text = said_by(function, *args).text
+    return said(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
 
 
 # ------------------------------------------------------------------- SLURM
