@@ -21,7 +21,7 @@ from backstage.errors import UserError
 from workshop import lab
 from workshop.lesson import documents, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, printed, your_model
+from workshop.notebook import cells, hangs, printed, your_model
 from workshop.processes import launch
 from workshop.stages import LESSONS, STAGES
 
@@ -438,6 +438,7 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
 @pytest.mark.whole
 def test_hangs_are_named(ready, execute):
     """The first of them: test_why.py has all."""
+    assert hangs.last_lines("who\nframe #1: _start\n\n") == ["who"]
     file = ready / "notebooks" / "hangs.ipynb"
     book = nbformat.read(file, as_version=4)
     at = [*map(calls, book.cells)].index("plant(1)")

@@ -75,6 +75,12 @@ def prepare(folder, variables, rank):
     witness.start(folder)
 
 
+def last_lines(text):
+    """The last three, without the frames of C++ that may come after them."""
+    return [line for line in text.splitlines()
+            if line.strip() and not line.startswith("frame #")][-3:]
+
+
 def main():
     number, folder = int(sys.argv[1]), Path(sys.argv[2])
     with tempfile.TemporaryDirectory() as place:
@@ -83,7 +89,7 @@ def main():
             job.wait_for_end(time.monotonic() + SECONDS)
             for rank in range(4):
                 for name in ("out", "err"):
-                    for line in job.text(rank, name).splitlines()[-3:]:
+                    for line in last_lines(job.text(rank, name)):
                         print(f"rank {rank}: {line}")
             print(".", flush=True)
             sys.stdin.read()
