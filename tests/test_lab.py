@@ -331,6 +331,9 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
         f"Col {end}")
 
     # the end of a long change was in sight: the next one begins in sight
+    lesson.paste(STAGES["std"].solution.read_text())
+    lesson.save()
+    lesson.expect(view.locator("h3")).to_contain_text(f"{number} of {total}: ")
     page.locator(f"#ws-ddp-{total} > summary").click()
     lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 5)))
     lesson.save()
