@@ -121,6 +121,49 @@ def test_the_faults_of_the_lesson(number, tmp_path):
         assert " of their_" in found.text
 
 
+@pytest.mark.whole
+def test_what_every_site_has_prints_what_the_lesson_shows(tmp_path):
+    cells = json.loads((ROOT / "notebooks" / "hangs.ipynb").read_text())
+    text, = ("".join(cell["source"]) for cell in cells["cells"]
+             if cell["id"] == "hangs-every-site")
+    script, = re.findall("```python\n(.*?)```", text, re.S)
+    (tmp_path / "lost.py").write_text(script)
+    blocks = re.findall("```text\n(.*?)```", text, re.S)
+    env = {name: value for name, value in os.environ.items()
+           if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    for command, shown in re.findall(
+            r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(blocks).replace(
+                "\\\n    ", ""), re.M):
+        if "late" in command:
+            said = look_at_ranks(command.split(), tmp_path, env)
+        elif "py-spy" not in command:  # that has looked at both already
+            said = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+        for line in shown.splitlines():
+            assert re.search(".*".join(map(
+                re.escape, line.split("..."))), said), (line, said)
+
+
+def look_at_ranks(command, folder, env):
+    """What py-spy says of them, once one waits for the one that is late."""
+    job = subprocess.Popen(command, cwd=folder, env=env)
+    try:
+        for _ in range(240):
+            ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+            said = "".join(subprocess.run(
+                ["py-spy", "dump", "--pid", rank], text=True,
+                capture_output=True).stdout
+                for rank in ranks.read_text().split())
+            if "main (lost.py:18)" in said and "main (lost.py:19)" in said:
+                return said
+            time.sleep(0.5)
+        raise AssertionError(said)
+    finally:
+        job.terminate()
+        job.wait()
+
+
 def in_meeting(size):
     return lambda found: len(found) == size and all(
         rank.inside("init_process_group") for rank in found.values())
