@@ -26,7 +26,6 @@ from workshop.notebook.hangs import REDUCE
 from workshop.processes import PRELOAD, Launch, free_port
 from workshop.results.runs import PUBLISHED
 from workshop.why import evidence, slow, witness
-from workshop.why import ranks as judging
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
 from workshop.why.judge import ADVICE, RULES, SIGNS, judge
@@ -84,6 +83,11 @@ def answer(folder, alive=True):
     return judge(ranks, alive)
 
 
+def lose_patience(monkeypatch, seconds):
+    for name in ("ranks", "judge", "evidence", "command"):
+        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", seconds)
+
+
 NAMED = {  # the fault, the ranks to blame, and words of the reason
     1: ("different collectives", [2], "all_gather of float [1]"),
     2: ("different collectives", [1], "all_gather of float [1]"),
@@ -92,7 +96,7 @@ NAMED = {  # the fault, the ranks to blame, and words of the reason
     5: ("blocked port", [2], "cannot be reached from rank 2 on"),
     6: ("wrong MASTER_ADDR", [0], "192.0.2.77"),
     7: ("straggler", [3], "the others wait for it"),
-    8: ("dead node", [2, 3], "all ranks of node2"),
+    8: ("dead node, or a killed rank", [2, 3], "all ranks of node2"),
     9: ("a rank is late", [2], "comm.Recv(loss, source=0), and kept"),
 }
 
@@ -109,7 +113,7 @@ def test_the_faults_of_the_lesson(number, tmp_path):
     try:
         if number in (4, 8):  # those that end
             job.wait(240)
-        end, found = time.monotonic() + 240, answer(folder)
+        end, found = time.monotonic() + 240, SimpleNamespace(kind="")
         while not found.kind and time.monotonic() < end:
             time.sleep(1)
             found = answer(folder, alive=number not in (4, 8))
@@ -171,7 +175,7 @@ def in_meeting(size):
 
 @pytest.mark.whole
 def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "PATIENCE", 1)
+    lose_patience(monkeypatch, 1)
     launch(setting={2: None})
     wait_for(tmp_path / "why", in_meeting(2))
     found = answer(tmp_path / "why")
@@ -192,8 +196,7 @@ def test_ranks_have_other_addresses(launch, tmp_path):
 @pytest.mark.whole
 def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
     """Asked before that is certain, it looks again."""
-    for name in ("ranks", "command"):
-        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", 25)
+    lose_patience(monkeypatch, 25)
     monkeypatch.setattr("workshop.why.command.STILL", 0)
     launch([(REDUCE, "        if rank == 1 and step == 3:\n"
              "            time.sleep(1000)\n" + REDUCE)])
@@ -278,8 +281,7 @@ def test_a_script_that_knows_nothing_of_us(
     """The folder of the hook in PYTHONPATH is enough, or py-spy."""
     if watched == "py-spy":
         needs("py-spy")
-    monkeypatch.setattr(judging, "PATIENCE", 4)
-    monkeypatch.setattr("workshop.why.evidence.PATIENCE", 4)
+    lose_patience(monkeypatch, 4)
     script, folder = tmp_path / "their_train.py", tmp_path / "why"
     script.write_text(edit(hangs.SCRIPT.read_text(), (
         REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
@@ -350,7 +352,7 @@ def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
     assert all(rank.status == 1 for rank in ranks)
     assert any("has not moved for 5 s: see python -m workshop why "
                f"{tmp_path / 'why'}" in rank.err for rank in ranks)
-    monkeypatch.setattr(judging, "PATIENCE", 4)
+    lose_patience(monkeypatch, 4)
     found = answer(tmp_path / "why", alive=False)
     assert found.kind == "a rank is late"
     assert [rank.rank for rank in found.ranks] == [1]
