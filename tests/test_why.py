@@ -293,13 +293,12 @@ def test_a_script_that_knows_nothing_of_us(
         if watched == "hook":
             wait_for(folder, lambda found: len(found) == 2 and all(
                 rank.still > 4 for rank in found.values()))
-        end, found = time.monotonic() + 240, None
-        while not found:  # one that starts late is named first
-            assert time.monotonic() < end
+        end, found = time.monotonic() + 240, ""
+        # one that starts late is named first
+        while not found.startswith("different"):
+            assert time.monotonic() < end, found
             status = ask_why(str(ranks[0].pid))
-            found = next((
-                line for line in capsys.readouterr().out.splitlines()
-                if line.startswith("different")), None)
+            found = capsys.readouterr().out.partition("\n")[0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -307,6 +306,47 @@ def test_a_script_that_knows_nothing_of_us(
     assert status == 1
     assert "rank 1" in found and "line 40 of their_train.py" in found
     assert folder.exists() == (watched == "hook")
+
+
+LONG_WORK = {  # of rank 0, while the other one waits for it
+    "computes": "while time.monotonic() < end: sum(range(10**5))",
+    "saves": "file = open('model.pt', 'wb')\n    while time.monotonic() < end:"
+             "\n        file.write(bytes(10**6))\n        time.sleep(0.3)",
+    "compiles": "subprocess.run([sys.executable, '-c', 'while True: pass'])",
+    "loads": "next(iter(torch.utils.data.DataLoader([*map(str, range(9))], "
+             "collate_fn=lambda _: sum(range(10**12)), num_workers=1)))",
+    "starts": None}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("work", LONG_WORK)
+def test_one_works_and_the_others_wait(work, tmp_path, monkeypatch, capsys):
+    """Which is as it should be: no word that it is stuck, or late."""
+    lose_patience(monkeypatch, 10)
+    monkeypatch.chdir(tmp_path)
+    join = "dist.init_process_group('gloo')\n"
+    script, folder = tmp_path / "script.py", tmp_path / "why"
+    script.write_text(
+        "import os, subprocess, sys, time\nimport torch.distributed as dist\n"
+        "import torch.utils.data\nend = time.monotonic() + 300\n"
+        + join * (work != "starts") + "if os.environ['RANK'] == '0':\n    "
+        + (LONG_WORK[work] or LONG_WORK["computes"]) + "\n"
+        + join * (work == "starts") + "dist.barrier()\n")
+    ranks = start_plain(script, {"WORKSHOP_WHY": str(folder),
+                                 "PYTHONPATH": str(HOOK)})
+    try:
+        wait_for(folder, lambda found: len(found) == 2)
+        end, said = time.monotonic() + 120, ""
+        while not said.startswith("a rank at work: rank 0 is at work in"):
+            assert time.monotonic() < end, said
+            status = ask_why(str(folder))
+            said = capsys.readouterr().out
+            assert status == 0, said
+    finally:
+        for rank in ranks:
+            for pid in reversed(evidence.descendants(rank.pid)):
+                os.kill(pid, signal.SIGKILL)
+            rank.wait()
 
 
 @pytest.mark.whole
@@ -411,6 +451,70 @@ def test_a_rank_that_moves_keeps_the_others(still, moves, tmp_path):
     assert Witness.others_moved(mine, time.time() - 10) == moves
 
 
+def test_a_loop_that_only_asks_does_not_move():
+    """As a data loader's does; one that computes or reduces does."""
+    mine = SimpleNamespace(seen=set(), place=("", 1))
+    moves = [Witness.has_moved(mine, (line, calls), works)
+             for line, calls, works in (
+                 (7, 1, False), (8, 1, False), (7, 1, False), (8, 1, False),
+                 (8, 1, True), (8, 2, False))]
+    assert moves == [True, True, False, False, True, True]
+
+
+def test_what_workers_do():
+    """One computes, one sleeps, one has ended."""
+    words = ("while True: pass", "import time; time.sleep(99)", "")
+    started = [subprocess.Popen([sys.executable, "-c", word])
+               for word in words]
+    try:
+        os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)
+        time.sleep(1)  # the other one has begun to sleep
+        before = witness.see_workers(os.getpid())
+        time.sleep(0.5)
+        seen = {pid: works for pid, _, works in witness.compare(
+            before, witness.see_workers(os.getpid()))}
+        assert [seen.get(one.pid) for one in started] == [True, False, None]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def test_a_process_that_is_no_rank(tmp_path):
+    """As `why run -- python train.py` starts it: what it starts may be."""
+    script = tmp_path / "script.py"
+    script.write_text("import subprocess, sys\nif len(sys.argv) < 2:\n"
+                      "    subprocess.run([sys.executable, __file__, 'x'])\n")
+    subprocess.run(
+        ["bash", "-c", f"WORKSHOP_WHY=$PWD/why-$$ exec {sys.executable} "
+         f"{script}"], cwd=tmp_path, check=True,
+        env={**os.environ, "PYTHONPATH": str(HOOK)})
+    rank, = collect(*tmp_path.glob("why-*"), [])
+    assert (rank.rank, rank.world_size, rank.ending) == (0, 1, "done")
+
+
+@pytest.mark.whole
+def test_ranks_that_plain_python_spawns(tmp_path):
+    """Without the hook: their numbers are those that mp.spawn gives."""
+    needs("py-spy")
+    script = tmp_path / "script.py"
+    script.write_text("import time\nimport torch.multiprocessing as mp\n"
+                      "def train(rank): time.sleep(600)\n"
+                      "if __name__ == '__main__': mp.spawn(train, nprocs=2)\n")
+    job, found, end = subprocess.Popen([sys.executable, script]), [], (
+        time.monotonic() + 120)
+    try:
+        while sorted(found) != [0, 1] and time.monotonic() < end:
+            found = [seen["rank"] for pid in evidence.descendants(job.pid)
+                     if (seen := evidence.look(pid))]
+        assert sorted(found) == [0, 1]
+        assert evidence.look(job.pid, alone=True)["world_size"] == 1
+    finally:
+        for pid in reversed(evidence.descendants(job.pid)):
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
 def test_a_sigterm_that_was_handled_is_forgotten(tmp_path):
     """When the rank has begun another collective, and not before."""
     done = iter((5, 5, 6, 6))
@@ -497,6 +601,10 @@ def test_torchrun_names_a_folder_for_each_start(tmp_path):
     ("1 / 0", 1, "ZeroDivisionError"),
     ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0, None),
     ("raise SystemExit(3)", None, None),  # nobody in the process knows it
+    # the first of chained errors, whatever came of it
+    ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
+     "    raise ValueError('bad') from error", 1, "ZeroDivisionError"),
+    ("try:\n    1 / 0\nfinally:\n    int('x')", 1, "ZeroDivisionError"),
     # as rich's traceback does
     ("sys.excepthook = lambda *_: None\n1 / 0", 1, "ZeroDivisionError"),
     ("run_main(lambda: 1 / 0)", 1, "ZeroDivisionError")])
@@ -525,6 +633,8 @@ def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
     ("python -m torch.distributed.launch train.py", True),
     ("/opt/bin/python /opt/bin/torchrun --nproc-per-node 4 train.py", True),
     ("python -m workshop.as_torchrun train.py", False),
+    ("python /opt/bin/accelerate launch train.py", True),
+    ("python -m accelerate.commands.launch train.py", True),
     ("python my_torchrun_test.py", False), ("python train.py", False)])
 def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
     """SLURM has told it a number, which is not that of its first rank."""
@@ -712,6 +822,9 @@ IN_REDUCE = [["/home/me/train.py", 41, "train"],
              [TORCH + "distributed/distributed_c10d.py", 9, "all_reduce"]]
 AT_WORK = [["/home/me/train.py", 30, "train"]]
 IN_LOADER = [*AT_WORK, [TORCH + "utils/data/dataloader.py", 9, "_get_data"]]
+IMPORTS = [*AT_WORK, ["/lib/python3/importlib/x.py", 9, "load"]]
+IN_LOCK = [*AT_WORK, ["/venv/lib/python3.11/site-packages/filelock/_api.py",
+                      344, "acquire"]]
 IN_MEETING = [["/home/me/train.py", 12, "main"], [
     TORCH + "distributed/distributed_c10d.py", 9, "init_process_group"]]
 LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
@@ -874,7 +987,29 @@ class NamesOf(dict):
      {"stack": [*AT_WORK, [TORCH + "_tensor.py", 9, "backward"]]},
      "different lines", "rank 1 has stood in line 30"),
     ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
-     "different lines", "rank 1 has stood in line 30 of train.py"),
+     "nobody moves", "rank 0 is in line 41 of train.py, rank 1 is in line 30"),
+    # everybody waits for a lock, or one has it and works
+    ({"stack": IN_LOCK}, {"stack": IN_LOCK}, "a lock file",
+     "ranks 0, 1 have waited in line 30 of train.py for 60 s"),
+    ({"stack": IN_LOCK}, {}, "a lock file", "rank 0 has waited"),
+    ({}, {"stack": IN_LOADER, "workers": [[7, "S", False]]},
+     "the data loader waits", "its workers do nothing (processes 7)"),
+    ({"running": 2, "still": 0, "cores": [0, 1]},
+     {"running": 1.9, "still": 0, "cores": [0, 1]}, "more threads than cores",
+     "4 threads of ranks 0, 1 run at once on the 2 cores of node1; export "
+     "OMP_NUM_THREADS=1"),
+    ({"running": 2, "still": 0, "cores": [0, 1]},
+     {"running": 2, "still": 0, "cores": [2, 3]}, "", "move on"),
+    ({"running": 1, "still": 0, "cores": [0]},
+     {"running": 1, "still": 0, "cores": [0]}, "", "move on"),
+    ({"still": 0, "stack": AT_WORK}, {"still": 0, "collecting": 0.4},
+     "the garbage collector", "rank 1 on node1 has spent 40%"),
+    ({"still": 0, "collecting": 0.1}, {"still": 0}, "", "move on"),
+    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+        "error": "KeyError", "message": "'x'", "stack": AT_WORK,
+        "then": [[IN_REDUCE, "ValueError: bad"]]}}, "a rank ended",
+     "in line 30 of train.py, with KeyError: 'x'; then ValueError: bad, in "
+     "line 41 of train.py"),
     # of 40 looks; a pipeline's messages are not recorded
     ({"still": 0, "looks": [[31, IN_PIPELINE], [9, AT_WORK]]},
      {"still": 0, "looks": [[7, IN_PIPELINE], [33, AT_WORK]]}, "straggler",
@@ -883,7 +1018,37 @@ class NamesOf(dict):
     ({"still": 0, "looks": [[14, IN_PIPELINE], [26, AT_WORK]]},
      {"still": 0, "looks": [[7, IN_PIPELINE], [33, AT_WORK]]}, "",
      "the ranks move on"),
-    # no faults: all of them wait for a short time, or work
+    # sound jobs: one works and the others wait for it, for minutes
+    ({}, {"stack": AT_WORK, "still": 4}, "a rank at work",  # it tokenizes
+     "rank 1 is at work in line 30 of train.py; rank 0 has waited for 60 s in "
+     "line 41 of train.py"),
+    (IN_7, {"stack": AT_WORK, "still": 0, "calls": []},  # evaluates alone
+     "a rank at work", ""),
+    ({}, {"stack": AT_WORK, "state": "D", "still": 9},  # saves
+     "a rank at work", ""),
+    ({}, {"stack": IN_LOADER, "workers": [[7, "R", True]]},  # slow samples
+     "a rank at work", "at work in line 30"),
+    ({}, {"stack": AT_WORK, "workers": [[7, "R", True]]},  # it compiles
+     "a rank at work", ""),
+    ({}, {"stack": AT_WORK, "fresh": False, "state": "R"},  # in C, with
+     "a rank at work", ""),  # Python's lock
+    ({"joined": False, "stack": IN_MEETING},  # reads data before it joins
+     {"joined": False, "stack": AT_WORK, "still": 3}, "a rank at work", ""),
+    ({"joined": False, "stack": AT_WORK, "still": 3},  # so does rank 0
+     {"joined": False, "stack": IN_MEETING, "answer": "nobody listens there"},
+     "a rank at work", "rank 0 is at work"),
+    ({"joined": False, "stack": IN_MEETING},  # imports from a slow disk
+     {"joined": False, "stack": IMPORTS}, "a rank at work", ""),
+    # all of them do something, of which nothing more is known
+    ({"stack": AT_WORK}, {"stack": AT_WORK}, "nobody moves",
+     "no rank has moved for 60 s: ranks 0, 1 are in line 30 of train.py"),
+    ({"stack": IN_LOADER, "workers": [[7, "D", True]]},  # the first batch
+     {"stack": IN_LOADER, "workers": [[8, "R", True]]}, "nobody moves", ""),
+    ({"stack": IN_LOCK}, {"stack": AT_WORK},  # a rank makes it for all
+     "nobody moves", "so long?"),
+    ({"stack": IN_LOCK}, {"stack": AT_WORK, "still": 0}, "", "move on"),
+    ({"stack": IMPORTS}, {"stack": AT_WORK, "still": 0}, "", "move on"),
+    # and those in which all of them wait for a short time, or work
     ({"still": 9}, {"still": 9, "stack": AT_WORK}, "", "the ranks move on"),
     ({"still": 9}, {"still": 9, "alive": None, "fresh": False,
                     "host": "node2"}, "",
@@ -899,6 +1064,8 @@ def test_what_the_judge_says(first, second, fault, words):
     found = judge(ranks, any(rank.alive for rank in ranks))
     assert found.kind == fault
     assert words in f"{found.text}; {found.advice}"
+    assert found.verdict == ("ok" if not fault else "warn" if fault in (
+        "a rank at work", "nobody moves") else "FAIL")
 
 
 def test_the_page_has_a_row_for_each_fault():

@@ -22,7 +22,7 @@ def main(target):
         print(f"what was started last: {target}")
     ranks, answer = look(target, folder, processes)
     print(f"{answer.kind or 'nothing is wrong'}: {answer.text}")
-    if answer.hint:
+    if answer.advice:
         print(f"try: {answer.advice}")
     for line in ask_about(target):
         print(f"  SLURM: {line}")

@@ -21,11 +21,14 @@ from backstage.errors import UserError, require
 from workshop.why.ranks import PATIENCE, Rank
 from workshop.why.start import STARTS
 from workshop.why.witness import (
+    LAUNCHER,
+    compare,
     connecting,
     count_oom_kills,
     name_host,
     read_rank,
     read_state,
+    see_workers,
     try_meeting,
 )
 
@@ -186,10 +189,13 @@ def collect(folder, processes):
             last = stack_file(folder, record).read_text()
         except OSError:
             last = ""
-        rank = Rank(record, may_run(record),
-                    answered(folder, record, asked), last)
-        if rank.rank is not None:
-            ranks.append(rank)
+        ranks.append(Rank(record, may_run(record),
+                          answered(folder, record, asked), last))
+    if any(rank.rank is not None for rank in ranks):  # others start those
+        ranks = [rank for rank in ranks if rank.rank is not None]
+    for rank in ranks:
+        if rank.rank is None:  # one process, which is no rank of several
+            rank.rank, rank.world_size = 0, 1
     # of two with the same number, the older one counts while it runs
     last = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (
         rank.began))}
@@ -249,19 +255,24 @@ def may_run(record):
 
 def watch(processes):
     """Look at the ranks until all have moved, at most for `PATIENCE` s."""
-    begin, ranks = time.monotonic(), {}
+    begin, ranks, alone = time.monotonic(), {}, ()
     while True:
-        for pid in with_peers(processes):
-            seen, now = look(pid), time.monotonic()
+        for pid in [*alone, *with_peers(processes)]:
+            seen, now = look(pid, pid in alone), time.monotonic()
             if seen is None:
                 continue
             # a process that a rank has started inherits its number
             known = ranks.setdefault(seen["rank"], seen | {"since": now})
             if known["pid"] == pid:
                 moved = seen["stack"] != known["stack"]
-                known.update(seen, since=now if moved else known["since"])
+                before = known.setdefault("children", seen["children"])
+                known.update(seen, since=now if moved else known["since"],
+                             workers=compare(before, seen["children"]))
                 known["still"] = now - known["since"]
                 known["moved"] = moved or known.get("moved", False)
+        if not ranks and not alone:  # one process, no rank of several
+            alone = processes[:1]
+            continue
         unmet = [place for pid in processes for place in connecting(pid)]
         require(ranks, f"process {processes[0]} has started no process that "
                 "knows its RANK" + (
@@ -294,8 +305,11 @@ def read_environment(pid):
                 if "=" in entry)
 
 
-def look(pid):
-    """A rank's record, as its witness would write it; None if it is none."""
+def look(pid, alone=False):
+    """A rank's record, as its witness would write it; None if it is none.
+
+    alone: whether it is taken for the only rank.
+    """
     env = read_environment(pid)
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text(
@@ -307,6 +321,10 @@ def look(pid):
     except OSError:  # it has ended
         return None
     rank, size = read_rank(env, command)
+    if "--multiprocessing-fork" in command and rank is None:
+        rank = find_spawned(pid)
+    if alone and rank is None and not any(map(LAUNCHER.search, command[:4])):
+        rank, size = 0, 1
     if rank is None or "python" not in Path(command[0]).name:
         return None
     master, stack = [env.get("MASTER_ADDR"), env.get("MASTER_PORT")], spy(pid)
@@ -318,21 +336,37 @@ def look(pid):
         "stack": stack, "state": read_state(pid), "calls": None,
         "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
         "written": time.time(), "message": None, "sees_crashes": True,
-        "still": 0, "looks": [],
+        "still": 0, "looks": [], "children": see_workers(pid),
         "answer": "" if joined else try_meeting(*master)}
 
 
-def spy(pid, again=2):
-    """The main thread's stack as py-spy sees it, outermost first.
+def find_spawned(pid):
+    """The number that mp.spawn has given to a process, or None."""
+    for frame in dump(pid, "--locals"):
+        if frame["filename"].endswith("torch/multiprocessing/spawn.py"):
+            for local in frame["locals"] or ():
+                if local["name"] == "i":
+                    return int(local["repr"])
+    return None
+
+
+def spy(pid):
+    """The main thread's stack as py-spy sees it, outermost first."""
+    return [[frame["filename"], frame["line"], frame["name"]]
+            for frame in dump(pid)][::-1]
+
+
+def dump(pid, *options, again=2):
+    """The main thread's frames as py-spy sees them, innermost first.
 
     again: how often it tries again; it may look while the stack is changed.
     """
     tool = shutil.which("py-spy") or str(
         Path(sys.executable).with_name("py-spy"))
     try:
-        said = subprocess.run([tool, "dump", "--json", "--pid", str(pid)],
-                              capture_output=True, text=True, timeout=20,
-                              check=True)
+        said = subprocess.run(
+            [tool, "dump", "--json", *options, "--pid", str(pid)],
+            capture_output=True, text=True, timeout=20, check=True)
         threads = json.loads(said.stdout)
     except FileNotFoundError:
         raise UserError("these processes leave no evidence: `pip install "
@@ -342,11 +376,9 @@ def spy(pid, again=2):
             return []  # it has ended, or is stopped
         if again:
             time.sleep(0.2)
-            return spy(pid, again - 1)
+            return dump(pid, *options, again=again - 1)
         words = (getattr(error, "stderr", "") or str(error)).strip()
         raise UserError(f"py-spy cannot look into process {pid} "
                         f"({words.splitlines()[0]}): {HOW}") from None
-    main = next((thread for thread in threads
-                 if thread.get("os_thread_id") == pid), {"frames": []})
-    return [[frame["filename"], frame["line"], frame["name"]]
-            for frame in main["frames"]][::-1]
+    return next((thread["frames"] for thread in threads
+                 if thread.get("os_thread_id") == pid), [])

@@ -27,6 +27,7 @@ from workshop.why.ranks import (
 )
 
 SHARE = 0.3  # of the time that the others wait for a straggler
+CROWD = 1.5  # threads that run, for each core
 MOSTLY, RARE = 0.7, 0.3  # of its time that a rank waits, in a pipeline
 # What several rules advise
 ADVICE = {
@@ -39,6 +40,8 @@ ADVICE = {
     "sizes": "all ranks have to send tensors of the same shape and type: "
              "print shape and dtype before it",
     "long": "does that line take so long, or wait for something?"}
+# In these, a process waits for another one to remove a file, or a lock
+LOCK = re.compile(r"/file_baton\.py|/filelock/|/portalocker/|/fasteners/")
 # In these, one rank has what the others wait for
 ONE_SENDS = re.compile("distributed_c10d.*:(broadcast|scatter|recv)")
 # These have to have the same sizes on all ranks
@@ -58,6 +61,7 @@ class Rule:
     says: str
     advice: str
     find: Any
+    verdict: str
 
     def ask(self, job):
         """A `Finding`, or None."""
@@ -67,21 +71,21 @@ class Rule:
             return None
         one, rest = who[0], job.waiting.without(who)
         facts = {
-            **vars(one), **ADVICE, "problem": one.problem, "doing": one.doing,
-            "who": Who(who), "at": one.place, "heard": one.heard,
-            "unseen": job.unseen, "others": rest,
+            **vars(one), **ADVICE, "one": one, "who": Who(who),
+            "at": one.place, "unseen": job.unseen, "others": rest,
             "there": rest[0].place if rest else "",
             "pids": " ".join(str(rank.pid) for rank in who),
             "place": job.first.address(), "is": "are" if who[1:] else "is",
             "has": "have" if who[1:] else "has", **more}
-        return Finding("FAIL" if self.fault else "ok", *(
+        return Finding(self.verdict, *(
             [text.format(**facts)] for text in (self.says, self.advice)),
             kind=self.fault, ranks=[*who])
 
 
-def rule(sign, fault, says, advice=""):
+def rule(sign, fault, says, advice="", verdict="FAIL"):
+    """verdict: "warn" where what is seen may be as it should."""
     def keep(find):
-        RULES.append(Rule(sign, fault, says, advice, find))
+        RULES.append(Rule(sign, fault, says, advice, find, verdict))
         return find
     return keep
 
@@ -89,6 +93,7 @@ def rule(sign, fault, says, advice=""):
 SIGNS = ("it never begins", "it stops in mid-training", "it ends",
          "it is slow", "")
 begins, stops, ends, slow, fine = (partial(rule, sign) for sign in SIGNS)
+fine = partial(fine, "", verdict="ok")
 
 
 def judge(ranks, alive=True):
@@ -148,7 +153,7 @@ def missing(job):
 
 
 @begins("wrong MASTER_ADDR", "rank 0, on {host}, is to be found at {place}, "
-        "but does not reach that itself: {problem}", "export "
+        "but does not reach that itself: {one.problem}", "export "
         "MASTER_ADDR={host}, a name or address of the node of rank 0")
 def wrong_address(job):
     """rank 0 does not reach its own address"""
@@ -156,13 +161,14 @@ def wrong_address(job):
 
 
 @begins("blocked port", "rank 0 at {place} cannot be reached from {who} on "
-        "{host}: {problem}", "try another MASTER_PORT; a firewall between "
+        "{host}: {one.problem}", "try another MASTER_PORT; a firewall between "
         "the nodes, or an address of another network: `ip address` lists the "
         "interfaces")
 def blocked_port(job):
     """a rank does not reach rank 0"""
-    # rank 0 may not have tried yet, and then it is not known which it is
-    return (hasattr(job.first, "answer") or job.waited > PATIENCE) and job.deaf
+    # while rank 0 has not come, or not tried, it is not known which it is
+    return (hasattr(job.first, "answer") or job.waited > PATIENCE) and (
+        job.first in job.meeting and job.deaf)
 
 
 @begins("wrong network interface", "{unheard}, which a rank has named "
@@ -176,14 +182,15 @@ def wrong_interface(job):
 
 
 @begins("a rank is late", "{who} {has} not come to init_process_group() yet: "
-        "{doing} in {at}; {meeting:has} waited there for {time:.0f} s",
+        "{one.doing} in {at}; {meeting:has} waited there for {time:.0f} s",
         "{long}")
 def late_for_meeting(job):
     """the others wait for it"""
     absent = [rank for rank in job.ranks
               if rank not in job.meeting and not rank.joined]
-    return job.stuck_outside > PATIENCE and absent and (absent, {
-        "meeting": job.meeting, "time": job.stuck_outside})
+    return job.stuck_outside > PATIENCE and not all(
+        rank.moves for rank in absent) and (absent, {
+            "meeting": job.meeting, "time": job.stuck_outside})
 
 
 @begins("a stranger at the address", "all ranks reach {place}, but do not go "
@@ -313,8 +320,10 @@ def failed(job, ending="error"):
     if frames:  # it quotes the traceback of another process
         rank.stack = frames
         first = f"{first} {message.strip().splitlines()[-1][:200]}"
+    then = "".join(f"; then {words}, in {Place(*find_line(stack))}"
+                   for stack, words in rank.ended.get("then", ()))
     return [rank], {
-        "first": first, "all": f"{error}: {message}", "error":
+        "then": then, "first": first, "all": f"{error}: {message}", "error":
         f"{error}: {first}" if error else f"status {rank.ended['status']!r}"}
 
 
@@ -340,7 +349,7 @@ def truncated(job):
         for other in job.ranks.without(who))})
 
 
-FIRST = "{who} was the first to end, in {at}, with {error}"
+FIRST = "{who} was the first to end, in {at}, with {error}{then}"
 MEND = "mend that: the errors of the other ranks follow from it"
 
 
@@ -385,7 +394,7 @@ def late_until_time_out(job):
 
 
 @stops("a rank does not answer", "{who} on {host} {has} not answered since "
-       "{heard}", "it may be dead, hold Python's lock in code that is not "
+       "{one.heard}", "it may be dead, hold Python's lock in code that is not "
        "Python's, or wait for its file system: scontrol show node {host}; on "
        "that node: py-spy dump --native --pid {pid}")
 def silent(job):
@@ -450,7 +459,7 @@ def first_of(job, condition):
     for rank in job.those(lambda rank: rank.mute) or job.awaited:
         others = job.waiting.without([rank])
         if job.stands and condition(rank) and (
-                others or rank.still > PATIENCE):
+                rank.still > PATIENCE or (rank.mute and others)):
             return [rank], {"kept": f", and keeps {others} waiting"
                             if others else ""}
     return None
@@ -463,19 +472,41 @@ def disk(job):
     return first_of(job, lambda rank: rank.state == "D")
 
 
-@stops("the data loader waits", KEEPS, "its workers bring no batch: try "
-       "num_workers=0, which shows their error; look at their memory and the "
-       "file system")
+@stops("the data loader waits", KEEPS + "; {one.asleep}", "num_workers=0 "
+       "shows their error; do they wait for a lock that was held at the fork "
+       "(OpenCV, tokenizers), or for a server? py-spy dump --native --pid "
+       "WORKER; look at the memory and the file system")
 def loader(job):
-    """its workers bring no batch"""
-    return first_of(job, lambda rank: rank.loads)
+    """its workers bring no batch, and do not work either"""
+    return first_of(job, lambda rank: rank.loads and not rank.fed)
 
 
 @stops("a rank does not answer", "{who} on {host} has not answered since "
-       "{heard}{kept}", "it may hold Python's lock, in code that is not "
+       "{one.heard}{kept}", "it may hold Python's lock, in code that is not "
        "Python's: py-spy dump --native --pid {pid}")
 def holds_lock(job):
-    return first_of(job, lambda rank: rank.mute)
+    return first_of(job, lambda rank: rank.mute and rank.state != "R")
+
+
+@stops("a lock file", "{who} {has} waited in {at} for {still:.0f} s for a "
+       "lock that another process holds, or has left there, and no rank is at "
+       "work", "if no other job is at work there, remove it: `lock` in a "
+       "folder of ~/.cache/torch_extensions, *.lock in a cache of datasets")
+def lock_file(job):
+    """everybody waits for a lock that no rank holds"""
+    lock = [rank for rank in job.left if rank.inside(LOCK)]
+    return all(rank.still > PATIENCE and (rank in lock or rank.waits)
+               for rank in job.left) and lock
+
+
+@stops("a rank at work", "{who} {is} at work in {at}; {others:has} "
+       "waited for {time:.0f} s in {there}", "does that take so long? Then "
+       "nothing is wrong; else see below where its time goes", verdict="warn")
+def at_work(job):
+    """the others wait for it, but it moves: that may be as it should"""
+    rest = job.stands and job.waiting.without(job.awaited)
+    return rest and all(rank.moves for rank in job.awaited) and (
+        job.awaited, {"time": max(rank.still for rank in rest)})
 
 
 @stops("a rank is late", "{who} {is} in {at}, and kept {others} waiting for "
@@ -510,9 +541,9 @@ def no_partner(job):
 @stops("different lines", "{who} {has} stood in {at} for {still:.0f} s, and "
        "{even} in {line}", "{calls}")
 def stands_apart(job):
-    """of their messages nothing is known"""
+    """they wait for each other, but their messages are not known"""
     still = [rank for rank in job.left
-             if rank.still > PATIENCE and not rank.imports]
+             if rank.still > PATIENCE and (rank.waits or rank.may_wait)]
     lines = Counter(rank.place[:2] for rank in still).most_common(2)
     if not job.stands or len(lines) < 2:
         return None
@@ -537,6 +568,15 @@ def network(job):
 
 
 # ------------------------------------------------------------- one is slower
+
+
+@slow("the garbage collector", "{who} on {host} {has} spent {collecting:.0%} "
+      "of some seconds in Python's garbage collector, in {at}",
+      "gc.freeze() when all is loaded; gc.disable(), and gc.collect() after "
+      "so many steps on all ranks at once; arrays in place of many objects")
+def collector(job):
+    """it takes the time, now of this rank and now of that one"""
+    return [rank for rank in job.by["runs"] if rank.collecting > SHARE]
 
 
 BUSY = ("does it read more data than the others, or share its cores or its "
@@ -608,6 +648,23 @@ def slow_stage(job):
         "line": Place(*find_line(max(least.looks)[1]))}
 
 
+@slow("more threads than cores", "{running:.0f} threads of {who} run at once "
+      "on the {cores} cores of {host}", "export OMP_NUM_THREADS={each}, or "
+      "torch.set_num_threads() in what starts them: srun and mp.spawn leave "
+      "as many threads to each rank as there are cores")
+def too_many_threads(job):
+    """each rank computes with as many threads as there are cores"""
+    for host in sorted({rank.host for rank in job.by["runs"]}):
+        mine = [rank for rank in job.by["runs"] if rank.host == host]
+        cores = len(set().union(*(rank.cores for rank in mine)))
+        running = sum(rank.running for rank in mine)
+        if len(mine) > 1 and running > CROWD * cores > 0 and all(
+                rank.running > CROWD for rank in mine):
+            return mine, {"running": running, "cores": cores,
+                          "each": max(1, cores // len(mine))}
+    return None
+
+
 # ------------------------------------ nothing says which of them began it
 
 
@@ -621,13 +678,13 @@ def told_to_end(job):
     return not job.by["runs"] and job.by["stopped"]
 
 
-@fine("", "all ranks have ended {status}")
+@fine("all ranks have ended {status}")
 def all_done(job):
     return len(job.by["done"]) == len(job.ranks) and (
         job.ranks, {"status": with_status(job.ranks)})
 
 
-@fine("", "{others}{who} on {host} {has} not answered yet: ask again")
+@fine("{others}{who} on {host} {has} not answered yet: ask again")
 def not_answered(job):
     mute = [rank for rank in job.ranks
             if not rank.fresh and rank.ending in ("runs", "gone")]
@@ -635,12 +692,16 @@ def not_answered(job):
                   if len(mute) < len(job.ranks) else ""}
 
 
-@fine("", "no rank has moved for {time:.0f} s, which they may need: ask again")
+@rule("it stops in mid-training", "nobody moves", "no rank has moved for "
+      "{time:.0f} s: {each}", "does that take so long? Then nothing is wrong: "
+      "ask again", "warn")
 def nobody_moves(job):
+    """nothing says that the ranks wait for each other"""
     still = min(rank.still for rank in job.ranks)
-    return still > PATIENCE and (job.ranks, {"time": still})
+    return still > PATIENCE and (job.ranks, {
+        "time": still, "each": each(job.ranks)})
 
 
-@fine("", "nothing is stuck: the ranks move on")
+@fine("nothing is stuck: the ranks move on")
 def all_move(job):
     return job.ranks

@@ -21,7 +21,8 @@ LOST = re.compile(
     r"|Timed out|timed out")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 # In these, DDP and FSDP wait for the other ranks; py-spy does not see where
-BACKWARD = re.compile("torch/(autograd/|_tensor|nn/parallel/distributed)")
+BACKWARD = re.compile("torch/(autograd/|_tensor|nn/parallel/distributed"
+                      "|distributed/c10d_logger)")
 MEETING = "init_process_group|rendezvous|create_c10d_store"
 
 
@@ -61,6 +62,9 @@ class Rank:
     record: as witness.py writes it. alive: None if it is on another
     host. fresh: whether it has answered now. last: its .stack file.
     """
+
+    running = collecting = 0  # threads, and a share of the time
+    workers, cores = (), ()
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)
@@ -152,6 +156,24 @@ class Rank:
                    ) if self.stack else False
 
     @property
+    def fed(self):
+        """Whether one of its workers works."""
+        return any(works for *_, works in self.workers)
+
+    @property
+    def moves(self):
+        """Whether it, or what it has started, works and does not wait."""
+        return self.runs and not self.waits and (
+            self.still < PATIENCE / 2 or self.fed or self.imports
+            or self.state == "R")
+
+    @property
+    def asleep(self):
+        pids = ", ".join(str(pid) for pid, *_ in self.workers)
+        return (f"its workers do nothing (processes {pids})" if pids
+                else "nothing is known of its workers")
+
+    @property
     def longest_gap(self):
         """Seconds between two of its collectives, at most."""
         times = [call["time"] for call in self.calls]
@@ -194,7 +216,7 @@ class Job:
     """
 
     def __init__(self, ranks, alive=True):
-        self.ranks = Who(rank for rank in ranks if rank.rank is not None)
+        self.ranks = Who(ranks)
         self.waited = max((rank.age for rank in self.ranks), default=0
                           ) if alive else float("inf")
         self.by = defaultdict(Who)  # how they ended -> the ranks

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import faulthandler
 import functools
+import gc
 import heapq
 import importlib.util
 import json
@@ -46,9 +47,10 @@ LOOKS = 40  # at where the time goes
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
          ("PMI_RANK", "PMI_SIZE"))
-# The agent of torchrun is no rank, whatever srun has told it
-LAUNCHER = re.compile(r"(^|/)torchrun$|^(-m)?torch\.distributed\."
-                      r"(run|launch)$")
+# A launcher's agent is no rank, whatever srun has told it
+LAUNCHER = re.compile(
+    r"(^|/)(torchrun|deepspeed|accelerate(-launch)?)$|^(-m)?(torch\.distributed"
+    r"\.(run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.launch)$")
 # What is the same for all ranks of a start, and another for the next
 STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE")
@@ -78,11 +80,16 @@ def start(folder):
 
     What a rank starts is not watched.
     """
-    if find_rank()[0] is None:
+    if find_rank()[0] is None and not is_command(folder):
         threading.Thread(target=wait_for_rank, args=(folder,),
                          daemon=True).start()
     else:
         begin(folder)
+
+
+def is_command(folder):
+    """Whether this is what `why run` has become: a rank, if it is alone."""
+    return folder.endswith(f"-{os.getpid()}")
 
 
 def wait_for_rank(folder):
@@ -94,8 +101,10 @@ def wait_for_rank(folder):
 
 def begin(folder):
     global the_witness
-    limit = os.environ.pop(TIMEOUT, "")
-    os.environ.pop(FOLDER, None)
+    limit = ""
+    if find_rank()[0] is not None:  # else it may start ranks
+        limit = os.environ.pop(TIMEOUT, "")
+        os.environ.pop(FOLDER, None)
     try:
         the_witness = Witness(Path(folder).absolute(), float(limit or 0))
         the_witness.start()
@@ -129,6 +138,7 @@ class Witness(threading.Thread):
         self.first = time.monotonic()  # the clock may be set meanwhile
         self.script, self.clock = None, main_thread_clock()
         self.ended, self.left_with, self.left_from = None, None, None
+        self.bytes, self.seen = "", set()
         self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
@@ -207,10 +217,12 @@ class Witness(threading.Thread):
         ended = {"status": status, "time": time.time(),
                  "stack": self.left_from}
         if error is not None:
+            first, *later = chain(error)
             ended |= {
-                "error": type(error).__name__, "message": str(error)[:9000],
-                "stack": [[frame.filename, frame.lineno, frame.name] for frame
-                          in traceback.extract_tb(error.__traceback__)]}
+                "error": type(first).__name__, "message": str(first)[:9000],
+                "stack": stack_of(first), "then": [
+                    [stack_of(one), f"{type(one).__name__}: {one}"[:200]]
+                    for one in later]}
         self.ended = ended
         self.write()
 
@@ -249,9 +261,9 @@ class Witness(threading.Thread):
                 self.clock() - computed)
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
-            works = used > WORKS * (now - before)
+            works = used > WORKS * (now - before) or self.reads_files()
             before, computed = now, computed + used
-            if place != self.place or (works and not self.waits()):
+            if self.has_moved(place, works and not self.waits()):
                 self.place, self.still, wait = place, 0, STILL
                 due = self.limit
             signalled = self.forget_signal(signalled)
@@ -265,6 +277,14 @@ class Witness(threading.Thread):
             if self.still > due:
                 due = 1.25 * self.still
                 self.give_up()
+
+    def has_moved(self, place, works):
+        """Whether it was not there yet: a loop that only asks comes back."""
+        if works or place[1:] != self.place[1:]:
+            self.seen.clear()
+        new = str(place) not in self.seen
+        self.seen.add(str(place))
+        return new
 
     def forget_signal(self, signalled):
         """A SIGTERM that is followed by another collective ends nothing.
@@ -343,6 +363,12 @@ class Witness(threading.Thread):
                    ) or any(call["waits"] for call in (
                        *mpi_messages, *calls[-1:]))
 
+    def reads_files(self):
+        """Whether the main thread has read or written since the last call."""
+        before, self.bytes = self.bytes, read_text(
+            f"/proc/self/task/{self.owner}/io")
+        return before != self.bytes
+
     def frames(self):
         """The main thread's frames, innermost first.
 
@@ -361,13 +387,26 @@ class Witness(threading.Thread):
                 if frame.f_code.co_filename != __file__][::-1]
 
     def watch(self):
-        """Where the main thread is, over two seconds: [times, stack]."""
-        looks = collections.Counter()
-        for _ in range(LOOKS):
+        """Two seconds: where the main thread is, as [times, stack], how many
+        threads run, what part goes to the garbage collector, what workers do.
+        """
+        looks, running, collecting = collections.Counter(), 0, []
+        workers, begin = see_workers(self.owner), time.monotonic()
+        note = functools.partial(note_collection, collecting)
+        gc.callbacks.append(note)
+        while sum(looks.values()) < LOOKS and time.monotonic() < begin + 4:
             time.sleep(2 / LOOKS)
             looks[json.dumps(self.look())] += 1
-        return [[times, json.loads(stack)]
-                for stack, times in looks.most_common(20)]
+            running += count_running()
+        with contextlib.suppress(ValueError):  # the script has emptied it
+            gc.callbacks.remove(note)
+        spent = sum(b - a for a, b in zip(collecting[::2], collecting[1::2]))
+        return {
+            "looks": [[times, json.loads(stack)]
+                      for stack, times in looks.most_common(20)],
+            "running": running / sum(looks.values()), "collecting": spent / (
+                time.monotonic() - begin),
+            "workers": compare(workers, see_workers(self.owner))}
 
     def progress(self):
         """How many collectives each group has begun and ended, as text."""
@@ -398,7 +437,10 @@ class Witness(threading.Thread):
             "oom_before": self.oom_before,
             "oom_kills": count_oom_kills() - self.oom_before,
             "connecting": connecting(self.owner),
-            "looks": self.watch() if lines else []}
+            "cores": sorted(os.sched_getaffinity(0)) if hasattr(
+                os, "sched_getaffinity") else [],
+            "looks": [], "running": 0, "collecting": 0, "workers": [],
+            **(self.watch() if lines else {})}
         try:
             record |= read_record(lines)
         except Exception as error:  # the rest has to be known all the same
@@ -413,6 +455,24 @@ class Witness(threading.Thread):
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def chain(error):
+    """An error, and those before it that led to it: these first."""
+    found = [error]
+    while found[0] is not None and found[0] not in found[1:]:
+        found.insert(0, found[0].__cause__ or (
+            None if found[0].__suppress_context__ else found[0].__context__))
+    return found[1:]
+
+
+def stack_of(error):
+    return [[frame.filename, frame.lineno, frame.name]
+            for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def note_collection(times, phase, info):
+    times.append(time.monotonic())
 
 
 def find_line(stack):
@@ -598,13 +658,42 @@ def describe_call(comm, name, args):
 # ------------------------------------------- what the system says (Linux)
 
 
+def read_text(file):
+    try:
+        return Path(file).read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""
+
+
+def read_stat(pid):
+    """What Linux says of a process, from its state on; [] if it is gone."""
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
 def read_state(pid):
     """The main thread's state: R runs, S sleeps, D waits for a device."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return stat.rpartition(")")[2].split()[0]
-    except OSError:
-        return "?"
+    return (read_stat(pid) or "?")[0]
+
+
+def count_running():
+    """How many threads of this process run, but for the one that asks."""
+    tasks = Path("/proc/self/task")
+    return sum(read_state(f"self/task/{task}") == "R" for task in (
+        os.listdir(tasks) if tasks.is_dir() else ())) - 1
+
+
+def see_workers(pid):
+    """{process: its state, time and bytes} of what a main thread started."""
+    children = read_text(f"/proc/{pid}/task/{pid}/children").split()
+    return {int(child): [*read_stat(child)[:1], *read_stat(child)[11:13],
+                         read_text(f"/proc/{child}/io")]
+            for child in children}
+
+
+def compare(before, now):
+    """[process, its state, whether it has worked since] of its workers."""
+    return [[child, seen[0], seen[1:] != before.get(child, seen)[1:]]
+            for child, seen in now.items() if seen[0] != "Z"]
 
 
 def count_oom_kills():
