@@ -879,6 +879,8 @@ class NamesOf(dict):
     ({}, {"stack": AT_WORK, "fresh": False}, "a rank does not answer",
      "py-spy dump --native --pid 101"),
     ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),
+    # py-spy has just let it go on
+    ({}, {"stack": AT_WORK, "state": "R"}, "a rank is late", "line 30"),
     ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
     ({"stack": IN_RECV}, {"stack": IN_RECV}, "all send, or all receive",
      "needs a send"),

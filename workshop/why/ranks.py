@@ -165,7 +165,7 @@ class Rank:
         """Whether it, or what it has started, works and does not wait."""
         return self.runs and not self.waits and (
             self.still < PATIENCE / 2 or self.fed or self.imports
-            or self.state == "R")
+            or (self.mute and self.state == "R"))
 
     @property
     def asleep(self):
