@@ -263,7 +263,8 @@ class Witness(threading.Thread):
             self.still += min(now - before, 2 * POLL)
             works = used > WORKS * (now - before) or self.reads_files()
             before, computed = now, computed + used
-            if self.has_moved(place, works and not self.waits()):
+            if self.has_moved(place, place[1:] != self.place[1:] or (
+                    works and not self.waits())):  # which takes longer
                 self.place, self.still, wait = place, 0, STILL
                 due = self.limit
             signalled = self.forget_signal(signalled)
@@ -280,7 +281,7 @@ class Witness(threading.Thread):
 
     def has_moved(self, place, works):
         """Whether it was not there yet: a loop that only asks comes back."""
-        if works or place[1:] != self.place[1:]:
+        if works:
             self.seen.clear()
         new = str(place) not in self.seen
         self.seen.add(str(place))
