@@ -9,9 +9,6 @@ import time
 from dataclasses import fields
 
 import pytest
-import train_gpt2_3d
-import train_gpt2_lit
-from accelerate.commands.launch import launch_command_parser
 from conftest import edit, needs, python
 from stages import (
     GOLDEN,
@@ -23,7 +20,6 @@ from stages import (
     tiny,
     train,
 )
-from torch.distributed.run import get_args_parser
 
 from backstage import ROOT, process
 from backstage.errors import UserError
@@ -231,6 +227,11 @@ def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
 
 def test_no_flag_begins_an_option_of_a_launcher():
     """A launcher would take it for its own: argparse completes options."""
+    import train_gpt2_3d
+    import train_gpt2_lit
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
     flags = {"--" + field.name.replace("_", "-") for script in (
         train_gpt2_3d, train_gpt2_lit) for field in fields(
             script.Hyperparameters)}
