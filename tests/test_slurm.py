@@ -74,7 +74,7 @@ write(1, "node {SLURM_NODEID} cores {OMP_NUM_THREADS} gpus "
 """
 
 
-@pytest.mark.parametrize("stage", ["fsdp", "mpi"])  # torchrun, srun alone
+@pytest.mark.parametrize("stage", ["tp", "mpi"])  # torchrun, srun alone
 def test_sbatch_says_the_size(slurm, stage):
     """Each GPU has a process, with its cores; what is inherited is not asked.
 
@@ -99,6 +99,7 @@ def test_sbatch_says_the_size(slurm, stage):
         said = re.findall("^node .*", slurm.log(job), re.M)
         assert sorted(said) == [f"node {node} cores 8 gpus {gpus}"
                                 for node in nodes for _ in gpus.split(",")]
+        assert ("--tensor-parallel 2" in slurm.log(job)) == (stage == "tp")
 
 
 def test_a_job_from_a_shell_without_activate(slurm):
@@ -179,13 +180,11 @@ def test_runs_to_their_end(slurm):
         assert f"world size {shape[1]}" in slurm.log(job) or name == "std"
 
 
-@pytest.mark.parametrize(("name", "shape", "microbatch"), [
-    ("tp", (1, 4), 4), ("3d", (2, 8), 2)])  # as large as they can be
-def test_a_mesh_on_the_nodes(slurm, name, shape, microbatch):
-    """With its batch file's flags, the losses of one device."""
-    job = slurm.submit(name, *FEW, "--microbatch-size", microbatch,
+def test_a_mesh_on_the_nodes(slurm):
+    """As large as it can be, with its batch file's flags."""
+    job = slurm.submit("3d", *FEW, "--microbatch-size", 2,
                        options=["--cpus-per-gpu=1", "--gpus-per-node=4"])
-    assert trained(slurm, name, job) == shape
+    assert trained(slurm, "3d", job) == (2, 8)
 
 
 def test_srun_tells_mpi(slurm):
