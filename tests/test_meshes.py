@@ -26,7 +26,7 @@ def test_in_bf16_it_is_the_single_device(
             short_in_bf16.column(column), rel=tolerance)
 
 
-BF16 = ("--precision", "bf16", "--max-steps", 8)
+BF16 = ("--precision", "bf16", "--max-steps", 5, "--eval-minibatches", 1)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
     """Padded shards; pipeline stages of two blocks, one and one; nano's three
     heads, with a vocabulary of 384, on three ranks."""
     data = make_dataset(tmp_path / "data")
-    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 8)
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 5,
+             "--eval-minibatches", 1)
     if stage == "tp":
         flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
                  "--sequence-length", 32, "--microbatch-size", 4,
@@ -100,8 +101,9 @@ class ShardsSeen:
     ("fsdp", ()), ("lit", ("--strategy", "fsdp2"))])
 def test_each_rank_keeps_a_part_of_everything(
         stage, flags, data, single, tmp_path):
-    result = train(stage, tmp_path / "run", "--max-steps", 3, *flags,
-                   data=data, mesh=(1, 4, 1), observe=ShardsSeen())
+    result = train(stage, tmp_path / "run", "--max-steps", 3,
+                   "--eval-minibatches", 1, *flags, data=data, mesh=(1, 4, 1),
+                   observe=ShardsSeen())
     assert result.status == 0, result.err
     total = sum(weight.numel() for name, weight in
                 single.checkpoint()["model"].items() if "lm_head" not in name)

@@ -178,7 +178,7 @@ def test_a_slow_rank_is_charged_and_the_others_wait(tmp_path):
     ("tp", (1, 1, 2)), ("3d", (2, 1, 1))])
 def test_every_stage_is_recorded(stage, mesh, tmp_path, capsys):
     result = train(stage, tmp_path / "run", "--profile", 3, "--max-steps", 8,
-                   data=GOLDEN, mesh=mesh)
+                   "--eval-minibatches", 1, data=GOLDEN, mesh=mesh)
     ranks = check(result, range(5, 8))
     profile.main(result.folder)
     said = capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_one_device_computes_exactly_the_same(data, tmp_path):
         assert again.column(column) == kept.column(column)
 
 
-FEWER = ("--max-steps", 8)
+FEWER = ("--max-steps", 5, "--eval-minibatches", 1)
 
 
 @pytest.fixture(scope="module")

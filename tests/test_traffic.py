@@ -99,6 +99,7 @@ def count(stage, mesh, microbatches, data, folder, *flags, script=None):
     """
     _, dp, tp = mesh
     result = train(stage, folder / "run", "--max-steps", 4,
+                   "--eval-minibatches", 1,
                    "--microbatch-size", 8 // (dp * microbatches), *flags,
                    data=data, mesh=mesh, script=script,
                    observe=CollectivesSeen())
