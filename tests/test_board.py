@@ -9,7 +9,6 @@ from checks import FORWARD, board_of, plant
 from conftest import linear_light
 
 from workshop.check.board import MEANING, SIGNS, Board
-from workshop.check.command import main
 from workshop.lesson import render
 from workshop.notebook import pictures, tied
 
@@ -68,18 +67,6 @@ def test_a_picture_of_the_samples(tmp_path, capsys):
     assert "stroke-dasharray" not in drawn
     about = ElementTree.fromstring(drawn).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 2 3 4 5 6")
-
-
-@pytest.mark.whole
-def test_the_same_in_a_terminal(tmp_path, capsys):
-    assert main("ddp", plant(tmp_path))
-    out = capsys.readouterr().out
-    rows = {line[:-30].strip(): line[-30:].split() for line in
-            out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
-    assert rows["gradients are the single device's"] == ["ok"] * 4
-    assert rows["checkpoint"] == ["ok"]  # the end of a long question
-    assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
-    assert "  warn  " not in out
 
 
 NOISE = ("/x/torch/cuda.py:1: UserWarning: CUDA is not there\n",

@@ -20,7 +20,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import classroom, patience, processes
 from workshop.check import trial
-from workshop.check.command import main
+from workshop.check.command import Check, main
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells
@@ -59,6 +59,7 @@ def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
     assert person.mistake == "gradients are the single device's"
     folded = capsys.readouterr().out
     assert folded.count("FAIL") == 1 and "more follow from it)" in folded
+    monkeypatch.setattr(Check, "localise", lambda self: None)
     assert not main("ddp", script, verbose=True)
     out = capsys.readouterr().out
     assert out.count("FAIL") == 1 and "  and   the final" in out
@@ -203,7 +204,8 @@ def children(pid):
 def test_saved_during_the_check_in_an_odd_place(tmp_path):
     """It is read once, with what lies beside it, and nothing is left.
 
-    Without a home, in a shell of srun, in a folder with a long name.
+    Without a home, in a shell of srun, in a folder with a long name. The
+    table stands above the verdict.
     """
     (tmp_path / "mine.py").write_text("from math import inf\n")
     script = plant(tmp_path, ("import math\n", "import math\nimport mine\n"))
@@ -214,7 +216,12 @@ def test_saved_during_the_check_in_an_odd_place(tmp_path):
     script.write_text("raise SystemExit(3)\n")
     out, _ = run.communicate(timeout=500)
     assert run.returncode == 0, out
-    assert "Right" in out.splitlines()[-1]
+    assert "Right" in out.splitlines()[-1] and "  warn  " not in out
+    rows = {line[:-30].strip(): line[-30:].split() for line in
+            out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
+    assert rows["gradients are the single device's"] == ["ok"] * 4
+    assert rows["checkpoint"] == ["ok"]  # the end of a long question
+    assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
     assert "/dev/null" not in out and "matplotlib" not in out.lower()
     assert not left_in(temporary)
     assert not os.path.exists("/proc") or not left_by(temporary)

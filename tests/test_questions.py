@@ -20,8 +20,7 @@ from workshop.processes import Rank
 from workshop.stages import STAGES
 
 RECORDED = {"ddp": ("1", "2", "uneven", "resumed", "stopped"),
-            "lit": ("1", "2", "bf16", "fsdp2"), "fsdp": ("2",),
-            "tp": ("1x1x2",)}
+            "lit": (), "fsdp": (), "tp": ()}  # all columns of a check
 
 
 def of_whole(cases):
@@ -41,7 +40,7 @@ def recorded(tmp_path_factory):
         bench.reference = find_reference(bench)
         trials = {row.column: (row.kind, bench.make(row))
                   for row in bench.plan(False)
-                  if row.column in RECORDED[stage]}
+                  if row.column in (RECORDED[stage] or [row.column])}
         return pickle.loads(pickle.dumps((trials, bench.reference)))
 
     return record
@@ -63,7 +62,7 @@ def answers(recorded, stage, column, change):
 
 @pytest.mark.parametrize("stage", of_whole((stage,) for stage in RECORDED))
 def test_the_solutions_are_right(recorded, stage):
-    for column in RECORDED[stage]:
+    for column in recorded(stage)[0]:
         assert not answers(recorded, stage, column, lambda trial: None)
 
 

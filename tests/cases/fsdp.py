@@ -37,7 +37,7 @@ CASES = (
            "        for w in raw_model.parameters():\n"
            "            w.grad *= min(1.0, 1 / norm.item())\n"),
           ("norm.full_tensor().item()", "norm.item()")),
-    right("the solution", suite=True),
+    right("the solution"),
     right("gathered weights kept for the backward pass",
           (FSDP_BLOCK, FSDP_BLOCK[:-1] + ", reshard_after_forward=False)")),
     right("blocks in another order",

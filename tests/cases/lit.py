@@ -45,7 +45,7 @@ CASES = (
               '                trainer, module, {"loss": loss}, *batch)\n')),
     wrong("device given to the Trainer by auto", "the device does not follow "
           "from --device", ("accelerator=device.type", 'accelerator="auto"')),
-    right("the solution", suite=True),
+    right("the solution"),
     right("the class renamed",
           ("class GPT(L.LightningModule)", "class LitGPT(L.LightningModule)"),
           ("model = GPT(", "model = LitGPT(")),

@@ -76,7 +76,7 @@ CASES = (
           (TP_CLIP, BY_SQUARES.format(reduce=""))),
     wrong("the optimizer made before", "optimizer updates another model",
           (OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
-    right("the solution", suite=True),
+    right("the solution"),
     right("the logits and the embedding whole",
           ('        "transformer.wte": '
            "tp.RowwiseParallel(input_layouts=Replicate()),\n", ""),
