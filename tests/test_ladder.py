@@ -10,9 +10,8 @@ import ladder
 import numpy as np
 import pytest
 import torch
-from conftest import edit, needs, python
+from conftest import needs, python
 from matplotlib.figure import Figure
-from stages import train
 from torch.nn import functional as F
 
 from backstage import ROOT, dataset
@@ -78,37 +77,6 @@ def test_what_differs_is_seen():
     assert ladder.is_same(["a c", "a d", "", ""], texts)
     assert not ladder.is_same(["a c", "a c", "", ""], texts)
     assert not ladder.is_same(texts[:3], texts)
-
-
-@pytest.mark.whole
-def test_mpi_with_kernels_trains_as_std(tmp_path, data):
-    """As two processes; with a mistake in either part it does not."""
-    needs("mpirun", "triton")
-    small = ("--minibatch-size", 2, "--microbatch-size", 1, "--max-steps", 2,
-             "--sequence-length", 16, "--eval-minibatches", 1)
-    right = tmp_path / "right.py"
-    text = combine.combine("mpi", "kernels")
-    right.write_text(text)
-    single = train("std", tmp_path / "std", *small, data=data)
-
-    def differs(script, world_size, name):
-        run = train("mpi", tmp_path / name, *small, data=data, script=script,
-                    world_size=world_size)
-        assert run.status == 0, run.err
-        assert run.checkpoint()["stage"] == "mpi-kernels"
-        return any(row[key] != pytest.approx(one[key], rel=1e-5)
-                   for row, one in zip(run.rows, single.rows, strict=True)
-                   for key in ("loss", "norm", "val_loss")
-                   if one[key] is not None)
-
-    assert not differs(right, 2, "right")
-    for k, (size, old, new) in enumerate((
-            (2, "        average_gradients(raw_model, comm)  # once a step\n",
-             ""),
-            (None, "tile * tl.sigmoid(2 * u)", "tile * tl.sigmoid(u)"))):
-        wrong = tmp_path / f"wrong{k}.py"
-        wrong.write_text(edit(text, (old, new)))
-        assert differs(wrong, size, str(k))
 
 
 @pytest.mark.whole
