@@ -25,10 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Files that take long, in the order in which they begin where several run at
 # a time; the others follow by name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
-    "lab", "slurm", "check", "why", "contract", "slurm_ends", "notebooks",
-    "ladder", "activate", "verify", "rehearse", "benchmarks", "predictions",
-    "traffic", "pbs", "nano", "std", "slides", "starter", "meshes", "kernels",
-    "take_home", "stages")]
+    "lab", "slurm", "why", "check", "contract", "slurm_ends", "notebooks",
+    "questions", "activate", "verify", "rehearse", "benchmarks", "ladder",
+    "predictions", "traffic", "pbs", "nano", "std", "slides", "starter",
+    "meshes", "kernels", "take_home", "stages")]
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 ENVIRONMENT = (  # what activate.sh needs
