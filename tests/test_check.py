@@ -84,7 +84,8 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     out = capsys.readouterr().out
     assert says in out and f"Change {number} ({title}" in out
     assert right == ("Right" in out) and script.read_text() == before
-    assert not seen  # it is not the whole check
+    assert [name for name, _ in seen] == [  # it is not the whole check
+        f"{stage} {number}"] * right
 
 
 def number_of(stage, title):

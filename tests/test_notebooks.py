@@ -144,7 +144,7 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
 
 def test_the_change_to_try_is_the_first_that_is_left(monkeypatch, tmp_path):
     desk, std, asked = tmp_path / "mine.py", STAGES["std"].solution, []
-    monkeypatch.setattr(cells, "on_board", lambda *words: (asked.append(
+    monkeypatch.setattr(cells, "on_board", lambda *words, **_: (asked.append(
         words[4:]), (None, None))[1])
     monkeypatch.setattr(cells, "saves", lambda seen: ())
     monkeypatch.setattr(cells, "Diff", lambda stage: Diff(stage, desk))
