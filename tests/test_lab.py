@@ -428,7 +428,7 @@ def test_a_view_that_is_dead_says_so(page, lab, repo, lost):
     lesson.expect(dead).to_be_hidden()
     notebook = repo / "notebooks" / "diff_ddp.ipynb"
     if lost == "reload":
-        cell = page.locator(".jp-CodeCell", has_text='check("ddp", 1)')
+        cell = page.locator(".jp-CodeCell", has_text='check("ddp", "next")')
         cell.locator(".cm-content").click()
         page.keyboard.press("Control+Enter")
         cell.get_by_text("The processes start").wait_for()
@@ -507,8 +507,9 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         assert words in said, said
         if words:
             lesson.readable(words)
+        return said
 
-    go("doctor()", "SBATCH_PARTITION=gpu")
+    assert "SBATCH_PARTITION=gpu" in go("doctor()", "course: commit")
     for picture in ("data_parallel()", "words()", "cadence()", "nodes()",
                     "script_map()"):
         go(picture)

@@ -98,7 +98,7 @@ def test_outside_the_course(tmp_path):
     (tmp_path / "work").mkdir()
     shutil.copy(ROOT / "tests" / "foreign" / "ddp.py", tmp_path / "work")
     for words, says in ((["verify", "--", "ddp.py"], "0 wrong"),
-                        (["why", str(os.getpid())], "knows its RANK")):
+                        (["why", str(os.getpid())], "of test_verify.py")):
         end = subprocess.run(
             [sys.executable, "-S", "-m", "workshop", *words],
             cwd=tmp_path / "work", text=True, stdout=subprocess.PIPE,
