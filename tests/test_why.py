@@ -967,6 +967,13 @@ class NamesOf(dict):
                                               "stack": AT_WORK},
      "a rank is late", "rank 1 has not come to init_process_group() yet: runs "
      "in line 30"),
+    # which still imports, and has the launcher's address meanwhile
+    ({"joined": False, "stack": IN_MEETING},
+     {"joined": False, "stack": AT_WORK, "master": ["laptop", "29500"]},
+     "a rank is late", "rank 1 has not come to init_process_group() yet"),
+    ({"joined": False, "stack": IN_MEETING},
+     {"joined": False, "stack": IN_MEETING, "master": ["node2", "29500"]},
+     "different addresses", "is node2:29500 on rank 1, and node1:29500 on"),
     ({"joined": False, "stack": IN_MEETING, **TOLD}, {
         "joined": False, "ended": LOST_IT | {"message": "no such file"}},
      "a rank ended", "RuntimeError: no such file"),

@@ -131,15 +131,16 @@ def same_number(job):
         "{first}", "export the same values on all nodes")
 def other_address(job):
     """MASTER_ADDR, MASTER_PORT or the world size differ between ranks"""
+    # before they meet, a script may still set them
+    there = job.those(lambda rank: rank.joined or rank in job.meeting)
     for name, value in (
             ("MASTER_ADDR:MASTER_PORT", Rank.address),
             ("the world size", lambda rank: rank.world_size)):
-        usual = job.meeting and value(job.first)
         odd = job.meeting and [
-            rank for rank in job.ranks if value(rank) != usual]
+            rank for rank in there if value(rank) != value(there[0])]
         if odd:
-            return odd, {"name": name, "other": value(odd[0]),
-                         "usual": usual, "first": Who([job.first])}
+            return odd, {"name": name, "other": value(odd[0]), "usual":
+                         value(there[0]), "first": Who(there[:1])}
     return None
 
 
