@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cluster
-from conftest import edit
+from conftest import MPICH, edit
 from stages import make_dataset
 
 from backstage import ROOT
@@ -41,7 +41,6 @@ FOREIGN = HERE / "foreign"
 MINUTE = 60  # within which `why` has to name a fault
 START = 150  # seconds to its first sign, at most
 ASKED = 5  # times about a sound run, while it runs
-MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 SLOW = ("--max-steps", 10**6, "--checkpoint-every", 10**6, "--eval-every",
         10**6, "--generate-every", 10**6, "--learning-rate", 1e-5)
 # A group of processes with little memory, for one rank; for root alone

@@ -154,11 +154,6 @@ def splits_matrices(case):
                or not case.asked("fully_shard") for entry in sharded)
 
 
-def clipped_first(case):
-    return any(update["late"] > 0.5 * update["elements"]
-               for update, *_ in case.updates)
-
-
 def named(case, keys):
     """Parameters in words, in the optimizer's order."""
     keys = sorted(keys, key=lambda key: [int(n) for n in key.split(".")])

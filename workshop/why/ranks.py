@@ -324,7 +324,6 @@ class Job:
                         for its in other.calls))
 
 
-
 def find_frames(text):
     """The frames of a traceback, or of faulthandler's dump, as printed."""
     return [[file, int(line), name] for file, line, name in

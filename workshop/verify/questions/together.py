@@ -8,7 +8,6 @@ from workshop.findings import fail, ok, percent, warn
 from workshop.parts import assemble, whole_here
 from workshop.verify.case import (
     GRADIENT,
-    clipped_first,
     named,
     off,
     splits_matrices,
@@ -57,6 +56,11 @@ def averages(case):
         + (f"{every} updates" if every > 1 else "update"))
     return [warn(case.averaged, "until then each rank trains alone, on its "
                  "part of the minibatch: right for local SGD")]
+
+
+def clipped_first(case):
+    return any(update["late"] > 0.5 * update["elements"]
+               for update, *_ in case.updates)
 
 
 @question("gradients are reduced once, and clipped after that")

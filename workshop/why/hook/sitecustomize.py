@@ -23,7 +23,7 @@ tools = os.path.dirname(here)
 paths = list(map(os.path.abspath, sys.path))
 spec = PathFinder.find_spec("sitecustomize", [
     path for path in paths[paths.index(here) + 1:]
-    if not path.endswith(here[-len("/workshop/why/hook"):])])
+    if not path.endswith("/workshop/why/hook")])
 if spec:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 words = getattr(sys, "orig_argv", [])[1:4]  # from Python 3.10 on
