@@ -90,11 +90,13 @@ def parse(Hyperparameters, presets, models):
         **values | given | {"preset": preset, "data": str(data)})
     check_numbers(hp)
     _, world_size = count_processes(hp.devices or 1)
-    data_size = divide_processes(hp, models[preset], world_size)
+    # so many groups of processes share a minibatch; the script checks it
+    share = (hp.tensor_parallel or 1) * (hp.pipeline_parallel or 1)
+    data_size = max(1, world_size // share)
     if not given.get("microbatch_size"):
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
 
-    check_hyperparameters(hp, models[preset], saved, data_size)
+    check_hyperparameters(hp, models[preset], saved)
     dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
     if os.environ.get("RANK", "0") == "0":
@@ -137,25 +139,6 @@ def find_data(preset):
     return fineweb if real else DEMO
 
 
-def divide_processes(hp, config, world_size):
-    """In how many parts the processes divide a minibatch.
-
-    That is all processes, unless some of them share each matrix or the
-    layers. Raises a `UserError` where their numbers do not fit together.
-    """
-    tensor, pipeline = hp.tensor_parallel or 1, hp.pipeline_parallel or 1
-    require(config.n_head % tensor == 0, f"the {config.n_head} heads of "
-            f"preset {hp.preset} are not divisible by --tensor-parallel "
-            f"{tensor}")
-    require(pipeline <= config.n_layer, f"--pipeline-parallel {pipeline} is "
-            f"more than the {config.n_layer} layers of preset {hp.preset}")
-    share = pipeline * tensor
-    require(world_size % share == 0, f"{world_size} process(es) cannot be "
-            f"divided into groups of {share} (--pipeline-parallel x "
-            "--tensor-parallel): start a multiple of that")
-    return world_size // share
-
-
 def choose_microbatch_size(hp, data_size, device):
     """How many samples go through the model at once, if nobody has said it.
 
@@ -193,17 +176,11 @@ def check_numbers(hp):
             require(value <= most, f"{flag} must be {most} or less")
 
 
-def check_hyperparameters(hp, config, saved, data_size):
+def check_hyperparameters(hp, config, saved):
     """Raise a `UserError` for values that no stage can train with."""
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
             f"{config.block_size} positions of preset {hp.preset}")
-    microbatches = hp.minibatch_size // (hp.microbatch_size * data_size)
-    require(hp.pipeline_parallel <= max(microbatches, 1),
-            f"{microbatches} microbatch(es) of {hp.microbatch_size} samples "
-            f"are too few for --pipeline-parallel {hp.pipeline_parallel}, "
-            "which needs one for each of its stages: try a smaller "
-            "--microbatch-size")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)

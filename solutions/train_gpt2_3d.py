@@ -406,8 +406,17 @@ def main():
 
     # the ranks of a TP group share each matrix, and read the same samples
     tp_size = hp.tensor_parallel
+    n_head = MODELS[hp.preset].n_head
+    require(n_head % tp_size == 0, f"the {n_head} heads of preset {hp.preset} "
+            f"are not divisible by --tensor-parallel {tp_size}")
     pp_size = hp.pipeline_parallel
-    dp_size = world_size // tp_size // pp_size
+    n_layer = MODELS[hp.preset].n_layer
+    require(pp_size <= n_layer, f"--pipeline-parallel {pp_size} is more than "
+            f"the {n_layer} layers of preset {hp.preset}")
+    share = pp_size * tp_size
+    require(world_size % share == 0, f"{world_size} process(es) cannot be "
+            f"divided into pipelines of {share}: start a multiple of that")
+    dp_size = world_size // share
     mesh = dist.init_device_mesh(
         device.type, (pp_size, dp_size, tp_size),
         mesh_dim_names=("pp", "dp", "tp"))
@@ -419,6 +428,9 @@ def main():
             f"divisible by {samples_per_round}: every rank has microbatches "
             f"of {B}")
     accumulation_steps = S // samples_per_round
+    require(accumulation_steps >= pp_size, f"{accumulation_steps} "
+            f"microbatch(es) of {B} samples are too few for "
+            f"--pipeline-parallel {pp_size}: try a smaller --microbatch-size")
 
     train_data, val_data = (
         DataIterator(get_shards(hp.data, split), S // dp_size, T,

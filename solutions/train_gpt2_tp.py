@@ -357,6 +357,11 @@ def main():
 
     # the ranks of a TP group share each matrix, and read the same samples
     tp_size = hp.tensor_parallel
+    n_head = MODELS[hp.preset].n_head
+    require(n_head % tp_size == 0, f"the {n_head} heads of preset {hp.preset} "
+            f"are not divisible by --tensor-parallel {tp_size}")
+    require(world_size % tp_size == 0, f"{world_size} process(es) cannot be "
+            f"divided into TP groups of {tp_size}: start a multiple of that")
     dp_size = world_size // tp_size
     mesh = dist.init_device_mesh(
         device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))
