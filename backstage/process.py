@@ -11,12 +11,11 @@ import ctypes
 import math
 import os
 import re
-import socket
 import sys
 import time
 from pathlib import Path
 
-from backstage.errors import UserError, require, warn
+from backstage.errors import UserError, require
 
 # Who has started this process: the first whose variables, for the rank and the
 # number of processes, are there. mpirun and Hydra may have been started by
@@ -137,28 +136,10 @@ def meet_here(env):
     """Let the ranks of one node meet there, wherever its name leads to.
 
     torchrun lets them meet at the name of the machine, which a laptop in a
-    strange network may not know itself: they would wait for ever. So they
-    would if the machine could not connect to itself.
+    strange network may not know itself: they would wait for ever.
     """
-    if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
-        return  # several nodes, or a launcher that does not say it
-    if not has_loopback():
-        problem = ("this machine cannot connect to itself, its loopback "
-                   "interface is down: ip link set lo up")
-        require("RANK" not in env, problem)
-        warn(f"{problem}; until then torch.distributed waits in vain")
-    if "RANK" in env:
+    if "RANK" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         env["MASTER_ADDR"] = "127.0.0.1"
-
-
-def has_loopback():
-    """Whether processes of this machine can connect to one another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("127.0.0.1", 9))  # which sends nothing
-        except OSError:
-            return False
-    return True
 
 
 def name_step_ranks(env):

@@ -8,6 +8,7 @@ script, it does an all-reduce: the doctor starts that as several processes.
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -180,10 +181,22 @@ def ask_processes():
     """Whether two processes reach each other."""
     import torch
 
+    require_loopback()
     # with NCCL two processes cannot share a GPU: then use the CPU
     device = ("auto" if torch.accelerator.is_available()
               and torch.accelerator.device_count() > 1 else "cpu")
     return start_ranks(2, device)
+
+
+def require_loopback():
+    """Raise a `UserError` if this machine cannot connect to itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # which sends nothing
+        except OSError as error:
+            raise UserError("this machine cannot connect to itself, its "
+                            "loopback interface is down: ip link set lo up"
+                            ) from error
 
 
 def ask_mpi():
