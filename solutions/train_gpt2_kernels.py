@@ -62,14 +62,16 @@ class Gelu(torch.autograd.Function):
     def forward(ctx, x):
         x = x.contiguous()
         ctx.save_for_backward(x)
-        y, N = torch.empty_like(x), x.numel()
+        y = torch.empty_like(x)
+        N = x.numel()
         gelu_forward[(triton.cdiv(N, TILE),)](x, y, N, TILE)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, = ctx.saved_tensors
-        dx, N = torch.empty_like(x), x.numel()
+        dx = torch.empty_like(x)
+        N = x.numel()
         gelu_backward[(triton.cdiv(N, TILE),)](
             x, dy.contiguous(), dx, N, TILE)
         return dx
@@ -144,20 +146,22 @@ class LayerNormFunction(torch.autograd.Function):
     def forward(ctx, x, w, b):
         x = x.contiguous()
         ctx.save_for_backward(x, w)
-        y, M, N, *tile = torch.empty_like(x), *layer_norm_shape(x)
-        layer_norm_forward[(triton.cdiv(M, tile[0]),)](
-            x, w, b, y, M, N, *tile)
+        y = torch.empty_like(x)
+        M, N, rows, columns = layer_norm_shape(x)
+        layer_norm_forward[(triton.cdiv(M, rows),)](
+            x, w, b, y, M, N, rows, columns)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        dx, M, N, *tile = torch.empty_like(x), *layer_norm_shape(x)
-        programs = triton.cdiv(M, tile[0])
+        dx = torch.empty_like(x)
+        M, N, rows, columns = layer_norm_shape(x)
+        programs = triton.cdiv(M, rows)
         # programs that run at once must not write to the same place
         dw, db = torch.empty(2, programs, N, device=x.device)
         layer_norm_backward[(programs,)](
-            x, w, dy.contiguous(), dx, dw, db, M, N, *tile)
+            x, w, dy.contiguous(), dx, dw, db, M, N, rows, columns)
         return dx, dw.sum(0), db.sum(0)
 
 
@@ -179,7 +183,7 @@ class LayerNorm(nn.LayerNorm):
 @triton.jit
 def cross_entropy_forward(logits, targets, losses, sums, M, N,
                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of each row its loss, and log(sum(exp(row))); logits: (M, N)."""
+    """The loss of each row, and log(sum(exp(row))); logits: (M, N)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)  # of exp(logit - largest)
@@ -339,8 +343,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         programs, shape = attention_shape(q)
-        y, sums = torch.empty_like(q), q.new_empty(
-            q.shape[:-1], dtype=torch.float32)
+        y = torch.empty_like(q)
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         attention_forward[(programs,)](q, k, v, y, sums, *shape)
         ctx.save_for_backward(q, k, v, y, sums)
         return y
