@@ -98,11 +98,14 @@ def test_outside_the_course(tmp_path):
     (tmp_path / "work").mkdir()
     shutil.copy(ROOT / "tests" / "foreign" / "ddp.py", tmp_path / "work")
     for words, says in ((["verify", "--", "ddp.py"], "0 wrong"),
-                        (["why", str(os.getpid())], "of test_verify.py")):
+                        (["why", str(os.getpid())], "of test_verify.py"),
+                        (["why", "run", "--", "true"],
+                         f"why {tmp_path}/.cache/workshop-why/")):
         end = subprocess.run(
             [sys.executable, "-S", "-m", "workshop", *words],
             cwd=tmp_path / "work", text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, check=False, env=os.environ | {
+                "HOME": str(tmp_path),
                 "PYTHONPATH": f"{tmp_path / 'ours'}:{theirs}"})
         assert says in end.stdout, end.stdout
 

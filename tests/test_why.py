@@ -580,6 +580,7 @@ def test_torchrun_names_a_folder_for_each_start(tmp_path):
     """In a shell in which activate.sh was sourced; `why run` does the same."""
     tools = tmp_path / "workshop" / "why"
     shutil.copytree(HOOK.parent, tools)
+    (tmp_path / "activate.sh").touch()  # it is a clone
     script = tmp_path / "script.py"
     script.write_text("print('trained')\n")
     for _ in range(2):

@@ -9,7 +9,10 @@ from backstage import ROOT
 from backstage.errors import UserError
 
 HOOK = Path(__file__).resolve().parent / "hook"
-STARTS = ROOT / ".why"  # a folder for each start; the hook knows it, too
+# A folder for each start: in the clone, or in the home where pip has installed
+# this. The hook knows it, too.
+STARTS = (ROOT / ".why" if (ROOT / "activate.sh").exists()
+          else Path("~/.cache/workshop-why").expanduser())
 
 
 def switch_on(env):

@@ -28,10 +28,13 @@ if spec:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 words = getattr(sys, "orig_argv", [])[1:4]  # from Python 3.10 on
 if LAUNCHERS & {os.path.basename(word) for word in words}:
-    # evidence.py, too, knows this place
+    # start.py, too, knows this place
+    root = os.path.dirname(os.path.dirname(tools))
+    starts = (os.path.join(root, ".why")
+              if os.path.exists(os.path.join(root, "activate.sh"))
+              else os.path.expanduser("~/.cache/workshop-why"))
     os.environ.setdefault(FOLDER, os.path.join(
-        os.path.dirname(os.path.dirname(tools)), ".why",
-        time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")))
+        starts, time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")))
 elif os.environ.get(FOLDER):
     spec = importlib.util.spec_from_file_location(
         "workshop.why.witness", os.path.join(tools, "witness.py"))
