@@ -121,6 +121,9 @@ EQUIVALENT = (
      "wrong only on a GPU, which rounds to TF32 without it"),
     ("kernels", r"-> .*max\(TILE // columns, [02]\)|-> .*\(x.*TILE // columns",
      "wrong only for rows that are longer than a tile"),
+    ("tp 3d", "require.* -> .*require", "the check starts sizes that fit"),
+    ("tp 3d", r"full_tensor\(\).clone\(\) -> ",
+     "nothing on the page changes the loss in its place"),
     ("ddp", "DistributedDataParallel.*as_bucket_view=True.* -> .*",
      "the same gradients, in other memory"),
 )

@@ -207,6 +207,14 @@ def untied(trial):
             start["flat"], start["flat"][:math.prod(shape)]])
 
 
+def whole_matrix(start):
+    """What a rank holds, but of one matrix all, as without a plan for it."""
+    name = "transformer.h.0.mlp.c_fc.weight"
+    entry = start["sharded"][name]
+    return {**start, "sharded": start["sharded"] | {
+        name: entry | {"part": torch.zeros(entry["shape"])}}}
+
+
 def whole_model(trial):
     """No rank shares anything: each has a plain tensor."""
     for seen in trial.seen:
@@ -335,6 +343,8 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "it trains with PyTorch's"),
     ("tp", "1x1x2", whole_model, "each rank holds its part", "rank 0 keeps "
      "all of"),
+    ("tp", "1x1x2", each("start", whole_matrix), "each rank holds its part",
+     "transformer.h.0.mlp.c_fc.weight is not split"),
     ("tp", "1x1x2", on(1, continued=[[5]]), "every rank writes texts",
      "ranks 0 and 1 of a TP group write different"),
 ]

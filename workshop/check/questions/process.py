@@ -58,9 +58,13 @@ def parts(trial, reference):
             return fail(f"rank {rank} keeps all of {start['plain'][0][0]}")
         if not any(".h." in name for name in names(start)):
             return fail(f"rank {rank} has none of the blocks")
-    if trial.mesh.tp > 1 and not is_split(trial, starts[0]):
-        return fail("no matrix is split: all ranks of a TP group compute "
-                    "the same")
+    whole = next((name for name, entry in starts[0]["sharded"].items()
+                  if trial.mesh.tp > 1 and ".h." in name
+                  and len(entry["shape"]) > 1
+                  and not is_split(trial, entry)), None)
+    if whole:
+        return fail(f"{whole} is not split: all ranks of a TP group compute "
+                    "the same with it")
     if any(trial.asked("to")):
         return warn("every device has the whole model before it is sharded",
                     "right, as long as it fits: leave the model on the CPU, "
@@ -68,12 +72,10 @@ def parts(trial, reference):
     return None
 
 
-def is_split(trial, start):
-    """Whether a rank has a smaller part of something than FSDP leaves it.
-    """
-    return any(entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
-               < 1.5 * torch.Size(entry["shape"]).numel()
-               for entry in start["sharded"].values())
+def is_split(trial, entry):
+    """Whether a rank has a smaller part of a tensor than FSDP leaves it."""
+    return (entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
+            < 1.5 * torch.Size(entry["shape"]).numel())
 
 
 @question("it trains with Lightning", where=lambda trial:
