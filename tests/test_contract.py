@@ -24,8 +24,9 @@ from stages import (
     wait_for_rows,
 )
 
-from workshop.check.observe import Observer
 from workshop.stages import STAGES
+from workshop.watch.course import probes
+from workshop.watch.log import Observer
 
 
 def places(all_places):
@@ -64,7 +65,8 @@ def train_alone(folder, *flags):
     """A run of the single-device stage, with which others are compared."""
     (folder / "seen").mkdir()
     return train("std", folder / "run", *flags, data=GOLDEN,
-                 observe=Observer(folder / "seen", folder / "run"))
+                 observe=Observer(folder / "seen",
+                                  probes(folder / "run")))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_the_same_training(stage, mesh, request, tmp_path):
     if tensor > 1 == pipeline:  # and fewer microbatches
         flags = (*flags[:-1], min(4 * tensor, 16 // data))
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
-                   observe=Observer(seen, tmp_path / "run"))
+                   observe=Observer(seen, probes(tmp_path / "run")))
     agree(result, single)
     assert "Warning" not in result.err, result.err
     expected = single.rows

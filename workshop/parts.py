@@ -13,6 +13,7 @@ WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
 # Two names of one matrix: each end of a pipeline has a copy of it.
 LAST, TIED = "lm_head.weight", "transformer.wte.weight"
+LARGEST = 8192  # elements of a tensor that are kept by `thin`
 
 
 def describe(named):
@@ -40,6 +41,23 @@ def describe(named):
             "shape": tuple(tensor.shape)}
     return {"plain": plain, "sharded": sharded,
             "flat": torch.cat(flat) if flat else torch.zeros(0)}
+
+
+def thin(tensor):
+    """A copy of a tensor: of a large one some elements, and its sum.
+
+    Both are linear: they can be averaged over ranks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if tensor is None or isinstance(tensor, DTensor):
+        return tensor if tensor is None else tensor.detach().clone()
+    tensor = tensor.detach()
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).flatten()
+    if len(tensor) <= LARGEST:
+        return tensor.clone()
+    some = tensor[::-(-len(tensor) // LARGEST)].float()
+    return torch.cat([some, tensor.float().sum()[None]])
 
 
 def plain_name(name):

@@ -39,8 +39,8 @@ class Patience:
         if now - self.last < 0.15:
             return False
         self.last = now
-        updates = sum(count_updates(file)
-                      for file in self.observed.glob("*.jsonl"))
+        updates = sum(file.stat().st_size  # a byte for each
+                      for file in self.observed.glob("*.updates"))
         if updates > self.updates:
             self.updates, self.spent, self.stepped = updates, 0.0, now
         self.reason = self.look(now, updates)
@@ -83,7 +83,3 @@ class Patience:
         wanted = sum(eager > 0 for _, _, eager in self.looks)
         return (watched > 0.9 * seconds and busy < 0.05 * watched
                 and wanted < 0.2 * len(self.looks))
-
-
-def count_updates(file):
-    return file.read_bytes().count(b'{"update"')

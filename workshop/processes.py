@@ -40,7 +40,7 @@ from workshop.stages import STAGES
 PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
            "torch._dynamo", "torch.distributed.pipelining",
-           "torch.distributed.tensor.parallel", "workshop.check.observe",
+           "torch.distributed.tensor.parallel", "workshop.watch.course",
            "backstage.run", "regex"]
 
 

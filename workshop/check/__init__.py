@@ -5,7 +5,6 @@ stage for a few steps of preset tiny, in fp32 on the CPU, and compares with
 `solutions/train_gpt2_std.py`: contract 1 of the course. Then it resumes a
 run, and sends a signal, as SLURM does.
 
-    observe     what is recorded in each process, from outside
     trial       starts the script once, and collects what came
     questions   what is asked about a trial, causes before effects
     endings     how a trial ended that did not end well

@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 
 from backstage.errors import KILLED, require
-from workshop.check.observe import SAMPLES, Observer, T
 from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
 from workshop.scratch import full, quiet_environment
 from workshop.stages import STAGES
+from workshop.watch import course
+from workshop.watch.course import SAMPLES, T
+from workshop.watch.log import Observer
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
@@ -240,7 +242,8 @@ class Bench:
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun",
-                observe=Observer(observed, run, terminated, self.lightning),
+                observe=Observer(observed, course.probes(
+                    run, terminated, self.lightning)),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload, place=self.place, within=self.folder)
             patience = Patience(launch, observed, self.say, STEPS,

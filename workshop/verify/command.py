@@ -45,8 +45,8 @@ def main(program, size, steps, resume_with=None, events=False):
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
     data, out = read_script(script), Events() if events else Terminal()
-    preload = [*processes.PRELOAD, *(module for module in PRELOAD
-                                     if module.split(".")[0].encode() in data)]
+    preload = [*processes.PRELOAD, "workshop.watch.model", *(
+        name for name in PRELOAD if name.split(".")[0].encode() in data)]
     with scratch_folder(out.interrupted) as folder:
         processes.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
@@ -132,7 +132,8 @@ def with_size(flag, size):
 def run(folder, script, flags, size, steps, kind, preload, say, gpus):
     """Start the script once, under observation: a `Trial`."""
     from workshop.check import trial
-    from workshop.verify.watch import Watcher
+    from workshop.watch import model
+    from workshop.watch.log import Observer
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
     seen.mkdir()
@@ -142,7 +143,8 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus):
     launch = processes.Launch(
         script, *(with_size(flag, size).replace("{run}", name)
                   for flag in flags),
-        world_size=size, observe=Watcher(seen, size, steps, kind, gpus),
+        world_size=size, observe=Observer(seen, model.probes(
+            seen, size, steps, kind, gpus)),
         env=quiet_environment(folder / "tmp") | TORCHRUN | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))

@@ -1,8 +1,8 @@
 """What is asked about a script, causes before effects.
 
 A question is a function of a `Case`; it gives findings. It knows nothing of
-the script but what `watch` has recorded. Its place in the order is its place
-in the files, which are asked in the order of the imports here.
+the script but what workshop/watch/model.py has recorded. Its place in the
+order is its place in the files, which are asked in the order of the imports.
 """
 
 import functools

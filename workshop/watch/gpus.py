@@ -5,7 +5,6 @@ processes, with nothing in their memory. autocast("cuda") changes nothing on a
 CPU: all is computed as precisely as the weights are.
 """
 
-import functools
 import inspect
 import os
 import re
@@ -16,6 +15,8 @@ import torch.utils.data
 from torch import distributed as dist
 from torch.distributed import fsdp
 from torch.utils import _device
+
+from workshop.watch.log import replace
 
 MEMORY = 80 * 2**30
 GPU = SimpleNamespace(
@@ -56,17 +57,13 @@ def here(value, numbered=False):
         "cpu" if isinstance(value, str) else torch.device("cpu"))
 
 
-def keep_here(place, name):
-    """Let a function or method get no GPU among its arguments."""
-    function = getattr(place, name)
-
-    @functools.wraps(function)
-    def visible(*args, **kwargs):
+def keep_here(place, *names):
+    """Let functions or methods get no GPU among their arguments."""
+    @replace(place, *names)
+    def visible(function, *args, **kwargs):
         return function(
-            *(here(arg, name == "to") for arg in args),
+            *(here(arg, function.__name__ == "to") for arg in args),
             **{key: here(arg, key == "device") for key, arg in kwargs.items()})
-
-    setattr(place, name, visible)
 
 
 def saying(answer):
@@ -75,17 +72,13 @@ def saying(answer):
 
 def leave_out(place, name, key):
     """Let a function get no argument of that name."""
-    function = getattr(place, name)
-
-    @functools.wraps(function)
-    def visible(*args, **kwargs):
+    @replace(place, name)
+    def visible(function, *args, **kwargs):
         kwargs.pop(key, None)
         return function(*args, **kwargs)
 
-    setattr(place, name, visible)
 
-
-def stand_in():
+def gpus(log):
     """From now on this process believes that there are GPUs."""
     for function in _device._device_constructors():
         if getattr(torch, function.__name__, None) is function:
@@ -99,8 +92,7 @@ def stand_in():
             (dist, ("init_device_mesh",)),
             (dist.device_mesh, ("init_device_mesh",)),
             (dist.device_mesh.DeviceMesh, ("__init__",))):
-        for name in names:
-            keep_here(place, name)
+        keep_here(place, *names)
     leave_out(torch.utils.data.DataLoader, "__init__", "pin_memory")
     leave_out(dist, "new_group", "backend")
     leave_out(fsdp.FullyShardedDataParallel, "__init__", "device_id")
@@ -108,13 +100,12 @@ def stand_in():
         lambda tensor, *args, **kwargs: tensor)
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.Generator = Generator
-    load, count = torch.load, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    @functools.wraps(load)
-    def visible_load(f, map_location=None, *args, **kwargs):
+    @replace(torch, "load")
+    def load(load, f, map_location=None, *args, **kwargs):
         return load(f, "cpu", *args, **kwargs)
 
-    torch.load = visible_load
     rank = int(os.environ.get("LOCAL_RANK", 0))
     answers = {
         "is_available": True, "is_initialized": True,

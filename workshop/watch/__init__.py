@@ -1,0 +1,1 @@
+"""Watches the processes of a script from outside, by probes."""

@@ -1,0 +1,90 @@
+"""Watches which files a process writes, makes and reads."""
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from workshop.watch.log import replace
+
+
+def opened(log, within="", without=()):
+    """written: files that were opened to write them.
+
+    Those with `within` in their path, and nothing of `without`.
+    """
+    written = log.seen["written"] = []
+
+    def wrote(path):
+        log.tell("wrote", path)
+        folder, name = os.path.split(path)
+        name = re.sub(r"^\.(.*)\.\d+\.part$", r"\1", name)  # of its own
+        path = os.path.join(folder, name)
+        if log.here and path not in written:
+            written.append(path)
+
+    def on_event(event, args):
+        if event == "open" and isinstance(args[0], str) and (
+                (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            path = os.path.abspath(args[0])
+            if within in path and not any(part in path for part in without):
+                wrote(path)
+
+    sys.addaudithook(on_event)
+
+    @replace(torch, "save")
+    def save(save, obj, f, *args, **kwargs):
+        if isinstance(f, (str, Path)):  # not opened by Python
+            wrote(os.path.abspath(f))
+        save(obj, f, *args, **kwargs)
+
+
+def made(log):
+    """new: {path: its inode} of the files and folders that it has made.
+    read: files that it has opened before its first update.
+    results: those that it has written after that.
+
+    Once it has saved something after its first update, there is a file
+    saved-N in the log's folder, N being the number of its updates.
+    """
+    log.seen |= {"read": [], "results": [], "new": {}}
+
+    def makes(path):
+        if isinstance(path, (str, Path)) and not os.path.lexists(path):
+            log.seen["new"][os.path.abspath(path)] = None
+
+    def on_event(event, args):
+        if event == "os.mkdir" or (
+                event == "open" and (args[2] or 0) & os.O_CREAT):
+            makes(args[0])
+        if event in ("os.rename", "os.symlink", "os.link"):
+            makes(args[1])
+        if event == "open" and isinstance(args[0], str) and not (
+                log.seen["updates"]
+                or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            log.seen["read"].append(os.path.abspath(args[0]))
+
+    def wrote(path):
+        if log.seen["updates"]:
+            log.seen["results"].append(path)
+
+    def find():
+        for path in log.seen["new"]:
+            with contextlib.suppress(OSError):
+                log.seen["new"][path] = os.lstat(path).st_ino
+
+    sys.addaudithook(on_event)
+    log.on("wrote", wrote)
+    log.on("end", find)
+
+    @replace(torch, "save")
+    def save(save, obj, f, *args, **kwargs):
+        if isinstance(f, (str, Path)):  # not opened by Python
+            makes(f)
+        save(obj, f, *args, **kwargs)
+        if log.seen["updates"]:
+            # the other ranks may be an update behind
+            Path(f"{log.folder}/saved-{len(log.seen['updates'])}").touch()

@@ -1,0 +1,142 @@
+"""What is recorded in each process of a script, from outside.
+
+The script needs nothing for it, and nothing here waits for another process.
+A probe is a function of the process's `Log`: it puts functions in the place
+of PyTorch's, which note there what the script does. The check and verify
+choose theirs. A rank leaves in the observer's folder
+
+    <rank>.jsonl    a line for each collective and update, written as it
+                    happens: it is there after a hang, too
+    <rank>.updates  a byte for each update
+    <rank>.pt       at its end, a dictionary of what its probes have seen, and
+
+        asked       what was asked for: (what, value), in their order
+        joined      whether it is still in a process group
+"""
+
+import functools
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import distributed as dist
+
+HERE = f"{Path(__file__).parent}/"
+AROUND = ("wrapper", "inner", "decorate_context", "__call__",
+          "_wrapped_call_impl", "_call_impl")  # what is called inside of these
+SAVE = torch.save  # a probe may put another in its place
+
+
+class Observer:
+    """A function of the rank for `workshop.processes.Launch`."""
+
+    def __init__(self, folder, probes):
+        self.folder, self.probes = folder, probes
+
+    def __call__(self, rank):
+        log = Log(self.folder, rank)
+        for probe in self.probes:
+            probe(log)
+        return log.finish
+
+
+class Log:
+    """What is known of one process. Its probes hear of one another by it.
+
+    They `tell` of an event to those that wait for it `on` its name:
+
+        gradients  an optimizer has all of them, and will update next
+        updated    it has
+        message    the name of a collective, and the tensors that go in
+        wrote      the path of a file that is written
+        end        the process ends
+    """
+
+    def __init__(self, folder, rank):
+        self.folder, self.rank = str(folder), rank
+        self.script, self.owner = sys.argv[0], os.getpid()
+        self.seen, self.updates, self.ended = {"asked": []}, 0, False
+        self.begun = False  # whether updates of optimizers count
+        self.names, self.parameters = {}, {}  # by their id
+        self.row = self.now = SimpleNamespace()  # of the update to come
+        self.listeners = defaultdict(list)
+        self.lines, self.counter = (
+            os.open(f"{folder}/{rank}.{kind}",
+                    os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for kind in ("jsonl", "updates"))
+
+    def on(self, event, function):
+        self.listeners[event].append(function)
+
+    def tell(self, event, *about):
+        for function in self.listeners[event]:
+            function(*about)
+
+    def asked(self, what, value):
+        self.seen["asked"].append((what, value))
+
+    @property
+    def here(self):
+        """Whether this is the rank's own process, and no worker of it."""
+        return os.getpid() == self.owner
+
+    def say(self, **event):
+        """Write a line of the record that lasts."""
+        if self.here:
+            os.write(self.lines, json.dumps(event).encode() + b"\n")
+            if "call" not in event:
+                os.write(self.counter, b".")
+
+    def place(self):
+        """The lines of the script that led here, the innermost first.
+
+        Each with its function, and the function that it calls.
+        """
+        frame, lines, called = sys._getframe(1), [], ""
+        while frame:
+            code = frame.f_code
+            if code.co_filename == self.script:
+                lines.append((frame.f_lineno, code.co_name, called))
+            if not code.co_filename.startswith(HERE) and (
+                    code.co_name not in AROUND):
+                called = code.co_name
+            frame = frame.f_back
+        return lines
+
+    def finish(self):
+        if self.ended:
+            return
+        self.ended = True
+        self.tell("end")
+        self.seen["joined"] = dist.is_initialized()
+        file = f"{self.folder}/{self.rank}.pt"
+        try:
+            SAVE(self.seen, file + ".part")
+            os.replace(file + ".part", file)
+        except (OSError, RuntimeError) as error:
+            os.write(2, f"the check could not write: {error}\n".encode())
+
+
+def replace(owner, *names):
+    """Put the decorated function in the place of those of the owner's.
+
+    It gets the function that was there before its arguments.
+    """
+    def put(visible):
+        for name in names:
+            setattr(owner, name, around(getattr(owner, name), visible))
+        return visible
+
+    return put
+
+
+def around(function, visible):
+    @functools.wraps(function)
+    def replaced(*args, **kwargs):
+        return visible(function, *args, **kwargs)
+
+    return replaced

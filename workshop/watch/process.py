@@ -1,0 +1,76 @@
+"""Lets a process do on a CPU what it would do on a GPU, and notes what it asks
+for.
+"""
+
+import re
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from backstage import device as devices
+from backstage import errors
+from workshop.watch.log import replace
+
+
+def process(log):
+    """There is no accelerator, groups use gloo, and nothing is compiled.
+
+    What torch.compile returns is called all the same.
+    """
+    torch.compiler.set_stance("force_eager")
+    kept = []
+
+    @replace(dist, "init_process_group")
+    @replace(c10d, "init_process_group")
+    def initialise(initialise, backend=None, *args, **kwargs):
+        log.asked("init_process_group", backend and str(backend))
+        kwargs.pop("device_id", None)  # gloo has none
+        if isinstance(backend, str) and "gloo" not in backend:
+            backend = "gloo"  # what is no name PyTorch refuses
+        return initialise(backend, *args, **kwargs)
+
+    @replace(dist, "destroy_process_group")
+    @replace(c10d, "destroy_process_group")
+    def destroy(destroy, group=None):
+        # The end of a gloo group joins its thread with the interpreter's
+        # lock in hand, which that thread may wait for: it never ends.
+        kept.extend(c10d._world.pg_map)
+        return destroy(group)
+
+    @replace(DistributedDataParallel, "__init__")
+    def wrap(wrap, ddp, module, device_ids=None, output_device=None,
+             *args, **kwargs):
+        log.asked("DistributedDataParallel", None)
+        if device_ids:  # a CPU has no number
+            log.asked("device_ids", number(device_ids[0]))
+        wrap(ddp, module, None, None, *args, **kwargs)
+
+    @replace(devices, "use_device")
+    def use(use, name="auto", local_rank=0):
+        log.asked("device", str(name))
+        log.asked("local_rank", local_rank if isinstance(
+            local_rank, int) else str(local_rank))
+        return use(name, local_rank)
+
+    @replace(torch.accelerator, "current_accelerator")
+    def no_accelerator(current, check_available=False):
+        return None
+
+    @replace(torch.accelerator, "set_device_index")
+    @replace(torch.cuda, "set_device")
+    def set_device(function, device):
+        log.asked("set_device", number(device))
+
+    def say_now(message):  # no launcher will end this rank
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+    errors.say_once = say_now
+
+
+def number(device):
+    """The index of a device, as an int or None."""
+    found = re.search(r"\d+$", str(device))
+    return int(found[0]) if found else None
