@@ -163,7 +163,7 @@ class Bench:
             nodes=world_size if shares else 1,
             threads=count_cores(world_size), within=self.work,
             env=os.environ | (SHARED if shares else {}),
-            observe=side.share_gpu if shares else side.count_graphs,
+            probes=[side.share_gpu if shares else side.count_graphs],
             **options).wait(self.left, until)
         for number, rank in enumerate(ranks):
             self.log(f"{name}, rank {number}", rank.out + rank.err)

@@ -211,23 +211,23 @@ def say_peak():
     sys.stdout.flush()
 
 
-def count_graphs(rank):
-    """What a rank of workshop.processes calls first, and at its end."""
+def count_graphs(log):
+    """A probe of workshop.processes: says how many there are at the end."""
     def say_graphs():
         from torch._dynamo.utils import counters
 
         print(f"graphs {counters['stats']['unique_graphs']}")
 
-    return say_graphs
+    log.on("end", say_graphs)
 
 
-def share_gpu(rank):
+def share_gpu(log):
     """The same, for one of several ranks on a GPU.
 
     NCCL refuses two of them on a host, so each says that it has its own.
     """
-    os.environ["NCCL_HOSTID"] = str(rank)
-    return count_graphs(rank)
+    os.environ["NCCL_HOSTID"] = str(log.rank)
+    count_graphs(log)
 
 
 def main():

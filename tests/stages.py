@@ -180,7 +180,7 @@ class DieAfter:
     def __init__(self, steps):
         self.steps = steps
 
-    def __call__(self, rank):
+    def __call__(self, log):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self.count = 0
@@ -199,7 +199,7 @@ class CollectivesSeen:
     allreduce, allgather_base, send, ...: all others.
     """
 
-    def __call__(self, rank):
+    def __call__(self, log):
         import torch.distributed._functional_collectives as functional
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 

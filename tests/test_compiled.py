@@ -22,7 +22,7 @@ class GraphsSeen:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def __call__(self, rank):
+    def __call__(self, log):
         import torch
         from torch._dynamo import lookup_backend
         from torch.optim.optimizer import (
@@ -56,10 +56,8 @@ class GraphsSeen:
         device.can_compile = lambda device: True
         after_update(lambda *_: seen["steps"].append(0))
 
-        def finish():
-            (self.folder / "seen.json").write_text(json.dumps(seen))
-
-        return finish
+        log.on("end", lambda: (self.folder / "seen.json").write_text(
+            json.dumps(seen)))
 
 
 def train_deep(stage, data, folder, *flags, **options):
@@ -91,7 +89,7 @@ def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
     """Each step takes two microbatches; after the last come two more, the
     validation, and the texts, which get longer with each token."""
     result = train_deep(stage, data, tmp_path, "--compile", *flags,
-                        observe=GraphsSeen(tmp_path))
+                        probes=[GraphsSeen(tmp_path)])
     agree(result, eager)
     seen = json.loads((tmp_path / "seen.json").read_text())
     of_blocks, of_head = LAYERS * PRODUCTS, 1

@@ -26,7 +26,6 @@ from stages import (
 
 from workshop.stages import STAGES
 from workshop.watch.course import probes
-from workshop.watch.log import Observer
 
 
 def places(all_places):
@@ -65,8 +64,7 @@ def train_alone(folder, *flags):
     """A run of the single-device stage, with which others are compared."""
     (folder / "seen").mkdir()
     return train("std", folder / "run", *flags, data=GOLDEN,
-                 observe=Observer(folder / "seen",
-                                  probes(folder / "run")))
+                 log=folder / "seen", probes=probes(folder / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def test_the_same_training(stage, mesh, request, tmp_path):
     if tensor > 1 == pipeline:  # and fewer microbatches
         flags = (*flags[:-1], min(4 * tensor, 16 // data))
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
-                   observe=Observer(seen, probes(tmp_path / "run")))
+                   log=seen, probes=probes(tmp_path / "run"))
     agree(result, single)
     assert "Warning" not in result.err, result.err
     expected = single.rows
@@ -152,7 +150,7 @@ def test_resume_on_one_process_is_exact(stage, tmp_path):
     whole = train(stage, tmp_path / "whole", *flags, data=GOLDEN)
     run = tmp_path / "run"
     start_stage(stage, run, *flags, "--checkpoint-every", 3, data=GOLDEN,
-                observe=DieAfter(3)).wait()
+                probes=[DieAfter(3)]).wait()
     again = train(stage, run, "--resume", *(
         flags if stage == "starter" else ()))  # a stage keeps its flags
     assert again.status == 0, again.err
@@ -174,12 +172,12 @@ def test_every_stage_resumes_and_is_resumed(single, tmp_path):
     chain = [*LARGEST, LARGEST[0]]
     (first, mesh), *others = chain
     start_stage(first, run, "--checkpoint-every", 1, data=GOLDEN, mesh=mesh,
-                observe=DieAfter(1)).wait()
+                probes=[DieAfter(1)]).wait()
     for step, (stage, mesh) in enumerate(others, 2):
         last = step == len(chain)
         result = start_stage(
             stage, run, "--resume", mesh=mesh,
-            observe=None if last else DieAfter(1)).result(run)
+            probes=[] if last else [DieAfter(1)]).result(run)
         assert f"resuming after step {step - 1}" in result.out, result.err
     agree(result, single)
     assert result.checkpoint()["stage"] == chain[-1][0]

@@ -42,7 +42,7 @@ def test_sharded_it_goes_on_from_others_and_they_from_it(
             ("std", None), ("lit", 2, *FSDP2), ("lit", 4)):
         result = start_stage(  # a resumed run keeps its strategy
             stage, run, *flags, *strategy, data=data, world_size=world_size,
-            observe=DieAfter(3)).result(run)
+            probes=[DieAfter(3)]).result(run)
         assert result.status == -signal.SIGKILL, result.err
         flags, data = ("--resume",), None
     result = train("std", run, "--resume")
@@ -56,11 +56,11 @@ class SignalAfter:
     def __init__(self, step):
         self.step = step
 
-    def __call__(self, rank):
+    def __call__(self, log):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self.count = 0
-        if rank == 0:
+        if log.rank == 0:
             register_optimizer_step_pre_hook(self.on_step)
 
     def on_step(self, *_):
@@ -77,7 +77,7 @@ def test_stopped_and_resumed_are_the_rows_of_one_run(
     """A stopped run validates at the usual steps, and only there."""
     run = tmp_path / "run"
     result = train("lit", run, *flags, data=data, world_size=world_size,
-                   observe=SignalAfter(step))
+                   probes=[SignalAfter(step)])
     assert result.status == 0, result.err
     assert result.column("step") == list(range(step))
     validated = [row["step"] for row in result.rows if row["val_loss"]]
@@ -116,8 +116,8 @@ class SignalAllTheStart:
     The first is sent when the process has joined the others.
     """
 
-    def __call__(self, rank):
-        if rank == 1:
+    def __call__(self, log):
+        if log.rank == 1:
             sys.setprofile(self.on_call)
 
     def on_call(self, frame, event, argument):
@@ -140,7 +140,7 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
     """Whenever it comes: the other ranks may wait for this one."""
     result = start_stage(
         "lit", tmp_path / "run", "--max-steps", 50, *flags, data=data,
-        world_size=2, observe=SignalAllTheStart()).result(
+        world_size=2, probes=[SignalAllTheStart()]).result(
             tmp_path / "run", 120)
     assert result.status == 0, result.err
     assert len(result.rows) == 1 == result.checkpoint()["step"]
@@ -153,8 +153,8 @@ class DeepSpeedOnCPU(SignalAfter):
     It sends a signal, too. (DeepSpeed makes an update in several calls.)
     """
 
-    def __call__(self, rank):
-        super().__call__(rank)
+    def __call__(self, log):
+        super().__call__(log)
         import deepspeed
         from lightning.pytorch.accelerators import CPUAccelerator
         from lightning.pytorch.strategies import deepspeed as strategy
@@ -176,15 +176,15 @@ def test_deepspeed_goes_on_from_others_and_they_from_it(
     run = tmp_path / "run"
     flags = ("--strategy", f"deepspeed_stage_{number}")
     start_stage("std", run, "--checkpoint-every", 3, data=data,
-                observe=DieAfter(3)).result(run)
+                probes=[DieAfter(3)]).result(run)
     for world_size, calls in ((2, 7), (1, 5)):
         result = train("lit", run, "--resume", *flags, world_size=world_size,
-                       observe=DeepSpeedOnCPU(calls))
+                       probes=[DeepSpeedOnCPU(calls)])
         assert result.status == 0, result.err
         assert "stopped by SIGUSR1" in result.out
     agree(train("ddp", run, "--resume", world_size=2), single)
     whole = train("lit", tmp_path / "whole", *flags, data=data, world_size=4,
-                  observe=DeepSpeedOnCPU(0))
+                  probes=[DeepSpeedOnCPU(0)])
     agree(whole, single)
     assert "Warning" not in whole.err
 

@@ -81,7 +81,7 @@ def test_compiled(stage, mesh, data, tmp_path):
 class ShardsSeen:
     """Says how many elements a rank keeps: of weights, gradients, moments."""
 
-    def __call__(self, rank):
+    def __call__(self, log):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(self.step)
@@ -103,7 +103,7 @@ def test_each_rank_keeps_a_part_of_everything(
         stage, flags, data, single, tmp_path):
     result = train(stage, tmp_path / "run", "--max-steps", 3,
                    "--eval-minibatches", 1, *flags, data=data, mesh=(1, 4, 1),
-                   observe=ShardsSeen())
+                   probes=[ShardsSeen()])
     assert result.status == 0, result.err
     total = sum(weight.numel() for name, weight in
                 single.checkpoint()["model"].items() if "lm_head" not in name)
@@ -117,7 +117,7 @@ class MessagesOfSave:
     A group that is not made for "gloo" uses NCCL on GPUs, in their memory.
     """
 
-    def __call__(self, rank):
+    def __call__(self, log):
         import torch.distributed as dist
 
         from backstage import checkpoint
@@ -150,7 +150,7 @@ class MessagesOfSave:
 def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     """And the pipeline says who writes its texts."""
     result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
-                   mesh=(2, 1, 2), observe=MessagesOfSave())
+                   mesh=(2, 1, 2), probes=[MessagesOfSave()])
     assert result.status == 0, result.err
     sizes = {kind: [*map(int, re.findall(rf"message {kind} (\d+)",
                                          result.out))]

@@ -19,17 +19,16 @@ DELAY = 0.1  # seconds: long, even where much else is computed
 class SlowData:
     """Makes one rank slow, in the data of each of its steps."""
 
-    def __call__(self, rank):
+    def __call__(self, log):
         from backstage import device
+        from workshop.watch.log import replace
 
-        pin = device.pin
-
-        def slow(*args):
+        def slow(pin, *args):
             time.sleep(DELAY)
             return pin(*args)
 
-        if rank == 2:
-            device.pin = slow
+        if log.rank == 2:
+            replace(device, "pin")(slow)
 
 
 def check(result, steps):
@@ -163,7 +162,7 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
 def test_a_slow_rank_is_charged_and_the_others_wait(tmp_path):
     ranks = check(train(
         "ddp", tmp_path / "run", "--profile", 10, "--eval-every", 20,
-        data=GOLDEN, mesh=(1, 4, 1), observe=SlowData()), range(5, 15))
+        data=GOLDEN, mesh=(1, 4, 1), probes=[SlowData()]), range(5, 15))
     data, waited = ([parts[part] for parts in ranks]
                     for part in ("data", "waiting"))
     # rank 2 begins to read while rank 0 still logs: not all of it counts

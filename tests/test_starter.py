@@ -84,7 +84,7 @@ def test_with_fsdp(fsdp, alone, tmp_path):
     """Also from a checkpoint of DDP, on another number of processes."""
     run = tmp_path / "run"
     start_stage("starter", run, *STEPS, "--checkpoint-every", 30,
-                mesh=(1, 3, 1), observe=DieAfter(60)).wait()
+                mesh=(1, 3, 1), probes=[DieAfter(60)]).wait()
     result = train("starter", run, *STEPS, "--resume", mesh=(1, 2, 1),
                    script=fsdp)
     agree(result, alone)
@@ -100,7 +100,7 @@ def test_dropout_and_workers_are_resumed_exactly(tmp_path):
     whole = train("starter", tmp_path / "whole", *flags, script=script)
     run = tmp_path / "run"
     start_stage("starter", run, *flags, "--checkpoint-every", 5,
-                script=script, observe=DieAfter(5)).wait()
+                script=script, probes=[DieAfter(5)]).wait()
     again = train("starter", run, *flags, "--resume", script=script)
     assert again.column("loss") == whole.column("loss"), again.err
     for part in ("model", "optimizer"):
@@ -160,7 +160,7 @@ def test_what_has_no_optimizer_state_is_resumed(changes, tmp_path):
                   script=script)
     flags = "--max-steps", 6, "--checkpoint-every", 3
     start_stage("starter", tmp_path / "run", *flags, script=script,
-                observe=DieAfter(3)).wait()
+                probes=[DieAfter(3)]).wait()
     again = train("starter", tmp_path / "run", *flags, "--resume",
                   script=script)
     assert again.status == 0, again.err
@@ -204,7 +204,7 @@ def test_the_ranks_divide_each_minibatch():
 def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     run = tmp_path / "run"
     flags = *STEPS, "--checkpoint-every", 20
-    start_stage("starter", run, *flags, observe=DieAfter(60)).wait()
+    start_stage("starter", run, *flags, probes=[DieAfter(60)]).wait()
     newest = max((run / "checkpoints").glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:1000])
     result = train("starter", run, *flags, "--resume", mesh=(1, 2, 1))

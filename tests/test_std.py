@@ -176,7 +176,7 @@ def test_killed_at_random_moments(data, tmp_path):
 class DieWhileSaving:
     """Kills the process when half of the second checkpoint is written."""
 
-    def __call__(self, rank):
+    def __call__(self, log):
         save, self.count = torch.save, 0
 
         def half(state, file):
@@ -193,7 +193,7 @@ class DieWhileSaving:
 def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
     flags = ("--checkpoint-every", 5)
     dead = train("std", tmp_path / "run", *flags, data=data,
-                 observe=DieWhileSaving())
+                 probes=[DieWhileSaving()])
     assert dead.status == -signal.SIGKILL
     folder = tmp_path / "run" / "checkpoints"
     part, whole_one = sorted(file.name for file in folder.iterdir())
@@ -264,7 +264,7 @@ def test_stops_with_a_checkpoint(data, tmp_path, number, status):
 class CtrlCWhilePrinting(io.RawIOBase):
     """The standard output, in which Ctrl-C meets the line of a step."""
 
-    def __call__(self, rank):
+    def __call__(self, log):
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(self))
 
     def writable(self):
@@ -278,7 +278,7 @@ class CtrlCWhilePrinting(io.RawIOBase):
 
 def test_ctrl_c_in_the_midst_of_a_print(data, tmp_path):
     stopped = train("std", tmp_path / "run", "--max-steps", 2000, data=data,
-                    observe=CtrlCWhilePrinting())
+                    probes=[CtrlCWhilePrinting()])
     assert stopped.status == 130, stopped.err
     assert "Ctrl-C: stopping after this step" in stopped.out
     assert stopped.checkpoint()["step"] == len(stopped.rows)
@@ -309,7 +309,7 @@ class SmallFiles:
     def __init__(self, limit):
         self.limit = limit
 
-    def __call__(self, rank):
+    def __call__(self, log):
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
 
 
@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
             (100_000, ["could not be written (File too large)"]),
             (1500, ["no room to write: File too large", "--resume"])):
         refused(train("std", run, "--resume", "--max-steps", 20,
-                      observe=SmallFiles(limit)), *words)
+                      probes=[SmallFiles(limit)]), *words)
         assert [(file.name, file.read_bytes())
                 for file in run.glob("checkpoints/*")] == [
             ("step_00000010.pt", kept)]
@@ -336,7 +336,7 @@ def test_a_full_disk_for_the_output(data, tmp_path):
              "--max-steps", "500", "--checkpoint-every", "500"],
             env={**os.environ, "PYTHONPATH": str(ROOT),
                  "PYTHONUNBUFFERED": ""},
-            preexec_fn=lambda: SmallFiles(3000)(0), stdout=log,
+            preexec_fn=lambda: SmallFiles(3000)(None), stdout=log,
             stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 1
     assert ran.stderr == (

@@ -18,12 +18,14 @@ class Waits:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def __call__(self, rank):
+    def __call__(self, log):
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         from torch.overrides import TorchFunctionMode
         from torch.utils._python_dispatch import TorchDispatchMode
+
+        from workshop.watch.log import replace
 
         said = []
         out = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
@@ -47,18 +49,16 @@ class Waits:
                     said.append("wait item")
                 return operation(*args, **(kwargs or {}))
 
-        reduce = dist.all_reduce
-
-        def visible_reduce(*args, **options):
+        @replace(dist, "all_reduce")
+        def reduce(reduce, *args, **options):
             said.append("reduce")
             return reduce(*args, **options)
 
-        dist.all_reduce = visible_reduce
         register_optimizer_step_pre_hook(lambda *_: said.append("update"))
         Calls().__enter__()
         Operations().__enter__()
-        return lambda: (self.folder / f"{rank}.json").write_text(
-            json.dumps(said))
+        log.on("end", lambda: (self.folder / f"{log.rank}.json").write_text(
+            json.dumps(said)))
 
 
 # The loss, and whether to stop, of all ranks; then the norm.
@@ -76,7 +76,7 @@ def test_a_step_waits_for_the_device_once_its_report_is_reduced(
     """In the steps but the last, which evaluates and saves."""
     ended = train(stage, tmp_path / "run", "--max-steps", 3,
                   "--microbatch-size", 1, "--eval-every", 100, data=data,
-                  world_size=world_size, observe=Waits(tmp_path))
+                  world_size=world_size, probes=[Waits(tmp_path)])
     assert ended.status == 0, ended.err
     microbatches = 8 // (world_size or 1)
     step = ["backward"] * microbatches + expected

@@ -102,7 +102,7 @@ def count(stage, mesh, microbatches, data, folder, *flags, script=None):
                    "--eval-minibatches", 1,
                    "--microbatch-size", 8 // (dp * microbatches), *flags,
                    data=data, mesh=mesh, script=script,
-                   observe=CollectivesSeen())
+                   probes=[CollectivesSeen()])
     assert result.status == 0, result.err
     found = []
     for rank in result.ranks:

@@ -36,11 +36,11 @@ from workshop.why.witness import Witness, find_line, read_rank, read_state
 FOREIGN = ROOT / "tests" / "foreign"
 
 
-def begin(folder, setting, rank):
+def begin(folder, setting, log):
     """As the lesson's processes begin; None: this one never starts."""
-    if setting.get(rank, {}) is None:
+    if setting.get(log.rank, {}) is None:
         os._exit(0)
-    hangs.prepare(folder, setting, rank)
+    hangs.prepare(folder, setting, log)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def launch(tmp_path):
         script.write_text(edit(theirs.read_text(), *edits))
         started.append(Launch(
             script, *flags, world_size=world_size, preload=preload,
-            observe=functools.partial(begin, tmp_path / "why", setting)))
+            probes=[functools.partial(begin, tmp_path / "why", setting)]))
         return started[-1]
 
     yield start

@@ -37,11 +37,11 @@ from backstage.errors import KILLED, UserError, require
 from workshop import mpirun_proxy
 from workshop.stages import STAGES
 
-PRELOAD = ["numpy", "tiktoken", "torch", "torch.distributed", "tyro",
+PRELOAD = ("numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
            "torch._dynamo", "torch.distributed.pipelining",
            "torch.distributed.tensor.parallel", "workshop.watch.course",
-           "backstage.run", "regex"]
+           "backstage.run", "regex")
 
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
@@ -66,48 +66,71 @@ class Rank:
     err: str
 
 
-class Launch:
-    """`script flags...` as `world_size` processes; None: plain python.
+@dataclass(frozen=True)
+class Start:
+    """A script that is started as several processes, and how it is watched.
 
-    In a flag, {rank} becomes the rank.
-    nodes: on how many nodes the processes believe they are. mpirun: whether
-    they are ranks of MPI, which mpirun starts if there are several. sleeping:
-    whether MPI's ranks sleep while they wait (see sleeping_mpi.py).
-    observe: a picklable function of the rank that every process calls first;
-    what it returns is called at the end, also after an error. preload: what
-    is imported once for all of them, if no earlier Launch has done so.
-    place: the folder that the script imports from, its own by default.
-    within: where the folder of what they print is made. hashes: the seed of
-    Python's hashes in the first rank, if each is to have its own, as under a
-    real launcher; there are four.
+    Each process gets it, pickled. In a flag, {rank} becomes the rank.
+    world_size: None is plain python. nodes: on how many nodes the processes
+    believe they are. mpirun: whether they are ranks of MPI, which mpirun
+    starts if there are several. sleeping: whether MPI's ranks sleep while
+    they wait (see sleeping_mpi.py). probes: functions that get each process's
+    `Log` before the script begins; log: the folder in which it is kept.
+    preload: what is imported once for all of them, if no earlier launch has
+    done so. place: the folder that the script imports from, its own by
+    default. within: where the folder of what they print is made. hashes: the
+    seed of Python's hashes in the first rank, if each is to have its own, as
+    under a real launcher; there are four.
     """
 
-    def __init__(self, script, *flags, world_size=None, nodes=1, env=None,
-                 observe=None, threads=1, preload=PRELOAD, place=None,
-                 within=None, mpirun=False, sleeping=True, hashes=None):
-        started = mpirun and world_size is not None
-        if started:
+    script: str
+    flags: tuple
+    world_size: int | None = None
+    nodes: int = 1
+    mpirun: bool = False
+    sleeping: bool = True
+    probes: tuple = ()
+    log: str | None = None
+    env: dict | None = None
+    threads: int = 1
+    preload: tuple = PRELOAD
+    place: str | None = None
+    within: str | None = None
+    hashes: int | None = None
+
+    @property
+    def by_mpirun(self):
+        return self.mpirun and self.world_size is not None
+
+    def variables(self, rank, port):
+        """The environment of a rank."""
+        return self.env | (torchrun_variables(
+            rank, self.world_size, self.nodes, port)
+            if self.world_size and not self.mpirun else {})
+
+
+class Launch:
+    """The processes of a `Start`, whose fields are the options."""
+
+    def __init__(self, script, *flags, env=None, **options):
+        start = Start(str(script), tuple(map(str, flags)),
+                      env=dict(os.environ if env is None else env), **options)
+        if start.by_mpirun:
             require_mpirun()
-        servers = get_servers(preload, world_size or 1, hashes)
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=within))
+        size = start.world_size or 1
+        servers = get_servers(start.preload, size, start.hashes)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-",
+                                            dir=start.within))
         folders.add(self.folder)
         self.jobs, self.mpirun = [], None
         port = free_port()
         try:
-            for rank in range(world_size or 1):
-                variables = dict(os.environ if env is None else env)
-                if world_size and not mpirun:
-                    variables |= torchrun_variables(
-                        rank, world_size, nodes, port)
+            for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
-                    str(script), [str(flag).replace("{rank}", str(rank))
-                                  for flag in flags], variables,
-                    f"{self.folder}/{rank}", rank, observe, threads,
-                    str(place or Path(script).parent),
-                    (started, nodes if sleeping else 0) if mpirun else None,
-                    preload=preload))
-            if started:
-                self.mpirun = start_mpirun(world_size, self.folder, env)
+                    start, rank, port, f"{self.folder}/{rank}",
+                    preload=start.preload))
+            if start.by_mpirun:
+                self.mpirun = start_mpirun(size, self.folder, start.env)
         except BaseException:
             self.clear()
             raise
@@ -370,7 +393,7 @@ SEEDS = 4  # of hashes, at most: each takes a server
 def get_servers(preload=PRELOAD, size=1, hashes=None):
     """The servers of so many ranks, which are started when first asked for.
 
-    preload: what they then import first. hashes: see `Launch`; a seed that
+    preload: what they then import first. hashes: see `Start`; a seed that
     the user has set holds for all.
     """
     if hashes is None or os.environ.get("PYTHONHASHSEED", "random") != (
@@ -481,15 +504,13 @@ def become_rank(folder, path, arguments):
         os._exit(status)
 
 
-def run_script(script, flags, variables, output, rank, observe, threads,
-               place, mpi):
+def run_script(start, rank, port, output):
     """What a process does: `script flags...` as if python had started it.
 
-    mpi: (whether mpirun starts it, the number of nodes or 0 if it does
-    not sleep while it waits), None without MPI.
+    output: what its files begin with.
     """
-    link = None
-    if mpi and mpi[0]:
+    link, variables = None, start.variables(rank, port)
+    if start.by_mpirun:
         link, variables = mpirun_proxy.meet(f"{output}.proxy")
         threading.Thread(
             target=mpirun_proxy.follow, args=(link,), daemon=True).start()
@@ -503,22 +524,28 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
     import torch
 
-    torch.set_num_threads(threads)
-    sys.argv = [script, *flags]
-    sys.path[0] = place
+    from workshop.watch.log import Log
+
+    torch.set_num_threads(start.threads)
+    sys.argv = [start.script, *(flag.replace("{rank}", str(rank))
+                                for flag in start.flags)]
+    sys.path[0] = str(start.place or Path(start.script).parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if mpi and mpi[1]:
+    if start.mpirun and start.sleeping:
         from backstage.mpi import without_slurm
 
         # the script has its own words for a library that is missing
         with contextlib.suppress(ImportError, RuntimeError), without_slurm():
             from workshop import sleeping_mpi
 
-            sleeping_mpi.install(mpi[1])
-    finish_once(observe(rank) if observe else None, link)
+            sleeping_mpi.install(start.nodes)
+    log = Log(start.log, rank)
+    for probe in start.probes:
+        probe(log)
+    finish_once(log.finish, link)
     status = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(start.script, run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):
@@ -532,7 +559,7 @@ def run_script(script, flags, variables, output, rank, observe, threads,
     return status
 
 
-def finish_once(finish, link=None):
+def finish_once(finish, link):
     """Let `finish` be called where this process ends, also by os._exit.
 
     link: to mpirun's process, which is to end with the same status.
@@ -542,10 +569,10 @@ def finish_once(finish, link=None):
     def visible_exit(status):
         os._exit = leave
         try:
-            if finish and os.getpid() == owner:  # not a worker of its own
+            if os.getpid() == owner:  # not a worker of its own
                 finish()
-            if link and os.getpid() == owner:
-                mpirun_proxy.part(link, status)
+                if link:
+                    mpirun_proxy.part(link, status)
         finally:  # also on a full disk
             leave(status)
 

@@ -20,7 +20,6 @@ from workshop.scratch import full, quiet_environment
 from workshop.stages import STAGES
 from workshop.watch import course
 from workshop.watch.course import SAMPLES, T
-from workshop.watch.log import Observer
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
@@ -41,6 +40,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
 
+SECONDS = 900  # after which a trial is ended, whatever it does
 LITTLE = 1e6  # with no more than that left, a file may not be whole
 
 
@@ -231,41 +231,34 @@ class Bench:
         # several times what the single device needed for all its steps
         allowed = slow * 6 * max(1.0, self.reference.cpu if self.reference
                                  else 20.0)
-        run, observed = self.folder / name, self.folder / f"{name}-seen"
-        observed.mkdir()
-        begin = time.monotonic()
+        run, seen = self.folder / name, self.folder / f"{name}-seen"
 
         def start():
-            launch = Launch(
-                script, *FLAGS, *few, "--data", self.folder / "data",
-                "--run-dir", run, *mesh.flags(), *flags,
+            return watch(
+                self.stage, mesh, script, (
+                    *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
+                    run, *mesh.flags(), *flags), seen, self.say,
+                {"steps": STEPS, "allowed": allowed, "endless": 3 * STEPS},
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun",
-                observe=Observer(observed, course.probes(
-                    run, terminated, self.lightning)),
+                probes=course.probes(run, terminated, self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload, place=self.place, within=self.folder)
-            patience = Patience(launch, observed, self.say, STEPS,
-                                allowed, endless=3 * STEPS)
-            return launch.wait(900, patience), patience
 
-        ranks, patience = start()
-        if patience.reason == "unstarted":
+        trial = start()
+        if trial.gave_up == "unstarted":
             # in rare cases Open MPI 4 hangs before the script begins
-            ranks, patience = start()
-            require(patience.reason != "unstarted", "mpirun does not start "
+            trial = start()
+            require(trial.gave_up != "unstarted", "mpirun does not start "
                     f"the processes: does `mpirun -n {mesh.size} hostname` "
                     f"print {mesh.size} lines?")
-        trial = Trial(self.stage, mesh, script, ranks, script.read_bytes(),
-                      flags)
-        trial.gave_up, trial.cpu = patience.reason, patience.cpu
-        trial.seconds = time.monotonic() - begin
-        self.collect(trial, run, observed)
+        trial.source, trial.more = script.read_bytes(), flags
+        self.collect(trial, run)
+        shutil.rmtree(seen)
         return trial
 
-    def collect(self, trial, run, observed):
-        trial.read(observed)
+    def collect(self, trial, run):
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
@@ -281,7 +274,23 @@ class Bench:
         if files:
             with contextlib.suppress(Exception):  # whatever it may write there
                 trial.state = torch.load(files[-1], weights_only=True)
-        shutil.rmtree(observed)
+
+
+def watch(stage, mesh, script, flags, seen, say, budget, **options):
+    """Run a script once, under observation: a `Trial`.
+
+    seen: the folder of what its probes see. budget: what it may take, see
+    `Patience`. options: of `workshop.processes.Start`.
+    """
+    begin = time.monotonic()
+    seen.mkdir(exist_ok=True)
+    launch = Launch(script, *flags, log=seen, **options)
+    patience = Patience(launch, seen, say, **budget)
+    trial = Trial(stage, mesh, script, launch.wait(SECONDS, patience))
+    trial.gave_up, trial.cpu = patience.reason, patience.cpu
+    trial.seconds = time.monotonic() - begin
+    trial.read(seen)
+    return trial
 
 
 def read_events(file):

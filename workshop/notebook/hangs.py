@@ -63,12 +63,12 @@ def start(number, place, folder):
         text = text.replace(old, new)
     script.write_text(text)
     return Launch(script, world_size=4, mpirun=number == MPI, sleeping=False,
-                  observe=functools.partial(prepare, folder, variables))
+                  probes=[functools.partial(prepare, folder, variables)])
 
 
-def prepare(folder, variables, rank):
+def prepare(folder, variables, log):
     """In each process, before the script."""
-    os.environ.update(variables.get(rank, {}))
+    os.environ.update(variables.get(log.rank, {}))
     if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
         print("this kernel makes no network for a process: nothing is wrong "
               "with this job", flush=True)

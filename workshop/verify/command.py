@@ -11,7 +11,6 @@ from pathlib import Path
 from backstage.errors import require
 from workshop import processes
 from workshop.check.command import Events, Terminal
-from workshop.patience import Patience
 from workshop.questions import Questions
 from workshop.scratch import (
     quiet_environment,
@@ -21,7 +20,6 @@ from workshop.scratch import (
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
-SECONDS = 900  # after which a run is ended, also of a CPU without an update
 PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -131,28 +129,21 @@ def with_size(flag, size):
 
 def run(folder, script, flags, size, steps, kind, preload, say, gpus):
     """Start the script once, under observation: a `Trial`."""
-    from workshop.check import trial
+    from workshop.check.trial import SECONDS, Mesh, watch
     from workshop.watch import model
-    from workshop.watch.log import Observer
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
-    seen.mkdir()
     place = "saved" if kind == "resumed" else kind  # it goes on there
     name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # new each time
             + f"-{place}" * bool(place))
-    launch = processes.Launch(
-        script, *(with_size(flag, size).replace("{run}", name)
-                  for flag in flags),
-        world_size=size, observe=Observer(seen, model.probes(
-            seen, size, steps, kind, gpus)),
+    stage = next(name for name in STAGES  # it is started as these are
+                 if STAGES[name].launcher == "torchrun")
+    return watch(
+        stage, Mesh(dp=size), script, [
+            with_size(flag, size).replace("{run}", name) for flag in flags],
+        seen, say, {"steps": steps, "allowed": SECONDS, "sleep": SLEEP},
+        world_size=size,
+        probes=model.probes(seen, size, steps, kind, gpus),
         env=quiet_environment(folder / "tmp") | TORCHRUN | {
             "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))
-    patience = Patience(launch, seen, say, steps, SECONDS, SLEEP)
-    ranks = launch.wait(SECONDS, patience)
-    stage = next(name for name in STAGES  # it is started as these are
-                 if STAGES[name].launcher == "torchrun")
-    one = trial.Trial(stage, trial.Mesh(dp=size), script, ranks)
-    one.gave_up = patience.reason
-    one.read(seen)
-    return one

@@ -2,8 +2,8 @@
 
 The script needs nothing for it, and nothing here waits for another process.
 A probe is a function of the process's `Log`: it puts functions in the place
-of PyTorch's, which note there what the script does. The check and verify
-choose theirs. A rank leaves in the observer's folder
+of PyTorch's, which note there what the script does. The check, verify and
+the tests choose theirs. A rank leaves in a folder, if one is named,
 
     <rank>.jsonl    a line for each collective and update, written as it
                     happens: it is there after a hang, too
@@ -31,19 +31,6 @@ AROUND = ("wrapper", "inner", "decorate_context", "__call__",
 SAVE = torch.save  # a probe may put another in its place
 
 
-class Observer:
-    """A function of the rank for `workshop.processes.Launch`."""
-
-    def __init__(self, folder, probes):
-        self.folder, self.probes = folder, probes
-
-    def __call__(self, rank):
-        log = Log(self.folder, rank)
-        for probe in self.probes:
-            probe(log)
-        return log.finish
-
-
 class Log:
     """What is known of one process. Its probes hear of one another by it.
 
@@ -57,7 +44,7 @@ class Log:
     """
 
     def __init__(self, folder, rank):
-        self.folder, self.rank = str(folder), rank
+        self.folder, self.rank = folder and str(folder), rank
         self.script, self.owner = sys.argv[0], os.getpid()
         self.seen, self.updates, self.ended = {"asked": []}, 0, False
         self.begun = False  # whether updates of optimizers count
@@ -67,7 +54,7 @@ class Log:
         self.lines, self.counter = (
             os.open(f"{folder}/{rank}.{kind}",
                     os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for kind in ("jsonl", "updates"))
+            for kind in ("jsonl", "updates")) if folder else (None, None)
 
     def on(self, event, function):
         self.listeners[event].append(function)
@@ -86,7 +73,7 @@ class Log:
 
     def say(self, **event):
         """Write a line of the record that lasts."""
-        if self.here:
+        if self.here and self.folder:
             os.write(self.lines, json.dumps(event).encode() + b"\n")
             if "call" not in event:
                 os.write(self.counter, b".")
@@ -112,6 +99,8 @@ class Log:
             return
         self.ended = True
         self.tell("end")
+        if not self.folder:
+            return
         self.seen["joined"] = dist.is_initialized()
         file = f"{self.folder}/{self.rank}.pt"
         try:
