@@ -65,8 +65,8 @@ def test_a_step_that_fails_is_one_line_and_the_last(
 def test_a_cell_that_complains_is_no_success(clone, capsys):
     """Training failed, say, and the notebook went on to its end."""
     shown = cells.complaint("the training failed: `python -m workshop why`")
-    output = {"data": {"text/html": shown.html.splitlines(True),
-                       "text/plain": [repr(shown)]}}
+    output = {"data": {kind: text.splitlines(True) for kind, text
+                       in shown._repr_mimebundle_().items()}}
     (clone / "out.ipynb").write_text(json.dumps({"cells": [
         {"source": []}, {"outputs": [{"text": ["fine"]}, output]}]}))
     steps = [Step("start", 60, ("bash", "-c", "mkdir executed && cp out.ipynb "

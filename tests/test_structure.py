@@ -68,6 +68,14 @@ def test_the_backstage_is_no_larger_than_it_was():
         lines, len(mine), floors)
 
 
+def test_an_installed_clone_has_all_packages_and_what_they_read():
+    text = (ROOT / "pyproject.toml").read_text()
+    folders = {path.parent for path in MODULES.values()}
+    for folder in folders:
+        assert f'"{".".join(folder.relative_to(ROOT).parts)}"' in text, folder
+    assert '"workshop.lesson" = ["page/*"]' in text
+
+
 def test_the_map_has_a_line_for_each_module():
     text = (ROOT / "docs" / "map.md").read_text()
     for name, path in MODULES.items():

@@ -26,6 +26,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from workshop import git, interpreter
 
+COMPLAINT = "application/x-workshop-complaint"  # what a cell complains of
 PATIENCE = 4  # after so many times the expected seconds a step is ended
 ACTIVATED = 'source activate.sh >/dev/null && exec "$@"'
 REASON = re.compile(r"error|fatal|TO DO|FAIL|sbatch:|qsub:|activate\.sh:")
@@ -163,11 +164,9 @@ def complaints(notebook):
     """What its cells complain of: to nbconvert such a cell has succeeded."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"] if (
         notebook.exists()) else []
-    shown = (output.get("data", {}) for cell in cells
-             for output in cell.get("outputs", []))
-    return "".join(f"error: {''.join(data['text/plain'])}\n"
-                   for data in shown if '<p class="bad">' in "".join(
-                       data.get("text/html", "")))
+    return "".join(f"error: {''.join(output['data'][COMPLAINT])}\n"
+                   for cell in cells for output in cell.get("outputs", [])
+                   if COMPLAINT in output.get("data", {}))
 
 
 def end(process, step, log):

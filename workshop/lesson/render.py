@@ -7,6 +7,7 @@ import re
 import textwrap
 import time
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from backstage.files import show_path
 from workshop.lesson import checked
@@ -24,194 +25,26 @@ CONTEXT = 2  # unchanged lines shown above and below a change
 BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
 # The same in a terminal's 256 colours, for a light and for a dark ground
 TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
-STYLE = """<style>
-.jp-FileEditor .cm-content.cm-lineWrapping {
-  white-space: pre !important; overflow-wrap: normal }
-.ws { max-width: 100%; color: var(--jp-content-font-color1, inherit);
-  font: 13px/1.45 var(--jp-code-font-family, monospace) }
-.ws p, .ws h3, .ws summary, .ws .strip { margin: 4px 0; line-height: 1.4;
-  overflow-wrap: break-word;
-  font-family: var(--jp-ui-font-family, sans-serif) }
-.ws h3 { margin-top: 12px; font-size: 14px; font-weight: 600 }
-.ws summary { cursor: pointer; font-size: 13px }
-.ws .place { font-weight: 400; opacity: .8 }
-.ws .good { border-left: 4px solid rgb(BLUE); padding-left: 8px }
-.ws .bad { border-left: 4px dashed rgb(ORANGE); padding-left: 8px }
-.ws .ask { border-left: 4px dotted currentColor; padding-left: 8px }
-.ws details details { margin-left: 16px }
-.ws .strip { display: flex; flex-wrap: wrap; gap: 4px; font-size: 12px }
-.ws .strip > * { min-width: 22px; padding: 1px 2px; text-align: center;
-  border: 1px solid currentColor; border-radius: 3px; color: inherit }
-.ws .strip .made { background: rgb(BLUE); color: #fff }
-.ws .strip .next { outline: 2px solid rgb(ORANGE); font-weight: 700 }
-.ws pre.code { margin: 4px 0; padding: 0; overflow: auto; border: 1px solid
-  rgba(128, 128, 128, .35); background: none; font: inherit; color: inherit }
-.ws pre.code code { display: block; padding: 0; background: none;
-  font: inherit; color: inherit }
-.ws pre.code span { display: block; white-space: pre-wrap;
-  overflow-wrap: anywhere; word-break: normal;
-  padding: 0 4px 0 calc(70px + var(--hang, 4ch));
-  text-indent: calc(-70px - var(--hang, 4ch)) }
-.ws pre.code b { white-space: pre; font-weight: 400; text-indent: 0;
-  display: inline-block; width: 64px; margin-right: 6px;
-  background-color: var(--jp-layout-color0, Canvas);
-  user-select: none; -webkit-user-select: none }
-.ws pre.said { margin: 0; padding: 0; font: inherit; color: inherit;
-  background: none; white-space: pre-wrap; overflow-wrap: break-word;
-  word-break: normal }
-.ws pre.code .add { background: rgba(BLUE, .2) }
-.ws pre.code .add b { box-shadow: inset -5px 0 rgb(BLUE);
-  font-weight: 700 }
-.ws pre.code .del { background: rgba(ORANGE, .2);
-  user-select: none; -webkit-user-select: none }
-.ws pre.code .del b { font-weight: 700; background-image:
-  repeating-linear-gradient(135deg, rgb(ORANGE) 0 3px, transparent 3px 6px);
-  background-position: right; background-size: 5px 100%;
-  background-repeat: no-repeat }
-.ws pre.code .title { font-weight: 700; border-top: 1px solid }
-.ws mark { color: inherit; background: none }
-.ws .add mark { background: rgba(BLUE, .4) }
-.ws .del mark { background: rgba(ORANGE, .45) }
-.ws .hint { margin-left: 24px }
-.ws .beside { display: flex; flex-wrap: wrap; gap: 8px 24px;
-  align-items: flex-start }
-.ws .beside > div { flex: 1 1 420px; max-width: 600px; min-width: 0 }
-.ws .wide { overflow-x: auto }
-.ws .wide td, .ws .wide th { padding: 3px 4px; font-family:
-  var(--jp-ui-font-family, sans-serif) }
-.ws table.words td, .ws table.words th { text-align: left }
-.ws table.words td { overflow-wrap: anywhere }
-.ws .wide .numbers { font-size: 12px }
-.ws .whole { white-space: nowrap }
-.ws table.check { margin: 4px 0; font-family:
-  var(--jp-ui-font-family, sans-serif); font-size: 12px }
-.ws .unseen, .ws table.check caption { position: absolute; width: 1px;
-  height: 1px; overflow: hidden; clip-path: inset(50%) }
-.ws .legend { font-size: 12px }
-.ws table.check tr, .ws table.check tr:hover { background: none }
-.ws table.check th, .ws table.check td { padding: 1px 3px;
-  text-align: center; color: inherit;
-  border: 1px solid rgba(128, 128, 128, .35) }
-.ws table th[scope=row] { text-align: left; font-weight: 400 }
-.ws table.check th[scope=col] { font-size: 11px }
-.ws table.check td { min-width: 20px; font-weight: 700 }
-.ws table.check .yes { background: rgba(BLUE, .35) }
-.ws table.check .no { background: rgb(ORANGE); color: #000 }
-.ws table.check .hm { border: 2px dashed rgb(ORANGE) }
-.ws table.check .and { background: repeating-linear-gradient(135deg,
-  rgba(ORANGE, .35) 0 3px, transparent 3px 7px) }
-</style>""".replace("BLUE", BLUE).replace("ORANGE", ORANGE)
-
-# Shift+Enter scrolls on to the next cell, before the output is there. This
-# brings the top of the view back, if some of it is still in sight. After
-# Ctrl+Enter, or a click into the view, the cell is the active one: then the
-# top comes back only when another change is the next one to make, or when what
-# is left of this one is out of sight: the view may be much shorter then. If a
-# cell has made the change, what it says is read first (reload the script): the
-# top comes back with a click into the script.
-KEEP_IN_SIGHT = """<script>(script => setTimeout(() => {
-  const view = script.closest(".ws"), cell = script.closest(".jp-Cell");
-  const pane = script.closest(".jp-WindowedPanel-outer");
-  if (!pane) return;
-  const next = view.querySelector("h3")?.id ?? "";
-  const same = (cell.dataset.next ?? next) === next;
-  cell.dataset.next = next;
-  const edge = pane.getBoundingClientRect().top;
-  const active = cell.classList.contains("jp-mod-active");
-  const code = view.querySelector(":scope > pre.code") ?? view;
-  if (same && active && code.getBoundingClientRect().bottom > edge) return;
-  const reach = same && !active ? edge : edge - 2 * pane.clientHeight;
-  const bring = () => {
-    const {top, bottom} = view.getBoundingClientRect();
-    if (view.isConnected && top < edge && bottom > reach)
-      pane.scrollTop += top - edge - 4;
-  };
-  const panel = pane.closest(".jp-NotebookPanel");
-  if (same || !panel.contains(document.activeElement)) return bring();
-  panel.addEventListener("focusout", function leave({relatedTarget}) {
-    if (!relatedTarget || panel.contains(relatedTarget)) return;
-    panel.removeEventListener("focusout", leave);
-    bring();
-  });
-}, 100))(document.currentScript)</script>"""
+PAGE = Path(__file__).with_name("page")
 
 
-# JupyterLab opens a link to a line with the line at the editor's lower edge.
-BRING_LINE = """<script>window.wsBringLine ??= document.addEventListener(
-  "click", ({target}) => {
-    const link = target.closest('.ws a[href*="#line="]'), begin = Date.now();
-    const number = String(1 + Number(link?.hash.split("=")[1]));
-    const look = () => {
-      const line = [...document.querySelectorAll(
-        ".jp-FileEditor .cm-lineNumbers .cm-gutterElement")].find(
-        one => one.textContent === number && one.offsetHeight);
-      const pane = line?.closest(".cm-scroller");
-      if (pane) pane.scrollTop += line.getBoundingClientRect().top
-        - pane.getBoundingClientRect().top - pane.clientHeight / 3;
-      if (Date.now() - begin < 1000) setTimeout(look, 100);
-    };
-    if (link) setTimeout(look, 100);
-  }, true) ?? true</script>"""
-
-# A live view is replaced as a whole at each save: what was unfolded stays so.
-KEEP_UNFOLDED = """<script>(script => {
-  const cell = script.closest(".jp-Cell");
-  if (!cell) return;
-  const open = cell.unfolded ??= new Set();
-  for (const one of script.closest(".ws").querySelectorAll("details[id]")) {
-    one.open = open.has(one.id);
-    one.addEventListener("toggle", () =>
-      open[one.open ? "add" : "delete"](one.id));
-  }
-})(document.currentScript)</script>"""
-
-# For the same reason, screen readers would read all of it,
-# or nothing. So one line of the page, which stays, tells them what is new.
-ANNOUNCE = """<script>(words => {
-  let line = document.getElementById("ws-status");
-  if (!line) {
-    line = document.createElement("div");
-    line.id = "ws-status";
-    line.setAttribute("role", "status");
-    line.style = "position: fixed; top: 0; clip-path: inset(50%)";
-    document.body.append(line);
-  }
-  if (line.textContent !== words) line.textContent = words;
-})(WORDS)</script>"""
+def script(name):
+    """A script for the page, without the comment above it."""
+    text = (PAGE / name).read_text("utf-8")
+    text = re.sub("^//.*\n", "", text, flags=re.M).strip()
+    return f"<script>{text}</script>"
 
 
-# A view that its kernel shows anew is dead after a reload of the page, or when
-# the kernel is another one: the page alone can say so. The kernel writes the
-# time into a file again and again. A view is dead if that stands still, if it
-# is older than this page (reloaded, or a second tab), or if it was old when
-# its cell saw it first (closed, and opened again).
+STYLE = "<style>\n{}</style>".format(
+    (PAGE / "view.css").read_text("utf-8").replace("BLUE", BLUE).replace(
+        "ORANGE", ORANGE))
+KEEP_IN_SIGHT = script("keep_in_sight.js")
+BRING_LINE = script("bring_line.js")
+KEEP_UNFOLDED = script("keep_unfolded.js")
+ANNOUNCE = script("announce.js")
 STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
 it does not follow your script any more.</strong> Run this cell again.</p
-><script>((script, path, born) => {
-  const line = script.previousElementSibling, begin = performance.now();
-  const page = document.getElementById("jupyter-config-data");
-  if (!page || !script.closest(".jp-Cell")) return;
-  const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
-  const fresh = script.closest(".jp-Cell").fresh ??= {};
-  let now = 0, changed = begin;
-  const look = async () => {
-    if (!line.closest(".jp-Cell")) return;  // there is a newer view
-    line.hidden = (fresh[born] ?? true) && performance.now() - changed < 2000;
-    try {
-      const answer = await fetch(`${url}?type=file&format=text`);
-      if (answer.status === 404) return line.hidden = false;
-      const said = Number((await answer.json()).content);
-      if (said && said !== now) {
-        now = said;
-        changed = performance.now();
-        fresh[born] ??= now - changed / 1000 < born
-          && now - (changed - begin) / 1000 < born + 10;
-      }
-    } catch {}  // the server is gone, too
-    setTimeout(look, 500);
-  };
-  look();
-})(document.currentScript, PATH, BORN)</script></div>"""
+>""" + script("stale.js") + "</div>"
 
 
 def stale(path):

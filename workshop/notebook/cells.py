@@ -30,18 +30,25 @@ from workshop.doctor import ask_slurm
 from workshop.lesson import checked, desk, render
 from workshop.lesson.diff import Diff, Script
 from workshop.notebook import pictures, printed
+from workshop.rehearse import COMPLAINT
 from workshop.results import runs as results
 from workshop.stages import DESK, batch_files, find
 
 
 class Shown:
-    """Something that a notebook shows as HTML, and a terminal as text."""
+    """Something that a notebook shows as HTML, and a terminal as text.
 
-    def __init__(self, html, text):
-        self.html, self.text = html, text
+    more: what else the notebook keeps of it, by the kind.
+    """
+
+    def __init__(self, html, text, **more):
+        self.html, self.text, self.more = html, text, more
 
     def _repr_html_(self):
         return self.html
+
+    def _repr_mimebundle_(self, **kwargs):
+        return self.more
 
     def __repr__(self):
         return self.text
@@ -50,7 +57,8 @@ class Shown:
 def complaint(error):
     """What went wrong, in one line."""
     line = render.paragraph(render.quote(str(error)), "bad")
-    return Shown(render.box(line, str(error)), render.as_calls(str(error)))
+    text = render.as_calls(str(error))
+    return Shown(render.box(line, str(error)), text, **{COMPLAINT: text})
 
 
 def said(text, status="", above="", most=None):

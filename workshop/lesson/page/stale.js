@@ -1,0 +1,30 @@
+// A view that its kernel shows anew is dead after a reload of the page, or when
+// the kernel is another one: the page alone can say so. The kernel writes the
+// time into a file again and again. A view is dead if that stands still, if it
+// is older than this page (reloaded, or a second tab), or if it was old when
+// its cell saw it first (closed, and opened again).
+((script, path, born) => {
+  const line = script.previousElementSibling, begin = performance.now();
+  const page = document.getElementById("jupyter-config-data");
+  if (!page || !script.closest(".jp-Cell")) return;
+  const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
+  const fresh = script.closest(".jp-Cell").fresh ??= {};
+  let now = 0, changed = begin;
+  const look = async () => {
+    if (!line.closest(".jp-Cell")) return;  // there is a newer view
+    line.hidden = (fresh[born] ?? true) && performance.now() - changed < 2000;
+    try {
+      const answer = await fetch(`${url}?type=file&format=text`);
+      if (answer.status === 404) return line.hidden = false;
+      const said = Number((await answer.json()).content);
+      if (said && said !== now) {
+        now = said;
+        changed = performance.now();
+        fresh[born] ??= now - changed / 1000 < born
+          && now - (changed - begin) / 1000 < born + 10;
+      }
+    } catch {}  // the server is gone, too
+    setTimeout(look, 500);
+  };
+  look();
+})(document.currentScript, PATH, BORN)
