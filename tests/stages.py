@@ -203,7 +203,8 @@ class CollectivesSeen:
         import torch.distributed._functional_collectives as functional
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        from workshop.collectives import Collectives
+        from workshop.watch.log import replace
+        from workshop.watch.messages import Collectives
 
         calls, sent = collections.Counter(), collections.Counter()
 
@@ -215,9 +216,8 @@ class CollectivesSeen:
             if function.namespace == "c10d":
                 note(name, tensors)
 
-        all_reduce = functional.all_reduce
-
-        def visible_all_reduce(tensor, *args, **kwargs):
+        @replace(functional, "all_reduce")
+        def all_reduce(all_reduce, tensor, *args, **kwargs):
             note("all_reduce", [tensor])
             return all_reduce(tensor, *args, **kwargs)
 
@@ -227,7 +227,6 @@ class CollectivesSeen:
             calls.clear()
             sent.clear()
 
-        functional.all_reduce = visible_all_reduce
         Collectives(note_others).__enter__()
         register_optimizer_step_pre_hook(say)
 

@@ -121,7 +121,7 @@ class MessagesOfSave:
         import torch.distributed as dist
 
         from backstage import checkpoint
-        from workshop.collectives import Collectives
+        from workshop.watch.messages import Collectives
 
         on_cpus, new_group = set(), dist.new_group
         gather = checkpoint.gather_state

@@ -512,19 +512,14 @@ def log(lines=8):
 # ---------------------------------------------------------------- pictures
 
 
-def cadence():
-    """The picture of how 1, 2 and 4 processes take their microbatches."""
-    return Shown(render.box(pictures.cadence()), "(a picture)")
+def drawn(draw):
+    """A function for a cell, which shows that picture."""
+    return functools.wraps(draw)(lambda: picture(draw()))
 
 
-def samples_read():
-    """The picture of which rank reads which samples of a minibatch."""
-    return picture(pictures.samples_read())
-
-
-def strategies():
-    """The picture of what each strategy keeps on each GPU."""
-    return Shown(render.box(pictures.strategies()), "(a picture)")
+cadence, data_parallel, nodes, samples_read, strategies, words = map(drawn, (
+    pictures.cadence, pictures.data_parallel, pictures.nodes,
+    pictures.samples_read, pictures.strategies, pictures.words))
 
 
 # -------------------------------------------------------------- start_here
@@ -535,21 +530,6 @@ def doctor():
     """Does this machine have everything the workshop needs?"""
     os.environ.update(interpreter.sbatch_variables())
     said_meanwhile("-m", "workshop", "doctor")
-
-
-def data_parallel():
-    """The picture of a step with data parallelism."""
-    return picture(pictures.data_parallel())
-
-
-def words():
-    """The picture of what an epoch is made of."""
-    return picture(pictures.words())
-
-
-def nodes():
-    """The picture of ranks and local ranks."""
-    return picture(pictures.nodes())
 
 
 @in_one_line

@@ -5,8 +5,8 @@ import importlib.util
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from workshop.collectives import Collectives
 from workshop.stages import find
+from workshop.watch.messages import Collectives
 
 
 def load(stage):
