@@ -116,7 +116,7 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["workshop", "launch", *words, "--",
                                           "--preset", "tiny"])
         args = workshop.parse()
-        assert args.dry_run and args.flags == ["--preset", "tiny"]
+        assert args.dry and args.flags == ["--preset", "tiny"]
 
 
 @pytest.mark.whole

@@ -1,6 +1,8 @@
 """The tools of the lessons: python -m workshop diff | check | apply | ..."""
 
 import argparse
+import importlib
+import inspect
 import os
 import sys
 import textwrap
@@ -8,16 +10,7 @@ import traceback
 
 from backstage.errors import UserError, run_main
 from backstage.files import reason
-from workshop import (
-    answers,
-    classroom,
-    doctor,
-    lab,
-    launch,
-    progress,
-    rehearse,
-    update,
-)
+from workshop import classroom
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
 from workshop.stages import LESSONS, STAGES
@@ -33,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 def main():
     args = parse()
     try:
-        sys.exit(args.function(args))
+        sys.exit(call(args))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("", "backstage", "workshop"):
             raise
@@ -48,82 +41,53 @@ def main():
                         f"in {sys.prefix} damaged?") from error
 
 
-# What each command does, with what it needs: most need no package. Each
-# returns the exit status.
+def call(args):
+    """Do what a command does: "module:function", imported when it is needed.
+
+    Most need no package. It gets the options that it has parameters for, and
+    returns the exit status, or whether all is right.
+    """
+    function = args.function
+    if isinstance(function, str):
+        module, name = function.split(":")
+        function = getattr(
+            importlib.import_module(f"workshop.{module}"), name)
+    wanted = inspect.signature(function).parameters
+    said = function(**{name: value for name, value in vars(args).items()
+                       if name in wanted})
+    return not said if isinstance(said, bool) else said
 
 
-def diff(args):
+def diff(stage, hints, number):
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    left = Diff(args.stage)
+    left = Diff(stage)
     classroom.note_diff(left)
-    print(render.to_text(left, colour, args.hints, args.number))
+    print(render.to_text(left, colour, hints, number))
 
 
-def check(args):
-    from workshop.check.command import main
-
-    return not main(args.stage, verbose=args.verbose, events=args.events,
-                    change=args.number)
-
-
-def apply(args):
-    desk.apply(args.stage, args.number)
-
-
-def reset(args):
-    if args.list:
+def reset(name, list, undo):
+    if list:
         desk.list_all()
-    elif args.undo:
+    elif undo:
         desk.undo()
     else:
-        desk.reset(args.name)
+        desk.reset(name)
 
 
-def script(args):
-    path, reason = desk.choose(args.stage)
+def script(stage):
+    path, reason = desk.choose(stage)
     print(reason, file=sys.stderr, flush=True)
     print(path)
 
 
-def why(args):
-    if args.job == "run" and args.flags:
+def why(job, flags):
+    if job == "run" and flags:
         from workshop.why.start import run
 
-        run(args.flags)
+        run(flags)
     from workshop.why.command import main
 
-    return main(args.job)
-
-
-def plot(args):
-    from workshop.results.plot import main
-
-    main(args.output, args.run)
-
-
-def profile(args):
-    from workshop.profile import main
-
-    main(args.run)
-
-
-def verify(args):
-    from workshop.verify.command import main
-
-    return not main(args.program, args.n, args.steps, args.resume_with,
-                    args.events)
-
-
-def export(args):
-    from workshop.huggingface import export_run
-
-    export_run(args.run, args.folder)
-
-
-def import_model(args):
-    from workshop.huggingface import import_folder
-
-    import_folder(args.folder, args.file)
+    return main(job)
 
 
 class Commands:
@@ -168,7 +132,7 @@ def make_parser():
                              help="the stage that the lesson makes")
 
     commands.group("the lesson")
-    add("lab", lambda args: lab.main(args.stage, args.flags),
+    add("lab", "lab:main",
         "Open JupyterLab with your script and a lesson side by side.",
         "Further flags are JupyterLab's, such as --no-browser.").add_argument(
             "stage", nargs="?", choices=LESSONS,
@@ -181,19 +145,20 @@ def make_parser():
     show.add_argument("--hints", action=argparse.BooleanOptionalAction,
                       default=render.wants_hints(),
                       help="the place and the reason, without the code")
-    tried = add("check", check, "Run your script as 1, 2 and more processes, "
+    tried = add("check", "check.command:main",
+                "Run your script as 1, 2 and more processes, "
                 "and compare with the single-device stage.")
     add_stage(tried)
-    tried.add_argument("number", nargs="?", type=int,
+    tried.add_argument("change", nargs="?", type=int, metavar="number",
                        help="try this change alone, as diff numbers it, with "
                        "all others made")
     tried.add_argument("-v", "--verbose", action="store_true",
                        help="show every question, and what follows from a "
                        "mistake")
-    made = add("apply", apply,
+    made = add("apply", "lesson.desk:apply",
                "Make changes of the lesson for you; your version is kept.")
     add_stage(made)
-    made.add_argument("number", nargs="*", type=int,
+    made.add_argument("numbers", nargs="*", type=int, metavar="number",
                       help="their numbers, as diff shows them")
     made.add_argument("--all", action="store_true",
                       help="make all that are left")
@@ -207,16 +172,15 @@ def make_parser():
                       help="go back to your previous version")
 
     commands.group("a job")
-    start = add("launch", lambda args: launch.main(
-        args.stage, args.flags, args.dry_run), "Start a stage on all GPUs of "
-        "this job of SLURM or PBS, or of this machine.", "The command is "
-        "printed first. What follows -- are the script's own flags.")
+    start = add("launch", "launch:main", "Start a stage on all GPUs of this "
+                "job of SLURM or PBS, or of this machine.", "The command is "
+                "printed first. What follows -- are the script's own flags.")
     start.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage: "
                        "your script if it has passed the check, else the "
                        "solution; or the doctor, who asks all ranks")
-    start.add_argument("--dry-run", action="store_true",
+    start.add_argument("--dry-run", action="store_true", dest="dry",
                        help="only print the command")
-    add("doctor", lambda args: doctor.main(args.ranks), "Check that "
+    add("doctor", "doctor:main", "Check that "
         "everything the workshop needs is there.").add_argument(
             "--ranks", action="store_true", help="ask all processes that a "
             "launcher has started: do they reach each other, how fast?")
@@ -226,20 +190,24 @@ def make_parser():
             "job", nargs="?", metavar="RUN|JOBID|PID", help="its folder, "
             "SLURM's number of it, or a process's: the launcher's or a "
             "rank's; without it, the job that torchrun started last")
-    drawn = add("plot", plot, "Draw the runs: loss curves, tokens/s, scaling.")
-    drawn.add_argument("run", nargs="*", help="folders of runs (default: the "
-                       "newest in runs/ and those like it)")
+    drawn = add("plot", "results.plot:main",
+                "Draw the runs: loss curves, tokens/s, scaling.")
+    drawn.add_argument("folders", nargs="*", metavar="run",
+                       help="folders of runs (default: the newest in runs/ "
+                       "and those like it)")
     drawn.add_argument("-o", "--output", default="results.png",
                        help="the file, .png, .svg or .pdf (results.png)")
-    add("profile", profile, "Say where the time of a step goes on each rank, "
+    add("profile", "profile:main",
+        "Say where the time of a step goes on each rank, "
         "from the traces that --profile N has recorded.").add_argument(
             "run", help="its folder")
 
     commands.group("your own model")
-    own = add("verify", verify, "Run any training script as one process and "
+    own = add("verify", "verify.command:main",
+              "Run any training script as one process and "
               "as several for a few updates, on the CPU: does it train "
               "alike?")
-    own.add_argument("-n", type=int, default=2,
+    own.add_argument("-n", type=int, default=2, dest="size", metavar="N",
                      help="the number of processes (2)")
     own.add_argument("--steps", type=int, default=4,
                      help="how many updates are watched (4)")
@@ -252,29 +220,29 @@ def make_parser():
     own.add_argument("program", nargs=argparse.REMAINDER,
                      metavar="-- SCRIPT FLAGS", help="the script, which "
                      "is not changed, and its own flags")
-    theirs = add("import", import_model, "Write a model in Hugging Face's "
-                 "format as a checkpoint, for --init.")
+    theirs = add("import", "huggingface:import_folder", "Write a model in "
+                 "Hugging Face's format as a checkpoint, for --init.")
     theirs.add_argument("folder", help="its folder")
     theirs.add_argument("file", help="the checkpoint to write, a .pt file")
-    ours = add("export", export, "Write a run's model in Hugging Face's "
-               "format, which transformers loads.")
+    ours = add("export", "huggingface:export_run", "Write a run's model in "
+               "Hugging Face's format, which transformers loads.")
     ours.add_argument("run", help="folder of the run, or a checkpoint")
     ours.add_argument("folder", help="the folder to write")
 
     commands.group("the course")
-    add("update", lambda args: update.main(), "Bring this clone to the newest "
+    add("update", "update:main", "Bring this clone to the newest "
         "state of the course; what you edited is kept.")
-    add("answers", lambda args: answers.main(args.lesson), "For the "
+    add("answers", "answers:main", "For the "
         "instructor: the answers to the questions of a lesson, or of "
         "all.").add_argument("lesson", nargs="?", help="ddp, collectives, ...")
-    room = add("class", lambda args: classroom.main(args.folder, args.output),
+    room = add("class", "classroom:main",
                "For the instructor: show how far those are who take part, on "
                "a page that updates itself.")
     room.add_argument("folder", help="the shared one that WORKSHOP_CLASS "
                       "names")
     room.add_argument("-o", "--output", default="class.html",
                       help="the page (class.html)")
-    add("rehearse", lambda args: rehearse.main(args.flags), "For the "
+    add("rehearse", "rehearse:main", "For the "
         "instructor: do what an attendee does in an hour, in a fresh clone, "
         "and say how long each step takes.", "What follows -- are the flags "
         "of the job's script, in place of --max-steps 100.")
@@ -284,9 +252,9 @@ def make_parser():
         "yours if it has passed the check.").add_argument(
             "stage", choices=STAGES, help="the stage of the batch file")
     commands.add_hidden(
-        "progress", lambda args: progress.show(args.run), "Show how far a run "
+        "progress", "progress:show", "Show how far a run "
         "has got; the exit status is 0 if it is finished.").add_argument(
-            "run", help="its folder")
+            "folder", metavar="run", help="its folder")
     return commands.parser, commands.commands.choices
 
 
@@ -306,7 +274,7 @@ def parse():
         parser.error(f"unrecognized arguments: {' '.join(args.flags)}"
                      + ": the script's own come after --" * own)
     args.flags += flags
-    if args.command == "apply" and args.all == bool(args.number):
+    if args.command == "apply" and args.all == bool(args.numbers):
         commands["apply"].error("give the numbers of changes, or --all")
     if args.command == "reset" and (
             bool(args.name) + args.list + args.undo != 1):

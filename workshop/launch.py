@@ -127,16 +127,16 @@ def on_each_host(place, processes, env, cores=1):
     return ["mpiexec", "-n", str(total), *per_host, str(processes)]
 
 
-def main(name, flags, dry):
+def main(stage, flags, dry):
     """Print the command, and become it unless dry."""
     env = switch_on(os.environ)
     place = find_place(env, count_devices)
-    if name == "doctor":
+    if stage == "doctor":
         launcher, why = "mpirun", "program   the doctor"
         program = ["-m", "workshop", "doctor", "--ranks", *flags]
     else:
-        launcher = find(name).launcher
-        script, why = desk.choose(name)
+        launcher = find(stage).launcher
+        script, why = desk.choose(stage)
         program = [str(script), *flags]
     command = make_command(place, launcher, program, env)
     archive, first = interpreter.archive(), []
