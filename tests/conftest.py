@@ -87,8 +87,8 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     """No test may leave a process behind."""
     end, left = time.monotonic() + 20, []
-    if "workshop.processes" in sys.modules:
-        sys.modules["workshop.processes"].end_all()
+    if "workshop.server" in sys.modules:
+        sys.modules["workshop.server"].end_all()
     if is_worker(session.config):
         return
     while (left := list(left_behind())) and time.monotonic() < end:

@@ -18,7 +18,7 @@ from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import classroom, patience, processes
+from workshop import classroom, patience, server
 from workshop.check import trial
 from workshop.check.command import Check, main
 from workshop.lesson import checked, documents
@@ -297,6 +297,6 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
 
 
 def test_a_server_that_was_killed_is_replaced():
-    first = processes.get_server()
+    first = server.get_server()
     first.end()
-    assert processes.get_server() is not first
+    assert server.get_server() is not first

@@ -2,7 +2,7 @@
 
     mpirun -n N python workshop/mpirun_proxy.py FOLDER
 
-`workshop.processes` forks the ranks from a server that has torch imported
+`workshop.server` forks the ranks from a server that has torch imported
 already. A rank joins MPI with what mpirun gives to the process that it
 starts: variables, and with MPICH an open connection. This hands both to the
 rank of its number, by a socket in FOLDER, and ends as the rank does. If

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import processes
+from workshop import server
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
@@ -74,7 +74,7 @@ def scratch_folder(word):
     def leave(number, frame):
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        for end in (processes.end_all, lambda: folder and remove(folder),
+        for end in (server.end_all, lambda: folder and remove(folder),
                     lambda: os.write(1, word)):
             with contextlib.suppress(Exception):
                 end()

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import classroom, processes
+from workshop import classroom, processes, server
 from workshop.check import localise
 from workshop.check.board import Board
 from workshop.lesson import checked, documents
@@ -47,7 +47,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
                 out.report(right=True)
                 return True
         # it imports torch while this process does
-        processes.get_server(processes.modules_of(stage))
+        server.get_server(processes.modules_of(stage))
         from workshop.check import trial
 
         bench = trial.Bench(folder, stage, script, data, out.say)

@@ -35,14 +35,14 @@ import warnings
 from pathlib import Path
 
 from backstage.errors import UserError, run_main
-from workshop import processes
+from workshop import processes, server
 
 PRELOAD = ["torch", "torch.distributed", "workshop.notebook.sharding",
            "workshop.notebook.pipelines"]
 
 
 def main():
-    processes.get_server(PRELOAD)  # imports torch meanwhile
+    server.get_server(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
         try:

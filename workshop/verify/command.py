@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from backstage.errors import require
-from workshop import processes
+from workshop import server
 from workshop.check.command import Events, Terminal
 from workshop.questions import Questions
 from workshop.scratch import (
@@ -43,10 +43,10 @@ def main(program, size, steps, resume_with=None, events=False):
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
     data, out = read_script(script), Events() if events else Terminal()
-    preload = [*processes.PRELOAD, "workshop.watch.model", *(
+    preload = [*server.PRELOAD, "workshop.watch.model", *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     with scratch_folder(out.interrupted) as folder:
-        processes.get_servers(preload, size, 0)  # import torch meanwhile
+        server.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
 
         (folder / "tmp").mkdir()

@@ -56,7 +56,7 @@ STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE")
 # Files whose lines are not the script's
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
-                     r"|/workshop/(as_torchrun|processes|why/witness)\.py|\.pyx$"
+                     r"|/workshop/(as_torchrun|server|why/witness)\.py|\.pyx$"
                      r"|/c[a-z2-7]{51}\.py$")  # torch.compile's
 
 # What is recorded of MPI's communicators, and what makes new ones
