@@ -15,10 +15,14 @@ import pytest
 import tiktoken
 import torch
 from conftest import edit, needs
+from torch.distributed import _functional_collectives as functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backstage import ROOT, dataset
 from workshop.processes import OPEN_MPI, Launch, modules_of
 from workshop.stages import STAGES
+from workshop.watch.log import replace
+from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER / "golden"  # tokens, and what was computed from them
@@ -174,61 +178,54 @@ def wait_for_rows(run, number):
         time.sleep(0.01)
 
 
-class DieAfter:
-    """Kills every process when that many steps are done and saved."""
+class SignalAt:
+    """Sends itself a signal in the step with this number; one rank, or all."""
 
-    def __init__(self, steps):
-        self.steps = steps
+    def __init__(self, step, number, rank=None):
+        self.step, self.number, self.rank = step, number, rank
 
     def __call__(self, log):
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
         self.count = 0
-        register_optimizer_step_pre_hook(self.step)
+        if self.rank in (None, log.rank):
+            register_optimizer_step_pre_hook(self.on_step)
 
-    def step(self, *_):
+    def on_step(self, *_):
         self.count += 1
-        if self.count == self.steps + 2:  # then the last one is saved
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.count == self.step:
+            os.kill(os.getpid(), self.number)
 
 
-class CollectivesSeen:
+def DieAfter(steps):
+    """Kills every process when that many steps are done and saved."""
+    return SignalAt(steps + 2, signal.SIGKILL)  # then the last one is saved
+
+
+def collectives_seen(log):
     """Says what each step sends: how often, and how many bytes go in.
 
     all_reduce: those between DTensors, also inside of PyTorch's operations;
     allreduce, allgather_base, send, ...: all others.
     """
+    calls, sent = collections.Counter(), collections.Counter()
 
-    def __call__(self, log):
-        import torch.distributed._functional_collectives as functional
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        from workshop.watch.log import replace
-        from workshop.watch.messages import Collectives
-
-        calls, sent = collections.Counter(), collections.Counter()
-
-        def note(name, tensors):
+    def note(name, tensors, function=None, args=()):
+        if function is None or function.namespace == "c10d":
             calls[name] += 1
             sent[name] += sum(tensor.nbytes for tensor in tensors)
 
-        def note_others(name, tensors, function, args):
-            if function.namespace == "c10d":
-                note(name, tensors)
+    @replace(functional, "all_reduce")
+    def all_reduce(all_reduce, tensor, *args, **kwargs):
+        note("all_reduce", [tensor])
+        return all_reduce(tensor, *args, **kwargs)
 
-        @replace(functional, "all_reduce")
-        def all_reduce(all_reduce, tensor, *args, **kwargs):
-            note("all_reduce", [tensor])
-            return all_reduce(tensor, *args, **kwargs)
+    def say(*_):
+        print("sent:", *(f"{name} {calls[name]} {sent[name]}"
+                         for name in sorted(calls)), sep="; ")
+        calls.clear()
+        sent.clear()
 
-        def say(*_):
-            print("sent:", *(f"{name} {calls[name]} {sent[name]}"
-                             for name in sorted(calls)), sep="; ")
-            calls.clear()
-            sent.clear()
-
-        Collectives(note_others).__enter__()
-        register_optimizer_step_pre_hook(say)
+    Collectives(note).__enter__()
+    register_optimizer_step_pre_hook(say)
 
 
 # ----------------------------------------------------------- real launchers

@@ -8,6 +8,7 @@ import pytest
 from stages import (
     DieAfter,
     Result,
+    SignalAt,
     agree,
     refused,
     run_command,
@@ -50,25 +51,6 @@ def test_sharded_it_goes_on_from_others_and_they_from_it(
     agree(result, single)
 
 
-class SignalAfter:
-    """Sends a signal to the first rank, in the step with this number."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, log):
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        self.count = 0
-        if log.rank == 0:
-            register_optimizer_step_pre_hook(self.on_step)
-
-    def on_step(self, *_):
-        self.count += 1
-        if self.count == self.step:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize(("step", "world_size", "flags"), [
     (7, None, ()), (20, None, ()), (10, 2, FSDP2)], ids=str)
@@ -77,7 +59,7 @@ def test_stopped_and_resumed_are_the_rows_of_one_run(
     """A stopped run validates at the usual steps, and only there."""
     run = tmp_path / "run"
     result = train("lit", run, *flags, data=data, world_size=world_size,
-                   probes=[SignalAfter(step)])
+                   probes=[SignalAt(step, signal.SIGUSR1, 0)])
     assert result.status == 0, result.err
     assert result.column("step") == list(range(step))
     validated = [row["step"] for row in result.rows if row["val_loss"]]
@@ -147,7 +129,7 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
     assert "signals: " in result.out
 
 
-class DeepSpeedOnCPU(SignalAfter):
+class DeepSpeedOnCPU(SignalAt):
     """Lets Lightning run DeepSpeed on a CPU, where the sums are the same.
 
     It sends a signal, too. (DeepSpeed makes an update in several calls.)
@@ -179,12 +161,12 @@ def test_deepspeed_goes_on_from_others_and_they_from_it(
                 probes=[DieAfter(3)]).result(run)
     for world_size, calls in ((2, 7), (1, 5)):
         result = train("lit", run, "--resume", *flags, world_size=world_size,
-                       probes=[DeepSpeedOnCPU(calls)])
+                       probes=[DeepSpeedOnCPU(calls, signal.SIGUSR1, 0)])
         assert result.status == 0, result.err
         assert "stopped by SIGUSR1" in result.out
     agree(train("ddp", run, "--resume", world_size=2), single)
     whole = train("lit", tmp_path / "whole", *flags, data=data, world_size=4,
-                  probes=[DeepSpeedOnCPU(0)])
+                  probes=[DeepSpeedOnCPU(0, 0)])
     agree(whole, single)
     assert "Warning" not in whole.err
 

@@ -6,8 +6,13 @@ import pytest
 import torch
 from conftest import needs
 from stages import agree, make_dataset, refused, train, with_layers
+from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from backstage import checkpoint
 from backstage.errors import explain
+from workshop.watch.log import replace
+from workshop.watch.messages import Collectives
 
 # ------------------------------------------------ the same training
 
@@ -78,15 +83,9 @@ def test_compiled(stage, mesh, data, tmp_path):
 # ------------------------------------------------ what a rank keeps, and saves
 
 
-class ShardsSeen:
+def shards_seen(log):
     """Says how many elements a rank keeps: of weights, gradients, moments."""
-
-    def __call__(self, log):
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        register_optimizer_step_post_hook(self.step)
-
-    def step(self, optimizer, *_):
+    def say(optimizer, *_):
         weights = [weight for group in optimizer.param_groups
                    for weight in group["params"]]
         state = [optimizer.state[weight] for weight in weights]
@@ -94,6 +93,8 @@ class ShardsSeen:
                          tensors in (weights, [one.grad for one in weights],
                                      [one["exp_avg"] for one in state],
                                      [one["exp_avg_sq"] for one in state])))
+
+    register_optimizer_step_post_hook(say)
 
 
 @pytest.mark.whole
@@ -103,7 +104,7 @@ def test_each_rank_keeps_a_part_of_everything(
         stage, flags, data, single, tmp_path):
     result = train(stage, tmp_path / "run", "--max-steps", 3,
                    "--eval-minibatches", 1, *flags, data=data, mesh=(1, 4, 1),
-                   probes=[ShardsSeen()])
+                   probes=[shards_seen])
     assert result.status == 0, result.err
     total = sum(weight.numel() for name, weight in
                 single.checkpoint()["model"].items() if "lm_head" not in name)
@@ -111,46 +112,38 @@ def test_each_rank_keeps_a_part_of_everything(
     assert kept == ["kept:" + 4 * f" {total // 4}"] * (4 * 3)
 
 
-class MessagesOfSave:
+def messages_of_save(log):
     """Says how a checkpoint is gathered: by which groups, and how many bytes.
 
     A group that is not made for "gloo" uses NCCL on GPUs, in their memory.
     """
+    on_cpus = set()
 
-    def __call__(self, log):
-        import torch.distributed as dist
+    @replace(dist, "new_group")
+    def new(new_group, *args, backend=None, **options):
+        group = new_group(*args, backend=backend, **options)
+        if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+            on_cpus.add(group.group_name)
+        return group
 
-        from backstage import checkpoint
-        from workshop.watch.messages import Collectives
+    def note(name, tensors, function, args):
+        group = next(arg if isinstance(arg, str) else
+                     dist.ProcessGroup.unbox(arg).group_name for arg in
+                     args if isinstance(arg, (str, torch.ScriptObject)))
+        print("message", "cpu" if group in on_cpus else "gpu",
+              sum(tensor.nbytes for tensor in tensors))
 
-        on_cpus, new_group = set(), dist.new_group
-        gather = checkpoint.gather_state
-
-        def new(*args, backend=None, **options):
-            group = new_group(*args, backend=backend, **options)
-            if backend == "gloo" and isinstance(group, dist.ProcessGroup):
-                on_cpus.add(group.group_name)
-            return group
-
-        def note(name, tensors, function, args):
-            group = next(arg if isinstance(arg, str) else
-                         dist.ProcessGroup.unbox(arg).group_name for arg in
-                         args if isinstance(arg, (str, torch.ScriptObject)))
-            print("message", "cpu" if group in on_cpus else "gpu",
-                  sum(tensor.nbytes for tensor in tensors))
-
-        def gather_state(*args):
-            with Collectives(note):
-                return gather(*args)
-
-        dist.new_group, checkpoint.gather_state = new, gather_state
+    @replace(checkpoint, "gather_state")
+    def gather_state(gather, *args):
+        with Collectives(note):
+            return gather(*args)
 
 
 @pytest.mark.whole
 def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     """And the pipeline says who writes its texts."""
     result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
-                   mesh=(2, 1, 2), probes=[MessagesOfSave()])
+                   mesh=(2, 1, 2), probes=[messages_of_save])
     assert result.status == 0, result.err
     sizes = {kind: [*map(int, re.findall(rf"message {kind} (\d+)",
                                          result.out))]

@@ -8,27 +8,22 @@ from statistics import mean
 import pytest
 from stages import GOLDEN, train
 
+from backstage import device
 from backstage.errors import UserError
 from workshop import profile
 from workshop.results import runs as results
 from workshop.results.plot import PANELS, PARTS, themed
+from workshop.watch.log import replace
 
 DELAY = 0.1  # seconds: long, even where much else is computed
 
 
-class SlowData:
+def slow_data(log):
     """Makes one rank slow, in the data of each of its steps."""
-
-    def __call__(self, log):
-        from backstage import device
-        from workshop.watch.log import replace
-
-        def slow(pin, *args):
-            time.sleep(DELAY)
-            return pin(*args)
-
-        if log.rank == 2:
-            replace(device, "pin")(slow)
+    @replace(device, "pin")
+    def slow(pin, *args):
+        time.sleep(DELAY * (log.rank == 2))
+        return pin(*args)
 
 
 def check(result, steps):
@@ -162,7 +157,7 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
 def test_a_slow_rank_is_charged_and_the_others_wait(tmp_path):
     ranks = check(train(
         "ddp", tmp_path / "run", "--profile", 10, "--eval-every", 20,
-        data=GOLDEN, mesh=(1, 4, 1), probes=[SlowData()]), range(5, 15))
+        data=GOLDEN, mesh=(1, 4, 1), probes=[slow_data]), range(5, 15))
     data, waited = ([parts[part] for parts in ranks]
                     for part in ("data", "waiting"))
     # rank 2 begins to read while rank 0 still logs: not all of it counts

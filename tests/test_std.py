@@ -1,6 +1,7 @@
 """The single-device stage: what it computes, and that nothing is lost."""
 
 import io
+import itertools
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.files import new_folder
 from backstage.flops import flops_per_token, num_parameters
+from workshop.watch import log as watched
 
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 
@@ -173,27 +176,22 @@ def test_killed_at_random_moments(data, tmp_path):
         assert same_state(done.checkpoint()[part], whole.checkpoint()[part])
 
 
-class DieWhileSaving:
+def die_while_saving(log):
     """Kills the process when half of the second checkpoint is written."""
+    number = itertools.count(1)
 
-    def __call__(self, log):
-        save, self.count = torch.save, 0
-
-        def half(state, file):
-            self.count += 1
-            if self.count < 2:
-                return save(state, file)
-            save(state, file)
+    @watched.replace(torch, "save")
+    def half(save, state, file):
+        save(state, file)
+        if next(number) == 2:
             file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-
-        torch.save = half
 
 
 def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
     flags = ("--checkpoint-every", 5)
     dead = train("std", tmp_path / "run", *flags, data=data,
-                 probes=[DieWhileSaving()])
+                 probes=[die_while_saving])
     assert dead.status == -signal.SIGKILL
     folder = tmp_path / "run" / "checkpoints"
     part, whole_one = sorted(file.name for file in folder.iterdir())
@@ -303,14 +301,9 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     refused(train("std", run, "--resume"), "is damaged", "another --run-dir")
 
 
-class SmallFiles:
+def small_files(limit, log=None):
     """No file may grow beyond a limit in bytes, as on a full disk."""
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def __call__(self, log):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
@@ -321,7 +314,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
             (100_000, ["could not be written (File too large)"]),
             (1500, ["no room to write: File too large", "--resume"])):
         refused(train("std", run, "--resume", "--max-steps", 20,
-                      probes=[SmallFiles(limit)]), *words)
+                      probes=[partial(small_files, limit)]), *words)
         assert [(file.name, file.read_bytes())
                 for file in run.glob("checkpoints/*")] == [
             ("step_00000010.pt", kept)]
@@ -336,7 +329,7 @@ def test_a_full_disk_for_the_output(data, tmp_path):
              "--max-steps", "500", "--checkpoint-every", "500"],
             env={**os.environ, "PYTHONPATH": str(ROOT),
                  "PYTHONUNBUFFERED": ""},
-            preexec_fn=lambda: SmallFiles(3000)(None), stdout=log,
+            preexec_fn=lambda: small_files(3000), stdout=log,
             stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 1
     assert ran.stderr == (

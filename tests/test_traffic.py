@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import train_gpt2_std as std
 from conftest import edit
-from stages import CollectivesSeen, make_dataset, train
+from stages import collectives_seen, make_dataset, train
 
 from backstage import ROOT
 from backstage.flops import (
@@ -102,7 +102,7 @@ def count(stage, mesh, microbatches, data, folder, *flags, script=None):
                    "--eval-minibatches", 1,
                    "--microbatch-size", 8 // (dp * microbatches), *flags,
                    data=data, mesh=mesh, script=script,
-                   probes=[CollectivesSeen()])
+                   probes=[collectives_seen])
     assert result.status == 0, result.err
     found = []
     for rank in result.ranks:
