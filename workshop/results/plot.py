@@ -64,7 +64,9 @@ def loss(ax, runs):
     ax.legend(title="points: validation", title_fontsize=8,
               loc="upper right", ncols=1 + len(runs) // 6)
     if len(runs) == 1:
-        note(ax, "train once more, on more processes, to compare", y=0.04)
+        return note(ax, "train once more, on more processes, to compare",
+                    y=0.04)
+    return ""
 
 
 def speed(ax, runs):
@@ -114,9 +116,9 @@ def scaling(ax, runs):
     count_axis(ax, most)
     ax.legend(loc="lower left")
     if not found:
-        note(ax, "there is no run on one process\nto compare with")
-    elif most == 1:
-        note(ax, "there are only runs on one process:\nalso run on 2 and 4")
+        return note(ax, "there is no run on one process\nto compare with")
+    return most == 1 and note(
+        ax, "there are only runs on one process:\nalso run on 2 and 4")
 
 
 def model(ax, runs):
@@ -207,10 +209,11 @@ def gpus(ax, runs):
             ax.set_title(f"GPU utilisation: {run.name}")
             for gpu, values in samples.items():
                 ax.plot(range(0, 10 * len(values), 10), values, label=gpu)
-            return ax.legend()
+            ax.legend()
+            return ""
     ax.set_axis_off()
-    note(ax, "no GPU metrics in these runs:\nthe batch files record them "
-             "(gpus-*.txt)")
+    return note(ax, "no GPU metrics in these runs:\nthe batch files record "
+                    "them (gpus-*.txt)")
 
 
 def ladder(ax, runs, record=None):
@@ -259,18 +262,10 @@ def colour(run):
 
 
 def note(ax, text, y=0.5):
-    """Say what is missing, in the panel at that height."""
+    """Say what is missing, in the panel at that height; returns the text."""
     ax.annotate(text, (0.5, y), xycoords="axes fraction", alpha=0.8,
-                ha="center", va="center", gid="missing")
-
-
-def missing(panel, runs):
-    """(what these runs lack for a panel, or "", whether it is blank then)."""
-    ax = Figure().subplots()
-    panel(ax, runs)
-    text = " ".join(text.get_text().replace("\n", " ") for text in ax.texts
-                    if text.get_gid() == "missing")
-    return text, not ax.axison
+                ha="center", va="center")
+    return text.replace("\n", " ")
 
 
 def node_size(runs, kind):
@@ -370,20 +365,25 @@ def write_panel():
     output, name, *folders = sys.argv[1:]
     require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
-    panel = IN_NOTEBOOK[name]
-    runs, _ = results.find(folders)
-    (text, blank), examples = missing(panel, runs), False
-    if text and not folders:
-        others, _ = results.find_examples()
-        if not missing(panel, others)[0]:
-            runs, blank, examples = others, False, True
 
-    def draw(ax):
-        panel(ax, runs)
-        if examples:
-            ax.set_title(f"{ax.get_title()}\n(examples: yours are too few)")
+    def draw(runs, more=""):
+        """(the picture, what the runs lack for it, whether it is blank)."""
+        found = []
 
-    Path(output).write_text(text if blank else themed(draw), encoding="utf-8")
+        def panel(ax):
+            found[:] = IN_NOTEBOOK[name](ax, runs) or "", not ax.axison
+            if more:
+                ax.set_title(ax.get_title() + more)
+
+        return [themed(panel), *found]
+
+    svg, lacks, blank = draw(results.find(folders)[0])
+    if lacks and not folders:
+        other, lacking, _ = draw(results.find_examples()[0],
+                                 "\n(examples: yours are too few)")
+        if not lacking:
+            svg, blank = other, False
+    Path(output).write_text(lacks if blank else svg, encoding="utf-8")
 
 
 if __name__ == "__main__":
