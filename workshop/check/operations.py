@@ -13,12 +13,15 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from functools import partial
 from types import FunctionType
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from workshop.watch.log import replace
 
 AUTOCAST = ("gelu", "attention")  # get bf16 under autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,24 +102,21 @@ class Memory:
 
         self.wrong = ""
         self.builder = builder = interpreter.interpreter_builder
-        begin = interpreter.GridExecutor._init_args_hst
-        load, store = builder.create_masked_load, builder.create_masked_store
 
-        def visible_begin(executor, args, kwargs):
+        @replace(interpreter.GridExecutor, "_init_args_hst")
+        def begin(begin, executor, args, kwargs):
             self.begin(executor.fn.__name__, [
                 x for x in (*args, *kwargs.values())
                 if isinstance(x, torch.Tensor)])
             return begin(executor, args, kwargs)
 
-        def visible_load(ptrs, mask, *rest):
+        @replace(builder, "create_masked_load")
+        def load(load, ptrs, mask, *rest):
             return load(ptrs, self.access(ptrs, mask, "read"), *rest)
 
-        def visible_store(ptrs, value, mask, *rest):
+        @replace(builder, "create_masked_store")
+        def store(store, ptrs, value, mask, *rest):
             return store(ptrs, value, self.access(ptrs, mask, "write"), *rest)
-
-        interpreter.GridExecutor._init_args_hst = visible_begin
-        builder.create_masked_load = visible_load
-        builder.create_masked_store = visible_store
 
     def begin(self, kernel, tensors):
         """A kernel begins, with these arguments."""
@@ -190,12 +190,9 @@ def explain(error, script):
     """(text, lines, True): an error in one line, the script's line of it."""
     line = []
     while error:
-        last, trace = error, error.__traceback__
-        while trace:
-            if trace.tb_frame.f_code.co_filename == script:
-                line = [trace.tb_lineno]
-            trace = trace.tb_next
-        error = error.__cause__
+        line = [frame.lineno for frame in traceback.extract_tb(
+            error.__traceback__) if frame.filename == script][-1:] or line
+        last, error = error, error.__cause__
     text = f"{type(last).__name__}: {' '.join(str(last).split())}"
     return text, line, True
 
