@@ -1,7 +1,7 @@
 """A model's tensors as its ranks hold them, and put together afterwards.
 
 A rank describes what it has of each tensor without asking another rank: a
-script that is wrong must not hang in its observer.
+script that is wrong must not hang in who watches it.
 """
 
 from dataclasses import dataclass

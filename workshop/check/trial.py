@@ -130,7 +130,7 @@ class Trial:
         return sum("call" not in event for event in self.events[rank])
 
     def read(self, observed):
-        """Take in what the ranks' observers have left."""
+        """Take in what the ranks' probes have seen."""
         for rank in range(self.mesh.size):
             file = observed / f"{rank}.pt"
             self.seen.append(torch.load(file) if file.exists() else None)
