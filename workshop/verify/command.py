@@ -20,6 +20,7 @@ from workshop.scratch import (
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
+WATCHES = ("workshop.watch.model", "workshop.watch.training")
 PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -43,7 +44,7 @@ def main(program, size, steps, resume_with=None, events=False):
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
     data, out = read_script(script), Events() if events else Terminal()
-    preload = [*server.PRELOAD, "workshop.watch.model", *(
+    preload = [*server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     with scratch_folder(out.interrupted) as folder:
         server.get_servers(preload, size, 0)  # import torch meanwhile

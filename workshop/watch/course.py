@@ -7,8 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -63,6 +61,8 @@ class Course:
         register_module_forward_pre_hook(self.on_forward)
         self.watch_functions()
 
+        from torch.distributed.tensor import DTensor  # takes a second
+
         @replace(torch.nn.Module, "to")
         def move(move, module, *args, **kwargs):
             if is_gpt(module):
@@ -72,6 +72,8 @@ class Course:
             return move(module, *args, **kwargs)
 
     def watch_functions(self):
+        from torch.distributed.pipelining import PipelineStage
+
         @replace(F, "cross_entropy", "gelu", "layer_norm",
                  "scaled_dot_product_attention")
         def compute(compute, *args, **kwargs):

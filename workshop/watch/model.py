@@ -25,16 +25,13 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from workshop import parts
 from workshop.parts import thin
-from workshop.watch import training
 from workshop.watch.files import made, opened
-from workshop.watch.gpus import gpus
 from workshop.watch.log import replace
 from workshop.watch.messages import messages
 from workshop.watch.process import process
@@ -49,9 +46,23 @@ def probes(folder, size, steps, kind="", on_gpus=False):
     folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
     for them.
     """
-    return [Rows(size, steps, kind), Modules(), *training.PROBES, Updates(),
-            process, messages, *[gpus] * on_gpus, partial(opened, without=(
+    return [Rows(size, steps, kind), Modules(), use, Updates(), process,
+            messages, *[stand_in] * on_gpus, partial(opened, without=(
                 os.path.dirname(folder), *NO_OUTPUT)), made]
+
+
+def use(log):
+    """What scripts use beside a model; verify itself need not import it."""
+    from workshop.watch.training import PROBES
+
+    for probe in PROBES:
+        probe(log)
+
+
+def stand_in(log):
+    from workshop.watch.gpus import gpus
+
+    gpus(log)
 
 
 class Rows:
@@ -241,6 +252,8 @@ class Modules:
 
     def meet(self, module):
         """Name its parameters, and watch their gradients."""
+        from torch.distributed.tensor import DTensor
+
         log = self.log
         if id(module) in log.modules:
             return
