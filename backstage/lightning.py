@@ -3,12 +3,9 @@
 A Trainer has its own ways to log, to save, to resume and to handle signals.
 The script switches them off, and `LitRun` puts `backstage.run.Run` in their
 place, so that a run has the same folder in every stage, and any stage goes on
-with another's checkpoint. Nothing here changes what the script tells the
-Trainer.
+with another's checkpoint.
 """
 
-import copy
-import importlib.util
 import logging
 import os
 import time
@@ -17,14 +14,10 @@ import warnings
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import (
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins import environments
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
 
 from backstage.checkpoint import is_sharded
 from backstage.device import check_local_rank, find_device
@@ -39,9 +32,6 @@ for name in ("lightning.pytorch", "lightning.fabric"):  # hints, tips
 warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-DEEPSPEED_DEVICES = {"cuda"}
-
-
 # --------------------------------------------------------- who takes part
 
 
@@ -49,33 +39,25 @@ def get_world(hp):
     """Rank, local rank, world size and number of nodes.
 
     A launcher has started the processes, or Lightning will start --devices
-    of them on this node. Raises `UserError` where the numbers do not match.
+    of them on this node. Raises `UserError` where the numbers do not match,
+    and for what Lightning would not train on.
     """
     devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
             f"--devices {hp.devices}, but {devices} process(es) were started "
             "on a node: make srun's --ntasks-per-node (torchrun's "
             "--nproc-per-node) the same, or leave --devices out")
-    check_device(hp, devices)
-    use_cores(devices)  # it may start them itself
-    rank, local_rank = (int(os.environ.get(name, 0))
-                        for name in ("RANK", "LOCAL_RANK"))
-    return rank, local_rank, world_size, world_size // devices
-
-
-def check_device(hp, devices):
-    """Raise a `UserError` for what Lightning would not train on."""
     device = find_device(hp.device)
     require(device.type != "xpu", "Lightning 2.6 does not know XPUs: use the "
             "DDP stage, or --device cpu")
     if device.type != "cpu":
         check_local_rank(device, devices - 1)
     if hp.strategy.startswith("deepspeed"):
-        require(device.type in DEEPSPEED_DEVICES, "Lightning runs DeepSpeed "
-                f"on NVIDIA GPUs, not on {device.type}: use --strategy fsdp2")
-        require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
-                "installed: pip install -r environment/deepspeed.txt, or use "
-                "--strategy fsdp2")
+        Zero.check(device)
+    use_cores(devices)  # it may start them itself
+    rank, local_rank = (int(os.environ.get(name, 0))
+                        for name in ("RANK", "LOCAL_RANK"))
+    return rank, local_rank, world_size, world_size // devices
 
 
 # ----------------------------------------------------- what a Trainer needs
@@ -89,10 +71,10 @@ def get_launcher():
     would take the shell of a SLURM job for a task that has to wait for others.
     """
     if "RANK" in os.environ:
-        return TorchElasticEnvironment()
+        return environments.TorchElasticEnvironment()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.pop("MASTER_PORT", None)  # any free one
-    return LightningEnvironment()
+    return environments.LightningEnvironment()
 
 
 def get_strategy(hp, world_size):
@@ -103,43 +85,13 @@ def get_strategy(hp, world_size):
     split matrices among those of a node).
     """
     if hp.strategy.startswith("deepspeed"):
-        return Zero(int(hp.strategy[-1]), hp.microbatch_size)
+        return Zero(stage=int(hp.strategy[-1]))
     if hp.strategy == "fsdp2":
         return ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1)
     if world_size > 1:
         return DDPOnOneStream(gradient_as_bucket_view=True)
     return "auto"
-
-
-class DDPOnOneStream(DDPStrategy):
-    """DDPStrategy that wraps the model on the CUDA stream it trains on.
-
-    To be deleted with the first Lightning after 2.6.6, which builds the
-    wrapper on a stream of its own: backward() then warns that "the
-    AccumulateGrad node's stream does not match", and the GPU waits where it
-    need not (Lightning's issue 21567, fixed by its pull request 21746).
-    """
-
-    def configure_ddp(self):
-        """Wrap the model. All ranks, each its own."""
-        self.model = DistributedDataParallel(
-            self.model, device_ids=self.determine_ddp_device_ids(),
-            **self._ddp_kwargs)
-
-
-class Microbatches(IterableDataset):
-    """A DataIterator's microbatches, from where it stands, for a DataLoader.
-
-    The DataIterator knows which samples are this rank's: no sampler deals them
-    out again, and there are no workers, each of which would read all of them.
-    """
-
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return copy.copy(self.data)  # each sweep begins where `data` stands
 
 
 # --------------------------------------------------------------- the run
@@ -149,32 +101,31 @@ class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
     write_texts(model, tokenizer, device, seed) returns what is printed every
-    --generate-every steps.
+    --generate-every steps. The module has the GPT as its `model`, and as its
+    `norm` that of the gradients, from configure_gradient_clipping.
 
     The Trainer calls the methods that begin with "on_", and `setup`, on all
-    ranks, in the order in which they stand here. The module's `norm` is that
-    of the gradients, from configure_gradient_clipping.
+    ranks, in the order in which they stand here.
     """
 
-    def __init__(self, stage, train_data, write_texts):
-        self.stage, self.train_data = stage, train_data
-        self.write_texts = write_texts
-        self.stopping = False  # a rank has received a signal
+    def __init__(self, stage, train_data, val_data, write_texts):
+        self.stage, self.write_texts = stage, write_texts
+        self.train_data, self.val_data = train_data, val_data
 
     def setup(self, trainer, module, stage):
         """Make the run: the processes know each other now."""
         leave_signals_alone(trainer)
-        self.hp = module.hp
+        self.hp, self.model = module.hp, module.model
         self.device = trainer.strategy.root_device
-        self.run = Run(
-            self.stage, self.hp, module.config, trainer.max_steps, self.device)
+        self.run = Run(self.stage, self.hp, self.model.config,
+                       trainer.max_steps, self.device)
 
     def on_fit_start(self, trainer, module):
         """Go on from the checkpoint: model and optimizer are in place now."""
         if isinstance(trainer.strategy, Zero):
             self.step = trainer.strategy.restore(self.run)
         else:
-            self.step = self.run.restore(module, trainer.optimizers[0])
+            self.step = self.run.restore(self.model, trainer.optimizers[0])
         self.train_data.seek(self.step * self.hp.minibatch_size)
         if self.step > 0:
             count_from(self.step, trainer)
@@ -204,8 +155,7 @@ class LitRun(L.Callback):
         if is_joined():
             dist.all_reduce(report)  # the sum over all ranks
         loss, stop = (report / self.run.world_size).tolist()
-        norm = (trainer.strategy.norm if isinstance(trainer.strategy, Zero)
-                else module.norm)
+        norm = module.norm
         if isinstance(norm, DTensor):  # each rank has that of its shards
             norm = norm.full_tensor()
         norm = float(norm)
@@ -213,47 +163,38 @@ class LitRun(L.Callback):
         self.run.check_finite(self.step - 1, loss, norm)
 
         self.row = loss, self.lr, norm, seconds
+        self.last = self.step == trainer.max_steps
         self.stopping = bool(stop)
-        validates = (batch_idx + 1) % trainer.val_check_interval == 0
-        if self.step == trainer.max_steps:
-            validates = trainer.should_stop = True
-        elif stop:
-            trainer.should_stop = True
-            if not validates:  # but it does, where it is asked to stop
+        trainer.should_stop = self.last or self.stopping
+        if not self.last and self.step % self.hp.eval_every > 0:
+            if self.stopping:  # asked to stop, the Trainer would validate
                 trainer.limit_val_batches = 0
-        if not validates:
-            self.end_step(trainer, module)
+            self.end_step(trainer)
 
     def on_validation_end(self, trainer, module):
+        self.val_data.seek(0)  # for the next time
         if self.row:  # not in the middle of a step
-            self.end_step(trainer, module,
-                          trainer.callback_metrics["val_loss"].item())
+            self.end_step(trainer, trainer.callback_metrics["val_loss"].item())
 
-    def end_step(self, trainer, module, val_loss=None):
-        """Log; save, and let the model write, where it is time to. All ranks.
-        """
-        hp, run, step = self.hp, self.run, self.step
+    def end_step(self, trainer, val_loss=None):
+        """Log; save and write texts where it is time to. All ranks."""
+        hp, run, step, last = self.hp, self.run, self.step, self.last
         loss, lr, norm, seconds = self.row
-        last = step == trainer.max_steps
         if run.rank == 0:
             run.log(step - 1, loss, val_loss, lr, norm, seconds)
         if last or self.stopping or step % hp.checkpoint_every == 0:
             if isinstance(trainer.strategy, Zero):
                 trainer.strategy.save(run, step)
-            elif run.rank == 0 or is_sharded(module):
-                run.save(step, module, trainer.optimizers[0])
+            elif run.rank == 0 or is_sharded(self.model):
+                run.save(step, self.model, trainer.optimizers[0])
         if run.tokenizer and (last or step % hp.generate_every == 0):
             seed = hp.seed + 1000 * (step - 1) + run.rank
             with torch.compiler.set_stance("force_eager"):  # of many lengths
                 texts = on_every_rank(self.write_texts(
-                    module, run.tokenizer, self.device, seed))
+                    self.model, run.tokenizer, self.device, seed))
             if run.rank == 0:
                 print(*texts, sep="\n")
         self.begin_step()
-
-    def on_train_epoch_end(self, trainer, module):
-        """The data has no end, so this is that of the training."""
-        trainer.should_stop = True
 
     def on_fit_end(self, trainer, module):
         self.run.finish()
@@ -261,8 +202,23 @@ class LitRun(L.Callback):
             dist.destroy_process_group()
 
 
-# ------------------------------------- what is private in Lightning 2.6
-# (with DDPOnOneStream, and two calls in backstage/zero.py)
+# ------------------------- what is private in Lightning, as of 2.6.6
+# (and, in backstage/zero.py, Zero._setup_model_and_optimizer)
+
+
+class DDPOnOneStream(DDPStrategy):
+    """DDPStrategy that wraps the model on the CUDA stream it trains on.
+
+    Lightning 2.6.6 wraps it on another: backward() warns that "the
+    AccumulateGrad node's stream does not match", and the GPU waits. To be
+    deleted with the first version after it (issue 21567, fixed by 21746).
+    """
+
+    def configure_ddp(self):
+        """Wrap the model. All ranks, each its own."""
+        self.model = DistributedDataParallel(
+            self.model, device_ids=self.determine_ddp_device_ids(),
+            **self._ddp_kwargs)
 
 
 def count_from(step, trainer):
@@ -293,11 +249,11 @@ def leave_signals_alone(trainer):
     """Let the run's handlers be the only ones, from the start. All ranks.
 
     Lightning 2.6 has a handler of its own for SIGTERM, which broadcasts from
-    rank 0. If the other ranks do not, because they wait for this one or got
-    no signal, that never ends. Besides, before each microbatch it asks rank 0
-    for a signal, and every GPU runs empty until the answer is there; no public
-    flag turns that off (Lightning's issue 21487). The run's handlers only note
-    the signal: the ranks tell each other once a step, together with the loss.
+    rank 0. If the other ranks wait for this one, or got no signal, that never
+    ends. Besides, before each microbatch it asks rank 0 for a signal, and the
+    GPUs run empty meanwhile. No flag of 2.6.6 turns that off (issue 21487).
+    The run's handlers only note a signal: the ranks tell each other with the
+    loss, once a step.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -8,29 +8,38 @@ the methods import it.
 """
 
 import copy
+import importlib.util
 import warnings
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from backstage.checkpoint import MOMENTS
+from backstage.errors import require
 
 # DeepSpeed 0.19 calls what PyTorch 2.13 has other names for
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+
+DEVICES = {"cuda"}  # on which Lightning runs it
 
 
 class Zero(DeepSpeedStrategy):
     """DeepSpeedStrategy, which saves and resumes as the other stages do."""
 
-    def __init__(self, stage, microbatch_size):
-        # Lightning would ask the DataLoader for its size: ours has none
-        super().__init__(stage=stage,
-                         logging_batch_size_per_gpu=microbatch_size)
+    @staticmethod
+    def check(device):
+        """Raise a `UserError` where it cannot run."""
+        require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
+                f"GPUs, not on {device.type}: use --strategy fsdp2")
+        require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
+                "installed: pip install -r environment/deepspeed.txt, or use "
+                "--strategy fsdp2")
 
     def setup(self, trainer):
         """Keep a whole copy, on the CPU, to save from and load into."""
         module = self.lightning_module
-        self.whole = copy.deepcopy(module, {id(module.trainer): trainer})
+        self.whole = copy.deepcopy(module.model)
+        self.whole_optimizer = self.whole.configure_optimizers(module.hp)
         # DeepSpeed clips: at this point it has no gradients to show
         module.configure_gradient_clipping = lambda *args, **options: None
         super().setup(trainer)
@@ -49,16 +58,14 @@ class Zero(DeepSpeedStrategy):
         super().backward(
             loss, optimizer, *args, scale_wrt_gas=False, **options)
 
-    @property
-    def norm(self):
-        """The norm of the gradients in the last step, before clipping."""
-        return self.deepspeed_engine.get_global_grad_norm()
+    def optimizer_step(self, *args, **options):
+        super().optimizer_step(*args, **options)
+        self.lightning_module.norm = (  # before clipping
+            self.deepspeed_engine.get_global_grad_norm())
 
     def restore(self, run):
         """What `Run.restore` does. All ranks."""
         from deepspeed import utils, zero
-        self.whole.trainer = self.lightning_module.trainer
-        (self.whole_optimizer,), _ = self.whole.configure_optimizers()
         optimizer = self.whole_optimizer
         step = run.restore(self.whole, optimizer)
         self.make_moments(step)

@@ -13,10 +13,9 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from backstage import lightning as lit
 from backstage.dataset import vocabulary_size
@@ -77,11 +76,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(L.LightningModule):
-    def __init__(self, config, hp):
+class GPT(nn.Module):
+    def __init__(self, config, recompute=False):
         super().__init__()
-        self.config, self.recompute = config, hp.recompute
-        self.hp = hp
+        self.config, self.recompute = config, recompute
         # GPUs multiply faster if the dimensions are multiples of 128
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict({
@@ -130,36 +128,45 @@ class GPT(L.LightningModule):
             idx = torch.cat((idx, tokens.gather(1, choice)), dim=1)
         return idx
 
-    def configure_model(self):
-        # fsdp2 has a mesh: each device keeps a shard of every weight
-        if self.device_mesh and not isinstance(self, FSDPModule):
-            for module in (*self.transformer.h, self):
-                fully_shard(module, mesh=self.device_mesh["data_parallel"])
-
-    def configure_optimizers(self):
-        hp, max_steps = self.hp, self.trainer.max_steps
+    def configure_optimizers(self, hp):
         weights = list(self.parameters())
         matrices = [weight for weight in weights if weight.dim() == 2]
         vectors = [weight for weight in weights if weight.dim() < 2]
         groups = [{"params": matrices, "weight_decay": hp.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
+        return torch.optim.AdamW(
             groups, lr=hp.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+class LitGPT(L.LightningModule):
+    def __init__(self, model, hp):
+        super().__init__()
+        self.model, self.hp = model, hp
+
+    def training_step(self, batch):  # the mean loss of one microbatch
+        return self.model(*batch)
+
+    def configure_optimizers(self):
+        hp, max_steps = self.hp, self.trainer.max_steps
+        optimizer = self.model.configure_optimizers(hp)
         # get_lr as a factor of the maximum (OneCycleLR has another shape).
         # Lightning asks once more after the last step, hence min().
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step:
             get_lr(min(step, max_steps - 1), max_steps, hp) / hp.learning_rate)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def training_step(self, batch):  # the mean loss of one microbatch
-        return self(*batch)
-
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, **_):
         self.norm = nn.utils.clip_grad_norm_(  # before clipping, for the log
             self.parameters(), gradient_clip_val)
 
     def validation_step(self, batch):
-        self.log("val_loss", self(*batch), sync_dist=True)
+        self.log("val_loss", self.model(*batch), sync_dist=True)
+
+    def configure_model(self):
+        # fsdp2 has a mesh: each device keeps a shard of every weight
+        if self.device_mesh:
+            for module in (*self.model.transformer.h, self.model):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
 # --------------------------------------------------------- data
@@ -313,10 +320,9 @@ def main():
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
     config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
-    raw_model = GPT(config, hp)
-    model = compile_model(
-        raw_model, device, each_block=hp.strategy != "ddp"
-    ) if hp.compile else raw_model
+    model = GPT(config, hp.recompute)
+    if hp.compile:
+        model = compile_model(model, device, each_block=hp.strategy != "ddp")
 
     trainer = L.Trainer(
         accelerator=device.type, devices=world_size // num_nodes,
@@ -327,13 +333,12 @@ def main():
         # when to validate, and on how much: in microbatches, not epochs
         val_check_interval=hp.eval_every * accumulation_steps,
         limit_val_batches=hp.eval_minibatches * accumulation_steps,
-        check_val_every_n_epoch=None, use_distributed_sampler=False,
+        check_val_every_n_epoch=None, num_sanity_val_steps=0,
         # the rest is off: LitRun logs and saves, as the other stages do
-        num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+        logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[lit.LitRun("lit", train_data, write_texts)])
-    trainer.fit(model, *(DataLoader(lit.Microbatches(data), batch_size=None)
-                         for data in (train_data, val_data)))
+        callbacks=[lit.LitRun("lit", train_data, val_data, write_texts)])
+    trainer.fit(LitGPT(model, hp), train_data, val_data)
 
 
 if __name__ == "__main__":

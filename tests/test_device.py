@@ -102,9 +102,9 @@ def test_the_local_rank_says_which_device(gpu, monkeypatch):
         device.use_device("auto", 1)
     from backstage import lightning
 
-    hp = SimpleNamespace(device="auto", strategy="ddp", compile=False)
+    hp = SimpleNamespace(device="auto", devices=2)
     with pytest.raises(UserError, match="--gpus-per-task"):
-        lightning.check_device(hp, 2)
+        lightning.get_world(hp)
     # slices of a GPU
     gpu(count=1, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
     assert device.use_device() == torch.device("cuda", 0)

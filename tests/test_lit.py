@@ -141,9 +141,9 @@ class DeepSpeedOnCPU(SignalAt):
         from lightning.pytorch.accelerators import CPUAccelerator
         from lightning.pytorch.strategies import deepspeed as strategy
 
-        from backstage import lightning
+        from backstage import zero
 
-        lightning.DEEPSPEED_DEVICES.add("cpu")
+        zero.DEVICES.add("cpu")
         strategy.CUDAAccelerator = CPUAccelerator
         strategy._validate_device_index_selection = lambda devices: None
         initialize = deepspeed.initialize  # args: a GPU's number

@@ -2,9 +2,29 @@
 
 from cases.case import right, wrong
 
-LOADER = "DataLoader(lit.Microbatches(data), batch_size=None)"
+FIT = "    trainer.fit(LitGPT(model, hp), train_data, val_data)\n"
 TRAINER = "    trainer = L.Trainer(\n"
-LOSS = "return self(*batch)"
+LOSS = "return self.model(*batch)"
+MODULE = """class LitGPT(L.LightningModule):
+    def __init__(self, model, hp):
+        super().__init__()
+        self.model, self.hp = model, hp
+"""
+STREAM = """    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, data):
+            self.data = data
+
+        def __iter__(self):
+            return self.data
+
+"""
+
+
+def loaders(arguments):
+    """A change that makes a DataLoader of each DataIterator, `data`."""
+    return (FIT, STREAM + f"    loaders = [torch.utils.data.DataLoader("
+            f"{arguments})\n               for data in (train_data, val_data)]"
+            "\n    trainer.fit(LitGPT(model, hp), *loaders)\n")
 
 
 def with_callback(body):
@@ -19,19 +39,17 @@ CASES = (
                               "enable_checkpointing=True")),
     wrong("configure_model shards nothing",
           "with --strategy fsdp2 every rank keeps the whole model",
-          ("            for module in (*self.transformer.h, self):\n",
-           "            for module in ():\n")),
+          ("in (*self.model.transformer.h, self.model)", "in ()")),
     wrong("the DDP script", "trainer.fit() is never called", "ddp"),
     # the Trainer's arguments, each left out alone
     wrong("no accelerator but the CPU", "is always 'cpu' (line",
           ("accelerator=device.type", 'accelerator="cpu"')),
     # data
     wrong("two workers read the same", "samples of step 0",
-          ("batch_size=None", "batch_size=None, num_workers=2")),
-    wrong("batches of batches", "", ("batch_size=None", "batch_size=2")),
-    wrong("the loader of a list, shuffled", "samples of step 0",
-          (LOADER, "DataLoader([next(data) for _ in range(48)], "
-           "batch_size=None, shuffle=data is train_data)")),
+          loaders("Stream(data), None, num_workers=2")),
+    wrong("batches of batches", "", loaders("Stream(data), 2")),
+    wrong("the loader of a list, shuffled", "samples of step 0", loaders(
+        "[next(data) for _ in range(48)], None, shuffle=data is train_data")),
     # validation
     wrong("validation summed over ranks", "the validation loss of step",
           ("sync_dist=True", 'sync_dist=True, reduce_fx="sum"')),
@@ -47,45 +65,29 @@ CASES = (
           "from --device", ("accelerator=device.type", 'accelerator="auto"')),
     right("the solution"),
     right("the class renamed",
-          ("class GPT(L.LightningModule)", "class LitGPT(L.LightningModule)"),
-          ("model = GPT(", "model = LitGPT(")),
+          ("class LitGPT(", "class Lightning("), ("LitGPT(m", "Lightning(m")),
+    right("a loader without workers", loaders("Stream(data), None")),
     right("a batch index", ("def training_step(self, batch):",
                             "def training_step(self, batch, batch_idx):")),
     right("a dictionary for the loss",
-          (LOSS, 'return {"loss": self(*batch)}')),
+          (LOSS, 'return {"loss": self.model(*batch)}')),
     right("a logged training loss",
-          (LOSS, "loss = self(*batch)\n"
+          (LOSS, "loss = self.model(*batch)\n"
            '        self.log("train_loss", loss)\n        return loss')),
     right("a dictionary of the optimizer",
           ('return [optimizer], [{"scheduler": schedule, "interval": "step"}]',
            'return {"optimizer": optimizer, "lr_scheduler": {"scheduler": '
            'schedule, "interval": "step"}}')),
-    right("a module that holds the model",
-          ("class GPT(L.LightningModule)", "class GPT(nn.Module)"),
-          ("    def configure_optimizers(self):\n"
-           "        hp, max_steps = self.hp, self.trainer.max_steps\n",
-           "    def optimizers(self, hp, max_steps):\n"),
-          ("    def training_step(self, batch):",
-           "\nclass Lit(L.LightningModule):\n"
-           "    def __init__(self, config, hp):\n        super().__init__()\n"
-           "        self.config, self.hp = config, hp\n"
-           "        self.model = GPT(config, hp)\n\n"
-           "    def configure_model(self):\n        if self.device_mesh and "
-           "not isinstance(\n                self, FSDPModule):\n"
-           "            for module in (*self.model.transformer.h, self):\n"
-           "                fully_shard(module, mesh=self.device_mesh[\n"
-           "                    'data_parallel'])\n\n"
-           "    def configure_optimizers(self):\n"
-           "        return self.model.optimizers(\n            self.hp, "
-           "self.trainer.max_steps)\n\n    def forward(self, *batch):\n"
-           "        return self.model(*batch)\n\n    def generate(self, "
-           "*args):\n        return GPT.generate(self, *args)\n\n"
-           "    def training_step(self, batch):"),
-          ("raw_model = GPT(", "raw_model = Lit("),
-          ("model = compile_model(\n"
-           '        raw_model, device, each_block=hp.strategy != "ddp"\n'
-           "    ) if hp.compile else raw_model", "if hp.compile:\n"
-           "        raw_model.model = compile_model(raw_model.model, device, "
-           'hp.strategy != "ddp")\n    model = raw_model'),
-          warns="the checkpoint's names begin with model."),
+    right("a model that is the module",
+          ("class GPT(nn.Module)", "class GPT(L.LightningModule)"),
+          (MODULE, """class LitGPT(GPT):
+    model = property(lambda self: self)
+
+    def __init__(self, config, hp):
+        super().__init__(config, hp.recompute)
+        self.hp = hp
+"""),
+          ("self.model.configure_opt", "super().configure_opt"),
+          ("model = GPT(config, hp.recompute)", "model = LitGPT(config, hp)"),
+          ("fit(LitGPT(model, hp)", "fit(model")),
 )
