@@ -1,11 +1,15 @@
 """The Lightning stage: the same training, without what Lightning loses."""
 
+import gc
 import os
+import re
 import signal
 import sys
 
 import pytest
+import torch
 from stages import (
+    GOLDEN,
     DieAfter,
     Result,
     SignalAt,
@@ -169,6 +173,47 @@ def test_deepspeed_goes_on_from_others_and_they_from_it(
                   probes=[DeepSpeedOnCPU(0, 0)])
     agree(whole, single)
     assert "Warning" not in whole.err
+
+
+class KeptBytes(DeepSpeedOnCPU):
+    """Prints what rank 0 keeps between two microbatches: bytes of all tensors
+    but DeepSpeed's buffers of one size, for each parameter.
+    """
+
+    def __call__(self, rank):
+        super().__call__(rank)
+        from backstage.lightning import LitRun
+
+        def measure(run, trainer, module):
+            if (run.step, rank, run.mean_loss.item()) != (1, 0, 0):
+                return
+            zero, size = trainer.strategy, lambda w: w.untyped_storage()
+            own = {size(w).data_ptr() for w in zero.whole.parameters()}
+            found = [o for o in gc.get_objects() if issubclass(
+                type(o), torch.Tensor) and o.layout == torch.strided]
+            found += [w.grad for w in found
+                      if w.is_leaf and w.grad is not None]
+            kept = {size(w).data_ptr(): size(w).nbytes() for w in found}
+            print("kept", sum(
+                kept[key] for key in kept.keys() - own
+                if kept[key] != 800_000_000) / sum(
+                    w.numel() for w in zero.whole.parameters()))
+
+        LitRun.on_after_backward = lambda self, *words: measure(self, *words)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("number", "kept"), [(1, 14.0), (2, 12.1), (3, 10.5)])
+def test_what_a_stage_of_zero_keeps(tmp_path, number, kept):
+    """In fp32, as the lesson says; bytes for each parameter."""
+    pytest.importorskip("deepspeed")
+    result = train(
+        "lit", tmp_path / "run", "--preset", "nano", "--precision", "fp32",
+        "--sequence-length", 32, "--minibatch-size", 4, "--microbatch-size", 1,
+        "--max-steps", 2, "--strategy", f"deepspeed_stage_{number}",
+        data=GOLDEN, world_size=2, observe=KeptBytes(0))
+    found, = re.findall("kept (.*)", result.out)
+    assert round(float(found), 1) == kept
 
 
 def test_as_many_steps_as_the_warm_up(data, tmp_path):
