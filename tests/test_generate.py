@@ -1,5 +1,7 @@
 """code/generate.py: continuations, with and without the cache."""
 
+import re
+
 import generate
 import pytest
 import torch
@@ -49,8 +51,50 @@ def test_logits_are_the_models(run):
         cache, found = [], []
         for t in range(32):
             found.append(generate.forward(model, idx[:, t:t + 1], cache))
-    torch.testing.assert_close(torch.stack(found, 1), expected,
-                               rtol=1e-4, atol=1e-5)
+        cache = [(k[:, :, :20], v[:, :, :20]) for k, v in cache]
+        several = generate.forward(model, idx[:, 20:], cache, last=8)
+    for logits, right in ((torch.cat(found, 1), expected),
+                          (several, expected[:, -8:])):
+        torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-5)
+
+
+def test_an_assistant_changes_only_the_number_of_calls(
+        run, tmp_path, monkeypatch):
+    """Half of its layers, with other positions, or the model itself, which
+    is always right: then 5 tokens come from a call, up to the 32 positions.
+    """
+    flags = ("--run-dir", run, "--prompt", "A", "--max-new-tokens", 40,
+             "--temperature", 0, "--num-sequences", 2)
+    alone = write(*flags)
+    assert "calls" not in alone.out
+    state = torch.load(generate.find_checkpoint(run))
+    state["config"]["n_layer"] = 2
+    state["model"] = {
+        name: weight for name, weight in state["model"].items()
+        if not name.startswith(("transformer.h.2.", "transformer.h.3."))}
+    positions = state["model"]["transformer.wpe.weight"]
+    positions[1::2] = 10 * torch.randn(
+        16, 32, generator=torch.Generator().manual_seed(0))
+    small = tmp_path / "small.pt"
+    torch.save(state, small)
+    calls = {}
+    for assistant in run, small:
+        found = write(*flags, "--assistant", assistant)
+        assert texts(found) == texts(alone)
+        calls[assistant] = int(re.search(r"(\d+) calls", found.out)[1])
+    # 30 in 6 calls bring it to 31 positions; then one after the other
+    assert calls[run] == 6 + 10 < calls[small] < 40
+
+    _, model = generate.load_trained(generate.find_checkpoint(run))
+    _, assistant = generate.load_trained(small)
+    counted, forward = [], generate.forward
+    monkeypatch.setattr(generate, "forward", lambda which, *args: (
+        counted.append(which), forward(which, *args))[1])
+    one = torch.tensor([[65]])
+    _, said = generate.generate_assisted(
+        model, assistant, one, generate.Flags(temperature=0),
+        torch.zeros(1, 40))
+    assert said == sum(which is model for which in counted)
 
 
 def test_choices(run):
@@ -91,6 +135,7 @@ def test_choices_have_their_probabilities():
     (["--temperature", -1], "--temperature"),
     (["--max-new-tokens", 0], "--max-new-tokens"),
     (["--num-sequences", 0], "--num-sequences"),
+    (["--assistant", "runs/small"], "--assistant needs --temperature 0"),
     (["--promt", "x"], "--promt"),
 ])
 def test_bad_flags(flags, words):
