@@ -672,6 +672,39 @@ def skipped_collective(ranks=3):
 
 
 @figure
+def assisted(proposed=4, right=2):
+    """A round of assisted generation: proposed, checked, and what stays."""
+    left, wide = 190, 76
+    rows = ([f"p{i}" for i in range(1, proposed + 1)],
+            [f"p{i}" for i in range(1, right + 1)]
+            + [f"m{i}" for i in range(right + 1, proposed + 2)])
+    out = [text(0, 35, "small model", "bold"),
+           text(0, 51, f"{proposed} calls, a token each"),
+           text(0, 101, "large model", "bold"),
+           text(0, 117, f"1 call, {proposed + 1} tokens"),
+           text(0, 177, "stays", "bold")]
+    for i in range(proposed + 1):
+        x, kept = left + i * wide, i <= right
+        if i < proposed:
+            out += [box(x, 20, wide - 10, 36, BLUE, rows[0][i], 0.3),
+                    middle(x + wide / 2 - 5, 77, "=" if i < right else
+                           "≠" if i == right else "")]
+        out.append(box(x, 86, wide - 10, 36, ORANGE, rows[1][i],
+                       0.6 if kept else 0.1))
+        if kept:
+            out += [arrow(x + wide / 2 - 5, 124, 148),
+                    box(x, 152, wide - 10, 36, ORANGE, rows[1][i], 0.6)]
+    return svg(left + (proposed + 1) * wide, 192, out,
+               "Assisted generation: a round",
+               f"A small model proposes {proposed} tokens, in as many calls. "
+               "In one call the large model computes which token it would "
+               f"write at each of these places, and after them. The first "
+               f"{right} are the same, so they stay, and so does the large "
+               "model's own next token. The others depend on a token that "
+               "was not kept, and are dropped.")
+
+
+@figure
 def rungs():
     """The panel of the notebook: the project's figures, and the examples."""
     record = measured_ladder()
