@@ -2,9 +2,12 @@
 
     python fineweb/demo.py                    # Python's own documentation
     python fineweb/demo.py book.txt notes/    # or your own text
+    python fineweb/demo.py --characters book.txt    # letter by letter
 
 It writes `fineweb/demo/`: shards for training and validation, a vocabulary of
-its own, and a manifest. If the dataset is already there, it does nothing.
+its own, and a manifest. If the dataset is already there, it does nothing. With
+`--characters` each character is a token, nine tenths of the text are for
+training and the rest for validation, and the folder is `fineweb/characters/`.
 """
 
 import ast
@@ -43,23 +46,40 @@ class Flags:
 
     sources: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Text files to use instead, and folders of .txt, .md and .rst files."""
-    out: Path = HERE / "demo"
-    """The folder to create."""
+    out: Path | None = None
+    """The folder to create (default: fineweb/demo or fineweb/characters)."""
     vocabulary_size: int = 2048
     """Tokens in the vocabulary, including `<|endoftext|>`."""
+    characters: bool = False
+    """Make each character a token instead, and leave the text as it is."""
 
 
 def main():
     flags = parse_flags(Flags)
     require(257 <= flags.vocabulary_size <= 65536, "--vocabulary-size must be "
             "from 257 (each byte and <|endoftext|>) to 65536")
+    out = flags.out or HERE / ("characters" if flags.characters else "demo")
     source = {"files": [str(path.resolve()) for path in flags.sources]
               or "the standard library's documentation",
-              "vocabulary_size": flags.vocabulary_size, "seed": SEED}
-    if is_there(flags.out, source):
-        print(f"{flags.out}: the dataset is already there")
+              "vocabulary_size": "characters" if flags.characters
+              else flags.vocabulary_size, "seed": SEED}
+    if is_there(out, source):
+        print(f"{out}: the dataset is already there")
         return
     texts = read_files(flags.sources) if flags.sources else read_library()
+    if flags.characters:
+        text = "\n\n".join(texts)
+        require(len(text) >= 10, f"too little text: {len(text)} characters")
+        alphabet = "".join(sorted({*text}))
+        print(f"{len(text):,} characters, {len(alphabet):,} different ones: "
+              f"{alphabet!r}")
+        end = len(text) * 9 // 10
+        write(out, source, [text[:end]], [text[end:]],
+              character_vocabulary(alphabet))
+        return
+    if flags.sources:
+        texts = chain.from_iterable(
+            gather(re.split(r"\n\s*\n", text)) for text in texts)
     # a duplicate could put validation text into the training split
     documents = list(dict.fromkeys(texts))
     require(len(documents) >= 10, f"too little text: {len(documents)} "
@@ -67,8 +87,9 @@ def main():
             "at least 10: add more text")
     random.Random(SEED).shuffle(documents)
     n_val = len(documents) // 10
-    write(flags.out, source, documents[n_val:], documents[:n_val],
-          flags.vocabulary_size)
+    train, val = documents[n_val:], documents[:n_val]
+    write(out, source, train, val,
+          train_vocabulary(train, flags.vocabulary_size))
 
 
 def is_there(out, source):
@@ -148,7 +169,7 @@ def compiled_docstrings(name):
 
 
 def read_files(sources):
-    """Documents from the text files and folders that the caller names."""
+    """The texts of the files and folders that the caller names."""
     paths = []
     for source in sources:
         require(source.exists(), f"{source}: no such file or folder")
@@ -165,7 +186,7 @@ def read_files(sources):
             raise UserError(f"{path}: byte {error.start:,} is not UTF-8: "
                             "convert the file, or leave it out") from error
         require("\0" not in text, f"{path} is not text: leave it out")
-        yield from gather(re.split(r"\n\s*\n", text))
+        yield text
 
 
 def gather(texts):
@@ -200,6 +221,19 @@ def train_vocabulary(documents, size):
         special_tokens={dataset.END_OF_TEXT: len(ranks)})
 
 
+def character_vocabulary(alphabet):
+    """A token for each character, and for each byte: a prompt may have more.
+    """
+    import tiktoken
+
+    tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
+    tokens |= dict.fromkeys(map(str.encode, alphabet))  # some have two or more
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(
+        "characters", pat_str="(?s:.)", mergeable_ranks=ranks,
+        special_tokens={dataset.END_OF_TEXT: len(ranks)})
+
+
 def encode(documents, encoding):
     """All documents, with `<|endoftext|>` before each, as (n,) uint16."""
     import numpy as np
@@ -209,12 +243,11 @@ def encode(documents, encoding):
                      for token in (encoding.eot_token, *tokens)], np.uint16)
 
 
-def write(out, source, train, val, vocabulary_size):
+def write(out, source, train, val, encoding):
     """Make the folder `out` from the two splits, lists of documents."""
     import numpy as np
     import shards
 
-    encoding = train_vocabulary(train, vocabulary_size)
     try:
         with shards.new_folder(out) as folder:
             dataset.save_vocabulary(encoding, folder)

@@ -86,6 +86,27 @@ def test_text_of_ones_own(texts, tmp_path):
             assert any(paragraph in text for text in found)
 
 
+def test_characters_of_ones_own_text(tmp_path):
+    """As nanoGPT has them: all of the text in order, nine tenths to train."""
+    book, out = tmp_path / "book.txt", tmp_path / "out"
+    text = "To be, or not?\n\n\n  Ein König in 世界. \n" * 101
+    book.write_text(text, "utf-8")
+    printed, _ = succeeds("demo", "--characters", book, "--out", out)
+    assert (f"{len(text):,} characters, {len(set(text))} different ones: "
+            f"{''.join(sorted(set(text)))!r}") in printed
+    encoding = dataset.load_vocabulary(out)
+    end = int(0.9 * len(text))
+    for split, part in ("train", text[:end]), ("val", text[end:]):
+        path = next(out.glob(f"*_{split}_*.npy"))
+        assert documents(path, encoding) == [part]
+        assert len(np.load(path)) == 1 + len(part)
+        assert f"{split:5}    1 shards" in printed
+        assert f" {1 + len(part):,} tokens" in printed
+    assert len(encoding.encode("König")) == 5
+    assert encoding.decode(encoding.encode("½ é 😀")) == "½ é 😀"  # not in it
+    assert refuses(run("demo", book, "--out", out), "holds another dataset")
+
+
 def test_the_same_text_gives_the_same_bytes(demo, tmp_path):
     again = tmp_path / "again"
     succeeds("demo", "--out", again, env={"PYTHONHASHSEED": "1"})
@@ -130,6 +151,7 @@ def test_killed_it_leaves_all_or_nothing(texts, tmp_path):
     (b"plain \xff\xfe" * 9999, [], "byte 6 is not UTF-8"),
     (b"\0" * 99999, [], "is not text"),
     (b"too short", [], "too little text"),
+    (b"too short", ["--characters"], "too little text: 9 characters"),
     (b"text", ["--vocabulary-size", "65537"],
      "--vocabulary-size must be from 257"),
     (b"text", ["--colour", "red"], "--colour"),
