@@ -12,7 +12,7 @@ where the time goes.
 """
 
 import importlib.util
-import os
+from os import environ
 
 from torch import profiler
 
@@ -62,9 +62,9 @@ class Wandb:
         import wandb
 
         self.run = wandb.init(
-            project="gpt2-workshop", name=folder.name, dir=folder,
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            config=record["hyperparameters"] | {
+            project=environ.get("WANDB_PROJECT", "gpt2-workshop"), dir=folder,
+            name=folder.name, mode=environ.get("WANDB_MODE", "offline"),
+            config=record["hyperparameters"] | record["config"] | {
                 key: record[key] for key in ("stage", "world_size")},
             settings=wandb.Settings(console="off", silent=True))
 
@@ -92,7 +92,7 @@ class Recorder:
         self.rank, _ = get_rank_and_size()
         folder = call_on_rank_0(
             lambda: str(new_folder(folder / "profile", "trace")))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints
+        environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints
         activities = {profiler.ProfilerActivity.CPU}
         if device.type != "cpu":
             activities = profiler.supported_activities()
