@@ -265,7 +265,10 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
 
     assert "rank 3: rank 3 of 4, local 3" in said_by(shown, "node.rank}")
-    assert said_by(shown, "Read_at_all").count("right: True") == 4
+    assert said_by(shown, "Read_at_all").count("right: True") == 5
+    letters = said_by(shown, "vocabulary")  # the ids of s differ
+    assert "rank 1: 'see' is [1, 0, 0], of ['e', 's']" in letters
+    assert "rank 3: 'sea' is [2, 1, 0], of ['a', 'e', 's']" in letters
     assert said_by(shown, "10.0**rank", "Allreduce").count(">1111<") == 16
     for rank in range(4):
         assert (f"rank {rank}: did not finish: it still waits in line 4"
