@@ -4,7 +4,10 @@ Without a GPU they run in Triton's interpreter. The mistakes that the check
 has to name are in cases/kernels.py.
 """
 
+import ctypes
 import runpy
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -35,6 +38,38 @@ def test_a_machine_without_triton_gets_one_line(tmp_path):
     assert end.returncode == 1 and not end.stdout
     assert end.stderr == ("error: Triton is not installed, which compiles the "
                           "kernels of this script: pip install triton\n")
+
+
+# What CUDA C adds to C++, for one thread at a time.
+ONE_BY_ONE = """
+#include <cmath>
+struct { long x; } blockIdx, blockDim = {8}, threadIdx;
+#define __global__ static
+#include "gelu.cu"
+extern "C" void gelu(const float *x, float *y, long n, long blocks) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < 8; ++threadIdx.x)
+            gelu_forward(x, y, n);
+}
+"""
+
+
+def test_the_slides_kernel_in_cuda_c_computes_gelu(tmp_path):
+    needs("g++")
+    library = tmp_path / "gelu.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-x", "c++", "-I",
+                    ROOT / "slides" / "source", "-o", library, "-"],
+                   input=ONE_BY_ONE, text=True, check=True)
+    x = torch.linspace(-5, 5, 100)
+    y = torch.full_like(x, torch.nan)
+    ctypes.CDLL(library).gelu(*map(ctypes.c_void_p, (
+        x.data_ptr(), y.data_ptr())), ctypes.c_long(99), ctypes.c_long(13))
+    torch.testing.assert_close(y[:99], torch.nn.functional.gelu(
+        x[:99].double(), approximate="tanh").float(), rtol=1e-5, atol=1e-6)
+    assert y[99].isnan()  # which is beyond the end
+    if shutil.which("nvcc"):
+        subprocess.run(["nvcc", "-cubin", "-o", tmp_path / "gelu.cubin",
+                        ROOT / "slides" / "source" / "gelu.cu"], check=True)
 
 
 @pytest.mark.parametrize("name", make_inputs())
