@@ -16,7 +16,10 @@ import tiktoken
 import torch
 from conftest import edit, needs
 from torch.distributed import _functional_collectives as functional
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from backstage import ROOT, dataset
 from workshop.processes import OPEN_MPI, Launch, modules_of
@@ -200,13 +203,16 @@ def DieAfter(steps):
     return SignalAt(steps + 2, signal.SIGKILL)  # then the last one is saved
 
 
-def collectives_seen(log):
-    """Says what each step sends: how often, and how many bytes go in.
+def steps_seen(log):
+    """A probe: what a rank sends in each step, and keeps of its shards.
 
-    all_reduce: those between DTensors, also inside of PyTorch's operations;
-    allreduce, allgather_base, send, ...: all others.
+    sent    {collective: (how often, how many bytes go in)}. all_reduce: those
+            between DTensors, also inside of PyTorch's operations; allreduce,
+            allgather_base, send, ...: all others
+    kept    the elements of weights, gradients and the two moments
     """
     calls, sent = collections.Counter(), collections.Counter()
+    log.seen.update(sent=[], kept=[])
 
     def note(name, tensors, function=None, args=()):
         if function is None or function.namespace == "c10d":
@@ -218,14 +224,40 @@ def collectives_seen(log):
         note("all_reduce", [tensor])
         return all_reduce(tensor, *args, **kwargs)
 
-    def say(*_):
-        print("sent:", *(f"{name} {calls[name]} {sent[name]}"
-                         for name in sorted(calls)), sep="; ")
+    def before(*_):
+        log.seen["sent"].append({
+            name: (calls[name], sent[name]) for name in sorted(calls)})
         calls.clear()
         sent.clear()
 
+    def after(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups
+                   for weight in group["params"]]
+        state = [optimizer.state[weight] for weight in weights]
+        log.seen["kept"].append([
+            sum(getattr(one, "_local_tensor", one).numel() for one in tensors)
+            for tensors in (weights, [weight.grad for weight in weights],
+                            [one["exp_avg"] for one in state],
+                            [one["exp_avg_sq"] for one in state])])
+
     Collectives(note).__enter__()
-    register_optimizer_step_pre_hook(say)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def sent_by(ranks, mesh):
+    """What each pipeline stage sends in a step, as `of_step` says it.
+
+    ranks: what `steps_seen` has seen of each. It is the same for all of a
+    stage, and in every step but the first ones: with them comes what the run
+    begins with, and how DDP orders its buckets.
+    """
+    _, dp, tp = mesh
+    assert all(rank["sent"][3] == rank["sent"][4] for rank in ranks)
+    found = [rank["sent"][4] for rank in ranks]
+    stages = [found[i:i + dp * tp] for i in range(0, len(found), dp * tp)]
+    assert all(rank == ranks[0] for ranks in stages for rank in ranks)
+    return [ranks[0] for ranks in stages]
 
 
 # ----------------------------------------------------------- real launchers

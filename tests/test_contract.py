@@ -5,6 +5,7 @@ here but its entry in workshop/stages.py.
 """
 
 import csv
+import json
 import math
 import os
 import re
@@ -19,11 +20,14 @@ from stages import (
     agree,
     every_stage,
     same_state,
+    sent_by,
     start_stage,
+    steps_seen,
     train,
     wait_for_rows,
 )
 
+from workshop.arithmetic import of_step
 from workshop.stages import STAGES
 from workshop.watch.course import probes
 
@@ -54,6 +58,9 @@ LARGEST = [(stage, max(
     (mesh for mesh in STAGES[stage].meshes if math.prod(mesh) <= 4),
     key=STAGES[stage].meshes.index)) for stage in STAGES]
 SHARED = [place for place in LARGEST if place[1] != (1, 1, 1)]
+# two processes tell each other what four would
+TOLD = [(stage, mesh if math.prod(mesh) > max(mesh) else (1, 2, 1))
+        for stage, mesh in SHARED]
 
 
 def name(value):
@@ -90,6 +97,7 @@ def texts(result):
 
 @pytest.mark.parametrize(("stage", "mesh"), places(PLACES), ids=name)
 def test_the_same_training(stage, mesh, request, tmp_path):
+    """Two processes recompute, which changes nothing of it."""
     seen = tmp_path / "seen"
     seen.mkdir()
     pipeline, data, tensor = mesh
@@ -98,8 +106,10 @@ def test_the_same_training(stage, mesh, request, tmp_path):
     steps = len(single.rows)
     if tensor > 1 == pipeline:  # and fewer microbatches
         flags = (*flags[:-1], min(4 * tensor, 16 // data))
+    if pipeline * data == 2 > tensor:
+        flags = (*flags, "--recompute")
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
-                   log=seen, probes=probes(tmp_path / "run"))
+                   log=seen, probes=[*probes(tmp_path / "run"), steps_seen])
     agree(result, single)
     assert "Warning" not in result.err, result.err
     expected = single.rows
@@ -131,7 +141,23 @@ def test_the_same_training(stage, mesh, request, tmp_path):
         assert sorted(i for row in read[:size:tensor] for i in row) == sorted(
             alone["samples"][step])
 
+    # what a step sends is what the lessons' formulas say (of MPI, torch sees
+    # nothing), and a rank keeps its part of everything
+    about, hp = STAGES[stage], json.loads(
+        (result.folder / "hyperparameters.json").read_text()
+    )["hyperparameters"]
     mine, theirs = result.checkpoint(), single.checkpoint()
+    if size * pipeline > 1 and about.split:
+        B = hp["microbatch_size"]
+        assert sent_by(ranks, mesh) == of_step(
+            about.split, mine["config"], mesh,
+            hp["minibatch_size"] // (B * data), B, hp["sequence_length"])
+    if about.split == "parameters":
+        total = sum(weight.numel() for key, weight in mine["model"].items()
+                    if key != "lm_head.weight")
+        for rank in ranks:
+            assert rank["kept"] == steps * [4 * [total // size]]
+
     assert mine.keys() == theirs.keys() and mine["stage"] == stage
     assert mine["model"].keys() == theirs["model"].keys()
     for part in ("state", "param_groups"):
@@ -147,6 +173,8 @@ def test_the_same_training(stage, mesh, request, tmp_path):
 def test_resume_on_one_process_is_exact(stage, tmp_path):
     """Bit for bit, after an odd step, in the middle of an epoch."""
     flags = fewer_steps(stage)
+    if stage in STAGES and STAGES[stage].kernels:
+        flags += ("--minibatch-size", 4, "--microbatch-size", 4)
     whole = train(stage, tmp_path / "whole", *flags, data=GOLDEN)
     run = tmp_path / "run"
     start_stage(stage, run, *flags, "--checkpoint-every", 3, data=GOLDEN,
@@ -184,7 +212,7 @@ def test_every_stage_resumes_and_is_resumed(single, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "mesh"), places([*SHARED, ("starter", (1, 3, 1))]), ids=name)
+    ("stage", "mesh"), places([*TOLD, ("starter", (1, 3, 1))]), ids=name)
 def test_a_signal_to_the_last_rank_stops_all(stage, mesh, tmp_path):
     run = tmp_path / "run"
     launch = start_stage(
@@ -236,7 +264,7 @@ ERRORS = [  # flags, and words of the one line
 
 @pytest.mark.parametrize(("stage", "flags", "words"), places(
     (stage, *error) for stage in STAGES
-    for error in (ERRORS if stage in CORE else ERRORS[:2])))
+    for error in (ERRORS if stage in ("std", "ddp") else ERRORS[:2])))
 def test_errors_are_one_line(stage, flags, words, tmp_path):
     result = train(stage, tmp_path / "run", *flags, data=GOLDEN,
                    mesh=(1, min(2, STAGES[stage].meshes[-1][1]), 1))

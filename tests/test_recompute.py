@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import train_gpt2_3d as pipelined
 import train_gpt2_std as std
-from stages import agree, train
+from stages import train
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -114,28 +114,6 @@ def test_one_device_computes_exactly_the_same(data, tmp_path):
     assert again.status == 0, again.err
     for column in ("loss", "norm"):
         assert again.column(column) == kept.column(column)
-
-
-FEWER = ("--max-steps", 5, "--eval-minibatches", 1)
-
-
-@pytest.fixture(scope="module")
-def shorter(data, tmp_path_factory):
-    """A run of the single device with fewer steps."""
-    return train("std", tmp_path_factory.mktemp("shorter") / "run", *FEWER,
-                 data=data)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("stage, mesh, flags", [
-    ("ddp", (1, 2, 1), []), ("lit", (1, 2, 1), ["--strategy", "fsdp2"]),
-    ("fsdp", (1, 2, 1), []), ("3d", (2, 1, 2), []),
-], ids=str)
-def test_every_stage_computes_what_one_device_computes(
-        data, shorter, tmp_path, stage, mesh, flags):
-    result = train(stage, tmp_path / "run", "--recompute", *FEWER, *flags,
-                   data=data, mesh=mesh)
-    agree(result, shorter)
 
 
 def test_a_run_goes_on_with_it_or_without_it(data, single, tmp_path):
