@@ -19,15 +19,17 @@ from packaging.requirements import Requirement
 from backstage import ROOT
 
 # Processes that wait for one another should sleep: no test may depend on
-# how busy the machine is. This has to be set before torch is loaded.
+# how busy the machine is. A second thread for models as small as the tests'
+# nearly doubles their CPU time. These have to be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files that take long, in the order in which they begin where several run at
 # a time; the others follow by name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
     "lab", "slurm", "why", "check", "contract", "slurm_ends", "notebooks",
     "questions", "activate", "verify", "rehearse", "benchmarks", "ladder",
-    "predictions", "traffic", "pbs", "nano", "std", "slides", "starter",
+    "predictions", "pbs", "nano", "std", "slides", "starter",
     "meshes", "kernels", "take_home", "stages")]
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
@@ -135,6 +137,13 @@ def copy_course(clone, *names):
             shutil.copytree(ROOT / name, clone / name, ignore=made)
         else:
             shutil.copy(ROOT / name, clone / name)
+
+
+def read_book(path):
+    """nbformat is imported late: that takes two seconds of every process."""
+    import nbformat
+
+    return nbformat.read(path, as_version=4)
 
 
 def calls(cell):

@@ -30,8 +30,6 @@ def plain_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
-    yield
-    os.environ.pop("OMP_NUM_THREADS", None)  # use_cores sets it
 
 
 # ------------------------------------------- no silent training on the CPU

@@ -10,10 +10,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, calls, copy_course, git, workshop
+from conftest import ENVIRONMENT, calls, copy_course, git, read_book, workshop
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -578,8 +577,8 @@ def test_whatever_else_is_shown_can_be_read(page, lab, repo, tmp_path):
     for name in ("results", "collectives", "sharding",
                  "diff_mpi", "diff_kernels", "your_model", "hangs"):
         lesson = Lesson(page, url, name)
-        cells = [calls(cell) for cell in nbformat.read(
-            ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+        cells = [calls(cell) for cell in read_book(
+            ROOT / "notebooks" / f"{name}.ipynb").cells
             if cell.cell_type == "code"]
         left = ["show(", "plot(", "run_pipeline("]  # in cells of ranks
         for index, source in enumerate(cells):

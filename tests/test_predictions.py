@@ -1,6 +1,7 @@
 """The lessons' questions: what an answer quotes of the check, it says."""
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -22,15 +23,18 @@ QUOTE = re.compile(r"The check\b[^`]*\bsays:\s`([^`]+)`")
 def left_out():
     """(name, stage, number, answer, script) of the lessons' predictions.
 
-    The script is without this change of its lesson.
+    The script is without this change of its lesson; it is made when called.
     """
     for stage in LESSONS:
         for number, change in enumerate(documents.load(stage), 1):
             if change.checked:
-                diff = Diff(stage, STAGES[STAGES[stage].after].solution)
-                rest = set(range(1, diff.total + 1)) - {number}
                 yield (f"{stage}-{number}", stage, number, change.answer,
-                       diff.apply(rest))
+                       functools.partial(without, stage, number))
+
+
+def without(stage, number):
+    diff = Diff(stage, STAGES[STAGES[stage].after].solution)
+    return diff.apply(set(range(1, diff.total + 1)) - {number})
 
 
 def broken():
@@ -46,11 +50,11 @@ def broken():
             if title and QUOTE.search(cell):
                 block, = re.findall("```diff\n(.*?)```", cell, re.DOTALL)
                 yield (f"{stage}-{title[1]}", stage, None, cell,
-                       edit_lines(STAGES[stage].solution.read_text(), block))
+                       functools.partial(edit_lines, stage, block))
 
 
-def edit_lines(script, block):
-    lines = script.split("\n")
+def edit_lines(stage, block):
+    lines = STAGES[stage].solution.read_text().split("\n")
     old, new = ([line[2:] for line in block.split("\n") if line[:1] == sign]
                 for sign in "-+")
     at, = (i for i, line in enumerate(lines) if line.strip() == old[0])
@@ -74,16 +78,16 @@ QUOTED = [*left_out(), *broken()]
 AT_ONCE = next(name for name, stage, *_ in QUOTED if stage == "ddp")
 
 
-@pytest.mark.parametrize("stage, number, answer, text", [
+@pytest.mark.parametrize("stage, number, answer, make", [
     pytest.param(*case, id=name,
                  marks=() if name == AT_ONCE else pytest.mark.whole)
     for name, *case in QUOTED])
 def test_the_check_says_what_the_answer_quotes(
-        stage, number, answer, text, tmp_path, monkeypatch):
+        stage, number, answer, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many trials."""
     monkeypatch.setattr(Check, "localise", lambda self: None)
     script = tmp_path / "train_gpt2.py"
-    script.write_text(text)
+    script.write_text(make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert not main(stage, script, change=number)

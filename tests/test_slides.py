@@ -1,5 +1,6 @@
 """The slides: nothing stale, nothing that does not fit, nothing missing."""
 
+import functools
 import json
 import os
 import random
@@ -28,7 +29,14 @@ from workshop.stages import LESSONS
 
 SIZES = ((1024, 768), (1920, 1080))  # of projectors
 GOLDEN = ROOT / "tests" / "golden"
-DECKS = {name: text.write(deck) for name, deck in text.DECKS.items()}
+
+
+@functools.cache
+def decks():
+    """{name: its text}, which takes two seconds to write."""
+    return {name: text.write(deck) for name, deck in text.DECKS.items()}
+
+
 # -------------------------------------------------------------- up to date
 
 
@@ -62,13 +70,13 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
 
 def uncovered():
     """The rows of slides/README.md whose section has no slide."""
-    table = build.coverage(DECKS)
+    table = build.coverage(decks())
     return [row for row in table.splitlines() if "| - |" in row]
 
 
 def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     plan = text.read_plan()
-    assert build.coverage(DECKS).count("\n") == len(plan) + 1
+    assert build.coverage(decks()).count("\n") == len(plan) + 1
     assert not uncovered()
     for row in plan.values():
         assert (ROOT / row.where).exists(), row.where
@@ -103,7 +111,7 @@ def test_how_much_is_not_read_when_each_rank_shuffles(ranks):
     share = text.facts()["unread"](ranks)
     assert 1 - len(read) / samples == pytest.approx(share, abs=0.02)
     assert f"{share:.0%} with W = {ranks}" in " ".join(
-        DECKS["training-at-scale"].split())
+        decks()["training-at-scale"].split())
 
 
 def test_site_settings(tmp_path):
@@ -148,7 +156,7 @@ RUN = ("python code/train_gpt2.py --preset tiny",
 
 def test_a_command_has_a_script_and_its_flags(monkeypatch):
     """Of each command on a slide, also of those that are not run here."""
-    shown = commands(DECKS)
+    shown = commands(decks())
     assert {*RUN} <= {*shown}
     flags = {"--" + one.name.replace("_", "-")
              for one in fields(sharding.std.Hyperparameters)}
@@ -164,7 +172,7 @@ def test_a_command_has_a_script_and_its_flags(monkeypatch):
 
 @pytest.mark.whole
 def test_the_commands(tmp_path):
-    """In a clone, one after the other."""
+    """In a clone, one after the other; each trains for two steps."""
     for name in ("backstage", "workshop", "solutions", "notebooks", "code",
                  "example-logs"):
         shutil.copytree(ROOT / name, tmp_path / name,
@@ -174,11 +182,13 @@ def test_the_commands(tmp_path):
     for command in RUN:
         program, *flags = shlex.split(command)
         assert program == "python"
+        if flags[0] == "code/train_gpt2.py":
+            flags += ["--max-steps", "2"]  # the last one counts
         done = python(tmp_path, *flags, PYTHONPATH=str(tmp_path),
                       WORKSHOP_DATA="")
         assert done.returncode == 0, (command, done.stderr)
         said[command] = done.stdout
-    assert "| step   19/20" in said["python code/train_gpt2.py --preset tiny"]
+    assert "| step    1/2" in said["python code/train_gpt2.py --preset tiny"]
     assert "> Return a" in said[
         'python code/generate.py --prompt "Return a"']
     N = len(text.load_lesson("ddp").changes)
@@ -203,23 +213,23 @@ def test_each_part_of_a_change_says_where_it_is():
                 assert script.lines[int(line) - 1].strip() == first
                 assert script.place(int(line) - 1) == place
     assert re.search(r"@@ line \d+, main @@\n\+cut\(raw_model",
-                     DECKS["training-at-scale"])
+                     decks()["training-at-scale"])
 
 
 def test_no_slide_shows_the_seconds_of_a_cpu():
     for rung in text.runs.read_ladder(example=True)["rungs"]:
         if rung["device"] == "cpu":
-            assert f"{rung['training']:,.0f}" not in DECKS["the-ladder"]
-    assert not any("| dt:" in deck for deck in DECKS.values())
+            assert f"{rung['training']:,.0f}" not in decks()["the-ladder"]
+    assert not any("| dt:" in deck for deck in decks().values())
 
 
 def test_the_number_of_the_decks_lessons_and_minutes():
     last = re.findall(r"^Minutes [\d.]+ to ([\d.]+)\..*section: (\w+)\.$",
-                      DECKS["training-at-scale"], re.M)
+                      decks()["training-at-scale"], re.M)
     ends = re.findall(r"^Minutes [\d.]+ to ([\d.]+)\.",
-                      DECKS["training-at-scale"], re.M)
+                      decks()["training-at-scale"], re.M)
     said = re.search(r"(\d+) lessons,.*\n.*takes (\d+) minutes",
-                     DECKS["training-at-scale"])
+                     decks()["training-at-scale"])
     assert int(said[1]) == len({name for _, name in last})
     assert float(said[2]) == float(ends[-1])
 
@@ -248,12 +258,12 @@ def test_headings_of_tables_are_of_columns():
     assert build.name_headings(page) == (
         "<table><thead><tr><th scope=\"col\">a</th><th scope=\"col\" "
         "style=''>b</th></tr></thead>")
-    for deck in DECKS.values():  # of a list of changes, too
+    for deck in decks().values():  # of a list of changes, too
         assert "\n| | |\n" not in deck
 
 
 def test_every_figure_of_the_list_is_on_a_slide():
-    shown = {name: words for deck in DECKS.values() for words, name in
+    shown = {name: words for deck in decks().values() for words, name in
              re.findall(r"^!\[(.*)\]\(svg/(.+)\.svg\)$", deck, re.M)}
     assert shown.keys() == figures.FIGURES.keys()
     assert all(len(words) > 40 for words in shown.values())
@@ -471,13 +481,13 @@ def built(tmp_path_factory):
     with zipfile.ZipFile(folder / "slides.zip") as archive:
         archive.extractall(unpacked)
     assert {path.name for path in unpacked.iterdir()} == {
-        f"{name}{ending}" for name in DECKS
+        f"{name}{ending}" for name in decks()
         for ending in (".html", ".pdf", "-notes.pdf")}
     return unpacked
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("deck", DECKS)
+@pytest.mark.parametrize("deck", text.DECKS)
 def test_every_slide_fits_and_can_be_read(deck, built, browser):
     page = browser.new_page()
     page.add_init_script(path=ROOT / "tests" / "lab.js")
@@ -485,7 +495,7 @@ def test_every_slide_fits_and_can_be_read(deck, built, browser):
     page.on("request", lambda request: asked.append(request.url))
     page.goto((built / f"{deck}.html").as_uri())
     page.wait_for_selector(".bespoke-marp-active")
-    count = len(text.pages(DECKS[deck]))
+    count = len(text.pages(decks()[deck]))
     assert page.locator("svg[data-marpit-svg]").count() == count
     faint = 'faint_texts(1, ".bespoke-marp-active section")'
     for k, (width, height) in enumerate(SIZES):
@@ -531,9 +541,9 @@ def test_the_presenters_view_has_notes_and_a_clock(built, browser):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("deck", DECKS)
+@pytest.mark.parametrize("deck", text.DECKS)
 def test_a_pdf_has_a_page_for_each_slide_and_its_notes(deck, built):
-    slides = len(text.pages(DECKS[deck]))
+    slides = len(text.pages(decks()[deck]))
     for ending, noted in (("", 0), ("-notes", slides)):
         data = (built / f"{deck}{ending}.pdf").read_bytes()
         for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
