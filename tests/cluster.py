@@ -137,6 +137,17 @@ def wait_for(condition, timeout=500, explain=lambda: ""):
         time.sleep(0.25)  # what it asks takes time, too
 
 
+@contextmanager
+def holding(file, text):
+    """With this text in the file."""
+    kept = file.read_text()
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.write_text(kept)
+
+
 def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
     copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",

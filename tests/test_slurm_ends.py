@@ -8,7 +8,7 @@ import sys
 from zipfile import ZipFile
 
 import pytest
-from cluster import FLAGS, agree, wait_for
+from cluster import FLAGS, agree, holding, wait_for
 
 from backstage import ROOT
 
@@ -131,15 +131,53 @@ def test_a_stuck_job_says_why(slurm):
         said.stdout)
 
 
-def test_preempted_and_out_of_time(slurm):
+# Trains nothing: it counts steps, and saves where it is told to stop.
+COUNTS = """\
+import signal, sys, time
+from pathlib import Path
+
+flags, got = dict(zip(sys.argv[1:], sys.argv[2:])), []
+for number in signal.SIGTERM, signal.SIGUSR1:
+    signal.signal(number, lambda number, _: got.append(number))
+run, steps = Path(flags["--run-dir"]), int(flags["--max-steps"])
+(run / "checkpoints").mkdir(parents=True, exist_ok=True)
+first = 0
+if "--resume" in flags:
+    first = max([int(file.stem[5:]) for file in (
+        run / "checkpoints").iterdir()], default=0)
+if first:
+    print("resuming after step", first - 1, flush=True)
+with open(run / "metrics.csv", "a" if first else "w", 1) as rows:
+    if not first:
+        print("step", file=rows)
+    for step in range(first, steps):
+        time.sleep(0.1)
+        print(f"| step {step:3}", flush=True)
+        print(step, file=rows)
+        if got:
+            (run / "checkpoints" / f"step_{step + 1:08}.pt").touch()
+            name = signal.Signals(got[0]).name
+            print(f"stopped by {name}, checkpoint saved", flush=True)
+            break
+"""
+
+
+@pytest.fixture
+def counts(slurm):
+    """The stage ddp counts."""
+    with holding(slurm.repo / "solutions" / "train_gpt2_ddp.py", COUNTS):
+        yield
+
+
+def test_preempted_and_out_of_time(slurm, counts):
     """An urgent job takes the node; later the time limit comes near.
 
-    One job alone, for it keeps a core busy all the time: with srun and
-    torchrun, through which a signal has the longest way.
+    With srun and torchrun, through which a signal has the longest way. That
+    a stage stops as told, test_contract.py shows.
     """
     node = f"--nodelist={slurm.nodes[0]}"
     job = slurm.submit(
-        "ddp-1n1g", *FLAGS, "--max-steps", 10**6,
+        "ddp-1n1g", "--max-steps", 10**6,
         options=["--time=30", "--cpus-per-gpu=1", node])
 
     def wait(count, text):
