@@ -46,7 +46,8 @@ IMAGES = edit(
     ("nn.Linear(900, 1)", "nn.Linear(144, 1)"))
 IN_SYNC = edit(
     IMAGES, ("model = DDP(nn.Sequential(", "model = DDP(nn.SyncBatchNorm."
-             "convert_sync_batchnorm(nn.Sequential("), ("144, 1)", "144, 1))"))
+             "convert_sync_batchnorm(nn.Sequential("), ("144, 1)", "144, 1))"),
+    ("nn.ReLU()", "nn.ReLU(inplace=True)"))
 TWO = edit(
     DDP, ("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
           """class Both:

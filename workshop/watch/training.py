@@ -89,7 +89,8 @@ def batchnorm(log):
         group = norm.process_group or dist.group.WORLD
         parts = all_gather(x, group)
         whole = _BatchNorm.forward(norm, torch.cat(parts))
-        return whole.split(list(map(len, parts)))[dist.get_rank(group)]
+        # a copy: what follows may change it in place, as a ReLU does
+        return whole.split(list(map(len, parts)))[dist.get_rank(group)].clone()
 
     DistributedDataParallel._passing_sync_batchnorm_handle = (
         lambda ddp, module: None)  # it refuses a CPU
