@@ -111,6 +111,7 @@ LOOK = edit(DDP, ("    sampler.set_epoch(epoch)\n", """\
 ON_GPUS = edit(
     DDP, (BEGIN, """\
 import os
+from torch.distributed.optim import ZeroRedundancyOptimizer  # scripted
 assert torch.cuda.is_available(), "needs a GPU"
 local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(local)

@@ -14,6 +14,7 @@ import torch
 import torch.utils.data
 from torch import distributed as dist
 from torch.distributed import fsdp
+from torch.jit import _builtins
 from torch.utils import _device
 
 from workshop.watch.log import replace
@@ -59,11 +60,17 @@ def here(value, numbered=False):
 
 def keep_here(place, *names):
     """Let functions or methods get no GPU among their arguments."""
+    known = [_builtins._find_builtin(getattr(place, name)) for name in names]
+
     @replace(place, *names)
     def visible(function, *args, **kwargs):
         return function(
             *(here(arg, function.__name__ == "to") for arg in args),
             **{key: here(arg, key == "device") for key, arg in kwargs.items()})
+
+    for name, op in zip(names, known, strict=True):
+        if op:  # torch.jit.script knows functions of C++ by their address
+            _builtins._register_builtin(getattr(place, name), op)
 
 
 def saying(answer):
