@@ -733,7 +733,7 @@ CASES = [
     right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS, suite=True),
     wrong("GPUs", "all read the same", SAME_SAMPLES, (", sampler=sampler,",
                                                       ",")),
-    wrong("GPUs", "no training", "of its own? it runs on the CPU here",
+    wrong("GPUs", "no training", "of its own? a CPU stood in for GPUs",
           ("torch.cuda.set_device(local)\n", "raise SystemExit\n")),
     right("GPUs, sharded", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
     wrong("GPUs, sharded", "all read the same", SAME_SAMPLES, (LOADER, ")")),
