@@ -303,6 +303,17 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
                 weight.data /= size
         step += 1
 """), ("for epoch", "step = 0\nfor epoch")),
+          "by step": edit(
+              DDP, ("model = DDP(nn", "model = (nn"), ("SGD(", "Reducing("),
+              ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
+               ""), ("optimizer = torch.optim.", """\
+class Reducing(torch.optim.SGD):
+    def step(self):
+        for weight in model.parameters():
+            dist.all_reduce(weight.grad)
+            weight.grad /= size
+        super().step()
+optimizer = """)),
           "split": edit(DDP, ("sampler = ", """\
 torch.manual_seed(3)
 dataset, rest = torch.utils.data.random_split(dataset, [0.8, 0.2])
@@ -610,6 +621,10 @@ CASES = [
           ("        loss.backward()\n", "        loss.backward()\n        "
            "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"),
           suite=True),
+    right("by step", "gradients are reduced by the optimizer, in its step()",
+          WEIGHTS, suite=True),
+    wrong("by step", "summed", "FAIL  in update 0 the weights are off",
+          ("            weight.grad /= size\n", "")),
     right("local SGD", "warn  weights are averaged every 2 updates",
           suite=True),
     wrong("local SGD", "rank 0's weights", NOT_REDUCED,

@@ -64,6 +64,12 @@ class Case:
         """How much larger an error may be in low precision."""
         return LOW if any(seen["low"] for seen in self.together.seen) else 1
 
+    @property
+    def by_step(self):
+        """Whether the optimizer reduces the gradients, when it is called."""
+        return all(update.get("within", 0) > 0.5 * update["elements"]
+                   for updates in self.updates for update in updates)
+
     def name(self, key):
         return self.together.seen[0]["names"].get(key, key)
 

@@ -178,6 +178,8 @@ class Rows:
 
     def on_updated(self, optimizer):
         self.recorded = False
+        # in this step
+        self.seen["updates"][-1]["within"] = self.log.row.reduced
         self.begin_update()  # of what a closure computes again, nothing
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())

@@ -164,6 +164,9 @@ def not_seen(case, steps, resumes):
     if splits_matrices(case):
         texts.append("whether gradients are reduced: with tensor parallelism, "
                      "so are activations")
+    if case.by_step:
+        texts.append("the gradients that the optimizer has reduced, only the "
+                     "weights that it makes of them")
     if case.asked("FSDP1"):
         texts.append("gradients and weights: FullyShardedDataParallel keeps "
                      "them in its own way; of fully_shard they are seen")
