@@ -314,6 +314,10 @@ class Reducing(torch.optim.SGD):
             weight.grad /= size
         super().step()
 optimizer = """)),
+          "on GPUs alone": edit(DDP, ("model = DDP(nn", "model = (nn"), (
+              "optimizer = ", """\
+if torch.cuda.is_available(): model = DDP(model.cuda())
+optimizer = """)),
           "split": edit(DDP, ("sampler = ", """\
 torch.manual_seed(3)
 dataset, rest = torch.utils.data.random_split(dataset, [0.8, 0.2])
@@ -625,6 +629,10 @@ CASES = [
           WEIGHTS, suite=True),
     wrong("by step", "summed", "FAIL  in update 0 the weights are off",
           ("            weight.grad /= size\n", "")),
+    right("on GPUs alone", "without a GPU each process trains alone: a CPU "
+          "stands in for GPUs", AS_ONE, suite=True),
+    wrong("on GPUs alone", "around the wrapper", NOT_REDUCED,
+          ("model(x)", "getattr(model, 'module', model)(x)")),
     right("local SGD", "warn  weights are averaged every 2 updates",
           suite=True),
     wrong("local SGD", "rank 0's weights", NOT_REDUCED,

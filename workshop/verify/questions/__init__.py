@@ -43,11 +43,17 @@ def verify(try_out, size, steps, more=()):
     more: questions about a resume.
     """
     alone, refused, on_cpu = starts(try_out, 1, steps)
-    together, ended = None, refused
+    together, ended, note = None, refused, "it does not run without a GPU"
     if not refused:
-        try_out = functools.partial(try_out, gpus=on_cpu)
-        together = try_out(size, steps)
+        together = try_out(size, steps, gpus=on_cpu)
         ended = how_it_ends(together, size)
+        if not (ended or on_cpu or reduces(together)):  # on GPUs perhaps
+            others = [try_out(count, steps, gpus=True) for count in (1, size)]
+            if reduces(others[1]) and not any(
+                    map(how_it_ends, others, (1, size))):
+                alone, together, on_cpu = *others, True
+                note = "without a GPU each process trains alone"
+        try_out = functools.partial(try_out, gpus=on_cpu)
     elif not stopped(alone):  # as with an assertion that there are several
         together, ended, on_cpu = starts(try_out, size, steps)
         try_out = functools.partial(try_out, gpus=on_cpu)
@@ -67,9 +73,8 @@ def verify(try_out, size, steps, more=()):
         findings = [warn(refused.text, "only what needs no run as one process "
                          "was looked at")]
     if on_cpu:
-        findings.insert(0, ok("it does not run without a GPU: a CPU stands in "
-                              'for GPUs, on which autocast("cuda") changes '
-                              "nothing"))
+        findings.insert(0, ok(f"{note}: a CPU stands in for GPUs, on which "
+                              'autocast("cuda") changes nothing'))
     kept, columns = minibatch(case), minibatch(case, "columns")
     kind = "rows"
     if isinstance(kept, str) and isinstance(columns, int):
@@ -116,6 +121,13 @@ def starts(try_out, size, steps):
         trial, ended = other, fails
         ended.hint = [ended.advice + " " * bool(ended.advice) + STOOD_IN]
     return trial, ended, False
+
+
+def reduces(trial):
+    """Whether a rank sends others anything of which they take a mean."""
+    return any(update["reduced"] or update.get("within")
+               for seen in filter(None, trial.seen)
+               for update in seen["updates"])
 
 
 def counts(case):
