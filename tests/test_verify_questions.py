@@ -109,6 +109,14 @@ def same_samples(trials):
         other.update({key: one[key] for key in ("rows", "columns")})
 
 
+def one_sample(trials):
+    for trial in trials.values():
+        for of_rank in trial.seen:
+            for update in of_rank["updates"]:
+                for kind in ("rows", "columns"):
+                    update[kind] = ["a"] * len(update[kind])
+
+
 def shared(count):
     """So many of its samples rank 1 shares with rank 0: a few by chance."""
     def apply(trials):
@@ -187,6 +195,8 @@ CASES = [
      "they are not the first weights of one process"),
     (RIGHT, same_samples, "the ranks read different samples", "all 2 ranks "
      "read the same samples"),
+    (RIGHT, one_sample, "the ranks read different samples", "all samples are "
+     "alike, with one process, too"),
     (MORE, shared(9), "the ranks read different samples", "36 of 256 samples "
      "are read by several ranks in the same update"),
     (MORE, later, "the ranks read different samples", "25% of the samples"),

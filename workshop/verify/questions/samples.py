@@ -24,6 +24,10 @@ def samples(case):
                      if group > 1 else "each rank reads other samples",
                      "ranks of one group of tensor parallelism read the same, "
                      "other groups other samples")]
+    if all(len(set(update["samples"])) == 1 < len(update["samples"])
+           for update in case.single) and case.single:
+        return [warn("all samples are alike, with one process, too: who reads "
+                     "which cannot be seen", "made data? each sample another")]
     if all(part == one[0] for one in sets for part in one):
         return [fail(f"all {case.size} ranks read the same samples", share)]
     group = case.size if case.still else 1
