@@ -117,6 +117,8 @@ local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(local)
 device, side = torch.device("cuda", local), torch.cuda.Stream()
 dist.init_process_group("nccl", device_id=device)
+dist.reduce_scatter_tensor(torch.ones(1), torch.ones(dist.get_world_size()),
+                           async_op=True).get_future().wait()
 """),
     ("sampler=sampler)", "sampler=sampler, pin_memory=True, num_workers=1)"),
     ("(900, 1)))", "(900, 1, device=device)).to(local), device_ids=[local])"),

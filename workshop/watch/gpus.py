@@ -109,6 +109,16 @@ def gpus(log):
     torch.Generator = Generator
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
+    @replace(dist.Work, "get_future")
+    def get_future(get_future, work):
+        try:
+            return get_future(work)
+        except RuntimeError:  # gloo has none for some collectives
+            work.wait()
+            done = torch.futures.Future()
+            done.set_result([])
+            return done
+
     @replace(torch, "load")
     def load(load, f, map_location=None, *args, **kwargs):
         return load(f, "cpu", *args, **kwargs)
