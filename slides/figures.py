@@ -678,23 +678,23 @@ def assisted(proposed=4, right=2):
     rows = ([f"p{i}" for i in range(1, proposed + 1)],
             [f"p{i}" for i in range(1, right + 1)]
             + [f"m{i}" for i in range(right + 1, proposed + 2)])
-    out = [text(0, 35, "small model", "bold"),
-           text(0, 51, f"{proposed} calls, a token each"),
-           text(0, 101, "large model", "bold"),
-           text(0, 117, f"1 call, {proposed + 1} tokens"),
-           text(0, 177, "stays", "bold")]
+    out = [text(0, 23, "small model", "bold"),
+           text(0, 39, f"{proposed} calls, a token each"),
+           text(0, 89, "large model", "bold"),
+           text(0, 105, f"1 call, {proposed + 1} tokens"),
+           text(0, 165, "stays", "bold")]
     for i in range(proposed + 1):
         x, kept = left + i * wide, i <= right
         if i < proposed:
-            out += [box(x, 20, wide - 10, 36, BLUE, rows[0][i], 0.3),
-                    middle(x + wide / 2 - 5, 77, "=" if i < right else
+            out += [box(x, 8, wide - 10, 36, BLUE, rows[0][i], 0.3),
+                    middle(x + wide / 2 - 5, 65, "=" if i < right else
                            "≠" if i == right else "")]
-        out.append(box(x, 86, wide - 10, 36, ORANGE, rows[1][i],
+        out.append(box(x, 74, wide - 10, 36, ORANGE, rows[1][i],
                        0.6 if kept else 0.1))
         if kept:
-            out += [arrow(x + wide / 2 - 5, 124, 148),
-                    box(x, 152, wide - 10, 36, ORANGE, rows[1][i], 0.6)]
-    return svg(left + (proposed + 1) * wide, 192, out,
+            out += [arrow(x + wide / 2 - 5, 112, 136),
+                    box(x, 140, wide - 10, 36, ORANGE, rows[1][i], 0.6)]
+    return svg(left + (proposed + 1) * wide, 180, out,
                "Assisted generation: a round",
                f"A small model proposes {proposed} tokens, in as many calls. "
                "In one call the large model computes which token it would "
