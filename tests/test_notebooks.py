@@ -444,7 +444,9 @@ def test_sharding_measures_what_its_formulas_say(ready, execute):
 @pytest.mark.whole
 def test_hangs_are_named(ready, execute):
     """The first of them: test_why.py has all."""
-    assert hangs.last_lines("who\nframe #1: _start\n\n") == ["who"]
+    assert hangs.last_lines(
+        "who\nException raised from run at socket.cpp:820 (most recent call "
+        "first):\n<omitting python frames>\nframe #1: _start\n\n") == ["who"]
     file = ready / "notebooks" / "hangs.ipynb"
     book = read_book(file)
     at = [*map(calls, book.cells)].index("plant(1)")
@@ -452,6 +454,9 @@ def test_hangs_are_named(ready, execute):
     file.write_text(json.dumps(book))
     shown = execute("hangs.ipynb")
     assert "rank 0: step 20 loss" in shown["plant(1)"]
+    seconds, = re.findall(r"After (\d+) s 4 of 4 processes run, with nothing "
+                          r"new for \d s\.", shown["plant(1)"])
+    assert int(seconds) <= hangs.SECONDS + 3
     assert "different collectives" in shown["why()"]
 
 

@@ -29,7 +29,7 @@ from workshop.why import evidence, slow, witness
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
 from workshop.why.judge import ADVICE, RULES, SIGNS, judge
-from workshop.why.ranks import Rank
+from workshop.why.ranks import Place, Rank
 from workshop.why.start import HOOK
 from workshop.why.witness import Witness, find_line, read_rank, read_state
 
@@ -1122,6 +1122,8 @@ def test_what_is_compiled_is_not_the_scripts_line():
     library = ["/lib/python3/site-packages/torch/_dynamo/eval_frame.py", 5, ""]
     assert find_line([mine, library, made]) == mine
     assert find_line([mine, ours]) == mine
+    begin = [*ours[:2], "begin"]  # also where a lesson's tool has called it
+    assert str(Place(*find_line([mine, begin, ours]))) == "its start"
 
 
 @pytest.mark.parametrize("ahead", [1e-4, 3600])

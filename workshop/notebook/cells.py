@@ -666,7 +666,7 @@ planted = []  # the program that runs a job with a fault, and its folder
 
 @in_one_line
 def plant(number):
-    """Run their script with this fault; show what it prints at first."""
+    """Run their script with this fault; show at first what it prints."""
     require(number in range(1, 10), "there are the faults 1 to 9")
     unplant()
     folder = tempfile.mkdtemp(prefix="why-")
@@ -674,8 +674,17 @@ def plant(number):
     program = interpreter.start(
         "-m", "workshop.notebook.hangs", str(number), folder)
     planted[:] = program, folder
-    return said("".join(itertools.takewhile(
-        lambda line: line != ".\n", program.stdout)))
+    state, lines = "4 processes start, which takes some seconds.", []
+    show = live(lambda: said(state))
+    show(now=True)
+    for line in itertools.chain(program.stdout, ["..\n"]):
+        if line not in (".\n", "..\n"):
+            lines.append(line)
+            continue
+        state, lines = "".join(lines) or state, []
+        show(now=True)
+        if line == "..\n":
+            break
 
 
 @in_one_line

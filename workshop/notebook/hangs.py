@@ -3,13 +3,15 @@
     python -m workshop.notebook.hangs FAULT FOLDER
 
 It starts notebooks/their_train.py as four processes (fault 9: their_mpi.py, by
-mpirun), whose evidence goes to FOLDER, and prints for a while what they print.
-They end with its input.
+mpirun), whose evidence goes to FOLDER. Each second it prints what they have
+printed, and a line with a point; two points, and it prints no more. They end
+with its input.
 """
 
 import ctypes
 import functools
 import os
+import re
 import sys
 import tempfile
 import time
@@ -22,7 +24,8 @@ from workshop.why import witness
 
 SCRIPT = ROOT / "notebooks" / "their_train.py"
 MPI = 9  # the fault with mpirun
-SECONDS = 20  # of printing
+SECONDS = 12  # of printing, at the most
+QUIET = 6  # seconds without anything new that are enough
 REDUCE = "        dist.all_reduce(average)\n"
 GATHER = "        dist.all_gather(samples, torch.full((1,), 20.0))\n"
 KILL = "            os.kill(os.getpid(), 9)\n" + REDUCE
@@ -76,9 +79,31 @@ def prepare(folder, variables, log):
 
 
 def last_lines(text):
-    """The last three, without the frames of C++ that may come after them."""
-    return [line for line in text.splitlines()
-            if line.strip() and not line.startswith("frame #")][-3:]
+    """The last three, without what C++ says of where it was."""
+    return [line for line in text.splitlines() if line.strip() and not
+            re.match("frame #|Exception raised from|<omitting", line)][-3:]
+
+
+def report(job):
+    """Print each second what the ranks have printed last, until that ends."""
+    begin = quiet = time.monotonic()
+    before, left = 0, job.jobs
+    while left:
+        left = job.wait_for_end(time.monotonic() + 1)
+        now = time.monotonic()
+        for rank in range(4):
+            for name in ("out", "err"):
+                for line in last_lines(job.text(rank, name)):
+                    print(f"rank {rank}: {line}")
+        if job.printed() != before:
+            before, quiet = job.printed(), now
+        print(f"After {now - begin:.0f} s " + (
+            f"{len(left)} of 4 processes run, with nothing new for "
+            f"{now - quiet:.0f} s." if left else "all have ended."))
+        if now - begin > SECONDS or (before and now - quiet > QUIET):
+            break
+        print(".", flush=True)
+    print("..", flush=True)
 
 
 def main():
@@ -86,12 +111,7 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         job = start(number, Path(place), folder)
         try:
-            job.wait_for_end(time.monotonic() + SECONDS)
-            for rank in range(4):
-                for name in ("out", "err"):
-                    for line in last_lines(job.text(rank, name)):
-                        print(f"rank {rank}: {line}")
-            print(".", flush=True)
+            report(job)
             sys.stdin.read()
         finally:
             job.clear()

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     function: str
 
     def __str__(self):
-        if self.file.endswith("/hook/sitecustomize.py"):
+        if self.file.endswith("/why/witness.py"):
             return "its start"
         if self.file == "?":
             return "a line that is not known"

@@ -382,10 +382,13 @@ class Witness(threading.Thread):
 
     def look(self):
         """The main thread's stack, outermost first: [file, line, function].
+
+        Of this file it keeps `begin` alone: then the script has not begun.
         """
-        return [[frame.f_code.co_filename, frame.f_lineno,
-                 frame.f_code.co_name] for frame in self.frames()
-                if frame.f_code.co_filename != __file__][::-1]
+        return [[code.co_filename, frame.f_lineno, code.co_name]
+                for frame in self.frames() for code in [frame.f_code]
+                if code.co_filename != __file__ or code is begin.__code__
+                ][::-1]
 
     def watch(self):
         """Two seconds: where the main thread is, as [times, stack], how many
@@ -477,9 +480,14 @@ def note_collection(times, phase, info):
 
 
 def find_line(stack):
-    """[file, line, function] of the script's innermost line in a stack."""
+    """[file, line, function] of the script's innermost line in a stack.
+
+    Before the script begins, that is `begin` here, whoever has called it.
+    """
     mine = [frame for frame in stack if not LIBRARY.search(frame[0])]
-    return (mine or stack or [["?", 0, "?"]])[-1]
+    start = [frame for frame in stack if frame[2] == "begin" and frame[
+        0].endswith("/why/witness.py")]
+    return (start or mine or stack or [["?", 0, "?"]])[-1]
 
 
 def name_host(env):
