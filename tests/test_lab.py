@@ -51,7 +51,7 @@ def lab(repo, tmp_path):
         home = tmp_path / "home"
         settings = (home / ".jupyter/lab/user-settings/@jupyterlab"
                     / "apputils-extension")
-        settings.mkdir(parents=True)
+        settings.mkdir(parents=True, exist_ok=True)
         (settings / "notification.jupyterlab-settings").write_text(
             '{"fetchNews": "false"}')
         env = {key: value for key, value in os.environ.items()
@@ -71,7 +71,7 @@ def lab(repo, tmp_path):
                 cwd=root, env=env, stdout=file, stderr=subprocess.STDOUT))
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
-            assert servers[0].poll() is None, log.read_text()
+            assert servers[-1].poll() is None, log.read_text()
             try:
                 urllib.request.urlopen(f"{url}/api/status", timeout=1)
                 return url
@@ -247,10 +247,15 @@ def kernel(url):
 
 
 def follow_line(page, link):
-    """Click: the editor shows the line, well away from its edges."""
+    """Click: the editor goes to the line."""
     number = link.inner_text().split()[-1]
     link.click()
     page.locator("#jp-bottom-panel", has_text=f"Ln {number}, Col 1").wait_for()
+    well_in_sight(page, number)
+
+
+def well_in_sight(page, number):
+    """The editor shows the line, well away from its edges."""
     page.wait_for_function("""number => {
         const pane = document.querySelector(".jp-FileEditor .cm-scroller");
         const line = [...pane.querySelectorAll(".cm-gutterElement")].find(
@@ -450,6 +455,12 @@ def test_a_view_that_is_dead_says_so(page, lab, repo, lost):
         lesson.runs = 0
         assert "changes left" in lesson.run('diff("ddp")')
         lesson.expect(dead).to_be_hidden()
+        cell = page.locator(".jp-CodeCell", has_text="beside(")
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Control+a")
+        page.keyboard.insert_text("%%mpi 2\nprint(1)")
+        lesson.run_cell(page.locator(".jp-CodeCell", has_text="%%mpi"))
+        lesson.readable("Run the cell that has %load_ext lesson")
 
 
 def test_the_journey_from_ddp(page, lab, repo):
@@ -565,14 +576,40 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     go("runs()", f"ddp-1n2g-{job}")
 
 
+def show_all_cells(folder):
+    """Not only those in sight."""
+    settings, = folder.glob("home/.jupyter/lab/user-settings/@jupyterlab")
+    (settings / "notebook-extension").mkdir()
+    (settings / "notebook-extension" / "tracker.jupyterlab-settings"
+     ).write_text('{"windowingMode": "none"}')
+
+
+def test_the_lines_of_a_text_are_found_in_the_script(
+        page, lab, repo, tmp_path):
+    """A lesson's text shows its mistakes with a link, and in colours."""
+    script = STAGES["ddp"].solution.read_text()
+    (repo / "code" / "train_gpt2.py").write_text("# mine\n" + script)
+    url = lab()
+    show_all_cells(tmp_path)
+    lesson = Lesson(page, url)
+    lesson.run('diff("ddp")')
+    text = page.locator(".jp-MarkdownOutput .ws", has_text=TYPO[0])
+    text.locator("a").click()
+    line, = (number for number, line in enumerate(script.splitlines(), 2)
+             if line.strip() == TYPO[0])
+    lesson.expect(text.locator("a")).to_have_text(f"line {line}")
+    well_in_sight(page, str(line))
+    lesson.clear(1)
+    signs = "el => getComputedStyle(el).backgroundColor"
+    assert len({text.locator(f".{kind}").evaluate(signs)
+                for kind in ("add", "del")} - {"rgba(0, 0, 0, 0)"}) == 2
+
+
 def test_whatever_else_is_shown_can_be_read(page, lab, repo, tmp_path):
     """The notebooks whose cells no journey runs: contrast, and nothing cut."""
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     url = lab()
-    settings, = tmp_path.glob("home/.jupyter/lab/user-settings/@jupyterlab")
-    (settings / "notebook-extension").mkdir()
-    (settings / "notebook-extension" / "tracker.jupyterlab-settings"
-     ).write_text('{"windowingMode": "none"}')  # all outputs are there
+    show_all_cells(tmp_path)
     shutil.copytree(ROOT / "example-logs", repo / "example-logs")
     for name in ("results", "collectives", "sharding",
                  "diff_mpi", "diff_kernels", "your_model", "hangs"):
@@ -697,6 +734,7 @@ def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
 def follow_command(page, lab, folder, *words, **options):
     """Where `python -m workshop lab` leads the browser."""
     opened = folder / "opened"
+    opened.unlink(missing_ok=True)
     lab("workshop", "lab", *words, **options,
         BROWSER=f"sh -c 'echo $0 > {opened}' %s")
     wait_for(lambda: opened.exists() and opened.read_text(), 30)
@@ -705,11 +743,24 @@ def follow_command(page, lab, folder, *words, **options):
 
 def test_the_command_opens_the_script_beside_the_lesson(
         page, lab, tmp_path):
-    follow_command(page, lab, tmp_path, "ddp")
+    """Without a name, what was open last. A kernel without a page ends."""
+    follow_command(page, lab, tmp_path, "ddp",
+                   "--MappingKernelManager.cull_idle_timeout=2")
     see_both(page, "start_here")  # nothing has been trained yet
     page.locator("#jp-main-dock-panel .lm-TabBar-tab",
                  has_text="diff_ddp.ipynb").click()
     see_both(page, "ddp")
+    page.wait_for_function("kernels_are_idle()")
+    kernels = page.url.partition("/lab")[0] + "/api/kernels"
+    page.wait_for_timeout(14_000)
+    assert json.load(urllib.request.urlopen(kernels))
+    page.goto("about:blank")
+    wait_for(lambda: not json.load(urllib.request.urlopen(kernels)), 40)
+
+    follow_command(page, lab, tmp_path)
+    see_both(page, "ddp")
+    assert "Your script is std. What can follow: ddp mpi kernels" in (
+        tmp_path / "lab.log").read_text()
 
 
 def see_both(page, name):

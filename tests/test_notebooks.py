@@ -16,8 +16,8 @@ from conftest import calls, copy_course, needs, program, python, read_book
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import lab
-from workshop.lesson import documents, render
+from workshop import journey, lab
+from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells, hangs, printed, your_model
 from workshop.processes import launch
@@ -265,7 +265,11 @@ def test_lesson_mpi_runs_with_the_environment_that_the_site_names(
     assert (f"Done: all {len(documents.load('mpi'))} changes are made"
             in shown['diff("mpi")'])
     assert "no change is left" in shown['check("mpi", "next")']
-    assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
+    compared = shown['compare("mpi", "ddp")']
+    assert "DistributedDataParallel" in compared
+    for name in "outside any function", "average_gradients", "main":
+        assert f"<summary><code>{name}</code>: " in compared
+    assert compared.count("<details>") == compared.count('<pre class="code"')
 
     assert "rank 3: rank 3 of 4, local 3" in said_by(shown, "node.rank}")
     assert said_by(shown, "Read_at_all").count("right: True") == 5
@@ -305,6 +309,36 @@ def test_cells_make_changes_and_take_them_back(repo):
          'apply("ddp", "3")': "by their numbers",
          'reset("gpt")': "there is no stage gpt"})
     assert script.read_text() == STAGES["std"].solution.read_text()
+
+
+def test_where_one_is(tmp_path, monkeypatch):
+    """Each state of the script, what has passed a check, and the runs."""
+    script = tmp_path / "train_gpt2.py"
+    monkeypatch.setattr(journey, "DESK", script)
+    monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
+    monkeypatch.setattr(journey.runs, "RUNS", ROOT / "example-logs")
+
+    def now(text):
+        script.write_text(text)
+        return cells.journey()
+
+    std, ddp = (STAGES[name].solution for name in ("std", "ddp"))
+    assert now(std.read_text()).text == (
+        "Your script is std. What can follow: ddp mpi kernels")
+    for numbers in [1, 2], range(3, 14):
+        assert now(Diff("ddp", std).apply(numbers)).text == (
+            f"Your script is on its way to ddp: {13 - len(numbers)} of 13 "
+            "changes are left. ddp")
+    assert now(ddp.read_text()).text == (
+        "Your script is ddp, and this version has not passed the check: "
+        "`python -m workshop check ddp` ddp")
+    checked.record("ddp", script.read_bytes())
+    shown = now(ddp.read_text())
+    assert shown.text == (
+        "Your script is ddp, checked. What can follow: fsdp lit")
+    when = checked.last_passed("ddp")[:16]
+    assert f"<td>{when}</td><td>3</td>" in shown.html
+    assert '<a href="diff_lit.ipynb">' in shown.html
 
 
 def test_a_workspace_for_the_root_that_the_server_has(repo, monkeypatch):

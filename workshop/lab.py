@@ -5,6 +5,7 @@
 Only the standard library and JupyterLab's own, from Python 3.9 on.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,14 +15,16 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
+from workshop.journey import what_next
 from workshop.stages import DESK
 
 
 def main(stage, flags):
     """Become JupyterLab. flags: JupyterLab's own.
 
-    stage: its lesson is opened, and start_here if it is None. Where nothing
-    has been trained yet, start_here is the tab in front of it.
+    stage: its lesson is opened. If it is None, that is what was open last, or
+    else start_here. Where nothing has been trained yet, start_here is the tab
+    in front of the lesson.
     """
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
@@ -30,12 +33,37 @@ def main(stage, flags):
     if stage and not (ROOT / "runs").exists():
         names.insert(0, "start_here")
     workspace = write_workspace(*names)
+    page = f"tree/{workspace.relative_to(ROOT)}"
+    with contextlib.suppress(UserError):  # the lesson will tell
+        print(" ".join([what_next()[0], *what_next()[1]]), flush=True)
+    if not stage and find_last():
+        page = f"workspaces/{find_last()}"
+    ours = {
+        "--ServerApp.root_dir": ROOT,
+        "--LabApp.default_url": f"/lab/{page}",
+        "--LabApp.news_url": None,  # its question would cover the lesson
+        # a kernel whose notebook is closed ends after half an hour
+        "--MappingKernelManager.cull_idle_timeout": 1800,
+        "--MappingKernelManager.cull_interval": 10}
     os.execv(sys.executable, [
-        sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}",
-        f"--LabApp.default_url=/lab/tree/{workspace.relative_to(ROOT)}",
-        "--LabApp.news_url=None",  # its question would cover the lesson
+        sys.executable, "-m", "jupyterlab",
+        *(f"{name}={value}" for name, value in ours.items() if not any(
+            flag.startswith(name) for flag in flags)),
         *["--allow-root"] * (os.geteuid() == 0),  # as in a container
         *flags])
+
+
+def find_last():
+    """The workspace in which the script was open last, or ""."""
+    from jupyterlab.commands import get_workspaces_dir
+
+    for file in sorted(Path(get_workspaces_dir()).glob("*-workspace"),
+                       key=os.path.getmtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads(file.read_text("utf-8"))
+            if f"editor:code/{DESK.name}" in saved["data"]:
+                return saved["metadata"]["id"]
+    return ""
 
 
 def require_room():

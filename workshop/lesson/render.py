@@ -9,6 +9,7 @@ import time
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from backstage import ROOT
 from backstage.files import show_path
 from workshop.lesson import checked
 from workshop.stages import DESK, find
@@ -41,10 +42,20 @@ STYLE = "<style>\n{}</style>".format(
 KEEP_IN_SIGHT = script("keep_in_sight.js")
 BRING_LINE = script("bring_line.js")
 KEEP_UNFOLDED = script("keep_unfolded.js")
+TEXTS = script("texts.js")
 ANNOUNCE = script("announce.js")
 STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
 it does not follow your script any more.</strong> Run this cell again.</p
 >""" + script("stale.js") + "</div>"
+
+
+def texts(path):
+    """A script for the page, which looks after what is not shown from here.
+
+    path: as below.
+    """
+    desk = Path(path).parents[2] / DESK.relative_to(ROOT)
+    return BRING_LINE + TEXTS.replace("DESK", json.dumps(desk.as_posix()))
 
 
 def stale(path):
@@ -52,7 +63,8 @@ def stale(path):
 
     path: in JupyterLab, of the file into which its kernel writes the time.
     """
-    return STYLE + STALE.replace("TIME", time.strftime("%H:%M:%S")).replace(
+    return STYLE + texts(path) + STALE.replace(
+        "TIME", time.strftime("%H:%M:%S")).replace(
         "PATH", json.dumps(path)).replace("BORN", str(time.time()))
 
 
@@ -395,15 +407,31 @@ def folded(summary, content, attributes=""):
 
 
 def between(old, new):
-    """The changes from a script's text to another's: (HTML, text)."""
+    """The changes from a script's text to another's: (HTML, text).
+
+    Those of a function or class are folded under its name.
+    """
     old, new = old.splitlines(), new.splitlines()
     edits = [edit for tag, *edit in match(old, new).get_opcodes()
              if tag != "equal"]
+    places = {}
+    for edit in edits:
+        i1, i2, j1, j2 = edit
+        first = next(filter(None, old[i1:i2] or new[j1:j2]), "")
+        place = next(filter(None, (re.match(r"(?:def|class) (\w+)", line)
+                                   for line in [first, *old[:i1][::-1]])), "")
+        places.setdefault(place and place[1], []).append(edit)
+    parts = [folded(
+        f"<code>{name or 'outside any function'}</code>: "
+        f"{sum(i2 - i1 for i1, i2, *_ in some)} removed, "
+        f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
+        code_box(rows(old, new, some), "The changes there"))
+        for name, some in places.items()]
     view = list(rows(old, new, edits))
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)
-    return box(code_box(view, "The changes")), text
+    return box("".join(parts)), text
 
 
 def code_box(view, about):

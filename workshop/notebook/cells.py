@@ -27,6 +27,7 @@ from backstage.files import show_path
 from workshop import arithmetic, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.doctor import ask_slurm
+from workshop.journey import done, what_next
 from workshop.lesson import checked, desk, render
 from workshop.lesson.diff import Diff, Script
 from workshop.notebook import pictures, printed
@@ -533,6 +534,18 @@ def doctor():
 
 
 @in_one_line
+def journey():
+    """What I have done so far, and what comes next."""
+    words, lessons = what_next()
+    links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
+    rows = [("lesson", "it makes", "check passed", "runs"), *done()]
+    return Shown(render.box(
+        render.paragraph(f"<strong>{render.quote(words)}</strong> "
+                         + ", ".join(links))
+        + printed.table(rows, "words")), " ".join([words, *lessons]))
+
+
+@in_one_line
 def script_map():
     """The sections, classes and functions of the script on the desk."""
     script = Script(DESK)
@@ -725,6 +738,10 @@ def load_ipython_extension(ipython):
     """Called by `%load_ext workshop.notebook.cells`."""
     ipython.register_magic_function(ranks, "cell")
     ipython.register_magic_function(mpi, "cell")
+    if pulse():
+        from IPython.display import display
+
+        display(Shown(render.texts(pulse()), ""))
     with contextlib.suppress(UserError):  # the first cell will tell
         warm.start()
 
