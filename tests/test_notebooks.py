@@ -19,7 +19,7 @@ from backstage.errors import UserError
 from workshop import journey, lab
 from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, hangs, printed, your_model
+from workshop.notebook import cells, hangs, pictures, printed, your_model
 from workshop.processes import launch
 from workshop.stages import LESSONS, STAGES
 
@@ -392,6 +392,16 @@ def ready(repo):
 @pytest.mark.whole
 def test_collectives_are_run_for_real(ready, execute):
     shown = execute("collectives.ipynb")
+    # DDP's three optimisations: a message a weight, a bucket, a minibatch
+    for words, messages in (("in reversed(step", 6), ("        lambda w", 6),
+                            ("torch.cat(bucket)", 3), ("if last:", 6)):
+        text = said_by(shown, words)
+        assert f"rank 0: {messages} messages with " in text
+    first = said_by(shown, "        lambda w")  # while others are computed
+    sent, computed = ([float(x) for x in re.findall(
+        rf'<rect x="([\d.]+)"[^>]* fill="{pictures.COLOURS[kind]}"', first)]
+        for kind in (2, 1))
+    assert len(sent) == len(computed) == 2 * 6 and min(sent) < max(computed)
 
     before = [str(10**rank) for rank in range(4) for _ in range(4)]
     assert numbers(said_by(shown, "dist.all_reduce(x)\nshow")) == (

@@ -112,6 +112,20 @@ SMALL = {  # the ends of lines of rank 0
 
 
 @pytest.mark.whole
+def test_the_check_knows_a_wrapper_of_ones_own(tmp_path, capsys):
+    """The lesson's solution of the exercise."""
+    cell, = (cell for cell in read_notebook("diff_ddp").values()
+             if cell.startswith("## Write the wrapper yourself"))
+    mine, = re.findall("```python\n(.*?)```", cell, re.DOTALL)
+    text = STAGES["ddp"].solution.read_text()
+    for block in re.findall("```diff\n(.*?)```", cell, re.DOTALL):
+        text = edit_lines(text, block)
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(text.replace("def main():", f"{mine}\n\ndef main():"))
+    assert main("ddp", script), capsys.readouterr().out
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("name", SMALL)
 def test_the_small_trainers_show_what_the_lesson_says(capsys, name):
     """As the notebook's cells run them."""

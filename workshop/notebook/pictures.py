@@ -554,13 +554,16 @@ def timeline(ranks, width=640, title="When each process computed what",
     """When each rank computed what; where nothing is drawn it waited.
 
     ranks: for each a list of [name, number, begin, end], in seconds. What
-    goes backwards, "B", is drawn in another colour than what goes forwards.
+    goes backwards, "B", is drawn in another colour than what goes forwards,
+    and what is sent meanwhile, "A", below what is computed.
     unit: of the times in the picture; with "" it has none. pitch: from row to
     row. heading: stands above them.
     """
     last = max(event[3] for events in ranks for event in events)
     left, top, out = 54, 22 if heading else 4, []
     scale = (width - left) / last
+    sends = any(name == "A" for events in ranks for name, *_ in events)
+    pitch += 24 * sends
     if heading:
         out.append(text(left, 14, heading, "bold"))
     for rank, events in enumerate(ranks):
@@ -568,23 +571,28 @@ def timeline(ranks, width=640, title="When each process computed what",
         out += [text(0, y + high / 2 + 4, f"rank {rank}"),
                 f'<rect x="{left}" y="{y}" width="{width - left:g}" '
                 f'height="{high}" fill="currentColor" fill-opacity="0.06"/>']
-        out += [box(left + begin * scale, y, (end - begin) * scale, high,
-                    COLOURS[name == "B"], f"{name}{number}", 0.35)
-                for name, number, begin, end in events]
+        for name, number, begin, end in events:
+            wide = (end - begin) * scale
+            out.append(box(
+                left + begin * scale, y + high / 2 * (name == "A"), wide,
+                high / (1 + sends), COLOURS[2 if name == "A" else name == "B"],
+                f"{name}{number}" * (not sends or wide > 18), 0.35))
     y = top + pitch * len(ranks) + (14 if unit else -6)
     if unit:
         out += [text(left, y, f"0{unit}"),
                 text(width - 44, y, f"{last:.2f}{unit}")]
-    busy = sum(end - begin for events in ranks for *_, begin, end in events)
+    busy = sum(end - begin for events in ranks
+               for name, _, begin, end in events if name != "A")
     told = [f"{len(ranks)} ranks, each in a row, in time from left to right. "
-            "F: forwards, B: backwards, with the microbatch's number. On "
-            f"average a rank waits {1 - busy / len(ranks) / last:.0%} of the "
-            "time."]
+            "F: forwards, B: backwards" + ", A: sent" * sends
+            + ", with the microbatch's number" * (not sends)
+            + ". On average a rank waits "
+            f"{1 - busy / len(ranks) / last:.0%} of the time."]
     for rank, events in enumerate(ranks):
         done, now = [], 0
         for name, number, begin, end in events:
             done += ["a wait"] * (begin - now > last / 100)
             done.append(f"{name}{number}")
-            now = end
+            now = max(now, end)
         told.append(f"Rank {rank}: {', '.join(done)}.")
     return svg(width, y + 6, out, title, " ".join(told))

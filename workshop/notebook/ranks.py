@@ -37,8 +37,8 @@ from pathlib import Path
 from backstage.errors import UserError, run_main
 from workshop import processes, server
 
-PRELOAD = ["torch", "torch.distributed", "workshop.notebook.sharding",
-           "workshop.notebook.pipelines"]
+PRELOAD = ["torch", "torch.distributed", "workshop.notebook.overlap",
+           "workshop.notebook.pipelines", "workshop.notebook.sharding"]
 
 
 def main():
