@@ -450,7 +450,19 @@ def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
 
 @pytest.mark.whole
 def test_sharding_measures_what_its_formulas_say(ready, execute):
+    file = ready / "notebooks" / "sharding.ipynb"
+    book = nbformat.read(file, as_version=4)
+    solution, = re.findall(r"```python\n(.*dcp\.load.*)\n```", "\n".join(
+        cell.source for cell in book.cells))
+    for cell in book.cells:
+        if "# yours" in cell.source:
+            book.cells.append(nbformat.v4.new_code_cell(
+                cell.source.replace("# yours", solution)))
+    nbformat.write(book, file)
     shown = execute("sharding.ipynb")
+    assert said_by(shown, "# yours").count("not yet") == 4
+    assert len(re.findall(r"rank \d: right", said_by(shown, "dcp.load"))) == 4
+    assert ".metadata" in said_by(shown, "dcp.save")
     compared = {}
     for text in shown.values():
         assert "did not finish" not in text, text
