@@ -162,6 +162,22 @@ def join_others():
     return get_rank_and_size()
 
 
+def load(run_dir, device):
+    """Join the others: (rank, world size, device, model, tokenizer)."""
+    rank, world_size = join_others()
+    file = call_on_rank_0(lambda: find_checkpoint(run_dir))
+    device = use_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    state, model = load_trained(file)
+    model.to(device)
+    tokenizer = dataset.load_vocabulary(state["hyperparameters"]["data"])
+    require(tokenizer.n_vocab == model.config.vocab_size,
+            f"{state['hyperparameters']['data']} now has another vocabulary: "
+            "restore the dataset that the run was trained on")
+    if rank == 0:
+        print(f"{file} ({state['stage']}, {state['step']} steps)")
+    return rank, world_size, device, model, tokenizer
+
+
 def main():
     name_ranks()
     flags = parse_flags(Flags)
@@ -171,24 +187,14 @@ def main():
     require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
     require(not flags.assistant or (flags.temperature == 0 and flags.cache),
             "--assistant needs --temperature 0, and the cache")
-    rank, world_size = join_others()
-    file = call_on_rank_0(lambda: find_checkpoint(flags.run_dir))
-    device = use_device(flags.device, int(os.environ.get("LOCAL_RANK", 0)))
-    state, model = load_trained(file)
-    model.to(device)
-    tokenizer = dataset.load_vocabulary(state["hyperparameters"]["data"])
-    require(tokenizer.n_vocab == model.config.vocab_size,
-            f"{state['hyperparameters']['data']} now has another vocabulary: "
-            "restore the dataset that the run was trained on")
-    if rank == 0:
-        print(f"{file} ({state['stage']}, {state['step']} steps)")
+    rank, world_size, device, model, tokenizer = load(
+        flags.run_dir, flags.device)
     if flags.assistant:
         _, assistant = load_trained(call_on_rank_0(
             lambda: find_checkpoint(flags.assistant)))
         require(assistant.config.vocab_size == tokenizer.n_vocab,
                 f"{flags.assistant}: the assistant has another vocabulary")
         assistant.to(device)
-
     prompt = tokenizer.encode(flags.prompt, allowed_special="all")
     prompt = prompt or [tokenizer.eot_token]
     first, end = (flags.num_sequences * r // world_size
