@@ -180,12 +180,12 @@ class KeptBytes(DeepSpeedOnCPU):
     but DeepSpeed's buffers of one size, for each parameter.
     """
 
-    def __call__(self, rank):
-        super().__call__(rank)
+    def __call__(self, log):
+        super().__call__(log)
         from backstage.lightning import LitRun
 
         def measure(run, trainer, module):
-            if (run.step, rank, run.mean_loss.item()) != (1, 0, 0):
+            if (run.step, log.rank, run.mean_loss.item()) != (1, 0, 0):
                 return
             zero, size = trainer.strategy, lambda w: w.untyped_storage()
             own = {size(w).data_ptr() for w in zero.whole.parameters()}
@@ -211,7 +211,7 @@ def test_what_a_stage_of_zero_keeps(tmp_path, number, kept):
         "lit", tmp_path / "run", "--preset", "nano", "--precision", "fp32",
         "--sequence-length", 32, "--minibatch-size", 4, "--microbatch-size", 1,
         "--max-steps", 2, "--strategy", f"deepspeed_stage_{number}",
-        data=GOLDEN, world_size=2, observe=KeptBytes(0))
+        data=GOLDEN, world_size=2, probes=[KeptBytes(0, 0)])
     found, = re.findall("kept (.*)", result.out)
     assert round(float(found), 1) == kept
 
