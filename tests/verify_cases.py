@@ -1,4 +1,4 @@
-"""Scripts in 53 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 54 styles for `verify`, each right, and each with mistakes.
 
     pytest --tables tests/test_verify.py            all of them, in minutes
     pytest --tables tests/test_verify.py -k "FSDP"  those so called
@@ -305,6 +305,18 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
                 weight.data /= size
         step += 1
 """), ("for epoch", "step = 0\nfor epoch")),
+          "taken": edit(BY_HAND, ("""\
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+""", """\
+        for weight in model.parameters(): weight.main = 0
+        for half in (0, 1):
+            (nn.functional.mse_loss(model(x[half::2]), y[half::2]) / 2
+             ).backward()
+            for weight in model.parameters():
+                weight.main, weight.grad = weight.main + weight.grad, None
+        for weight in model.parameters(): weight.grad = weight.main
+"""), (STEP, "        model[3].bias.grad = None\n" + STEP)),
           "by step": edit(
               DDP, ("model = DDP(nn", "model = (nn"), ("SGD(", "Reducing("),
               ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
@@ -627,6 +639,8 @@ CASES = [
           ("        loss.backward()\n", "        loss.backward()\n        "
            "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"),
           suite=True),
+    right("taken", "gradients are the mean of the ranks' own, before",
+          "0 wrong, 1 to look at", suite=True),
     right("by step", "gradients are reduced by the optimizer, in its step()",
           WEIGHTS, suite=True),
     wrong("by step", "summed", "FAIL  in update 0 the weights are off",

@@ -88,6 +88,7 @@ class Rows:
         self.since = set()  # optimizers with gradients since it has saved
         log.told = {}  # sampler -> whether set_epoch came before its start
         log.local = {}  # gradients as this rank alone has computed them
+        log.sums = {}  # the same, with what the script has taken of them
         self.begin_update()
         log.on("gradients", self.record)
         log.on("updated", self.on_updated)
@@ -155,13 +156,16 @@ class Rows:
             "elements": sum(weight.numel() for weight in weights.values()
                             if weight.requires_grad),
             "without": [key for key, weight in weights.items()
-                        if weight.requires_grad and weight.grad is None],
+                        if weight.requires_grad and weight.grad is None
+                        and id(weight) not in log.sums],  # nor had one
             "before": now if not self.made[number] or self.since else None,
             "now": now,  # again before each
             "random": random_states(),
             "gradients": state(lambda weight: log.now.unclipped.get(
                 id(weight), thin(weight.grad))),
-            "local": state(lambda weight: log.local.get(id(weight)))})
+            "local": state(lambda weight: log.local.get(id(weight))),
+            "sums": state(lambda weight: log.sums.get(id(weight)))})
+        log.sums.clear()
         if self.kind in ("saved", "resumed"):
             self.seen["updates"][-1]["kept"] = parts.describe(
                 kept(optimizer, weights))
@@ -214,6 +218,7 @@ class Modules:
         self.log, self.seen, self.inside = log, log.seen, False
         self.seen |= {"batchnorm": False, "low": False, "draws": False,
                       "copies": []}
+        self.grads, self.taken = {}, {}  # of weights, by their id
         log.modules = {}  # by their id
         log.on("end", self.find_copies)
 
@@ -270,8 +275,17 @@ class Modules:
                 weight.register_post_accumulate_grad_hook(self.on_gradient)
 
     def on_gradient(self, weight):
-        """What this rank has computed, before it is reduced."""
-        self.log.local[id(weight)] = thin(weight.grad)
+        """What this rank has computed, before it is reduced.
+
+        Where `weight.grad` is another tensor than before, the script may have
+        taken that one away, to add up all of them elsewhere.
+        """
+        key, log = id(weight), self.log
+        if key not in log.sums or self.grads[key] is not weight.grad:
+            self.grads[key] = weight.grad
+            self.taken[key] = log.sums.get(key, 0)
+        log.local[key] = thin(weight.grad)
+        log.sums[key] = self.taken[key] + log.local[key]
 
     def on_root(self, module, arguments):
         """The outermost module of a forward pass, with all it is given.

@@ -152,16 +152,13 @@ def equal(case):
 def mean(case):
     worst, scale = None, ""
     for step, updates in enumerate(case.updates):
-        local = [whole_here(update["local"]) for update in updates]
         used = assemble([update["gradients"] for update in updates])
-        keys = [key for key in used.tensors
-                if all(key in one for one in local) and all(
-                    one[key].shape == used.tensors[key].shape
-                    for one in local)]
-        if not keys or used.apart:
+        # what the script has taken of them may count, or not
+        mine, each = min(
+            (own(updates, used, what) for what in ("local", "sums")),
+            key=lambda pair: off(pair[0], sum(pair[1]) / case.size))
+        if not mine.numel() or used.apart:
             return []
-        mine = torch.cat([used.tensors[key] for key in keys])
-        each = [torch.cat([one[key] for key in keys]) for one in local]
         good = sum(each) / case.size
         if not good.any():
             continue
@@ -189,6 +186,17 @@ def mean(case):
     return [] if worst is None else [ok(
         f"gradients are the mean of the ranks' own{scale}, before they are "
         f"clipped (to {worst:.0e})")]
+
+
+def own(updates, used, what):
+    """(the gradients that are used, what each rank has computed of them)."""
+    local = [whole_here(update[what]) for update in updates]
+    keys = [key for key in used.tensors
+            if all(key in one for one in local) and all(
+                one[key].shape == used.tensors[key].shape for one in local)]
+    mine, *each = (torch.cat([torch.zeros(0), *(one[key] for key in keys)])
+                   for one in (used.tensors, *local))
+    return mine, each
 
 
 def summed(case, step):
