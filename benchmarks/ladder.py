@@ -201,8 +201,8 @@ def write_with_kernels():
     script = trained.std = load(KERNELS)
     standard = F.scaled_dot_product_attention
     # with a cache the one new token looks at all: that is not their case
-    F.scaled_dot_product_attention = lambda q, k, v, is_causal: (
-        script.attention(q, k, v) if is_causal else standard(q, k, v))
+    F.scaled_dot_product_attention = lambda q, k, v, mask, is_causal: (
+        script.attention(q, k, v) if is_causal else standard(q, k, v, mask))
     runpy.run_path(str(WRITER), run_name="__main__")
 
 

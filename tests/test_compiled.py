@@ -100,7 +100,7 @@ def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
         if "--recompute" in flags:
             of_blocks *= 2
     else:  # the whole model
-        assert seen["graphs"] == (4 if stage == "lit" else 1)
+        assert seen["graphs"] == (2 if stage == "lit" else 1)
     assert seen["steps"][1] == 2 * (of_blocks + of_head)
     # in validation nothing is recomputed; a pipeline tries its shapes
     assert seen["steps"][2] <= 3 * (LAYERS * PRODUCTS + of_head)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from conftest import needs
 from stages import (
     GOLDEN,
     DieAfter,
@@ -158,7 +159,7 @@ class DeepSpeedOnCPU(SignalAt):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_deepspeed_goes_on_from_others_and_they_from_it(
         data, single, tmp_path, number):
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     run = tmp_path / "run"
     flags = ("--strategy", f"deepspeed_stage_{number}")
     start_stage("std", run, "--checkpoint-every", 3, data=data,
@@ -206,7 +207,7 @@ class KeptBytes(DeepSpeedOnCPU):
 @pytest.mark.parametrize(("number", "kept"), [(1, 14.0), (2, 12.1), (3, 10.5)])
 def test_what_a_stage_of_zero_keeps(tmp_path, number, kept):
     """In fp32, as the lesson says; bytes for each parameter."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     result = train(
         "lit", tmp_path / "run", "--preset", "nano", "--precision", "fp32",
         "--sequence-length", 32, "--minibatch-size", 4, "--microbatch-size", 1,

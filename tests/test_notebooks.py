@@ -450,8 +450,10 @@ def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
 
 @pytest.mark.whole
 def test_sharding_measures_what_its_formulas_say(ready, execute):
+    import nbformat
+
     file = ready / "notebooks" / "sharding.ipynb"
-    book = nbformat.read(file, as_version=4)
+    book = read_book(file)
     solution, = re.findall(r"```python\n(.*dcp\.load.*)\n```", "\n".join(
         cell.source for cell in book.cells))
     for cell in book.cells:

@@ -50,11 +50,12 @@ def broken():
             if title and QUOTE.search(cell):
                 block, = re.findall("```diff\n(.*?)```", cell, re.DOTALL)
                 yield (f"{stage}-{title[1]}", stage, None, cell,
-                       functools.partial(edit_lines, stage, block))
+                       functools.partial(edit_lines, STAGES[
+                           stage].solution.read_text(), block))
 
 
-def edit_lines(stage, block):
-    lines = STAGES[stage].solution.read_text().split("\n")
+def edit_lines(text, block):
+    lines = text.split("\n")
     old, new = ([line[2:] for line in block.split("\n") if line[:1] == sign]
                 for sign in "-+")
     at, = (i for i, line in enumerate(lines) if line.strip() == old[0])

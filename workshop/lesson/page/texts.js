@@ -19,7 +19,9 @@ window.wsTexts ??= setInterval(() => {
     pre.replaceWith(view);
     pre.className = "code";
     view.className = "ws";
-    code.innerHTML = code.innerHTML.trimEnd().split("\n").map(
+    const plain = code.textContent.trimEnd().replace(
+      /[&<>]/g, sign => `&#${sign.charCodeAt()};`);
+    code.innerHTML = plain.split("\n").map(
       line => `<span class="${{"+": "add", "-": "del"}[line[0]] ?? ""}"
         ><b style="width: 1px"> </b>${line}\n</span>`).join("");
     view.append(pre, link);
