@@ -13,6 +13,7 @@ import warnings
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.nn import functional as F
 
 from backstage.checkpoint import MOMENTS
 from backstage.errors import require
@@ -65,21 +66,30 @@ class Zero(DeepSpeedStrategy):
 
     def restore(self, run):
         """What `Run.restore` does. All ranks."""
-        from deepspeed import utils, zero
+        from deepspeed import zero
         optimizer = self.whole_optimizer
         step = run.restore(self.whole, optimizer)
         self.make_moments(step)
         for mine, weight in self.pairs():
             with zero.GatheredParameters(mine, modifier_rank=0):
                 mine.data.copy_(weight.data)
-            utils.safe_set_full_fp32_param(
-                mine, weight.data.to(self.root_device))
+            self.spread("fp32_param", mine, weight.data)
             for name in MOMENTS if step > 0 else ():
-                utils.safe_set_full_optimizer_state(
-                    mine, optimizer.state[weight][name].to(self.root_device),
-                    name)
+                self.spread("optimizer_state", mine,
+                            optimizer.state[weight][name], name)
         optimizer.state.clear()
         return step
+
+    def spread(self, kind, mine, whole, *name):
+        """Set this rank's shard of a weight, or of its moment of that name."""
+        from deepspeed import utils
+        value, where = whole.to(self.root_device), "full"
+        if self.zero_stage_3:  # DeepSpeed 0.19 would not pad the last shard
+            size, where = mine.ds_tensor.numel(), "local"
+            missing = size * self.world_size - value.numel()
+            value = F.pad(value.flatten(), (0, missing))[
+                size * self.global_rank:][:size]
+        getattr(utils, f"safe_set_{where}_{kind}")(mine, value, *name)
 
     def save(self, run, step):
         """What `Run.save` does. All ranks."""

@@ -106,6 +106,7 @@ EQUIVALENT = (
     ("mpi", "-> mean_loss, stop = report / world_size$",
      "NumPy's numbers are as good"),
     ("lit", "enable_model_summary=False.* -> ", "it prints a table more"),
+    ("lit", r"-> .*min\(max_steps - 1, step\)", "min() has no order"),
     ("lit", r"max_steps - 1.*-> .*max_steps( [-+] [01])?\), max",
      "the rate after the last step is never used"),
     ("kernels", r"(TILE|BLOCK|ROWS|COLUMNS)(, COLUMNS)? = .* -> ",

@@ -176,6 +176,20 @@ def test_deepspeed_goes_on_from_others_and_they_from_it(
     assert "Warning" not in whole.err
 
 
+@pytest.mark.whole
+def test_three_processes_share_what_three_does_not_divide(data, tmp_path):
+    """The last shard of a tensor is filled up."""
+    needs("deepspeed")
+    flags = ("--max-steps", 6, "--minibatch-size", 12, "--microbatch-size", 1,
+             "--eval-minibatches", 1)
+    alone = train("std", tmp_path / "alone", *flags, data=data)
+    run = tmp_path / "run"
+    start_stage("std", run, *flags, "--checkpoint-every", 3, data=data,
+                probes=[DieAfter(3)]).result(run)
+    agree(train("lit", run, "--resume", "--strategy", "deepspeed_stage_3",
+                world_size=3, probes=[DeepSpeedOnCPU(0, 0)]), alone)
+
+
 class KeptBytes(DeepSpeedOnCPU):
     """Prints what rank 0 keeps between two microbatches: bytes of all tensors
     but DeepSpeed's buffers of one size, for each parameter.
