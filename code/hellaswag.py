@@ -11,7 +11,7 @@ data/hellaswag_val.jsonl.
 The model does not see that it is asked. Each ending is put behind the context,
 and the loss of its tokens says how likely it is: the likeliest is the answer.
 A sum over its tokens prefers short endings, so the mean is what is usually
-quoted, as "acc_norm". Who guesses is right in 25%.
+quoted, as "acc_norm". Guessing is right 25% of the time.
 """
 
 import json
