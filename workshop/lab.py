@@ -35,9 +35,11 @@ def main(stage, flags):
     workspace = write_workspace(*names)
     page = f"tree/{workspace.relative_to(ROOT)}"
     with contextlib.suppress(UserError):  # the lesson will tell
-        print(" ".join([what_next()[0], *what_next()[1]]), flush=True)
-    if not stage and find_last():
-        page = f"workspaces/{find_last()}"
+        words, lessons = what_next()
+        print(" ".join([words, *lessons]), flush=True)
+    last = "" if stage else find_last()
+    if last:
+        page = f"workspaces/{last}"
     ours = {
         "--ServerApp.root_dir": ROOT,
         "--LabApp.default_url": f"/lab/{page}",
