@@ -12,6 +12,7 @@ import pickle
 import pytest
 import torch
 
+from backstage.files import PART
 from workshop.check.command import find_reference
 from workshop.check.questions import QUESTIONS, ask
 from workshop.check.trial import STEPS, Bench
@@ -62,8 +63,14 @@ def answers(recorded, stage, column, change):
 
 @pytest.mark.parametrize("stage", of_whole((stage,) for stage in RECORDED))
 def test_the_solutions_are_right(recorded, stage):
-    for column in recorded(stage)[0]:
+    trials, _ = recorded(stage)
+    for column in trials:
         assert not answers(recorded, stage, column, lambda trial: None)
+    # a file that is written beside its name has that name
+    written = {path for _, trial in trials.values()
+               for seen in trial.seen for path in seen["written"]}
+    assert written and not [
+        path for path in written if path.endswith(PART)]
 
 
 def on(rank, **values):

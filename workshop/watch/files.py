@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from backstage.files import PART
 from workshop.watch.log import replace
 
 
@@ -21,7 +22,7 @@ def opened(log, within="", without=()):
     def wrote(path):
         log.tell("wrote", path)
         folder, name = os.path.split(path)
-        name = re.sub(r"^\.(.*)\.\d+\.part$", r"\1", name)  # of its own
+        name = re.sub(rf"^\.(.*)\.\d+-\d+{PART}$", r"\1", name)
         path = os.path.join(folder, name)
         if log.here and path not in written:
             written.append(path)
