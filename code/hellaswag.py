@@ -80,6 +80,7 @@ def losses(model, tokenizer, context, endings):
 def main():
     name_ranks()
     flags = parse_flags(Flags)
+    require(flags.most >= 0, "--most must be 0 (all questions) or more")
     questions = read(flags.file)[:flags.most or None]
     rank, world_size, _, model, tokenizer = load(flags.run_dir, flags.device)
     model.eval()
