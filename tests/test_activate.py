@@ -101,6 +101,7 @@ def age_its_python(venv):
 # ---------------------------------------------------------------- the shell
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("how", ["bash", "zsh", "sh", None])
 def test_refuses_to_be_executed(desk, how):
     needs(*[how] if how else [])
@@ -257,6 +258,7 @@ target = {elsewhere}
 """
 
 
+@pytest.mark.whole
 def test_what_pip_is_told_does_not_send_packages_elsewhere(tmp_path):
     """Nor does what a module sets; what lies beside stays as it is."""
     repo, elsewhere = tiny_clone(tmp_path), tmp_path / "elsewhere"

@@ -140,6 +140,7 @@ def test_many_resets_within_a_second_lose_nothing(repo):
     assert script(repo).read_bytes() == b"# version 5\n"
 
 
+@pytest.mark.whole
 def test_applies_at_the_same_time_lose_no_change(repo):
     numbers = range(1, N + 1, 2)
     together = [subprocess.Popen(

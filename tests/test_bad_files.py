@@ -156,6 +156,7 @@ VALUES = JSON | st.sampled_from([
     {}, 2**70, -1, float("nan")])
 
 
+@pytest.mark.whole
 @few
 @given(st.sampled_from(PLACES), VALUES)
 @example((), torch.zeros(3))

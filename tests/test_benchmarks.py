@@ -137,6 +137,7 @@ def bench(tmp_path):
     return first_gpu.Bench(flags, tmp_path)
 
 
+@pytest.mark.whole
 def test_after_a_failure_the_next_item_follows(bench, capsys, tmp_path):
     def fail(bench):
         bench.found["seen"] = 1

@@ -48,6 +48,7 @@ def test_a_script_of_the_table(case):
     assert out.count("FAIL") == (not case.right)  # one diagnosis
 
 
+@pytest.mark.whole
 def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
     """And the class is told what is wrong, if somebody takes part."""
     monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path))
@@ -141,15 +142,13 @@ HANG = ("        if rank == 0:\n            run.log(",
         "            run.log(")
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
 @pytest.mark.parametrize(("number", "everyone", "line", "seconds"), [
     (signal.SIGINT, True, "against the single", 0.3),  # torch is imported
-    pytest.param(signal.SIGTERM, False, "1 process", 0.2,
-                 marks=pytest.mark.whole),
-    pytest.param(signal.SIGINT, True, "2 processes", 0.5,
-                 marks=pytest.mark.whole),
-    pytest.param(signal.SIGTERM, True, "2 processes", 2,  # it hangs there
-                 marks=pytest.mark.whole)])
+    (signal.SIGTERM, False, "1 process", 0.2),
+    (signal.SIGINT, True, "2 processes", 0.5),
+    (signal.SIGTERM, True, "2 processes", 2)])  # it hangs there
 def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     run = start(plant(tmp_path, HANG), tmp_path / "tmp")
     said = ""
@@ -166,6 +165,7 @@ def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
     wait_for(lambda: not left_by(tmp_path / "tmp"), 20)
 
 
+@pytest.mark.whole
 def test_a_signal_adds_nothing_to_a_notebooks_events(tmp_path):
     """What is no event is shown as wrong there."""
     run = start(plant(tmp_path, HANG), tmp_path / "tmp", events=True)
@@ -261,6 +261,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, begun):
         small.rmdir()
 
 
+@pytest.mark.whole
 def test_the_script_of_another_stage_is_named(capsys):
     """As the list of changes does; and none of its changes is tried."""
     with pytest.raises(UserError, match="This is the stage ddp, but "

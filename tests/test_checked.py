@@ -99,6 +99,7 @@ def test_a_record_that_cannot_be_written_is_one_line(repo):
 # ------------------------------------------------------------------ the diff
 
 
+@pytest.mark.whole
 def test_the_diff_of_a_checked_script_says_that_it_is_right(repo):
     words = "checked: right; what remains is style"
     html = "from workshop.notebook.cells import diff; print(diff('ddp').html)"

@@ -79,11 +79,11 @@ def eager(data, tmp_path_factory):
 BLOCKS, FSDP2 = {"fsdp", "tp", "3d"}, ("--strategy", "fsdp2")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("stage", "flags"), [
-    ("ddp", ()), *(pytest.param(*case, marks=pytest.mark.whole) for case in (
-        ("std", ("--recompute",)), ("fsdp", ("--recompute",)), ("fsdp", ()),
-        ("tp", ("--recompute",)), ("3d", ()), ("lit", ()),
-        ("lit", (*FSDP2, "--recompute"))))], ids=str)
+    ("ddp", ()), ("std", ("--recompute",)), ("fsdp", ("--recompute",)),
+    ("fsdp", ()), ("tp", ("--recompute",)), ("3d", ()), ("lit", ()),
+    ("lit", (*FSDP2, "--recompute"))], ids=str)
 def test_every_product_is_compiled_and_no_text(data, eager, tmp_path, stage,
                                                flags):
     """Each step takes two microbatches; after the last come two more, the

@@ -107,6 +107,7 @@ def test_characters_of_ones_own_text(tmp_path):
     assert refuses(run("demo", book, "--out", out), "holds another dataset")
 
 
+@pytest.mark.whole
 def test_the_same_text_gives_the_same_bytes(demo, tmp_path):
     again = tmp_path / "again"
     succeeds("demo", "--out", again, env={"PYTHONHASHSEED": "1"})

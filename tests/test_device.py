@@ -201,6 +201,7 @@ run_main(main)
 """
 
 
+@pytest.mark.whole
 def test_an_error_on_one_rank_ends_all_at_once():
     ranks = [subprocess.Popen(
         [sys.executable, "-c", FAILS], text=True, cwd=ROOT,
@@ -291,6 +292,7 @@ def test_lightning_shards_where_compiling_is_the_default(monkeypatch, gpu):
     assert script.lit.get_world(hp) == (0, 0, 1, 1)
 
 
+@pytest.mark.whole
 def test_a_resumed_run_keeps_its_microbatch(tmp_path):
     """As far as it divides in the new world; a flag wins."""
     run = tmp_path / "run"

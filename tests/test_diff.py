@@ -354,6 +354,7 @@ def test_one_change_alone(look):
         render.to_text(look(STD), number=COUNT + 1)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("value, folded", [("yes", True), ("no", False)])
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path, value, folded):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""

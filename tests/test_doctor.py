@@ -60,6 +60,7 @@ def repo(tmp_path):
     return tmp_path
 
 
+@pytest.mark.whole
 def test_all_is_well(repo):
     answers = run(repo)
     answers.pop("environment")  # the tests may run without one

@@ -101,6 +101,7 @@ def whole(corpus, tmp_path_factory):
 
 
 # ------------------------------------------------------------------- tokens
+@pytest.mark.whole
 def test_the_tokens_are_those_of_a_plain_loop(corpus, whole):
     found = shards(whole)
     assert (np.concatenate(found) == corpus.tokens).all()
@@ -127,6 +128,7 @@ def test_the_tokens_are_those_of_a_plain_loop(corpus, whole):
         corpus.encoding.decode(corpus.tokens[1:500].tolist()))
 
 
+@pytest.mark.whole
 def test_the_bytes_do_not_depend_on_the_workers(corpus, whole, tmp_path):
     out = tmp_path / "out"
     _, err = succeeds("fineweb", *corpus.flags[:-1], 3, "--out", out)

@@ -32,6 +32,7 @@ def script(with_triton):
     return runpy.run_path(str(SCRIPT))
 
 
+@pytest.mark.whole
 def test_a_machine_without_triton_gets_one_line(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError\n")
     end = python(tmp_path, SCRIPT, PYTHONPATH=f"{tmp_path}:{ROOT}")

@@ -121,6 +121,7 @@ class SignalAllTheStart:
     count = 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("flags", [(), FSDP2], ids=str)
 def test_a_signal_at_the_start_stops_after_the_first_step(
         data, tmp_path, flags):

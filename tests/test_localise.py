@@ -109,6 +109,7 @@ def test_what_a_single_mistake_is_called(change, tmp_path, capsys):
     assert out.count("        It is ") == 1
 
 
+@pytest.mark.whole
 def test_a_script_that_cannot_be_compared(tmp_path, capsys):
     path = tmp_path / "train_gpt2.py"
     script = edit(STAGES["ddp"].solution.read_text(),

@@ -266,6 +266,7 @@ def test_what_else_is_wrong_is_one_line(tmp_path):
         assert done.returncode == 1 and "--allow-run-as-root" in done.stderr
 
 
+@pytest.mark.whole
 def test_without_a_library_or_mpi4py_it_is_one_line(tmp_path):
     one_line(run_command(*MPI, *tiny(tmp_path / "run", GOLDEN),
                          MPI4PY_LIBMPI="/nowhere.so"),

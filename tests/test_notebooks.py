@@ -220,6 +220,7 @@ def test_a_tables_headings_name_rows_and_columns():
     assert re.findall("<td>(.*?)</td>", drawn) == ["20", "7.25", "30", "7.5"]
 
 
+@pytest.mark.whole
 def test_lesson_ddp_says_what_is_wrong_in_a_line(
         repo, execute, monkeypatch):
     programs = repo / "bin"

@@ -33,6 +33,7 @@ def in_terminal(*flags):
     return process.wait(), output.decode()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_a_wrong_flag_is_named(encoding, monkeypatch):
     """In colours, in a box and, where there is no UTF-8, without one."""
@@ -42,6 +43,7 @@ def test_a_wrong_flag_is_named(encoding, monkeypatch):
                                 "3: see --help\r\n")
 
 
+@pytest.mark.whole
 def test_texts_of_any_letters_in_a_terminal_without_utf8(
         data, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
@@ -50,9 +52,10 @@ def test_texts_of_any_letters_in_a_terminal_without_utf8(
     assert status == 0 and "?" in output.partition("> Hello")[2], output
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("stage", "kind"), [
     ("std", "pipe"), ("std", "terminal"), ("starter", "pipe"),
-    pytest.param("lit", "pipe", marks=pytest.mark.whole)])
+    ("lit", "pipe")])
 def test_where_the_output_ends_the_run_saves_and_can_go_on(
         stage, kind, data, tmp_path):
     """As where Ctrl-C ends `| tee log`, too, or the terminal is closed."""

@@ -76,13 +76,11 @@ def read_notebook(name):
 
 
 QUOTED = [*left_out(), *broken()]
-AT_ONCE = next(name for name, stage, *_ in QUOTED if stage == "ddp")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage, number, answer, make", [
-    pytest.param(*case, id=name,
-                 marks=() if name == AT_ONCE else pytest.mark.whole)
-    for name, *case in QUOTED])
+    pytest.param(*case, id=name) for name, *case in QUOTED])
 def test_the_check_says_what_the_answer_quotes(
         stage, number, answer, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many trials."""

@@ -40,6 +40,7 @@ def check(result, steps):
     return ranks
 
 
+@pytest.mark.whole
 def test_one_process_is_recorded_and_drawn(tmp_path, capsys):
     result = train("std", tmp_path / "run", "--profile", 3, "--max-steps", 8,
                    "--eval-every", 1, data=GOLDEN)

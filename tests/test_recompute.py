@@ -106,6 +106,7 @@ def test_a_device_gets_its_own_part(stages, dp, tp, rank):
 # -------------------------------------------------- activation checkpointing
 
 
+@pytest.mark.whole
 def test_one_device_computes_exactly_the_same(data, tmp_path):
     """In bf16; in fp32 a run goes on without it: see below."""
     kept, again = (train("std", tmp_path / str(len(more)), "--precision",

@@ -212,6 +212,7 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
         "node2 GPU 0": [88.5, 90]}
 
 
+@pytest.mark.whole
 def test_plot_makes_a_picture(tmp_path):
     run = plot("-o", "all.png", *EXAMPLES, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -91,6 +91,7 @@ def test_with_fsdp(fsdp, alone, tmp_path):
     assert "| step   60/" in result.out and "| step   59/" not in result.out
 
 
+@pytest.mark.whole
 def test_dropout_and_workers_are_resumed_exactly(tmp_path):
     """What is random in a step depends on nothing but the step and rank."""
     script = tmp_path / "train.py"
@@ -107,6 +108,7 @@ def test_dropout_and_workers_are_resumed_exactly(tmp_path):
         assert same_state(again.checkpoint()[part], whole.checkpoint()[part])
 
 
+@pytest.mark.whole
 def test_a_signal_to_its_workers_too_saves(tmp_path):
     """SLURM sends it to all processes of a job."""
     run = tmp_path / "run"
@@ -133,6 +135,7 @@ def test_a_mistake_ends_it_despite_its_workers(tmp_path):
     assert result.status == 1 and "OSError: no sample 77" in result.err
 
 
+@pytest.mark.whole
 def test_what_is_printed_last_is_seen(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(edit(STARTER.read_text(), (
@@ -201,6 +204,7 @@ def test_the_ranks_divide_each_minibatch():
             assert sorted(read) == sorted(step)
 
 
+@pytest.mark.whole
 def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     run = tmp_path / "run"
     flags = *STEPS, "--checkpoint-every", 20
@@ -304,6 +308,7 @@ def test_the_ranks_of_one_node_meet_wherever_its_name_leads(tmp_path):
         assert launch.result(tmp_path / "run").status == 0
 
 
+@pytest.mark.whole
 def test_srun_names_the_ranks(alone, tmp_path):
     """Without torchrun; and a shell of SLURM's is one process."""
     env = {name: value for name, value in os.environ.items()

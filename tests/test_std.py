@@ -143,6 +143,7 @@ def test_flops_per_token():
         855e6, rel=1e-3)
 
 
+@pytest.mark.whole
 def test_help_from_another_folder(tmp_path):
     help_text = python(tmp_path, ROOT / "code/train_gpt2.py", "--help",
                        PYTHONPATH=str(ROOT))
@@ -320,6 +321,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
             ("step_00000010.pt", kept)]
 
 
+@pytest.mark.whole
 def test_a_full_disk_for_the_output(data, tmp_path):
     """Like `python ... > log`: what is left would be written at the end."""
     with open(tmp_path / "log", "w") as log:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import needs
-from stages import GOLDEN, Result, every_stage, run_command
+from stages import GOLDEN, Result, run_command
 
 from backstage import ROOT
 from workshop.stages import STAGES
@@ -40,7 +40,8 @@ def start(stage, home, *flags):
     return run_command(*launcher, script, *TINY, *flags, folder=home)
 
 
-@pytest.mark.parametrize("stage", every_stage())
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_in_the_course(stage, home):
     if STAGES[stage].kernels:
         needs("triton")
@@ -55,6 +56,7 @@ def test_it_trains_as_in_the_course(stage, home):
         "backstage", "my_train.py", "runs", "workshop.py"}
 
 
+@pytest.mark.whole
 def test_it_asks_for_a_dataset(home):
     done = start("std", home)
     line, = done.stderr.splitlines()
