@@ -493,7 +493,7 @@ def test_the_journey_from_ddp(page, lab, repo):
             lesson.run("strategies()")
             assert page.locator(".ws svg rect").count() == 2 * 4 * 3 * 4
             assert "['']" in lesson.run_instead(  # nobody answers
-                'apply("lit", "all")', "import workshop.notebook.cells as c; "
+                'apply("lit", "all")', "import workshop.notebook.jobs as c; "
                 "print([c.answer('Submit? ', 1)])")
             page.locator(".jp-Stdin-input").press("Enter")  # as submit() says
             lesson.run("beside(")  # else JupyterLab refuses to

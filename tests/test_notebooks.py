@@ -19,7 +19,15 @@ from backstage.errors import UserError
 from workshop import journey, lab
 from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, hangs, pictures, printed, your_model
+from workshop.notebook import (
+    cells,
+    following,
+    hangs,
+    magics,
+    pictures,
+    printed,
+    your_model,
+)
 from workshop.processes import launch
 from workshop.stages import LESSONS, STAGES
 
@@ -124,7 +132,8 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     """
     shown, scripts = [], iter(["mine", "mine", "another"])
     looks = chain(["old", "new", "new"], repeat("newer"))
-    monkeypatch.setattr(cells, "saved_at", lambda: next(looks))
+    for module in cells, following:
+        monkeypatch.setattr(module, "saved_at", lambda: next(looks))
     monkeypatch.setattr(cells, "read_script", lambda: next(scripts))
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
@@ -165,7 +174,7 @@ def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     def saved_at():
         look = next(looks, None)
         if not look:
-            cells.followed = None
+            following.followed = None
             done.set()
         return look
 
@@ -173,8 +182,8 @@ def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     handle = SimpleNamespace(update=shown.append)
     monkeypatch.setattr(IPython, "get_ipython", lambda: True)
     monkeypatch.setattr(IPython.display, "display", lambda *_, **__: handle)
-    monkeypatch.setattr(cells, "saved_at", saved_at)
-    cells.follow_script(lambda: "view")
+    monkeypatch.setattr(following, "saved_at", saved_at)
+    following.follow_script(lambda: "view")
     assert done.wait(60)
     assert shown == ["view"]
 
@@ -425,7 +434,7 @@ def test_collectives_are_run_for_real(ready, execute):
 def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
     """It stays warm, and ends with its kernel."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    warm = cells.Warm()
+    warm = magics.Warm()
 
     def run(cell):
         answers = list(warm.ask({"cell": cell, "ranks": 2, "seconds": 20}))

@@ -13,7 +13,7 @@ from shells import source
 from stages import PBS_FLAGS
 
 from workshop import rehearse
-from workshop.notebook import cells
+from workshop.notebook import shown
 from workshop.processes import OPEN_MPI
 from workshop.rehearse import Step
 
@@ -64,9 +64,9 @@ def test_a_step_that_fails_is_one_line_and_the_last(
 
 def test_a_cell_that_complains_is_no_success(clone, capsys):
     """Training failed, say, and the notebook went on to its end."""
-    shown = cells.complaint("the training failed: `python -m workshop why`")
+    failed = shown.complaint("the training failed: `python -m workshop why`")
     output = {"data": {kind: text.splitlines(True) for kind, text
-                       in shown._repr_mimebundle_().items()}}
+                       in failed._repr_mimebundle_().items()}}
     (clone / "out.ipynb").write_text(json.dumps({"cells": [
         {"source": []}, {"outputs": [{"text": ["fine"]}, output]}]}))
     steps = [Step("start", 60, ("bash", "-c", "mkdir executed && cp out.ipynb "

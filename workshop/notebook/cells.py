@@ -4,114 +4,45 @@ They work in any kernel: whatever needs torch runs in the course's own
 interpreter. An error is shown as one line.
 """
 
-import _thread
-import atexit
 import contextlib
 import functools
-import io
-import itertools
-import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 
-from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import arithmetic, classroom, interpreter, lab
 from workshop.check.board import Board
-from workshop.doctor import ask_slurm
 from workshop.journey import done, what_next
-from workshop.lesson import checked, desk, render
+from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff, Script
-from workshop.notebook import pictures, printed
-from workshop.rehearse import COMPLAINT
+from workshop.notebook import magics, pictures, printed
+from workshop.notebook.following import (
+    alive,
+    follow_script,
+    pulse,
+    saved_at,
+    saves,
+    server_root,
+)
+from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
+from workshop.notebook.planted import plant, unplant, why  # noqa: F401
+from workshop.notebook.shown import (
+    Shown,
+    in_one_line,
+    live,
+    picture,
+    said,
+    said_by,
+    said_meanwhile,
+)
 from workshop.results import runs as results
-from workshop.stages import DESK, batch_files, find
-
-
-class Shown:
-    """Something that a notebook shows as HTML, and a terminal as text.
-
-    more: what else the notebook keeps of it, by the kind.
-    """
-
-    def __init__(self, html, text, **more):
-        self.html, self.text, self.more = html, text, more
-
-    def _repr_html_(self):
-        return self.html
-
-    def _repr_mimebundle_(self, **kwargs):
-        return self.more
-
-    def __repr__(self):
-        return self.text
-
-
-def complaint(error):
-    """What went wrong, in one line."""
-    line = render.paragraph(render.quote(str(error)), "bad")
-    text = render.as_calls(str(error))
-    return Shown(render.box(line, str(error)), text, **{COMPLAINT: text})
-
-
-def said(text, status="", above="", most=None):
-    """Lines of text: JupyterLab would wrap printed ones inside of words.
-
-    above: HTML that stands over them. most: as `printed.to_html` has it.
-    """
-    text = text.rstrip()
-    return Shown(render.box(above + printed.to_html(text, most), status),
-                 render.as_calls(text))
-
-
-def said_by(function, *args):
-    """What the function prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        function(*args)
-    return said(out.getvalue())
-
-
-def said_meanwhile(*arguments, view=said):
-    """Run `python arguments...`, and show what it prints as it comes.
-
-    view: of the text, and of its last line. Returns its exit status.
-    """
-    lines = []
-    show = live(lambda: view("".join(lines), "".join(lines[-1:]).strip()))
-
-    def on_line(line):
-        lines.append(line)
-        show()
-
-    status = interpreter.run(*arguments, on_line=on_line)
-    if lines:
-        show(now=True)
-    return status
-
-
-def in_one_line(function):
-    """Let a cell show what the user can fix, instead of a traceback."""
-    @functools.wraps(function)
-    def call(*args, **options):
-        try:
-            return function(*args, **options)
-        except UserError as error:
-            return complaint(error)
-    return call
-
-
-def picture(svg):
-    """An SVG picture, for a notebook."""
-    return Shown(render.box(svg + render.KEEP_IN_SIGHT), "(a picture)")
-
+from workshop.stages import DESK, find
 
 # ------------------------------------------------------------ every lesson
 
@@ -157,95 +88,6 @@ def diff(stage, hints=None, all=False):
                      render.to_text(changes, hints=hints))
 
     return follow_script(view)
-
-
-followed = None  # the view that is shown anew; there is one at a time
-
-
-def follow_script(view):
-    """Show view() in the cell, and again whenever the script is saved.
-
-    Returns view() where nothing can be shown again, outside of a notebook.
-    """
-    global followed
-    followed, seen = view, saved_at()
-    try:
-        from IPython import get_ipython
-        from IPython.display import display
-    except ImportError:
-        return view()
-    if get_ipython() is None:
-        return view()
-    handle = display(alive(view()), display_id=True)
-
-    def follow():
-        for is_new in saves(seen):
-            if followed is not view:
-                return
-            if is_new:
-                handle.update(alive(view()))
-
-    threading.Thread(target=follow, daemon=True).start()
-    return None
-
-
-def alive(shown):
-    """The same, with words that appear when it is not shown anew any more."""
-    path = pulse()
-    if not path:
-        return shown
-    return Shown(render.stale(path) + shown.html, shown.text)
-
-
-@functools.lru_cache(1)
-def pulse():
-    """Begin to write the time into a file, for views that follow this kernel.
-
-    Returns its path in JupyterLab, or "" if it can have none.
-    """
-    file = ROOT / "notebooks" / "__pycache__" / f"alive-{os.getpid()}"
-
-    def beat():
-        while True:
-            with contextlib.suppress(OSError):
-                file.write_text(str(time.time()))
-            time.sleep(0.5)
-
-    try:
-        path = file.resolve().relative_to(server_root() or "").as_posix()
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-    except (OSError, ValueError):
-        return ""
-    atexit.register(file.unlink, missing_ok=True)
-    threading.Thread(target=beat, daemon=True).start()
-    return path
-
-
-def saves(seen):
-    """Looks again and again, and yields whether the script was saved.
-
-    seen: `saved_at()` of what was shown last.
-    """
-    before = seen
-    while True:
-        now = saved_at()
-        # Seen twice: an editor empties a file before it writes it.
-        yield now == before != seen
-        if now == before:
-            seen = now
-        before = now
-        time.sleep(0.15)
-
-
-def saved_at():
-    """What changes whenever the script is saved, or has passed a check."""
-    states = []
-    for path in (DESK, checked.RECORD):
-        with contextlib.suppress(OSError):
-            it = path.stat()
-            states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))
-    return states
 
 
 @in_one_line
@@ -322,28 +164,6 @@ def check_pictures(board):
     return f"<div>{''.join(drawn)}</div>" if drawn else ""
 
 
-def live(make):
-    """A function that shows make() in the cell, each time in its own place.
-
-    It does so a few times a second at most, but always with now=True.
-    """
-    from IPython.display import display
-
-    handle, last = None, 0.0
-
-    def show(now=False):
-        nonlocal handle, last
-        if not now and time.monotonic() - last < 0.3:
-            return
-        last = time.monotonic()
-        if handle is None:
-            handle = display(make(), display_id=True)
-        else:
-            handle.update(make())
-
-    return show
-
-
 def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
     path = show_path(DESK)
@@ -369,18 +189,6 @@ def write_workspace(stage):
         return lab.write_workspace(stage, root=root).name
     except (OSError, ValueError):  # no file here, or none that it shows
         return ""
-
-
-def server_root():
-    """The folder whose files JupyterLab shows, or None if nothing tells."""
-    try:
-        from jupyter_core.paths import jupyter_runtime_dir
-
-        record = Path(jupyter_runtime_dir(),
-                      f"jpserver-{os.environ['JPY_PARENT_PID']}.json")
-        return Path(json.loads(record.read_text())["root_dir"]).resolve()
-    except (ImportError, KeyError, OSError, ValueError):
-        return None
 
 
 @in_one_line
@@ -414,100 +222,6 @@ def how_to_reload(function, *args):
     """What it prints; how to see the new script stands out."""
     text = said_by(function, *args).text
     return said(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
-
-
-# ------------------------------------------------------------------- SLURM
-
-
-def no_slurm():
-    """Why the cells that submit jobs do nothing."""
-    if shutil.which("qsub"):
-        return ("These cells are for SLURM, but PBS is here: submit the job "
-                "in a terminal, as batchfiles/README.md shows.")
-    return ("There is no SLURM on this machine, so the cells that submit jobs "
-            "do nothing. Read on: on a cluster's login node or in its portal "
-            "they work.")
-
-
-def slurm():
-    """Say whether SLURM is here, and what the site asks for."""
-    if shutil.which("sbatch") is None:
-        return complaint(no_slurm())
-    os.environ.update(interpreter.sbatch_variables())
-    try:
-        answer = ask_slurm()
-    except UserError as error:
-        return complaint(error)
-    return Shown(render.box(render.paragraph(render.quote(answer))), answer)
-
-
-@in_one_line
-def submit(name, flags="", options=""):
-    """Submit batchfiles/batch-NAME.sh, after a question.
-
-    flags: for the script, and options: for sbatch, such as --nodes=2, both as
-    on the command line. Nobody answers where the notebook runs by itself, and
-    nothing is submitted.
-    """
-    require(shutil.which("sbatch"), no_slurm())
-    names = batch_files()
-    require(name in names, f"there is no batch file {name}: choose from "
-            f"{', '.join(names)}")
-    os.environ.update(interpreter.sbatch_variables())
-    ask_slurm()  # if it refuses, there is nothing to ask
-    command = " ".join(filter(
-        None, ["sbatch", options, f"batch-{name}.sh", flags]))
-    sure = answer(f"Submit a job, `{command}`? [y/N] ")
-    if sure.strip().lower() not in ("y", "yes"):
-        return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
-                    "JupyterLab runs no other cell, press Enter in the "
-                    "box above.")
-    return ask("sbatch", *shlex.split(options),
-               ROOT / "batchfiles" / f"batch-{name}.sh", *shlex.split(flags))
-
-
-def answer(question, seconds=60):
-    """What is answered; "" if nothing is, as in Run > Run All Cells."""
-    timer = threading.Timer(seconds, _thread.interrupt_main)
-    timer.start()
-    try:
-        return input(question)
-    except (EOFError, KeyboardInterrupt, NotImplementedError, RuntimeError):
-        return ""
-    finally:
-        timer.cancel()
-
-
-@in_one_line
-def queue():
-    """My jobs: PD waits, with the reason; R runs, with its nodes."""
-    require(shutil.which("squeue"), no_slurm())
-    ask_slurm()  # what squeue says of a wrong configuration is long
-    # as wide as a lesson beside the script
-    return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
-
-
-def ask(*command):
-    """What a program of SLURM's says; a `UserError` if it fails."""
-    end = subprocess.run(command, capture_output=True, text=True, check=False)
-    require(end.returncode == 0, (end.stderr or end.stdout).strip())
-    return said(end.stdout + end.stderr)
-
-
-@in_one_line
-def log(lines=8):
-    """My newest job's log: its first lines, some steps, its last lines.
-
-    lines: how many are shown at first, and twice as many at the end.
-    """
-    logs = [path for folder in {Path.cwd(), ROOT}
-            for path in folder.glob("slurm-*.out")
-            if path.stat().st_uid == os.getuid()]
-    require(logs, "no job of yours has written a log yet (slurm-*.out): it "
-            "begins where the job begins. example-logs/job.txt is one to read")
-    newest = max(logs, key=lambda path: path.stat().st_mtime)
-    return said(f"{show_path(newest)}:\n"
-                + newest.read_text("utf-8", "replace"), most=lines)
 
 
 # ---------------------------------------------------------------- pictures
@@ -582,143 +296,7 @@ def gpus():
                 "lessons work on the CPU, and a batch job may have a GPU.")
 
 
-# ------------------------------------------------------------- collectives
-
-
-def ranks(line, cell):
-    """%%ranks [N [SECONDS]]: run the cell as N processes; draw what it shows.
-
-    SECONDS: how long a collective waits for the others.
-    """
-    from IPython.display import display
-
-    try:
-        run_ranks(cell, *(line.split() or ["4"]))
-    except UserError as error:
-        display(complaint(error))
-
-
-def mpi(line, cell):
-    """%%mpi [N [SECONDS]]: run the cell as N ranks of MPI, by mpirun.
-
-    SECONDS: after which all are ended, if they wait for one another.
-    """
-    from IPython.display import display
-
-    try:
-        number, seconds, *_ = [*(line.split() or ["4"]), "20"]
-        run_ranks(cell, number, seconds, mpirun=True)
-    except UserError as error:
-        display(complaint(error))
-
-
-class Warm:
-    """The program that runs this kernel's `%%ranks`, with torch imported."""
-
-    process = None
-
-    def start(self):
-        """Start it, if it is not there. Raises `UserError`."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = interpreter.start("-m", "workshop.notebook.ranks")
-
-    def ask(self, request):
-        """Its answers to a request, as they come."""
-        self.start()
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            for line in self.process.stdout:
-                try:
-                    answer = json.loads(line)
-                except ValueError:  # a complaint of Python's own
-                    answer = {"line": line.rstrip()}
-                yield answer
-                if "line" not in answer:
-                    return
-            yield {"error": "the processes have ended: run the cell again"}
-        except KeyboardInterrupt:  # the kernel's stop button
-            self.process.kill()  # what it has started ends with it
-            yield {"error": "interrupted"}
-        except OSError as error:
-            yield {"error": f"the processes have ended ({error}): run the "
-                   "cell again"}
-
-
-warm = Warm()
-
-
-def run_ranks(cell, number, seconds="20", mpirun=False):
-    name = "%%mpi" if mpirun else "%%ranks"
-    require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
-            f"write {name} N or {name} N SECONDS, with N from 1 to 8")
-    who = pictures.plural(int(number), "process", "es")
-    words = f"{who} at work ..."
-    state, show = said(words, words), live(lambda: state)
-    begin, lines = time.monotonic(), []
-    show(now=True)
-    # line 1 has %%ranks, so that errors name the lines that one sees
-    for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
-                            "seconds": int(seconds), "mpirun": mpirun}):
-        if "line" in answer:
-            lines.append(answer["line"])
-        elif "error" in answer:
-            state = complaint(" ".join([*lines, answer["error"]]))
-        else:
-            drawn = [draw(answer[what]) for what, draw in (
-                ("events", pictures.timeline), ("shown", pictures.tensors))
-                if any(answer[what])]
-            words = f"{who}, {time.monotonic() - begin:.1f} s"
-            state = said("\n".join([*lines, words]), words, "".join(
-                [*drawn, answer["svg"] or "", render.KEEP_IN_SIGHT]))
-    show(now=True)
-
-
-planted = []  # the program that runs a job with a fault, and its folder
-
-
-@in_one_line
-def plant(number):
-    """Run their script with this fault; show at first what it prints."""
-    require(number in range(1, 10), "there are the faults 1 to 9")
-    unplant()
-    folder = tempfile.mkdtemp(prefix="why-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    program = interpreter.start(
-        "-m", "workshop.notebook.hangs", str(number), folder)
-    planted[:] = program, folder
-    state, lines = "4 processes start, which takes some seconds.", []
-    show = live(lambda: said(state))
-    show(now=True)
-    for line in itertools.chain(program.stdout, ["..\n"]):
-        if line not in (".\n", "..\n"):
-            lines.append(line)
-            continue
-        state, lines = "".join(lines) or state, []
-        show(now=True)
-        if line == "..\n":
-            break
-
-
-@in_one_line
-def why():
-    """Ask why that job hangs, has died or is slow."""
-    require(planted, "plant a fault first: plant(1)")
-    said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
-
-
-def reason(text, last):
-    """What `why` prints: what is wrong, what to try, the evidence folded."""
-    answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
-    lines = render.quote(answer).splitlines()
-    # the last one: before, it may say that it looks again
-    fault = [line for line in lines if not line.startswith("try: ")][-1]
-    kind = "good" if fault.startswith("nothing is wrong") else "bad"
-    out = [render.paragraph(f"<strong>{fault}</strong>", kind),
-           *map(render.paragraph, lines[lines.index(fault) + 1:]),
-           *(render.folded("The evidence", printed.to_html(part))
-             for part in evidence)]
-    return Shown(render.box("".join(out), last), text)
+# -------------------------------------------------- collectives, kernels
 
 
 @in_one_line
@@ -727,23 +305,16 @@ def occupancy():
     said_meanwhile("-m", "workshop.notebook.kernels")
 
 
-def unplant():
-    """End the job that runs with a fault, if there is one."""
-    if planted:
-        planted[0].stdin.close()
-        planted[0].wait()
-
-
 def load_ipython_extension(ipython):
     """Called by `%load_ext workshop.notebook.cells`."""
-    ipython.register_magic_function(ranks, "cell")
-    ipython.register_magic_function(mpi, "cell")
+    ipython.register_magic_function(magics.ranks, "cell")
+    ipython.register_magic_function(magics.mpi, "cell")
     if pulse():
         from IPython.display import display
 
         display(Shown(render.texts(pulse()), ""))
     with contextlib.suppress(UserError):  # the first cell will tell
-        warm.start()
+        magics.warm.start()
 
 
 # -------------------------------------------------------------- your_model

@@ -1,6 +1,6 @@
 """The picture of the tied matrix, on one device and at a pipeline's ends."""
 
-from workshop.notebook.cells import picture
+from workshop.notebook.shown import picture
 from workshop.notebook.pictures import (
     COLOURS,
     GREY,

@@ -1,0 +1,119 @@
+"""Views that follow the script: shown anew whenever it is saved.
+
+Where nothing can follow any more, because the page was loaded again or the
+kernel is gone, the page says so by itself.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+from backstage import ROOT
+from workshop.lesson import checked, render
+from workshop.notebook.shown import Shown
+from workshop.stages import DESK
+
+followed = None  # the view that is shown anew; there is one at a time
+
+
+def follow_script(view):
+    """Show view() in the cell, and again whenever the script is saved.
+
+    Returns view() where nothing can be shown again, outside of a notebook.
+    """
+    global followed
+    followed, seen = view, saved_at()
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        return view()
+    if get_ipython() is None:
+        return view()
+    handle = display(alive(view()), display_id=True)
+
+    def follow():
+        for is_new in saves(seen):
+            if followed is not view:
+                return
+            if is_new:
+                handle.update(alive(view()))
+
+    threading.Thread(target=follow, daemon=True).start()
+    return None
+
+
+def alive(shown):
+    """The same, with words that appear when it is not shown anew any more."""
+    path = pulse()
+    if not path:
+        return shown
+    return Shown(render.stale(path) + shown.html, shown.text)
+
+
+@functools.lru_cache(1)
+def pulse():
+    """Begin to write the time into a file, for views that follow this kernel.
+
+    Returns its path in JupyterLab, or "" if it can have none.
+    """
+    file = ROOT / "notebooks" / "__pycache__" / f"alive-{os.getpid()}"
+
+    def beat():
+        while True:
+            with contextlib.suppress(OSError):
+                file.write_text(str(time.time()))
+            time.sleep(0.5)
+
+    try:
+        path = file.resolve().relative_to(server_root() or "").as_posix()
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    except (OSError, ValueError):
+        return ""
+    atexit.register(file.unlink, missing_ok=True)
+    threading.Thread(target=beat, daemon=True).start()
+    return path
+
+
+def server_root():
+    """The folder whose files JupyterLab shows, or None if nothing tells."""
+    try:
+        from jupyter_core.paths import jupyter_runtime_dir
+
+        record = Path(jupyter_runtime_dir(),
+                      f"jpserver-{os.environ['JPY_PARENT_PID']}.json")
+        return Path(json.loads(record.read_text())["root_dir"]).resolve()
+    except (ImportError, KeyError, OSError, ValueError):
+        return None
+
+
+def saves(seen):
+    """Looks again and again, and yields whether the script was saved.
+
+    seen: `saved_at()` of what was shown last.
+    """
+    before = seen
+    while True:
+        now = saved_at()
+        # Seen twice: an editor empties a file before it writes it.
+        yield now == before != seen
+        if now == before:
+            seen = now
+        before = now
+        time.sleep(0.15)
+
+
+def saved_at():
+    """What changes whenever the script is saved, or has passed a check."""
+    states = []
+    for path in (DESK, checked.RECORD):
+        with contextlib.suppress(OSError):
+            it = path.stat()
+            states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))
+    return states

@@ -1,0 +1,109 @@
+"""The cells that submit a job to SLURM, and watch it."""
+
+import _thread
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from backstage.files import show_path
+from workshop import interpreter
+from workshop.doctor import ask_slurm
+from workshop.lesson import render
+from workshop.notebook.shown import Shown, complaint, in_one_line, said
+from workshop.stages import batch_files
+
+
+def no_slurm():
+    """Why the cells that submit jobs do nothing."""
+    if shutil.which("qsub"):
+        return ("These cells are for SLURM, but PBS is here: submit the job "
+                "in a terminal, as batchfiles/README.md shows.")
+    return ("There is no SLURM on this machine, so the cells that submit jobs "
+            "do nothing. Read on: on a cluster's login node or in its portal "
+            "they work.")
+
+
+def slurm():
+    """Say whether SLURM is here, and what the site asks for."""
+    if shutil.which("sbatch") is None:
+        return complaint(no_slurm())
+    os.environ.update(interpreter.sbatch_variables())
+    try:
+        answer = ask_slurm()
+    except UserError as error:
+        return complaint(error)
+    return Shown(render.box(render.paragraph(render.quote(answer))), answer)
+
+
+@in_one_line
+def submit(name, flags="", options=""):
+    """Submit batchfiles/batch-NAME.sh, after a question.
+
+    flags: for the script, and options: for sbatch, such as --nodes=2, both as
+    on the command line. Nobody answers where the notebook runs by itself, and
+    nothing is submitted.
+    """
+    require(shutil.which("sbatch"), no_slurm())
+    names = batch_files()
+    require(name in names, f"there is no batch file {name}: choose from "
+            f"{', '.join(names)}")
+    os.environ.update(interpreter.sbatch_variables())
+    ask_slurm()  # if it refuses, there is nothing to ask
+    command = " ".join(filter(
+        None, ["sbatch", options, f"batch-{name}.sh", flags]))
+    sure = answer(f"Submit a job, `{command}`? [y/N] ")
+    if sure.strip().lower() not in ("y", "yes"):
+        return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
+                    "JupyterLab runs no other cell, press Enter in the "
+                    "box above.")
+    return ask("sbatch", *shlex.split(options),
+               ROOT / "batchfiles" / f"batch-{name}.sh", *shlex.split(flags))
+
+
+def answer(question, seconds=60):
+    """What is answered; "" if nothing is, as in Run > Run All Cells."""
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    timer.start()
+    try:
+        return input(question)
+    except (EOFError, KeyboardInterrupt, NotImplementedError, RuntimeError):
+        return ""
+    finally:
+        timer.cancel()
+
+
+@in_one_line
+def queue():
+    """My jobs: PD waits, with the reason; R runs, with its nodes."""
+    require(shutil.which("squeue"), no_slurm())
+    ask_slurm()  # what squeue says of a wrong configuration is long
+    # as wide as a lesson beside the script
+    return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
+
+
+def ask(*command):
+    """What a program of SLURM's says; a `UserError` if it fails."""
+    end = subprocess.run(command, capture_output=True, text=True, check=False)
+    require(end.returncode == 0, (end.stderr or end.stdout).strip())
+    return said(end.stdout + end.stderr)
+
+
+@in_one_line
+def log(lines=8):
+    """My newest job's log: its first lines, some steps, its last lines.
+
+    lines: how many are shown at first, and twice as many at the end.
+    """
+    logs = [path for folder in {Path.cwd(), ROOT}
+            for path in folder.glob("slurm-*.out")
+            if path.stat().st_uid == os.getuid()]
+    require(logs, "no job of yours has written a log yet (slurm-*.out): it "
+            "begins where the job begins. example-logs/job.txt is one to read")
+    newest = max(logs, key=lambda path: path.stat().st_mtime)
+    return said(f"{show_path(newest)}:\n"
+                + newest.read_text("utf-8", "replace"), most=lines)

@@ -1,0 +1,99 @@
+"""%%ranks and %%mpi: a cell that runs as several processes."""
+
+import json
+import time
+
+from backstage.errors import UserError, require
+from workshop import interpreter
+from workshop.lesson import render
+from workshop.notebook import pictures
+from workshop.notebook.shown import complaint, live, said
+
+
+def ranks(line, cell):
+    """%%ranks [N [SECONDS]]: run the cell as N processes; draw what it shows.
+
+    SECONDS: how long a collective waits for the others.
+    """
+    from IPython.display import display
+
+    try:
+        run_ranks(cell, *(line.split() or ["4"]))
+    except UserError as error:
+        display(complaint(error))
+
+
+def mpi(line, cell):
+    """%%mpi [N [SECONDS]]: run the cell as N ranks of MPI, by mpirun.
+
+    SECONDS: after which all are ended, if they wait for one another.
+    """
+    from IPython.display import display
+
+    try:
+        number, seconds, *_ = [*(line.split() or ["4"]), "20"]
+        run_ranks(cell, number, seconds, mpirun=True)
+    except UserError as error:
+        display(complaint(error))
+
+
+class Warm:
+    """The program that runs this kernel's `%%ranks`, with torch imported."""
+
+    process = None
+
+    def start(self):
+        """Start it, if it is not there. Raises `UserError`."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = interpreter.start("-m", "workshop.notebook.ranks")
+
+    def ask(self, request):
+        """Its answers to a request, as they come."""
+        self.start()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                try:
+                    answer = json.loads(line)
+                except ValueError:  # a complaint of Python's own
+                    answer = {"line": line.rstrip()}
+                yield answer
+                if "line" not in answer:
+                    return
+            yield {"error": "the processes have ended: run the cell again"}
+        except KeyboardInterrupt:  # the kernel's stop button
+            self.process.kill()  # what it has started ends with it
+            yield {"error": "interrupted"}
+        except OSError as error:
+            yield {"error": f"the processes have ended ({error}): run the "
+                   "cell again"}
+
+
+warm = Warm()
+
+
+def run_ranks(cell, number, seconds="20", mpirun=False):
+    name = "%%mpi" if mpirun else "%%ranks"
+    require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
+            f"write {name} N or {name} N SECONDS, with N from 1 to 8")
+    who = pictures.plural(int(number), "process", "es")
+    words = f"{who} at work ..."
+    state, show = said(words, words), live(lambda: state)
+    begin, lines = time.monotonic(), []
+    show(now=True)
+    # line 1 has %%ranks, so that errors name the lines that one sees
+    for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
+                            "seconds": int(seconds), "mpirun": mpirun}):
+        if "line" in answer:
+            lines.append(answer["line"])
+        elif "error" in answer:
+            state = complaint(" ".join([*lines, answer["error"]]))
+        else:
+            drawn = [draw(answer[what]) for what, draw in (
+                ("events", pictures.timeline), ("shown", pictures.tensors))
+                if any(answer[what])]
+            words = f"{who}, {time.monotonic() - begin:.1f} s"
+            state = said("\n".join([*lines, words]), words, "".join(
+                [*drawn, answer["svg"] or "", render.KEEP_IN_SIGHT]))
+    show(now=True)

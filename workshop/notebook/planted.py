@@ -1,0 +1,72 @@
+"""A job with a fault that the lesson plants, and what `why` says of it."""
+
+import atexit
+import itertools
+import re
+import shutil
+import tempfile
+
+from backstage.errors import require
+from workshop import interpreter
+from workshop.lesson import render
+from workshop.notebook import printed
+from workshop.notebook.shown import (
+    Shown,
+    in_one_line,
+    live,
+    said,
+    said_meanwhile,
+)
+
+planted = []  # the program that runs a job with a fault, and its folder
+
+
+@in_one_line
+def plant(number):
+    """Run their script with this fault; show at first what it prints."""
+    require(number in range(1, 10), "there are the faults 1 to 9")
+    unplant()
+    folder = tempfile.mkdtemp(prefix="why-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = interpreter.start(
+        "-m", "workshop.notebook.hangs", str(number), folder)
+    planted[:] = program, folder
+    state, lines = "4 processes start, which takes some seconds.", []
+    show = live(lambda: said(state))
+    show(now=True)
+    for line in itertools.chain(program.stdout, ["..\n"]):
+        if line not in (".\n", "..\n"):
+            lines.append(line)
+            continue
+        state, lines = "".join(lines) or state, []
+        show(now=True)
+        if line == "..\n":
+            break
+
+
+def unplant():
+    """End the job that runs with a fault, if there is one."""
+    if planted:
+        planted[0].stdin.close()
+        planted[0].wait()
+
+
+@in_one_line
+def why():
+    """Ask why that job hangs, has died or is slow."""
+    require(planted, "plant a fault first: plant(1)")
+    said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
+
+
+def reason(text, last):
+    """What `why` prints: what is wrong, what to try, the evidence folded."""
+    answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
+    lines = render.quote(answer).splitlines()
+    # the last one: before, it may say that it looks again
+    fault = [line for line in lines if not line.startswith("try: ")][-1]
+    kind = "good" if fault.startswith("nothing is wrong") else "bad"
+    out = [render.paragraph(f"<strong>{fault}</strong>", kind),
+           *map(render.paragraph, lines[lines.index(fault) + 1:]),
+           *(render.folded("The evidence", printed.to_html(part))
+             for part in evidence)]
+    return Shown(render.box("".join(out), last), text)

@@ -1,0 +1,111 @@
+"""What a cell shows: HTML in a notebook, and text in a terminal."""
+
+import contextlib
+import functools
+import io
+import time
+
+from backstage.errors import UserError
+from workshop import interpreter
+from workshop.lesson import render
+from workshop.notebook import printed
+from workshop.rehearse import COMPLAINT
+
+
+class Shown:
+    """Something that a notebook shows as HTML, and a terminal as text.
+
+    more: what else the notebook keeps of it, by the kind.
+    """
+
+    def __init__(self, html, text, **more):
+        self.html, self.text, self.more = html, text, more
+
+    def _repr_html_(self):
+        return self.html
+
+    def _repr_mimebundle_(self, **kwargs):
+        return self.more
+
+    def __repr__(self):
+        return self.text
+
+
+def complaint(error):
+    """What went wrong, in one line."""
+    line = render.paragraph(render.quote(str(error)), "bad")
+    text = render.as_calls(str(error))
+    return Shown(render.box(line, str(error)), text, **{COMPLAINT: text})
+
+
+def said(text, status="", above="", most=None):
+    """Lines of text: JupyterLab would wrap printed ones inside of words.
+
+    above: HTML that stands over them. most: as `printed.to_html` has it.
+    """
+    text = text.rstrip()
+    return Shown(render.box(above + printed.to_html(text, most), status),
+                 render.as_calls(text))
+
+
+def said_by(function, *args):
+    """What the function prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args)
+    return said(out.getvalue())
+
+
+def said_meanwhile(*arguments, view=said):
+    """Run `python arguments...`, and show what it prints as it comes.
+
+    view: of the text, and of its last line. Returns its exit status.
+    """
+    lines = []
+    show = live(lambda: view("".join(lines), "".join(lines[-1:]).strip()))
+
+    def on_line(line):
+        lines.append(line)
+        show()
+
+    status = interpreter.run(*arguments, on_line=on_line)
+    if lines:
+        show(now=True)
+    return status
+
+
+def in_one_line(function):
+    """Let a cell show what the user can fix, instead of a traceback."""
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except UserError as error:
+            return complaint(error)
+    return call
+
+
+def live(make):
+    """A function that shows make() in the cell, each time in its own place.
+
+    It does so a few times a second at most, but always with now=True.
+    """
+    from IPython.display import display
+
+    handle, last = None, 0.0
+
+    def show(now=False):
+        nonlocal handle, last
+        if not now and time.monotonic() - last < 0.3:
+            return
+        last = time.monotonic()
+        if handle is None:
+            handle = display(make(), display_id=True)
+        else:
+            handle.update(make())
+
+    return show
+
+
+def picture(svg):
+    """An SVG picture, for a notebook."""
+    return Shown(render.box(svg + render.KEEP_IN_SIGHT), "(a picture)")
