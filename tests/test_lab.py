@@ -542,7 +542,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     total = len(documents.load("ddp"))
     go('diff("ddp")', f"{total} of {total} changes left")
     steps = Diff("ddp", STAGES["std"].solution)
-    for number in range(1, total + 1):
+    for number in (1, 2, total - 1, total):
         lesson.paste(steps.apply(range(1, number + 1)))
         lesson.save()
         words = (f"{number + 1} of {total}: " if number < total else

@@ -52,15 +52,20 @@ def edited(number, mistake=0):
     return text
 
 
-def main():
+def ask(number, mistake, flags, events=False):
+    """Verify the script with these edits, started with these flags."""
     from workshop.verify.command import main as verify
 
-    edits, mistake, *flags = sys.argv[1:]
-    text = edited(int(edits), int(mistake))
+    text = edited(number, mistake)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, SCRIPT.name)
         script.write_text(text)
-        verify([str(script), *flags], 2, 4, events=True)
+        verify([str(script), *flags], 2, 4, events=events)
+
+
+def main():
+    number, mistake, *flags = sys.argv[1:]
+    ask(int(number), int(mistake), flags, events=True)
 
 
 if __name__ == "__main__":
