@@ -15,7 +15,6 @@ import pytest
 import tiktoken
 import torch
 from conftest import edit, needs
-from torch.distributed import _functional_collectives as functional
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -24,7 +23,6 @@ from torch.optim.optimizer import (
 from backstage import ROOT, dataset
 from workshop.processes import OPEN_MPI, Launch, modules_of
 from workshop.stages import STAGES
-from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
@@ -214,15 +212,9 @@ def steps_seen(log):
     calls, sent = collections.Counter(), collections.Counter()
     log.seen.update(sent=[], kept=[])
 
-    def note(name, tensors, function=None, args=()):
-        if function is None or function.namespace == "c10d":
-            calls[name] += 1
-            sent[name] += sum(tensor.nbytes for tensor in tensors)
-
-    @replace(functional, "all_reduce")
-    def all_reduce(all_reduce, tensor, *args, **kwargs):
-        note("all_reduce", [tensor])
-        return all_reduce(tensor, *args, **kwargs)
+    def note(name, tensors, function, args):
+        calls[name] += 1
+        sent[name] += sum(tensor.nbytes for tensor in tensors)
 
     def before(*_):
         log.seen["sent"].append({

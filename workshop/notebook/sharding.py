@@ -51,8 +51,7 @@ def saved_bytes(model, x, y):
 class Traffic(Collectives):
     """Counts what this process sends: `calls` and `bytes`, by operation.
 
-    Bytes are those that go into a collective. In the backward pass, too; but
-    what DTensor computes inside, such as the sum of a norm, is not seen.
+    Bytes are those that go into a collective, also in the backward pass.
     """
 
     def __init__(self):

@@ -1,9 +1,13 @@
 """What a process sends to others, as PyTorch's operators and MPI show it."""
 
+import functools
 import sys
+import threading
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
+               "monitored_barrier")  # it has no kernel to stand before
 
 
 def messages(log):
@@ -21,26 +25,59 @@ def messages(log):
         mpi.SleepingComm.on_call = staticmethod(say)
 
 
-class Collectives(TorchDispatchMode):
+class Collectives:
     """Calls note(name, tensors, function, args) for each collective.
 
-    tensors: what goes in. PyTorch's own reducer comes by here as well: a
-    communication hook in Python, which would see the same, makes some scripts
-    hang at their end.
+    tensors: what goes in. Also for those that PyTorch's reducer and DTensors
+    call, in any thread. It stands before the operators' kernels alone: with a
+    TorchDispatchMode all others would take twice their time, and with DDP's
+    communication hook some scripts hang at their end.
     """
 
+    notes, libraries = [], []  # of all; an operator has one such kernel
+    inside = threading.local()
+
     def __init__(self, note):
-        super().__init__()
         self.note = note
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            name = function._schema.name.split("::")[1].strip("_")
-            if name not in ("wait_tensor", "wrap_tensor_autograd"):
-                base = name.endswith("_base")  # (output, input, ...)
-                self.note(name, list(tensors_in(args[int(base)])), function,
-                          args)
-        return function(*args, **(kwargs or {}))
+    def __enter__(self):
+        self.libraries[:] = self.libraries or map(
+            stand_before, ("c10d", "_c10d_functional"))
+        self.notes.append(self.note)
+        return self
+
+    def __exit__(self, *_):
+        self.notes.remove(self.note)
+
+
+def stand_before(space):
+    """Have `call` called in the place of these operators: their library."""
+    library = torch.library.Library(space, "IMPL")
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix(f"{space}::")
+        if name != full and name.strip("_") not in NO_MESSAGES:
+            function = getattr(getattr(torch.ops, space), name).default
+            library.impl(name, functools.partial(call, function),
+                         "BackendSelect", with_keyset=True)
+    return library
+
+
+def call(function, keys, *args, **kwargs):
+    keys = keys.remove(torch._C.DispatchKey.BackendSelect)
+    inside = Collectives.inside
+    if getattr(inside, "another", False):
+        return function.redispatch(keys, *args, **kwargs)
+    name = function._schema.name.split("::")[1].strip("_")
+    base = name.endswith("_base")  # (output, input, ...)
+    tensors = list(tensors_in(args[int(base)]))
+    inside.another = True
+    try:
+        if not any(tensor.is_meta for tensor in tensors):  # asks for shapes
+            for note in Collectives.notes:
+                note(name, tensors, function, args)
+        return function.redispatch(keys, *args, **kwargs)
+    finally:
+        inside.another = False
 
 
 def tensors_in(value):
