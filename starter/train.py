@@ -1,7 +1,7 @@
 """Train a model on many devices: one file to begin your own training with.
 
     python train.py                           # one process
-    torchrun --nproc-per-node 4 train.py   # four; under SLURM: batch.sh
+    torchrun --nproc-per-node 4 train.py      # four; under SLURM: batch.sh
 
 Replace `Rings` by your data and `Model` by your model. What a step computes
 does not depend on the number of processes. A run is a folder with metrics.csv
