@@ -218,7 +218,7 @@ def load_checkpoint(file, verify=True):
 
 
 def outline(model, optimizer=None):
-    """What tensors a checkpoint of both has: {(name, what): description}.
+    """The tensors that a checkpoint of both has: {(name, what): description}.
 
     All ranks that hold a part of the model call this. The moments of another
     optimizer than AdamW are left to PyTorch.

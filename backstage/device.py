@@ -33,10 +33,10 @@ def find_device(name="auto"):
 
 
 def find_gpu(environment=os.environ, root=Path("/")):
-    """What says that this process has a GPU, or "".
+    """A sentence with the sign that this process has a GPU, or "".
 
-    Without it a job on a GPU would train on the CPU where torch does not fit
-    the driver, and nobody would see why it is slow. CUDA_VISIBLE_DEVICES
+    Where torch does not fit the driver, a job on a GPU would otherwise train
+    on the CPU, and nobody would see why it is slow. CUDA_VISIBLE_DEVICES
     hides the GPUs if it is empty. root: where /dev is found.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -56,7 +56,7 @@ def find_gpu(environment=os.environ, root=Path("/")):
 
 
 def use_device(name="auto", local_rank=0):
-    """The device of this process, which from now on is torch's current one.
+    """Make this process's device torch's current one, and return it.
 
     name: as for `find_device`. The local rank says which of the node's devices
     it is. Raises `UserError` if none is left for this process.

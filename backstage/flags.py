@@ -121,8 +121,7 @@ def parse(Hyperparameters, presets, models):
 
 
 def read_hyperparameters(hp):
-    """What the run to resume was started with, and the new one goes on with.
-    """
+    """Those of the run to resume, with which the new one goes on."""
     require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
     try:
         saved = read_record(hp.run_dir, get_type_hints(type(hp)))

@@ -64,11 +64,11 @@ def get_world(hp):
 
 
 def get_launcher():
-    """Whom the Trainer asks for this process's rank: `plugins` takes it.
+    """What tells the Trainer this process's rank, for its `plugins`.
 
-    The launcher, where one has started the processes; else Lightning, which
-    then starts the others itself, on this node. Left to choose, Lightning
-    would take the shell of a SLURM job for a task that has to wait for others.
+    Where a launcher has started the processes, its variables do; else
+    Lightning starts the others itself, on this node. Left to choose, it would
+    take the shell of a SLURM job for a task that has to wait for others.
     """
     if "RANK" in os.environ:
         return environments.TorchElasticEnvironment()
