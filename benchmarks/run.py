@@ -1,6 +1,5 @@
 """Measures this machine: prints tables, and writes JSON beside them.
 
-    pip install -r benchmarks/requirements.txt
     python benchmarks/run.py                     # how fast one device trains
     python benchmarks/run.py speed scaling growth shared tokenising
 

@@ -30,8 +30,8 @@ from backstage.flops import flops_per_token, peak_flops
 from workshop.stages import find
 
 BASE = "transformers, fp32"
-NOTE = ("transformers is not installed (pip install -r benchmarks/"
-        "requirements.txt): ratios are those to nanoGPT's loop")
+NOTE = ("transformers is not installed (pip install transformers): ratios are "
+        "those to nanoGPT's loop")
 
 
 def sides_of(preset, device, data):
