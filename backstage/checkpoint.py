@@ -131,18 +131,15 @@ def is_sharded(model):
             or any(isinstance(part, DTensor) for part in model.parameters()))
 
 
-def write_checkpoint(folder, stage, step, weights, optim_state, config,
-                     hyperparameters):
+def write_checkpoint(folder, state):
     """Write folder/step_<step>.pt atomically; keep the newest two.
 
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
-    state = {"format": FORMAT, "stage": stage, "step": step, "model": weights,
-             "optimizer": optim_state, "config": config,
-             "hyperparameters": hyperparameters}
     try:
-        write_atomically(folder / f"step_{step:08d}.pt",
-                         lambda file: torch.save(state, file))
+        write_atomically(
+            folder / f"step_{state['step']:08d}.pt",
+            lambda file: torch.save({"format": FORMAT, **state}, file))
     except UserError as error:
         raise UserError(f"{error}. Mend that, and go on with --resume from an "
                         "earlier checkpoint") from error
@@ -172,7 +169,7 @@ def load_first(files, flag, config, model, optimizer=None):
 
     All ranks; rank 0 looks for it, and warns of others. flag: what named them.
     """
-    wanted, now, states = outline(model, optimizer), asdict(config), {}
+    wanted, now = outline(model, optimizer), asdict(config)
 
     def find():
         for file in files:
@@ -182,7 +179,6 @@ def load_first(files, flag, config, model, optimizer=None):
                 require(found == now, f"{file} holds another model ({found}, "
                         f"not {now}): check --preset and --data")
                 check_fit(file, state, wanted)
-                states[file] = state
                 return file
             except Damaged as error:
                 require(file != files[-1], f"{error}: name another "
@@ -190,7 +186,7 @@ def load_first(files, flag, config, model, optimizer=None):
                 warn(f"{error}: going on from the one before it")
 
     file = call_on_rank_0(find)
-    return file, states.get(file) or load_checkpoint(file, verify=False)
+    return file, load_checkpoint(file, verify=False)
 
 
 def load_checkpoint(file, verify=True):

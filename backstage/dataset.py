@@ -142,14 +142,6 @@ def read_manifest(folder):
         return manifest
 
 
-def is_unfinished(folder):
-    """Whether the folder's manifest says that it is not complete yet."""
-    try:
-        return read_manifest(folder).get("complete") is False
-    except UserError:  # training needs no manifest
-        return False
-
-
 def bytes_per_token(folder):
     """For the validation split; None if the folder does not say."""
     try:

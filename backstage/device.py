@@ -64,7 +64,7 @@ def use_device(name="auto", local_rank=0):
     device = find_device(name)
     if device.type == "cpu":
         return device
-    if is_slice(device):
+    if device.type == "cuda" and "MIG" in device_name(device):  # a slice
         require(not uses_nccl(), "NCCL does not connect the slices of GPUs "
                 f"(MIG), and this process has one, {device_name(device)}: "
                 "start one process, ask for whole GPUs, or train with MPI")
@@ -85,11 +85,6 @@ def check_local_rank(device, local_rank):
     require(local_rank < count, f"process {local_rank} of this node has no "
             f"{device.type} device: start no more than {count} per node"
             + (advice if count == 1 else ""))
-
-
-def is_slice(device):
-    """Whether the device is a part of a GPU that was divided (MIG)."""
-    return device.type == "cuda" and "MIG" in device_name(device)
 
 
 def memory_size(device):

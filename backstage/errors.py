@@ -18,9 +18,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOST = re.compile(
     r"(?i)by peer|broken pipe|connection (was|refused)|watchdog|"
     r"(?<!client socket has )timed? ?out|remote ?(process|error)")
-KILLED = ("the system ended a process, most likely because the memory is "
-          "full: end other programs and the kernels of other notebooks, or "
-          "ask for a session with more memory (a check needs 1.5 GB)")
 
 
 class UserError(Exception):

@@ -46,11 +46,6 @@ def reason(error):
     return " ".join(first.split())[:200] + missing
 
 
-def is_count(value):
-    """Whether a value is a whole number from 1 to 2**31 - 1."""
-    return type(value) is int and 0 < value < 2**31
-
-
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 
 
@@ -87,8 +82,7 @@ def write_atomically(path, data):
 
 
 def open_part(path):
-    """A new file beside `path`, and its name; it is locked while it is open.
-    """
+    """A new file beside `path`, and its name: locked while it is open."""
     for number in itertools.count():
         part = path.with_name(f".{path.name}.{os.getpid()}-{number}{PART}")
         with suppress(FileExistsError):

@@ -8,13 +8,14 @@ the run that is resumed, from the preset, or from the machine.
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, track
 from backstage.device import device_name, find_device, has_bf16, memory_size
-from backstage.errors import parse_flags, require, warn
+from backstage.errors import UserError, parse_flags, require, warn
 from backstage.files import show_path
 from backstage.process import count_processes
 from backstage.record import read_record
@@ -30,6 +31,7 @@ AT_LEAST = {
 }  # 1 for all others
 OF_ONE_START = ("run_dir", "resume", "init", "profile", "devices",
                 "tensor_parallel", "pipeline_parallel")
+SAID = "preset", "data", "device", "precision", "microbatch_size", "run_dir"
 
 
 @dataclass
@@ -103,25 +105,29 @@ def parse(Hyperparameters, presets, models):
         if hp.warmup_steps > hp.max_steps > 0:
             warn(f"the learning rate is still low at the end: --warmup-steps "
                  f"is {hp.warmup_steps}, --max-steps {hp.max_steps}")
-        if dataset.is_unfinished(hp.data):
-            warn(f"{hp.data} is not complete: the program that builds it is "
-                 "still running, or was stopped")
+        with suppress(UserError):  # training needs no manifest
+            if dataset.read_manifest(hp.data).get("complete") is False:
+                warn(f"{hp.data} is not complete: the program that builds it "
+                     "is still running, or was stopped")
         if emulated and accelerated:
             if hp.precision == "bf16":
                 warn(f"{device_name(device)} only emulates bf16, which is "
                      "slower than --precision fp32")
             why += ["no bf16 arithmetic"]
         why = f" ({', '.join(why)})" if why else ""
+        other = [f"{name} {value}" for name, value in vars(hp).items()
+                 if name not in SAID
+                 and value != getattr(presets[preset], name)]
         print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
               f"device {device.type}, {hp.precision}, "
               f"microbatches of {hp.microbatch_size}"
-              + (f", world size {os.environ['WORLD_SIZE']}"
-                 if "WORLD_SIZE" in os.environ else ""), flush=True)
+              + f"; unlike the preset: {', '.join(other)}" * bool(other),
+              flush=True)
     return hp
 
 
 def read_hyperparameters(hp):
-    """Those of the run to resume, with which the new one goes on."""
+    """What the run to resume was started with: the new one's defaults."""
     require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
     try:
         saved = read_record(hp.run_dir, get_type_hints(type(hp)))

@@ -131,6 +131,7 @@ class LitRun(L.Callback):
             count_from(self.step, trainer)
 
     def on_train_start(self, trainer, module):
+        self.run.begin()
         self.begin_step()
 
     def begin_step(self):

@@ -91,10 +91,7 @@ def load_mpi():
 
 
 def link_mpich(libraries=Path("/usr/lib")):
-    """How mpi4py finds Debian's MPICH, which has a name of its own there.
-
-    Part of a sentence; empty where it is not installed.
-    """
+    """How mpi4py finds Debian's MPICH: part of a sentence, or ""."""
     for library in libraries.glob("*/libmpich.so.12"):
         return ("; for Debian's MPICH: mkdir -p ~/.local/lib && ln -s "
                 f"{library} ~/.local/lib/libmpi.so.12 && export "

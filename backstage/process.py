@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ LAUNCHERS = {
     "PALS": ("PALS_RANKID", "PMI_SIZE"),
     "PMI": ("PMI_RANK", "PMI_SIZE"),
 }
+SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
 # torchrun's names. A process has all of them, or none of the first four.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
@@ -75,6 +77,43 @@ def is_one_of_several(env=os.environ):
     """Whether torchrun or another launcher has started several processes."""
     return (int(env.get("WORLD_SIZE", 1)) > 1
             and ("TORCHELASTIC_RUN_ID" in env or find_launcher(env)[1] > 1))
+
+
+def find_start(env=os.environ):
+    """What has started this process, for the run's record.
+
+    The command is the launcher's, a process above this one that knows the
+    script's name; where none is seen, as under srun, it is our own.
+    """
+    launcher, size = find_launcher(env)
+    if "TORCHELASTIC_RUN_ID" in env:
+        launcher = "torchrun"
+    elif size == 1:
+        launcher = "Lightning" if "NODE_RANK" in env else "python"
+    words, above = ["python", *sys.argv], os.getppid()
+    with contextlib.suppress(OSError, ValueError):  # not Linux, not UTF-8
+        while above > 1:
+            told = Path(f"/proc/{above}/cmdline").read_text().split("\0")[:-1]
+            above = int(read_stat(above)[1])
+            if sys.argv[0] in told:
+                words, above = told, 0
+    jobs = [f"{name} job {env[job]}" for name, job in SCHEDULERS.items()
+            if job in env]
+    return {"scheduler": (*jobs, "no scheduler")[0], "launcher": launcher,
+            "command": shlex.join(words)}
+
+
+def seconds_since_start():
+    """How long this process has been there; None if the system hides it."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ticks = int(read_stat("self")[19])  # since the system began
+        return (time.clock_gettime(time.CLOCK_BOOTTIME)
+                - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def read_stat(process):
+    """Linux's list of what a process is, from its state on."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def name_ranks(env=os.environ):

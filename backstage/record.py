@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import math
-import os
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -37,6 +36,17 @@ def read_record(folder, types):
             require(name not in types or is_a(value, types[name]),
                     f"{name} has another type")
     return record
+
+
+def describe_start(record):
+    """Where a run's processes were and who started them, in one line."""
+    size, nodes, hosts = (record[name] for name in (
+        "world_size", "nodes", "hosts"))
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return (f"world size {size}: {nodes} node{'s' * (nodes > 1)} x "
+            f"{size // nodes} {record['device']}, {', '.join(hosts[:4])}{more}"
+            f"; {record['backend']}, {record['scheduler']}; "
+            f"{record['launcher']}: {' '.join(record['command'].split())}")
 
 
 def is_a(value, kind):
@@ -89,13 +99,6 @@ class Metrics:
             map(format_number, row.values()))
         self.file.flush()
 
-    def sync(self):
-        """Make sure that all rows survive a power cut."""
-        os.fsync(self.file.fileno())
-
-    def close(self):
-        self.file.close()
-
 
 def format_number(value):
     """A number as in metrics.csv: an integer, or nine digits.
@@ -104,7 +107,5 @@ def format_number(value):
     """
     if value is None:
         return ""
-    if isinstance(value, int) or (
-            value.is_integer() and 10**9 <= value < 2**53):
-        return str(int(value))
-    return f"{value:.9g}"
+    whole = float(value).is_integer() and abs(value) < 2**53
+    return str(int(value)) if whole else f"{value:.9g}"

@@ -12,18 +12,19 @@ Docstrings say who calls a method: all ranks, or rank 0 alone.
 import json
 import math
 import os
+import signal
+import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from backstage import ROOT, checkpoint, dataset, files, track, world
+from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require, warn
 from backstage.flops import flops_per_token, peak_flops
-from backstage.process import count_processes, is_one_of_several, stop_all
-from backstage.record import COLUMNS, RECORD, Metrics
+from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
 
 
@@ -36,13 +37,16 @@ class Run:
         world.keep_group()
         self.rank, self.world_size = world.get_rank_and_size()
         self._check_world()
-        on_node, _ = count_processes(hp.devices or 1)
+        hosts = world.on_every_rank(socket.gethostname())
+        on_node, _ = process.count_processes(hp.devices or 1)
         self.record = {
             "stage": stage, "hyperparameters": asdict(hp),
             "config": asdict(config), "max_steps": max_steps,
             "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
-            "device": device_name(device), "torch": torch.__version__}
+            "hosts": [*dict.fromkeys(hosts)],
+            "device": device_name(device), "torch": torch.__version__,
+            "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
         self.last_step = None  # on rank 0: the step that was logged last
         self.folder = Path(world.call_on_rank_0(self._make_folder))
@@ -58,8 +62,9 @@ class Run:
         return self.signals.last is not None
 
     def _check_world(self):
-        if self.world_size == 1 and is_one_of_several():
-            stop_all(f"{os.environ['WORLD_SIZE']} processes were started, but "
+        if self.world_size == 1 and process.is_one_of_several():
+            process.stop_all(
+                f"{os.environ['WORLD_SIZE']} processes were started, but "
                      "this script does not join them, and each would train "
                      "alone: start one, or a script of another stage")
         sizes = sorted(set(world.on_every_rank(self.hp.microbatch_size)))
@@ -88,7 +93,8 @@ class Run:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
         (folder / "checkpoints").mkdir(exist_ok=True)
-        print(f"run {files.show_path(folder, Path.cwd())}", flush=True)
+        print(f"{describe_start(self.record)}\n"
+              f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
 
     def _write_record(self, folder):
@@ -100,14 +106,11 @@ class Run:
 
         None also for a pipeline, which only computes batches of one size.
         """
-        if self.hp.pipeline_parallel > 1:
-            if self.rank == 0:
-                print("a pipeline writes no texts: python code/generate.py "
-                      f"--run-dir {self.place} writes them from the "
-                      "checkpoint", flush=True)
-            return None
         tokenizer, problem = None, None
         try:
+            require(self.hp.pipeline_parallel <= 1, "a pipeline does not "
+                    f"write: python code/generate.py --run-dir {self.place} "
+                    "does, from the checkpoint")
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
@@ -143,21 +146,28 @@ class Run:
         if self.rank == 0:
             if hp.resume:
                 self._write_record(self.folder)
-            print(describe_parameters(optimizer) + (
-                ", in the first pipeline stage"
-                if hp.pipeline_parallel > 1 else ""), flush=True)
+            print(describe_parameters(optimizer)
+                  + ", in the first pipeline stage" * (
+                      hp.pipeline_parallel > 1)
+                  + (f"; resuming after step {step - 1} from {file}"
+                     if step else ""), flush=True)
             self.metrics = Metrics(self.folder / "metrics.csv", step)
             self.tracker = track.start(
                 hp.track, self.folder, step, self.record)
-            if step:
-                print(f"resuming after step {step - 1} from {file}",
-                      flush=True)
         return step
 
     def _find_checkpoints(self):
         folder = self.folder / "checkpoints"
         files.remove_parts(folder)  # of a save that was killed
         return [*map(str, checkpoint.list_checkpoints(folder))]
+
+    def begin(self):
+        """Say how long the start took: the first step begins. All ranks."""
+        if self.rank == 0:
+            seconds = self.record["startup"] = process.seconds_since_start()
+            self._write_record(self.folder)
+            if seconds is not None:
+                print(f"startup {seconds:.1f} s", flush=True)
 
     def check_finite(self, step, loss, norm):
         """Stop the run before a broken model is saved. All ranks.
@@ -207,10 +217,11 @@ class Run:
             self._check_rank("save")
         weights, optim_state = checkpoint.gather_state(model, optimizer)
         if self.rank == 0:
-            self.metrics.sync()  # its rows are saved before it
-            checkpoint.write_checkpoint(
-                self.folder / "checkpoints", self.stage, step, weights,
-                optim_state, asdict(self.config), asdict(self.hp))
+            os.fsync(self.metrics.file)  # its rows survive a power cut, too
+            checkpoint.write_checkpoint(self.folder / "checkpoints", {
+                "stage": self.stage, "step": step, "model": weights,
+                "optimizer": optim_state, "config": asdict(self.config),
+                "hyperparameters": asdict(self.hp)})
 
     def _check_rank(self, name):
         require(self.rank == 0, f"rank {self.rank} called run.{name}(): "
@@ -226,7 +237,7 @@ class Run:
                   f"{describe_memory(max(memory), self.device)} at most"
                   + (f", on rank {memory.index(max(memory))}"
                      if self.world_size > 1 else ""))
-            self.metrics.close()
+            self.metrics.file.close()
             if self.tracker:
                 self.tracker.close()
             os.close(self.lock)
@@ -235,7 +246,7 @@ class Run:
             else:
                 print(f"stopped by {self.signals.name()}, checkpoint saved; "
                       f"go on with: --run-dir {self.place} --resume")
-        if self.signals.interrupted():
+        if self.signals.last == signal.SIGINT:
             sys.exit(130)
 
 

@@ -20,10 +20,6 @@ class Signals:
     def __init__(self, rank):
         self.rank, self.last = rank, None
         self.stream, sys.stdout = sys.stdout, self
-        self.catch()
-
-    def catch(self):
-        """From now on, a signal only asks the run to stop."""
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's
             numbers.append(signal.SIGHUP)  # the terminal was closed
@@ -44,10 +40,6 @@ class Signals:
         """The last signal's name."""
         return ("a signal to another rank" if self.last is None
                 else signal.Signals(self.last).name)
-
-    def interrupted(self):
-        """Whether it was Ctrl-C."""
-        return self.last == signal.SIGINT
 
     # ------------------------------------------------ the standard output
 

@@ -20,8 +20,6 @@ from backstage.errors import require, warn
 from backstage.files import new_folder
 from backstage.world import call_on_rank_0, get_rank_and_size
 
-TOOLS = ("tensorboard", "wandb")  # the names of their packages, too
-
 
 def check(name):
     """Raise a `UserError` if the tool is not installed. All ranks."""
@@ -36,8 +34,7 @@ def start(name, folder, step, record):
     folder: the run's; step: the first one that will be logged; record: what
     the run was started with.
     """
-    tool = {"tensorboard": TensorBoard, "wandb": Wandb}.get(name)
-    return tool and tool(folder, step, record)
+    return TOOLS[name](folder, step, record) if name in TOOLS else None
 
 
 class TensorBoard:
@@ -47,14 +44,12 @@ class TensorBoard:
         # what a run that was killed wrote after its checkpoint is hidden
         self.writer = SummaryWriter(
             folder, purge_step=step or None, flush_secs=10)
+        self.close = self.writer.close
 
     def log(self, row):
         for name, value in row.items():
             if value is not None and name != "step":
                 self.writer.add_scalar(name, value, row["step"])
-
-    def close(self):
-        self.writer.close()
 
 
 class Wandb:
@@ -67,14 +62,15 @@ class Wandb:
             config=record["hyperparameters"] | record["config"] | {
                 key: record[key] for key in ("stage", "world_size")},
             settings=wandb.Settings(console="off", silent=True))
+        self.close = self.run.finish
 
     def log(self, row):
         self.run.log({name: value for name, value in row.items()
                       if value is not None and name != "step"},
                      step=row["step"])
 
-    def close(self):
-        self.run.finish()
+
+TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # packages
 
 
 # Steps that do not count: those that allocate and compile, one in which the

@@ -10,30 +10,6 @@ GROUPS = []  # torch's process group, kept alive: see keep_group()
 THE_GROUP = []  # what use_group() has named: it comes before torch's
 
 
-class TorchGroup:
-    """torch.distributed's group, with the methods of MPI's communicators."""
-
-    @property
-    def rank(self):
-        return dist.get_rank()
-
-    @property
-    def size(self):
-        return dist.get_world_size()
-
-    def bcast(self, value):
-        """The value that rank 0 has."""
-        message = [value]
-        dist.broadcast_object_list(message, src=0)
-        return message[0]
-
-    def allgather(self, value):
-        """The values of all ranks, in rank order."""
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-
 def use_group(group):
     """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
     THE_GROUP[:] = [group]
@@ -49,17 +25,18 @@ def is_joined():
     return dist.is_available() and dist.is_initialized()
 
 
-def get_group():
-    """The group that this process belongs to; None if it is alone."""
+def get_backend():
+    """What sends messages between the processes: MPI, or torch's backend."""
     if THE_GROUP:
-        return THE_GROUP[0]
-    return TorchGroup() if is_joined() else None
+        return "MPI"
+    return dist.get_backend() if is_joined() else "no backend"
 
 
 def get_rank_and_size():
     """This process's rank and the world size; 0 and 1 without a group."""
-    group = get_group()
-    return (group.rank, group.size) if group else (0, 1)
+    if THE_GROUP:
+        return THE_GROUP[0].rank, THE_GROUP[0].size
+    return (dist.get_rank(), dist.get_world_size()) if is_joined() else (0, 1)
 
 
 def keep_group():
@@ -76,21 +53,26 @@ def keep_group():
 
 def call_on_rank_0(function):
     """Call `function` on rank 0; all ranks get its result or error."""
-    group = get_group()
-    if not group:
+    rank, size = get_rank_and_size()
+    if size == 1:
         return function()
     result, problem = None, None
-    if group.rank == 0:
+    if rank == 0:
         try:
             result = function()
         except (UserError, OSError) as error:
             problem = explain(error) or str(error)
-    result, problem = group.bcast((result, problem))
+    result, problem = on_every_rank((result, problem))[0]
     require(problem is None, problem)
     return result
 
 
 def on_every_rank(value):
     """The values that all ranks pass to this, as a list in rank order."""
-    group = get_group()
-    return group.allgather(value) if group else [value]
+    if THE_GROUP:
+        return THE_GROUP[0].allgather(value)
+    values = [value]
+    if is_joined():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values

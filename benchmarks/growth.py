@@ -80,8 +80,9 @@ def save(preset, vocab_size, folder):
     optimizer.step()
     begin = time.perf_counter()
     weights, moments = gather_state(model, optimizer)
-    write_checkpoint(Path(folder), "std", 1, weights, moments,
-                     asdict(config), {"data": ""})
+    write_checkpoint(Path(folder), {
+        "stage": "std", "step": 1, "model": weights, "optimizer": moments,
+        "config": asdict(config), "hyperparameters": {"data": ""}})
     middle = time.perf_counter()
     file, = Path(folder).glob("step_*.pt")
     size = file.stat().st_size

@@ -304,6 +304,7 @@ def main():
 
     model = compile_model(raw_model, device) if hp.compile else raw_model
 
+    run.begin()
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
         lr = get_lr(step, max_steps, hp)

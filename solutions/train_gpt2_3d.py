@@ -460,6 +460,7 @@ def main():
     tied = raw_model.transformer.wte or raw_model.lm_head
     ends = join_tied_ends(mesh) if pp_size > 1 else None
 
+    run.begin()
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
         lr = get_lr(step, max_steps, hp)

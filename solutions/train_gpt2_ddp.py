@@ -325,6 +325,7 @@ def main():
     model = compile_model(raw_model, device) if hp.compile else raw_model
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
+    run.begin()
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
         lr = get_lr(step, max_steps, hp)

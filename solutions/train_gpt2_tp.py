@@ -398,6 +398,7 @@ def main():
         compile_parts(raw_model)
     model = raw_model
 
+    run.begin()
     for step in range(first_step, max_steps):
         start_time = time.perf_counter()
         lr = get_lr(step, max_steps, hp)

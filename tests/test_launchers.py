@@ -218,6 +218,8 @@ def test_torchrun_restarts_after_a_killed_rank(data, single, tmp_path):
         "--nproc-per-node", 2, "--max-restarts", 1, script,
         *tiny(run, data, "--resume", "--checkpoint-every", 5))
     assert "resuming after step 9" in done.stdout
+    assert re.search(r"^world size 2: 1 node x 2 .*; gloo, no scheduler; "
+                     r"torchrun: .* --max-restarts 1 ", done.stdout, re.M)
     agree(Result(run, [Rank(done.returncode, "", done.stderr)]), single)
 
 

@@ -263,7 +263,7 @@ def test_python_starts_several_devices(data, single, tmp_path, flags):
     run = tmp_path / "run"
     done = run_command(sys.executable, STAGES["lit"].solution, *tiny(
         run, data, "--devices", 2, *flags))
-    assert done.stdout.count("preset tiny") == 1
+    assert done.stdout.count("preset tiny, data ") == 1
     assert done.stdout.count("| step   19/20") == 1
     agree(Result(run, [Rank(done.returncode, done.stdout, done.stderr)]),
           single)

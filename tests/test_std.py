@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,13 @@ def test_desk_starts_as_the_single_device_stage():
 
 def test_log_and_metrics(single):
     assert single.status == 0, single.err
+    first, _, _ = single.out.partition("| step")
+    preset, world, run, parameters, startup = first.splitlines()
+    assert preset.startswith("preset tiny, data ")
+    assert "unlike the preset" not in preset
+    assert f", {socket.gethostname()}; no backend, no scheduler; " in world
+    assert run.startswith("run ") and " parameters: " in parameters
+    assert re.fullmatch(r"startup \d+\.\d s", startup)
     lines = [line for line in single.out.splitlines() if line[:6] == "| step"]
     number = r"[\d,.]+(e[+-]\d+)?"
     for step, line in enumerate(lines):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 import sys
 import time
 
@@ -36,6 +37,16 @@ def test_the_log_and_the_metrics_of_two_devices(tmp_path):
     result = train("ddp", tmp_path / "run", *flags, data=GOLDEN,
                    mesh=(1, 2, 1))
     assert result.status == 0, result.err
+    assert result.out.splitlines()[0].endswith(
+        "unlike the preset: max_steps 3, eval_every 3")
+    line = f"world size 2: 1 node x 2 cpu, {socket.gethostname()}; gloo, no "
+    assert line in result.out
+    described = runs.describe(result.folder)
+    assert described.startswith(line) and re.search(
+        r"; startup \d+\.\d s$", described)
+    file = result.folder / "hyperparameters.json"
+    file.write_text(file.read_text().replace('"hosts"', '"older"'))
+    assert runs.describe(result.folder) == ""
     used = result.column("memory")
     assert used == sorted(used) and 2**25 < used[0] and used[-1] < 2**40
     for row in result.rows:

@@ -27,6 +27,11 @@ GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257,
 XL = {**GPT2, "n_layer": 48, "n_head": 25, "n_embd": 1600}
 
 
+def is_count(value):
+    """Whether a value is a whole number from 1 to 2**31 - 1."""
+    return type(value) is int and 0 < value < 2**31
+
+
 # -------------------------------------------------------------------- memory
 
 

@@ -18,8 +18,9 @@ import torch
 from backstage import dataset
 from backstage.checkpoint import FORMAT, TIED, check_fit, outline
 from backstage.errors import UserError, require
-from backstage.files import is_count, reading, write_atomically
+from backstage.files import reading, write_atomically
 from backstage.flops import padded_vocab_size
+from workshop.arithmetic import is_count
 from workshop.trained import find_checkpoint, load_trained, std
 
 CONFIG, WEIGHTS, PICKLED = (

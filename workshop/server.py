@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from backstage.errors import KILLED, UserError
+from backstage.errors import UserError
 from workshop import mpirun_proxy
+from workshop.interpreter import KILLED
 
 PRELOAD = ("numpy", "tiktoken", "torch", "torch.distributed", "tyro",
            "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",

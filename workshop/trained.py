@@ -12,7 +12,8 @@ from backstage.checkpoint import (
     outline,
 )
 from backstage.errors import require
-from backstage.files import is_count, reading
+from backstage.files import reading
+from workshop.arithmetic import is_count
 from workshop.notebook.sharding import std
 
 

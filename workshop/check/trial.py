@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from backstage.errors import KILLED, require
+from backstage.errors import require
+from workshop.interpreter import KILLED
 from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
 from workshop.scratch import full, quiet_environment

@@ -409,7 +409,9 @@ def runs(*folders):
               "?" if run.sent is None else f"{run.sent / 1e6:,.2f}")
              for run in found]
     presets = sorted({run.preset for run in found})
-    notes = [f"Preset {', '.join(presets)}.", *notes]
+    notes = [f"Preset {', '.join(presets)}.", *notes, *(
+        f"{show_path(run.folder)}: {text}." for run in found
+        if (text := results.describe(run.folder)))]
     lines = [render.paragraph(render.quote(note)) for note in notes]
     text = "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)])
     return Shown(render.box(printed.table(rows) + "".join(lines)), text)

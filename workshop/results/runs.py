@@ -6,16 +6,22 @@ runs; only `fit` needs NumPy.
 
 import json
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import is_count, reading, show_path
+from backstage.files import reading, show_path
 from backstage.flops import num_parameters
-from backstage.record import RECORD, read_metrics, read_record
-from workshop.arithmetic import of_step
+from backstage.record import (
+    RECORD,
+    describe_start,
+    read_metrics,
+    read_record,
+)
+from workshop.arithmetic import is_count, of_step
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
@@ -79,6 +85,17 @@ def read_started(folder):
             require(type(value) is str and "\0" not in value,
                     f"{name} is no text")
     return record
+
+
+def describe(folder):
+    """How a run was started, in one line; "" where it does not say it."""
+    with suppress(UserError, FileNotFoundError):
+        record = read_started(folder)
+        with reading(Path(folder) / RECORD):
+            startup = record["startup"]
+            return describe_start(record) + (
+                f"; startup {startup:.1f} s" if startup else "")
+    return ""
 
 
 @dataclass

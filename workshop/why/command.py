@@ -5,6 +5,7 @@ import time
 from collections import Counter
 
 from backstage.errors import require
+from workshop.results.runs import describe as describe_run
 from workshop.why.evidence import ask_about, collect, find
 from workshop.why.judge import judge
 from workshop.why.ranks import PATIENCE, Job, Place, is_waiting
@@ -26,6 +27,11 @@ def main(target):
         print(f"try: {answer.advice}")
     for line in ask_about(target):
         print(f"  SLURM: {line}")
+    # the evidence is in RUN/why, or in RUN/why/<job>-<start>
+    run = folder and next((place for place in [*folder.parents][:2]
+                           if describe_run(place)), None)
+    if run:
+        print(f"  {describe_run(run)}")
     for rank in ranks:
         print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
               f"{describe(rank)}")
@@ -33,7 +39,7 @@ def main(target):
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
     if folder and answer.kind in ("", "straggler"):
-        for line in explain(folder.parent):
+        for line in explain(run or folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
 
