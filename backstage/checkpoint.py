@@ -175,9 +175,13 @@ def load_first(files, flag, config, model, optimizer=None):
         for file in files:
             try:
                 state = load_checkpoint(file)
-                found = state.get("config")
-                require(found == now, f"{file} holds another model ({found}, "
-                        f"not {now}): check --preset and --data")
+                with reading(file):
+                    other = [f"{name} {state['config'][name]}, not {value}"
+                             for name, value in now.items()
+                             if state["config"][name] != value]
+                require(not other, f"{file} holds another model "
+                        f"({'; '.join(other)}): check --preset, --data, and "
+                        "the flags of the model's shape")
                 check_fit(file, state, wanted)
                 return file
             except Damaged as error:

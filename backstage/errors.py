@@ -156,8 +156,8 @@ def explain(error):
     if isinstance(error, IndexError) and first == "index out of range in self":
         return ("a token of the data is not in the vocabulary: make the "
                 "dataset again")
-    if isinstance(error, MemoryError):
-        return "the memory is full: try a smaller --microbatch-size"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
+        return "the memory is full: try a smaller --microbatch-size, or model"
     if kind.startswith("Dist") or "gloo" in str(error):
         return explain_distributed(str(error).strip().splitlines() or [kind])
     # It names a line that may have nothing to do with it: the device computes

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
@@ -24,7 +24,8 @@ DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 
 LARGEST = 2**31 - 1  # of a flag that counts
-AT_LEAST = {
+SHAPE = "n_layer", "n_head", "n_embd", "block_size"
+AT_LEAST = dict.fromkeys(SHAPE, 0) | {
     "microbatch_size": 0, "max_steps": 0, "warmup_steps": 0, "profile": 0,
     "devices": 0, "seed": -LARGEST, "weight_decay": 0,
     "learning_rate": 0,
@@ -45,6 +46,11 @@ class RunFlags:
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
     track: Literal["no", "tensorboard", "wandb"] = "no"  # metrics for it, too
     profile: int = 0  # steps to record: where does their time go?
+    n_layer: int = 0  # blocks (here and in the next three, 0: the preset's)
+    n_head: int = 0  # heads of each attention
+    n_embd: int = 0  # how wide the model is
+    block_size: int = 0  # the longest sequence
+    prompt: str = "Hello, I'm a language model,"  # what texts begin with
 
     # Flags that some stages have; 0: this one has none.
     devices = tensor_parallel = pipeline_parallel = 0
@@ -53,10 +59,10 @@ class RunFlags:
 def parse(Hyperparameters, presets, models):
     """The hyperparameters that the command line asks for. All ranks.
 
-    presets: name -> Hyperparameters; models: name -> GPTConfig. When a run is
-    resumed, its own hyperparameters are the defaults. Rank 0 says what was
-    chosen and why. Raises a `UserError` for values and datasets with which no
-    stage can train.
+    presets: name -> Hyperparameters; models: name -> GPTConfig, of which the
+    preset's gets the shape that was asked for. When a run is resumed, its own
+    hyperparameters are the defaults. Rank 0 says what was chosen and why.
+    Raises a `UserError` for values and datasets with which no stage can train.
     """
     hp = parse_flags(Hyperparameters, default=presets["nano"])
     flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
@@ -98,6 +104,8 @@ def parse(Hyperparameters, presets, models):
     if not given.get("microbatch_size"):
         hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
 
+    models[preset] = replace(models[preset], **{
+        name: getattr(hp, name) for name in SHAPE if getattr(hp, name)})
     check_hyperparameters(hp, models[preset], saved)
     dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
@@ -185,7 +193,9 @@ def check_hyperparameters(hp, config, saved):
     """Raise a `UserError` for values that no stage can train with."""
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
-            f"{config.block_size} positions of preset {hp.preset}")
+            f"{config.block_size} positions of the model: see --block-size")
+    require(config.n_embd % config.n_head == 0, f"--n-embd {config.n_embd} is "
+            f"not divisible by --n-head {config.n_head}")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)

@@ -100,7 +100,7 @@ def get_strategy(hp, world_size):
 class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
-    write_texts(model, tokenizer, device, seed) returns what is printed every
+    write_texts(model, run, seed) returns what is printed every
     --generate-every steps. The module has the GPT as its `model`, and as its
     `norm` that of the gradients, from configure_gradient_clipping.
 
@@ -188,11 +188,10 @@ class LitRun(L.Callback):
                 trainer.strategy.save(run, step)
             elif run.rank == 0 or is_sharded(self.model):
                 run.save(step, self.model, trainer.optimizers[0])
-        if run.tokenizer and (last or step % hp.generate_every == 0):
+        if run.tokenizer and (last or (step - 1) % hp.generate_every == 0):
             seed = hp.seed + 1000 * (step - 1) + run.rank
             with torch.compiler.set_stance("force_eager"):  # of many lengths
-                texts = on_every_rank(self.write_texts(
-                    self.model, run.tokenizer, self.device, seed))
+                texts = on_every_rank(self.write_texts(self.model, run, seed))
             if run.rank == 0:
                 print(*texts, sep="\n")
         self.begin_step()

@@ -73,12 +73,6 @@ def count_processes(started=1, env=os.environ):
     return int(env.get("LOCAL_WORLD_SIZE", world_size)), world_size
 
 
-def is_one_of_several(env=os.environ):
-    """Whether torchrun or another launcher has started several processes."""
-    return (int(env.get("WORLD_SIZE", 1)) > 1
-            and ("TORCHELASTIC_RUN_ID" in env or find_launcher(env)[1] > 1))
-
-
 def find_start(env=os.environ):
     """What has started this process, for the run's record.
 
@@ -128,7 +122,10 @@ def name_ranks(env=os.environ):
     if "RANK" not in env:
         translate_names(env)
     check_names(env)
-    meet_here(env)
+    # torchrun lets the ranks of one node meet at the machine's name, which a
+    # laptop in a strange network may not know itself: they would wait for ever
+    if "RANK" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
+        env["MASTER_ADDR"] = "127.0.0.1"
     # torch.distributed.launch, which is older, passes it as a flag, too
     again = f"--local-rank={env.get('LOCAL_RANK')}"
     sys.argv[:] = [word for word in sys.argv if word != again]
@@ -169,16 +166,6 @@ def check_names(env):
                         for name in dict.fromkeys((*given, *NEEDED)))
             + "; start it with torchrun, which sets them, or for one process "
             f"alone: unset {' '.join(given)}")
-
-
-def meet_here(env):
-    """Let the ranks of one node meet there, wherever its name leads to.
-
-    torchrun lets them meet at the name of the machine, which a laptop in a
-    strange network may not know itself: they would wait for ever.
-    """
-    if "RANK" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
-        env["MASTER_ADDR"] = "127.0.0.1"
 
 
 def name_step_ranks(env):

@@ -53,6 +53,9 @@ class Run:
         self.place = files.show_path(self.folder, Path.cwd())
         self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
+        if self.tokenizer:  # an empty prompt is the beginning of a document
+            self.prompt = self.tokenizer.encode(
+                hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
         self.signals = Signals(self.rank)
 
@@ -62,11 +65,14 @@ class Run:
         return self.signals.last is not None
 
     def _check_world(self):
-        if self.world_size == 1 and process.is_one_of_several():
+        _, size = process.count_processes()
+        if self.world_size == 1 < size and (
+                "TORCHELASTIC_RUN_ID" in os.environ
+                or process.find_launcher(os.environ)[1] > 1):
             process.stop_all(
-                f"{os.environ['WORLD_SIZE']} processes were started, but "
-                     "this script does not join them, and each would train "
-                     "alone: start one, or a script of another stage")
+                f"{size} processes were started, but this script does not "
+                "join them, and each would train alone: start one, or a "
+                "script of another stage")
         sizes = sorted(set(world.on_every_rank(self.hp.microbatch_size)))
         require(len(sizes) == 1, "the ranks have microbatches of "
                 f"{sizes[0]} to {sizes[-1]} samples, as some devices have "

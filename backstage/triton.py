@@ -19,15 +19,11 @@ import torch
 from backstage.errors import UserError, leave, report
 
 
-def is_interpreted():
-    """Whether the kernels run on the CPU."""
-    words = " ".join(sys.argv).replace("=", " ")
-    return not torch.cuda.is_available() or "--device cpu" in words
-
-
 def load():
     """Triton's module; raises a `UserError` where it is not installed."""
-    os.environ.setdefault("TRITON_INTERPRET", str(int(is_interpreted())))
+    words = " ".join(sys.argv).replace("=", " ")
+    on_cpu = not torch.cuda.is_available() or "--device cpu" in words
+    os.environ.setdefault("TRITON_INTERPRET", str(int(on_cpu)))
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it has been
     for name in [*sys.modules]:  # torch may have imported it already
         if f"{name}.".startswith("triton.") and "._C" not in name:

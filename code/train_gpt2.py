@@ -232,7 +232,7 @@ class Hyperparameters(RunFlags):
     checkpoint_every: int = 250  # steps from one checkpoint to the next
 
 
-MODELS = {
+MODELS = {  # --n-layer and the like come before these numbers
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -268,13 +268,12 @@ def evaluate(model, data, num_batches, device, precision):
     return (loss / num_batches).item()
 
 
-def write_texts(model, tokenizer, device, seed):
-    """Four continuations of a prompt, in one string."""
-    prompt = tokenizer.encode("Hello, I'm a language model,")
-    idx = torch.tensor([prompt] * 4, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+def write_texts(model, run, seed):
+    """Four continuations of the prompt, in one string."""
+    idx = torch.tensor([run.prompt] * 4, device=run.device)
+    generator = torch.Generator(run.device).manual_seed(seed)
     idx = model.generate(idx, 32, generator)
-    return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
+    return "\n".join(f"> {run.tokenizer.decode(row)}" for row in idx.tolist())
 
 
 def main():
@@ -340,9 +339,9 @@ def main():
         run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:
             run.save(done, raw_model, optimizer)
-        if run.tokenizer and (last or done % hp.generate_every == 0):
+        if run.tokenizer and (last or step % hp.generate_every == 0):
             seed = hp.seed + 1000 * step
-            print(write_texts(raw_model, run.tokenizer, device, seed))
+            print(write_texts(raw_model, run, seed))
         if stop:
             break
     run.finish()

@@ -341,7 +341,7 @@ class Hyperparameters(RunFlags):
     pipeline_parallel: int = 1  # parts that the layers are divided into
 
 
-MODELS = {
+MODELS = {  # --n-layer and the like come before these numbers
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -378,13 +378,12 @@ def evaluate(model, data, num_batches, device, precision):
     return (loss / num_batches / dist.get_world_size()).item()
 
 
-def write_texts(model, tokenizer, device, seed):
-    """Four continuations of a prompt, in one string."""
-    prompt = tokenizer.encode("Hello, I'm a language model,")
-    idx = torch.tensor([prompt] * 4, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+def write_texts(model, run, seed):
+    """Four continuations of the prompt, in one string."""
+    idx = torch.tensor([run.prompt] * 4, device=run.device)
+    generator = torch.Generator(run.device).manual_seed(seed)
     idx = model.generate(idx, 32, generator)
-    return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
+    return "\n".join(f"> {run.tokenizer.decode(row)}" for row in idx.tolist())
 
 
 def main():
@@ -407,12 +406,12 @@ def main():
     # the ranks of a TP group share each matrix, and read the same samples
     tp_size = hp.tensor_parallel
     n_head = MODELS[hp.preset].n_head
-    require(n_head % tp_size == 0, f"the {n_head} heads of preset {hp.preset} "
-            f"are not divisible by --tensor-parallel {tp_size}")
+    require(n_head % tp_size == 0, f"the model's {n_head} heads are not "
+            f"divisible by --tensor-parallel {tp_size}")
     pp_size = hp.pipeline_parallel
     n_layer = MODELS[hp.preset].n_layer
     require(pp_size <= n_layer, f"--pipeline-parallel {pp_size} is more than "
-            f"the {n_layer} layers of preset {hp.preset}")
+            f"the {n_layer} layers of the model")
     share = pp_size * tp_size
     require(world_size % share == 0, f"{world_size} process(es) cannot be "
             f"divided into pipelines of {share}: start a multiple of that")
@@ -495,11 +494,10 @@ def main():
             run.log(step, mean_loss, val_loss, lr, norm, seconds)
         if save:  # all ranks
             run.save(done, raw_model, optimizer)
-        if run.tokenizer and (last or done % hp.generate_every == 0):
+        if run.tokenizer and (last or step % hp.generate_every == 0):
             seed = hp.seed + 1000 * step + dp_rank
             texts = [None] * world_size
-            dist.all_gather_object(
-                texts, write_texts(raw_model, run.tokenizer, device, seed))
+            dist.all_gather_object(texts, write_texts(raw_model, run, seed))
             if rank == 0:
                 print(*texts[::tp_size], sep="\n")  # one of each TP group
         if stop:

@@ -264,7 +264,7 @@ class Hyperparameters(RunFlags):
         "deepspeed_stage_3"] = "ddp"
 
 
-MODELS = {
+MODELS = {  # --n-layer and the like come before these numbers
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -288,13 +288,12 @@ PRESETS = {
 # ------------------------------------------------ training loop
 
 
-def write_texts(model, tokenizer, device, seed):
-    """Four continuations of a prompt, in one string."""
-    prompt = tokenizer.encode("Hello, I'm a language model,")
-    idx = torch.tensor([prompt] * 4, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+def write_texts(model, run, seed):
+    """Four continuations of the prompt, in one string."""
+    idx = torch.tensor([run.prompt] * 4, device=run.device)
+    generator = torch.Generator(run.device).manual_seed(seed)
     idx = model.generate(idx, 32, generator)
-    return "\n".join(f"> {tokenizer.decode(row)}" for row in idx.tolist())
+    return "\n".join(f"> {run.tokenizer.decode(row)}" for row in idx.tolist())
 
 
 def main():

@@ -101,7 +101,7 @@ EQUIVALENT = (
     ("lit", "check_val_every_n_epoch=None.* -> num_",
      "its one epoch has no end"),
     ("lit", "fused=True.* -> ", "the same updates, made more slowly"),
-    ("mpi", r"-> write_texts\(model,", "the same texts, and more compiled"),
+    ("mpi", r"-> .*write_texts\(model,", "the same texts, and more compiled"),
     ("mpi", r"-> texts = comm.allgather\(", "rank 0 alone prints them"),
     ("mpi", "-> mean_loss, stop = report / world_size$",
      "NumPy's numbers are as good"),

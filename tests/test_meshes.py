@@ -138,8 +138,9 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     ("tp", 3, ["--tensor-parallel", 3], ["--tensor-parallel 3", "4 heads"]),
     ("tp", 1, ["--tensor-parallel", 0], ["--tensor-parallel must be 1"]),
     ("tp", 2, ["--tensor-parallel", 2, "--preset", "gpt2-xl"],
-     ["the 25 heads of preset gpt2-xl are not divisible by "
-      "--tensor-parallel 2"]),
+     ["25 heads are not divisible by --tensor-parallel 2"]),
+    ("tp", 2, ["--tensor-parallel", 2, "--n-head", 1],
+     ["1 heads are not divisible by --tensor-parallel 2"]),
     ("3d", 5, ["--pipeline-parallel", 5], ["more than the 4 layers"]),
     ("3d", 2, ["--pipeline-parallel", 2, "--microbatch-size", 8],
      ["1 microbatch(es) of 8", "--pipeline-parallel 2", "smaller"]),

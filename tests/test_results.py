@@ -87,6 +87,11 @@ def test_the_newest_of_what_trains_the_same_is_shown(runs):
     found, notes = results.find()
     assert [run.folder.name for run in found] == ["single", "mine"]
     assert len(notes) == 1 and notes[0].startswith("Left out: 1 run")
+    change(runs / "another", preset="nano")  # of another shape
+    file = runs / "another" / "hyperparameters.json"
+    file.write_text(file.read_text().replace('"n_layer": 4', '"n_layer": 5'))
+    os.utime(runs / "another" / "metrics.csv", (10**9 - 9, 10**9 - 9))
+    assert results.find()[1] == notes
 
 
 def test_another_strategy_is_not_the_newest_run_with_lightning(runs):

@@ -80,7 +80,8 @@ def test_log_and_metrics(single):
     for row in single.rows:  # a step is 8 samples of 32 tokens
         assert row["tokens_per_second"] == pytest.approx(
             8 * 32 / row["seconds"], rel=1e-6)
-    assert single.out.count("> Hello, I'm a language model,") == 4
+    texts = single.out.split("> Hello, I'm a language model,")
+    assert len(texts) == 9 and "| step    1/20" in texts[4]  # and the last 4
     vectors = 4 * (9 + 4) * 32 + 2 * 32  # of four blocks, and ln_f
     matrices = num_parameters(CONFIG) - vectors
     assert (f"{matrices + vectors:,} parameters: {matrices:,} in 18 tensors "
@@ -458,6 +459,9 @@ def test_a_token_that_no_look_has_found_is_one_line():
     with pytest.raises(IndexError) as error:
         torch.nn.Embedding(256, 1)(torch.tensor([256]))
     assert "not in the vocabulary" in explain(error.value)
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**58)
+    assert "the memory is full" in explain(error.value)
 
 
 def test_a_run_of_another_model(data, tmp_path, single):
@@ -471,10 +475,32 @@ def test_a_run_of_another_model(data, tmp_path, single):
     for file in wider.glob("vocabulary.*"):  # then it is GPT-2's
         file.unlink()
     refused(train("std", other, "--resume", "--max-steps", 4, data=wider),
-            "another model", "50257")
+            "another model", "vocab_size 257, not 50257")
+    refused(train("std", other, "--resume", "--n-layer", 3),
+            "another model (n_layer 4, not 3)")
     file = other / "hyperparameters.json"
     file.write_text(file.read_text()[:50])
     refused(train("std", other, "--resume"), "hyperparameters.json is damaged")
+
+
+def test_a_shape_and_a_prompt_of_ones_own(data, tmp_path):
+    run = tmp_path / "run"
+    flags = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 64".split()
+    first = train("std", run, *flags, "--sequence-length", 48, "--prompt",
+                  "the cat", "--max-steps", 2, data=data)
+    assert first.status == 0, first.err
+    assert first.out.count("\n> the cat") == 8
+    config = dict(block_size=64, vocab_size=257, n_layer=1, n_head=2,
+                  n_embd=16)
+    assert first.checkpoint()["config"] == config
+    assert "n_layer 1, n_head 2, n_embd 16, block_size 64" in first.out
+    again = train("std", run, "--resume", "--max-steps", 4, "--prompt", "")
+    assert again.status == 0 and again.checkpoint()["config"] == config
+    file = next((run / "checkpoints").glob("*4.pt"))
+    refused(train("std", tmp_path / "other", "--init", file, data=data),
+            f"{file} holds another model", "n_layer 1, not 4; n_head 2, not 4")
+    refused(train("std", tmp_path / "other", "--n-head", 3, data=data),
+            "--n-embd 32 is not divisible by --n-head 3")
 
 
 def test_a_dataset_in_the_making_is_said(tmp_path):

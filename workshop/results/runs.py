@@ -186,8 +186,9 @@ class Result:
 
     def alike(self, other):
         """Whether both train the same model on the same minibatches."""
-        return all(self.hyperparameters.get(key)
-                   == other.hyperparameters.get(key) for key in ALIKE)
+        return self.config == other.config and all(
+            self.hyperparameters.get(key) == other.hyperparameters.get(key)
+            for key in ALIKE)
 
 
 def read(folder):
