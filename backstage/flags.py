@@ -25,11 +25,9 @@ FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 
 LARGEST = 2**31 - 1  # of a flag that counts
 SHAPE = "n_layer", "n_head", "n_embd", "block_size"
-AT_LEAST = dict.fromkeys(SHAPE, 0) | {
-    "microbatch_size": 0, "max_steps": 0, "warmup_steps": 0, "profile": 0,
-    "devices": 0, "seed": -LARGEST, "weight_decay": 0,
-    "learning_rate": 0,
-}  # 1 for all others
+AT_LEAST = {"seed": -LARGEST} | dict.fromkeys((
+    *SHAPE, "microbatch_size", "max_steps", "warmup_steps", "profile",
+    "devices", "weight_decay", "learning_rate"), 0)  # 1 for all others
 OF_ONE_START = ("run_dir", "resume", "init", "profile", "devices",
                 "tensor_parallel", "pipeline_parallel")
 SAID = "preset", "data", "device", "precision", "microbatch_size", "run_dir"

@@ -77,18 +77,18 @@ class Metrics:
 
     def __init__(self, file, step):
         """Keep the file's rows before `step`, and drop those after them."""
-        text, kept = io.StringIO(), 0
+        text, self.losses = io.StringIO(), []  # of all its rows
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(COLUMNS)
         try:
             for row in read_metrics(file) if step else ():
-                if row["step"] == kept < step:
+                if row["step"] == len(self.losses) < step:
                     rows.writerow(
                         [format_number(row[name]) for name in COLUMNS])
-                    kept += 1
+                    self.losses.append(row["loss"])
         except (UserError, FileNotFoundError) as error:
             warn(explain(error))
-        if kept < step:
+        if (kept := len(self.losses)) < step:
             warn(f"{file} has lost the rows from step {kept} to {step - 1}")
         write_atomically(file, text.getvalue().encode())
         self.file = open(file, "a", newline="")
@@ -98,6 +98,7 @@ class Metrics:
         csv.writer(self.file, lineterminator="\n").writerow(
             map(format_number, row.values()))
         self.file.flush()
+        self.losses.append(row["loss"])
 
 
 def format_number(value):

@@ -13,10 +13,10 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from socket import gethostname
 
 import torch
 
@@ -37,14 +37,13 @@ class Run:
         world.keep_group()
         self.rank, self.world_size = world.get_rank_and_size()
         self._check_world()
-        hosts = world.on_every_rank(socket.gethostname())
         on_node, _ = process.count_processes(hp.devices or 1)
         self.record = {
             "stage": stage, "hyperparameters": asdict(hp),
             "config": asdict(config), "max_steps": max_steps,
             "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
-            "hosts": [*dict.fromkeys(hosts)],
+            "hosts": [*dict.fromkeys(world.on_every_rank(gethostname()))],
             "device": device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
@@ -195,19 +194,20 @@ class Run:
         self._check_rank("log")
         hp = self.hp
         speed = hp.minibatch_size * hp.sequence_length / seconds
-        each, mfu = speed / self.world_size, None
+        each = speed / self.world_size
         peak = peak_flops(self.device, hp.precision)
-        if peak:
-            mfu = each * flops_per_token(
-                self.config, hp.sequence_length) / peak
+        mfu = peak and each * flops_per_token(
+            self.config, hp.sequence_length) / peak
         memory, reserved = peak_memory(self.device)
         row = dict(zip(COLUMNS, (
             step, loss, val_loss, lr, norm, seconds, speed, mfu,
             hp.minibatch_size / seconds, each, memory, reserved), strict=True))
+        self.metrics.add(row)
+        seen = self.metrics.losses[-hp.eval_minibatches:]
         print(format_line(
             row, self.max_steps, self.bytes_per_token,
-            describe_memory(memory, self.device)), flush=True)
-        self.metrics.add(row)
+            describe_memory(memory, self.device), sum(seen) / len(seen)),
+            flush=True)
         if self.tracker:
             self.tracker.log(row)
         self.last_step = step
@@ -228,6 +228,9 @@ class Run:
                 "stage": self.stage, "step": step, "model": weights,
                 "optimizer": optim_state, "config": asdict(self.config),
                 "hyperparameters": asdict(self.hp)})
+            if not sys.stdout.isatty():
+                print(f"saved {self.place}/checkpoints/step_{step:08d}.pt",
+                      flush=True)
 
     def _check_rank(self, name):
         require(self.rank == 0, f"rank {self.rank} called run.{name}(): "
@@ -250,8 +253,10 @@ class Run:
             if self.last_step == self.max_steps - 1:
                 print(f"finished: {self.place}")
             else:
-                print(f"stopped by {self.signals.name()}, checkpoint saved; "
-                      f"go on with: --run-dir {self.place} --resume")
+                by = (signal.Signals(self.signals.last).name if
+                      self.signals.last else "a signal to another rank")
+                print(f"stopped by {by}, checkpoint saved; go on with: "
+                      f"--run-dir {self.place} --resume")
         if self.signals.last == signal.SIGINT:
             sys.exit(130)
 
@@ -268,11 +273,12 @@ def describe_parameters(optimizer):
     return f"{total:,} parameters: {', '.join(parts)}"
 
 
-def format_line(row, max_steps, bytes_per_token=None, memory=""):
+def format_line(row, max_steps, bytes_per_token=None, memory="", train=0.0):
     """A line of the log, 165 characters at most; None is left out.
 
-    Where there is a validation loss, the speed of each device is left out:
-    metrics.csv has it. row: the metrics by name; memory: in words.
+    Where there is a validation loss, the speed of each device and the memory
+    are left out: metrics.csv has them. row: the metrics by name; memory: in
+    words; train: the loss of as many training samples, the last ones.
     """
     speed, val_loss = row["tokens_per_second"], row["val_loss"]
     each, mfu = row["tokens_per_second_per_device"], row["mfu"]
@@ -280,12 +286,12 @@ def format_line(row, max_steps, bytes_per_token=None, memory=""):
             f"| lr: {row['lr']:.4e} | norm: {row['norm']:.4f} "
             f"| dt: {1000 * row['seconds']:6.1f} ms | tok/s: {speed:,.0f}")
     if val_loss is not None:
-        line += f" | val: {val_loss:.4f} |"
+        line += f" | val: {val_loss:.4f} (train: {train:.4f}) |"
         if bytes_per_token:
             bits = val_loss / math.log(2) / bytes_per_token
             line += f" bits/byte: {bits:.3f} |"
-    else:
-        line += " |" if each == speed else f" ({each:,.0f} each) |"
-        if mfu is not None:
-            line += f" mfu: {100 * mfu:.1f}% |"
+        return line
+    line += " |" if each == speed else f" ({each:,.0f} each) |"
+    if mfu is not None:
+        line += f" mfu: {100 * mfu:.1f}% |"
     return line + (f" mem: {memory} |" if memory else "")

@@ -36,11 +36,6 @@ class Signals:
                 os.write(1, b"\nCtrl-C: stopping after this step (press it "
                          b"again to stop at once, without a checkpoint)\n")
 
-    def name(self):
-        """The last signal's name."""
-        return ("a signal to another rank" if self.last is None
-                else signal.Signals(self.last).name)
-
     # ------------------------------------------------ the standard output
 
     def __getattr__(self, name):

@@ -2,7 +2,8 @@
 # Starts this node's processes, one for each GPU. srun runs this file once on
 # each node, and numbers the nodes in the order of its list. torchrun numbers
 # the processes in that order, so that the first ones are on the first node,
-# and sets RANK, LOCAL_RANK and WORLD_SIZE.
+# and sets RANK, LOCAL_RANK and WORLD_SIZE. PET_TEE=3 in sbatch's environment
+# marks the lines of each rank (docs/launching.md).
 
 # The signal before the time limit is meant for the processes. torchrun itself
 # would die of it and leave them behind.

@@ -229,6 +229,9 @@ def test_a_tables_headings_name_rows_and_columns():
         ("col", "run"), ("col", "steps"), ("col", "loss"), ("row", "ddp"),
         ("row", "lit")]
     assert re.findall("<td>(.*?)</td>", drawn) == ["20", "7.25", "30", "7.5"]
+    drawn = printed.to_html("| step 0/2 | loss 7 |\nsaved one\n"
+                            "| step 1/2 | loss 6 |\nsaved two\n")
+    assert drawn.count("<table") == 1 and "saved two" in drawn
 
 
 @pytest.mark.whole

@@ -50,6 +50,7 @@ def test_texts_of_any_letters_in_a_terminal_without_utf8(
     status, output = in_terminal(*tiny(
         tmp_path / "run", data, "--max-steps", 2))
     assert status == 0 and "?" in output.partition("> Hello")[2], output
+    assert "saved " not in output
 
 
 @pytest.mark.whole

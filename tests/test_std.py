@@ -66,7 +66,8 @@ def test_log_and_metrics(single):
         assert re.match(
             rf"\| step {step:4d}/20 \| loss \d\.\d{{6}} \| lr: {number} "
             rf"\| norm: \d\.\d{{4}} \| dt: +{number} ms "
-            rf"\| tok/s: {number} \|.* mem: {number} GiB \|$", line), line
+            rf"\| tok/s: {number} \| (mem: {number} GiB|val: .*) \|$",
+            line), line
     header = (single.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == ("step,loss,val_loss,lr,norm,seconds,"
                       "tokens_per_second,mfu,samples_per_second,"
@@ -76,6 +77,11 @@ def test_log_and_metrics(single):
     evaluated = [row["step"] for row in single.rows
                  if row["val_loss"] is not None]
     assert evaluated == [9, 19]
+    for step in 9, 19:  # beside it, of four minibatches of training
+        seen = [row["loss"] for row in single.rows[step - 3:step + 1]]
+        assert f" (train: {sum(seen) / 4:.4f}) |" in lines[step]
+    assert re.findall("^saved .*/checkpoints/(.*)$", single.out, re.M) == [
+        "step_00000010.pt", "step_00000020.pt"]
     assert single.rows[-1]["loss"] < single.rows[0]["loss"] - 1
     for row in single.rows:  # a step is 8 samples of 32 tokens
         assert row["tokens_per_second"] == pytest.approx(
@@ -294,7 +300,7 @@ def test_ctrl_c_in_the_midst_of_a_print(data, tmp_path):
 
 def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     run = tmp_path / "run"
-    train("std", run, "--checkpoint-every", 5, data=data)
+    train("std", run, "--checkpoint-every", 9, data=data)
     newest = run / "checkpoints" / "step_00000020.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -302,8 +308,10 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     done = train("std", run, "--resume")
     assert done.status == 0
     assert done.err.count(f"{newest} is damaged") == 1
-    assert "resuming after step 14" in done.out
+    assert "resuming after step 17" in done.out
     assert done.column("loss") == single.column("loss")
+    assert re.search(r"\(train: .*?\)", done.out)[0] == re.findall(
+        r"\(train: .*?\)", single.out)[1]  # also of steps before that
     assert same_state(done.checkpoint()["model"],
                       single.checkpoint()["model"])
     for file in run.glob("checkpoints/*.pt"):

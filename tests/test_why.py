@@ -248,8 +248,15 @@ def test_a_sound_run_is_no_alarm(
     wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
         len(rank.calls) > (30, 8)[pause > 0] for rank in found.values()))
     assert answer(tmp_path / "why").kind == ""
+    record = json.loads((
+        ROOT / "example-logs" / "ddp-2" / "hyperparameters.json").read_text())
+    (tmp_path / "hyperparameters.json").write_text(json.dumps(record | {
+        "hosts": ["gpu01"], "backend": "nccl", "scheduler": "SLURM job 7",
+        "launcher": "srun", "command": "python x", "startup": 6.7}))
     assert ask_why(str(tmp_path / "why")) == 0
     said = capsys.readouterr().out
+    assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
+            "srun: python x; startup 6.7 s\n") in said
     assert said.startswith("nothing is wrong: ")
     line = ("loss.backward()", "time.sleep(args.pause)")[pause > 0]
     assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "

@@ -49,7 +49,8 @@ def kinds(lines):
     """
     kind = 0
     for line in lines:
-        if line.startswith("| step"):
+        if line.startswith("| step") or (
+                kind == STEPS and line.startswith("saved ")):
             kind = STEPS
         elif line.startswith("> ") or (
                 kind == TEXT and not AFTER_TEXT.match(line)):
@@ -79,6 +80,8 @@ def steps(lines):
 
     One that is shown stays while more of them come.
     """
+    saved = [line for line in lines if line.startswith("saved ")]
+    lines = [line for line in lines if line not in saved]
     rows = [dict(re.findall(r"([^\s|]+) +([^|]*[^| ])", line))
             for i, line in enumerate(lines)
             if i & (i - 1) == 0 or i >= len(lines) - 2]
@@ -91,6 +94,7 @@ def steps(lines):
     if len(rows) < len(lines):
         notes.append(f"{len(rows)} of {len(lines)} steps; the run's "
                      "metrics.csv has all.")
+    notes += saved[-1:]
     return table([[name.rstrip(":") for name in head],
                   *([row.get(name, "") for name in head] for row in rows)]
                  ) + "".join(render.paragraph(html.escape(note), "legend")
