@@ -4,6 +4,7 @@
 people who cannot see it.
 """
 
+import ast
 import html
 import random
 import re
@@ -26,6 +27,7 @@ from workshop.notebook.pictures import (
     text,
 )
 from workshop.results import plot, runs
+from workshop.stages import STAGES
 
 BLUE, ORANGE = COLOURS[:2]
 LARGE = 13  # points of a plot's words, which can be read from the last row
@@ -598,9 +600,9 @@ def version_mpi_kernels():
 @figure
 def version_nccl(parts=3):
     """When a rank sends its gradients: after the backward pass, or in it."""
-    left, wide, out = 112, 52, [text(112, 14, "time, from left to right")]
+    left, wide, out = 124, 51, [text(124, 14, "time, from left to right")]
     for k, (name, sends) in enumerate((
-            ("MPI", range(2 * parts, 3 * parts)),
+            ("by hand", range(2 * parts, 3 * parts)),
             ("DDP", range(parts + 1, 2 * parts + 1)))):
         computed = [(f"F {i}", BLUE, i) for i in range(parts)]
         computed += [(f"B {parts - 1 - i}", ORANGE, parts + i)
@@ -608,13 +610,13 @@ def version_nccl(parts=3):
         computed.append(("update", GREY, sends[-1] + 1))
         sent = [(f"grad. {parts - 1 - i}", GREY, time)
                 for i, time in enumerate(sends)]
-        out.append(text(0, 44 + 84 * k, name, "bold"))
+        out.append(text(0, 44 + 72 * k, name, "bold"))
         for row, boxes in enumerate((computed, sent)):
-            y = 24 + 84 * k + 34 * row
-            out.append(text(42, y + 20, ("compute", "send")[row]))
+            y = 24 + 72 * k + 34 * row
+            out.append(text(62, y + 20, ("compute", "send")[row]))
             out += [box(left + time * wide, y, wide - 4, 30, colour, words,
                         0.3) for words, colour, time in boxes]
-    return svg(left + (3 * parts + 1) * wide, 24 + 2 * 84, out,
+    return svg(left + (3 * parts + 1) * wide, 24 + 2 * 72, out,
                "When the gradients are sent: MPI and DDP",
                f"A rank computes forwards (F) and backwards (B), in {parts} "
                "parts. By hand, with MPI, it sends the gradients after the "
@@ -737,3 +739,237 @@ def scaling():
         plot.count_axis(ax, 16)
         beside(ax)
     return large(draw)
+
+
+# ------------------------------------------- the script, launchers, Lightning
+
+
+@figure
+def script_map():
+    """What the single-device script holds, and which of it DDP changes."""
+    std, ddp = (STAGES[name].solution.read_text("utf-8")
+                for name in ("std", "ddp"))
+    found, then = ({node.name: node for node in ast.parse(source).body
+                    if hasattr(node, "name")} for source in (std, ddp))
+    heads = [(row, line.strip("# -")) for row, line in
+             enumerate(std.splitlines(), 1) if line.startswith("# ---")]
+    out, told, changed = [], [], [
+        name for name, node in found.items()
+        if ast.dump(node) != ast.dump(then[name])]
+    for k, ((begin, head), (end, _)) in enumerate(
+            zip(heads, [*heads[1:], (len(std), "")], strict=True)):
+        names = [name for name, node in found.items()
+                 if begin < node.lineno < end]
+        out.append(text(160 * k, 14, head.split(" and ")[-1], "bold"))
+        out += [box(160 * k, 24 + 34 * i, 150, 28,
+                    ORANGE if name in changed else GREY, name,
+                    0.5 if name in changed else 0.12)
+                for i, name in enumerate(names)]
+        told.append(f"{head}: {', '.join(names)}")
+    for k, words in enumerate(("DDP changes lines in it", "it stays")):
+        out += [box(190 * k, 240, 20, 20, (ORANGE, GREY)[k],
+                    opacity=(0.5, 0.12)[k]), text(190 * k + 26, 255, words)]
+    return svg(160 * len(heads) - 10, 264, out, "The script's map",
+               f"Its sections, in their order. {'; '.join(told)}. DDP "
+               f"changes {', '.join(changed)}.")
+
+
+@figure
+def launchers(nodes=2, gpus=4):
+    """sbatch, srun, torchrun, the processes: who starts whom, and where."""
+    wide = 62
+    whole = gpus * wide + 10
+    total = nodes * whole + 20 * (nodes - 1)
+    out = [box(0, 0, total, 30, GREY, "sbatch: asks for nodes and GPUs, and "
+               "runs the batch file once, on the first node", 0.12),
+           arrow(total / 2, 30, 46),
+           box(0, 48, total, 30, GREY, "srun: starts one task on each node",
+               0.12)]
+    for node in range(nodes):
+        left = node * (whole + 20)
+        out += [arrow(left + whole / 2, 78, 94),
+                box(left, 96, whole, 30, BLUE, f"torchrun on node {node}")]
+        for local in range(gpus):
+            x = left + 5 + local * wide
+            out += [arrow(x + wide / 2, 126, 142),
+                    box(x + 2, 144, wide - 4, 44, COLOURS[local], "", 0.4),
+                    middle(x + wide / 2, 162, "RANK"),
+                    middle(x + wide / 2, 179, f"{node * gpus + local}")]
+    out.append(text(0, 208, f"LOCAL_RANK counts from 0 on each node; "
+                    f"WORLD_SIZE is {nodes * gpus} for all."))
+    return svg(total, 214, out, "From sbatch to the processes",
+               "sbatch asks for nodes and runs the batch file once, on the "
+               "first. srun starts a task on each node, which is torchrun. "
+               f"Each torchrun starts {gpus} processes and tells them RANK, "
+               "LOCAL_RANK and WORLD_SIZE.")
+
+
+TRAINER = (  # the loop's lines, and the argument that stands for them
+    ("for step in range(first_step, max_steps):", "max_steps="),
+    ("for microbatch in range(accumulation_steps):",
+     "accumulate_grad_batches="),
+    ("with torch.autocast(", "precision="),
+    ("DistributedDataParallel(model", "strategy="),
+    ("clip_grad_norm_(", "gradient_clip_val="),
+    ("evaluate(", "val_check_interval="))
+
+
+@figure
+def trainer():
+    """Which argument of the Trainer stands for which line of the loop."""
+    out = [text(0, 14, "the loop of DDP", "bold"),
+           text(392, 14, "Trainer(...)", "bold")]
+    for k, (row, argument) in enumerate(TRAINER):
+        y = 24 + 36 * k
+        out += [box(0, y, 320, 28, GREY, "", 0.12),
+                text(8, y + 18, row if row[-1] == ":" else row + "...)"),
+                across(326, 386, y + 14),
+                box(392, y, 200, 28, BLUE, "", 0.25),
+                text(400, y + 18, argument + "...")]
+    return svg(594, 24 + 36 * len(TRAINER), out, "The Trainer's arguments",
+               "; ".join(f"{argument[:-1]} stands for {row}"
+                         for row, argument in TRAINER) + ".")
+
+
+@figure
+def observations():
+    """A line of the log of four processes, and what to see in each part."""
+    about = (("one line a step:", "rank 0 logs"),
+             ("the mean over", "all ranks"), ("as on a", "single device"),
+             ("of the mean", "gradient"), ("falls with", "more GPUs"),
+             ("grows with", "more GPUs"))
+    logged = (runs.EXAMPLES / "ddp-4" / "log.txt").read_text().splitlines()[2]
+    out, told = [], []
+    for k, part in enumerate(logged.split("|")[1:-1]):
+        words = re.sub(r"(dt|tok/s):.*", r"\1: ...", " ".join(part.split()))
+        out += [box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE, words),
+                arrow(108 * k + 52, 30, 46),
+                *(middle(108 * k + 52, 60 + 15 * i, about[k][i])
+                  for i in range(2))]
+        told.append(f"{words}: {' '.join(about[k])}")
+    return svg(108 * len(told) - 4, 84, out, "What to see in the log",
+               f"{'; '.join(told)}.")
+
+
+# -------------------------------------------- messages, one device, a bill
+
+
+@figure
+def send_receive():
+    return messages(("Send", "Recv"), 3)
+
+
+@figure
+def deadlock():
+    return messages(("Send: waits for Recv", "Recv: never reached"), 2)
+
+
+@figure
+def begin_then_wait():
+    return messages(("Isend", "Irecv", "compute", "Waitall"), 2)
+
+
+def messages(calls, ranks):
+    """The calls of each rank, which sends to the next, in their order."""
+    wide, out = 500 / len(calls), []
+    for rank in range(ranks):
+        y = 44 * rank
+        out += [text(0, y + 22, f"rank {rank}", "bold"),
+                text(562, y + 22, f"to rank {(rank + 1) % ranks}")]
+        out += [box(54 + k * wide, y, wide - 6, 34,
+                    ORANGE if "waits" in words else BLUE, words,
+                    0 if "never" in words else 0.3)
+                for k, words in enumerate(calls)]
+    return svg(630, 44 * ranks - 8, out, f"{ranks} ranks send to each other",
+               f"Each rank calls {', then '.join(calls)}; it sends to the "
+               "next rank, and the last one to the first.")
+
+
+KARPATHY = {"fp32": 1000, "TF32": 333, "bf16": 300, "torch.compile": 130,
+            "flash attention": 96, "padded vocabulary": 93, "fused AdamW": 90}
+
+
+@figure
+def one_gpu():
+    """What Karpathy (2024) measured: a bar a change, on top of the others."""
+    out = []
+    for k, (name, ms) in enumerate(KARPATHY.items()):
+        y, wide = 28 * k, 0.42 * ms
+        out += [text(0, y + 16, name), box(124, y, wide, 22, BLUE),
+                text(130 + wide, y + 16, f"{ms:,} ms", "bold")]
+    return svg(630, 28 * len(KARPATHY), out, "One device, made fast",
+               "Milliseconds for 16 samples of GPT-2 on an A100, each change "
+               "added to those before it: " + "; ".join(
+                   f"{name} {ms:,}" for name, ms in KARPATHY.items()) + ".")
+
+
+@figure
+def bills(loss=3.3):
+    """Minutes against GPU-hours, for more and more GPUs."""
+    rows = [[float(str(cell).replace(",", "")) for cell in row]
+            for row in arithmetic.bills(loss)]
+
+    def draw(ax):
+        minutes, hours = ([row[k] for row in rows] for k in (3, 4))
+        ax.plot(hours, minutes, "o-", color=BLUE)
+        ax.set(title="what a run costs", xlabel="GPU-hours",
+               ylabel="minutes", xscale="log", ylim=(0, 1.2 * minutes[0]))
+        for gpus, *_, time, cost in rows:
+            ax.annotate(f"{gpus:,.0f} A100s", (cost, time), (6, 8),
+                        textcoords="offset points", fontsize=LARGE)
+        ax.set_xticks(hours, [f"{cost:,.0f}" for cost in hours])
+        ax.set_xlim(None, 2 * hours[-1])
+        ax.minorticks_off()
+    return large(draw)
+
+
+@figure
+def generation():
+    """The forward pass gives one token; generating calls it again."""
+    left, out = 96, []
+    steps = (("tokens", ("The", "cat", "sat", "on")),
+             ("vectors", ["x"] * 4))
+    for row, (name, words) in enumerate(steps):
+        y = 44 * row
+        out.append(text(0, y + 20, name, "bold"))
+        out += [box(left + 84 * i, y, 76, 30, BLUE, word, 0.25 - 0.1 * row)
+                for i, word in enumerate(words)]
+        out += [arrow(left + 84 * i + 38, y + 30, y + 44) for i in range(4)]
+    out += [box(left, 88, 328, 44, ORANGE, "in blocks, each token sees those "
+                "before it"),
+            text(0, 114, "the model", "bold"),
+            arrow(left + 290, 132, 148),
+            box(left + 200, 150, 200, 30, BLUE, "a probability for each "
+                "token", 0.25),
+            arrow(left + 290, 180, 196),
+            box(left + 252, 198, 76, 30, ORANGE, "the", 0.6),
+            text(left + 336, 218, "drawn"),
+            text(0, 218, "append it, and begin again", "bold")]
+    out += [line(left + 390, 213, left + 420, 213, 1.5),
+            line(left + 420, 213, left + 420, 15, 1.5),
+            line(left + 420, 15, left + 416, 15, 1.5),
+            box(left + 336, 0, 76, 30, ORANGE, "the", 0.3)]
+    return svg(left + 424, 232, out, "The forward pass, and generation",
+               "Each token becomes a vector; the blocks change the vectors, "
+               "each with those before it; the last one becomes a probability "
+               "for each token of the vocabulary. One is drawn, appended to "
+               "the tokens, and the model is called again.")
+
+
+@figure
+def offload():
+    """Where the state is, and what moves in a step."""
+    out = [box(0, 0, 240, 110, BLUE, "", 0.12), text(10, 20, "GPU", "bold"),
+           box(14, 32, 212, 28, BLUE, "activations, gathered blocks"),
+           box(14, 68, 212, 28, BLUE, "forward and backward"),
+           box(400, 0, 240, 110, ORANGE, "", 0.12),
+           text(410, 20, "CPU", "bold"),
+           box(414, 32, 212, 28, ORANGE, "its part of the state"),
+           box(414, 68, 212, 28, ORANGE, "the update"),
+           across(240, 400, 84, "gradients"),
+           line(400, 40, 246, 40, 1.5), middle(320, 34, "parameters"),
+           '<path d="M247,36 L247,44 L240,40z"/>']
+    return svg(640, 112, out, "Offload", "The GPU computes; the CPU's memory "
+               "holds the process's part of the state, and the CPU makes the "
+               "update. In a step the gradients move down, and the parameters "
+               "up.")

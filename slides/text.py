@@ -20,8 +20,8 @@ from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
 from slides import figures, schedules
 from workshop import arithmetic
-from workshop.lesson import documents
-from workshop.lesson.diff import differences, load_lesson
+from workshop.lesson import documents, render
+from workshop.lesson.diff import Diff, differences, load_lesson
 from workshop.notebook import sharding
 from workshop.results import runs
 from workshop.stages import FIRST, LESSONS, STAGES
@@ -171,6 +171,9 @@ def facts():
         schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
     rows = {path.name: runs.read(path)
             for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
+    record = json.loads((runs.EXAMPLES / "first_gpu.json").read_text())
+    gpu = {name: record["items"][name]["found"][name]
+           for name in ("std", "std, eager")}
     return {
         **ASSUMED, "T": T, "S": S, "steps": steps, "shards": SHARDS,
         "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
@@ -182,9 +185,7 @@ def facts():
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": runs.traffic,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
-        "h200_peak": PEAKS["H200"][0] * 1e12, "h200": json.loads((
-            runs.EXAMPLES / "first_gpu.json").read_text())["items"]["std"][
-                "found"]["std"],
+        "h200_peak": PEAKS["H200"][0] * 1e12, "h200": gpu["std"], "gpu": gpu,
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
             std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
         "efficiency": runs.efficiency(rows.values()),
@@ -417,13 +418,62 @@ def hunk(stage, words):
                 if words in part)
 
 
-def excerpt(path, begin, end):
-    """The lines of a file from the one that starts with begin, before end."""
+def find_lines(path, begin, end):
+    """(number, lines) from the one that starts with begin, before end."""
     lines = (ROOT / path).read_text("utf-8").splitlines()
     first = next(i for i, row in enumerate(lines) if row.startswith(begin))
     last = next((i for i in range(first + 1, len(lines))
                  if end and lines[i].startswith(end)), len(lines))
-    return textwrap.dedent("\n".join(lines[first:last])).rstrip()
+    return first + 1, lines[first:last]
+
+
+def excerpt(path, begin, end):
+    """Lines of a file, as `find_lines` finds them, below where they stand."""
+    number, lines = find_lines(path, begin, end)
+    mark = "//" if path.endswith(".cu") else "#"
+    return (f"{mark} {path}, line {number}\n"
+            + textwrap.dedent("\n".join(lines)).rstrip())
+
+
+def printed(name, begin="", end=""):
+    """Lines of what a tool printed once, as example-logs/README.md says."""
+    return wrap(find_lines(f"example-logs/{name}.txt", begin, end)[1])
+
+
+def wrap(lines):
+    """What was printed, as wide as a slide, without this machine's times."""
+    return "\n".join(textwrap.fill(
+        re.sub(r"[\d.]+ (ms|GB/s)\b", r"... \1", re.sub(
+            r"\| dt:.*", "| ...", line)), 84, replace_whitespace=False,
+        subsequent_indent="    ") for line in lines).rstrip()
+
+
+def done(stage):
+    """What `workshop diff` says when all changes are made."""
+    made = Diff(stage, data=STAGES[stage].solution.read_bytes())
+    return render.to_text(made).splitlines()[0]
+
+
+def cells(lesson):
+    """The cells of a lesson: their text."""
+    book = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text())
+    return ["".join(cell["source"]) for cell in book["cells"]]
+
+
+def cell(lesson, begin, end):
+    """Lines of a lesson's cell, from these words to those, below its name."""
+    found = next(cell for cell in cells(lesson) if begin in cell)
+    lines = found[found.index(begin):found.index(end, found.index(begin))]
+    return f"# notebooks/{lesson}.ipynb\n{lines.rstrip()}"
+
+
+def mistakes(lesson, count):
+    """The first diffs of a lesson's "Break it", as a block of a diff."""
+    _, _, text = "\n".join(cells(lesson)).partition("## Break it")
+    found = re.findall(r"In `(.+?)`[^`]*```diff\n(.*?)```", text, re.S)
+    return "\n".join(["```diff", *(
+        f"@@ {number}. {place} @@\n{rows.rstrip()}" for number, (place, rows)
+        in enumerate(found[:count], 1)), "```"])
 
 
 def constants(path):
@@ -452,12 +502,8 @@ def log(run, first, last):
 
     first, last: from 0 on, the last one included.
     """
-    lines = (runs.EXAMPLES / run / "log.txt").read_text(
-        "utf-8").splitlines()
-    return "\n".join(textwrap.fill(  # without this machine's times
-        re.sub(r"\| dt:.*", "| ...", line), 84, replace_whitespace=False,
-        subsequent_indent="    ")
-        for line in lines[first:last + 1])
+    return wrap((runs.EXAMPLES / run / "log.txt").read_text(
+        "utf-8").splitlines()[first:last + 1])
 
 
 def command(run):
@@ -546,7 +592,8 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, from_readme=from_readme,
-        excerpt=excerpt, hunk=hunk, log=log, constants=constants,
+        excerpt=excerpt, hunk=hunk, log=log, printed=printed, done=done,
+        mistakes=mistakes, cell=cell, constants=constants,
         checklist=checklist, references=references, site=site(site_file))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)

@@ -216,11 +216,53 @@ def test_each_part_of_a_change_says_where_it_is():
                      decks()["training-at-scale"])
 
 
+def test_every_excerpt_says_where_it_is():
+    for deck in decks().values():
+        for place, first in re.findall(
+                r"^(?:#|//) ([\w/.-]+, line \d+)\n(.+)", deck, re.M):
+            path, line = place.split(", line ")
+            rows = (ROOT / path).read_text("utf-8").splitlines()
+            assert rows[int(line) - 1].strip() == first.strip(), place
+    shown = "".join(decks().values())
+    for path in ("batchfiles/batch-ddp-2n4g.sh", "batchfiles/torchrun.sh",
+                 "solutions/train_gpt2_kernels.py", "slides/source/gelu.cu"):
+        assert f" {path}, line " in shown
+
+
+def test_the_trainers_arguments_stand_for_lines_of_the_loop():
+    ddp, lit = (text.STAGES[name].solution.read_text("utf-8")
+                for name in ("ddp", "lit"))
+    for row, argument in figures.TRAINER:
+        assert row in ddp and argument in lit and row not in lit.partition(
+            "def main")[2], row
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "command"), [
+    ("check-ddp", "check ddp"),
+    ("verify", "verify -n 2 -- notebooks/your_model.py")])
+def test_the_tools_print_today_what_is_on_the_slides(name, command, tmp_path):
+    """But for their numbers, and for what they say while people wait."""
+    for folder in ("backstage", "workshop", "solutions", "notebooks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copytree(GOLDEN, tmp_path / "fineweb" / "demo")
+    (tmp_path / "code").mkdir()
+    shutil.copy(text.STAGES["ddp"].solution,
+                tmp_path / "code" / "train_gpt2.py")
+    now = python(tmp_path, "-m", "workshop", *command.split(),
+                 PYTHONPATH=str(tmp_path), WORKSHOP_DATA="").stdout
+    then = (ROOT / "example-logs" / f"{name}.txt").read_text()
+    now, then = (re.sub(r"\d+", "0", re.sub(r" *still waiting.*\n", "", said))
+                 for said in (now, then))
+    assert now == then
+
+
 def test_no_slide_shows_the_seconds_of_a_cpu():
     for rung in text.runs.read_ladder(example=True)["rungs"]:
         if rung["device"] == "cpu":
             assert f"{rung['training']:,.0f}" not in decks()["the-ladder"]
-    assert not any("| dt:" in deck for deck in decks().values())
+    assert not any(re.search(r"\| dt:|\d ms: [\d.]+ GB/s", deck)
+                   for deck in decks().values())
 
 
 def test_the_number_of_the_decks_lessons_and_minutes():
@@ -416,8 +458,9 @@ def test_the_lock_file_names_no_registry():
 
 # ---------------------------------------------------------- in the browser
 
-# Of the slide that is shown: what does not fit on it or in its figure, and
-# the size of the smallest words in its text and in its figures.
+# Of the slide that is shown: what does not fit on it or in its figure, the
+# size of the smallest words in its text and in its figures, and how much of
+# its height is used.
 MEASURE = """() => {
   const slide = document.querySelector(".bespoke-marp-active section");
   const frame = slide.getBoundingClientRect(), out = [];
@@ -450,8 +493,11 @@ MEASURE = """() => {
     if (!inside(box, frame, 8 * scale) || box.height < frame.height / 2)
       out.push(image.alt);
   }
-  return [out, ...least];
+  const ends = [...slide.children].map(one =>
+    one.getBoundingClientRect().bottom);
+  return [out, ...least, (Math.max(...ends) - frame.top) / frame.height];
 }"""
+MAY_BE_SHORT = re.compile("_class: (lead|references)")
 PLANT = """() => {
   const slide = document.querySelector(".bespoke-marp-active section");
   for (let i = 0; i < 60; i++) slide.append(
@@ -504,8 +550,10 @@ def test_every_slide_fits_and_can_be_read(deck, built, browser):
             page.wait_for_function(
                 "number => location.hash == `#${number}`"
                 " || number == 1 && !location.hash", arg=number)
-            out, words, drawn = page.evaluate(MEASURE)
+            out, words, drawn, filled = page.evaluate(MEASURE)
             assert not out, (number, out)
+            assert filled > 0.5 or MAY_BE_SHORT.search(
+                text.pages(decks()[deck])[number - 1]), (number, filled)
             least = 22 / 1280 * width  # 22 of the 720 lines of a slide
             assert min(words, drawn) >= least, (number, words, drawn)
             if k == 0:
@@ -516,7 +564,7 @@ def test_every_slide_fits_and_can_be_read(deck, built, browser):
     assert [url for url in asked if not url.startswith("file:")] == []
     page.evaluate(PLANT)  # what does not fit, is small or faint is seen
     page.add_style_tag(content="p { color: #888 !important; font-size: 9px }")
-    out, words, _ = page.evaluate(MEASURE)
+    out, words, *_ = page.evaluate(MEASURE)
     assert "more" in out and words < 18 * width / 1024
     assert any("more" in one for one in page.evaluate(faint))
     page.close()
