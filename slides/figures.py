@@ -202,7 +202,7 @@ def collective(name):
     before, after = COLLECTIVES[name]
     drawing = pictures.tensors([
         [["before", held, None, None], [f"after {name}", then, None, None]]
-        for held, then in zip(before, after, strict=True)])
+        for held, then in zip(before, after, strict=True)], least=42)
     drawing = re.sub('viewBox="[^"]*"', 'viewBox="0 0 480 142"', drawing,
                      count=1)
     return drawing.replace("<title>What", f"<title>{name}: what", 1)
@@ -735,7 +735,7 @@ def scaling():
                                          strict=True):
             ax.plot(points.keys(), [points[1] / n / points[n]
                                     for n in points], style, label=name,
-                    color=BLUE if name.startswith("A100") else ORANGE)
+                    color=plot.PUBLISHED[name.startswith("A100")])
         plot.count_axis(ax, 16)
         beside(ax)
     return large(draw)

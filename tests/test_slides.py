@@ -284,6 +284,9 @@ def test_nothing_jumps_from_a_slide_to_the_next():
                   ("forward", "backward", "update"), figures.COLLECTIVES):
         assert len({re.search('viewBox="(.*?)"', figures.draw(name))[1]
                     for name in names}) == 1
+    columns = {re.search('x="([^"]+)"[^>]*>after', figures.draw(name))[1]
+               for name in figures.COLLECTIVES}
+    assert len(columns) == 1
 
 
 @pytest.mark.parametrize("name, words", [

@@ -340,18 +340,19 @@ def describe(node, path):
 # ------------------------------------------------------------- collectives
 
 
-def tensors(shown, width=560):
+def tensors(shown, width=560, least=36):
     """What each rank showed: a row for each rank, a column each time.
 
     shown: for each rank a list of [title, numbers, came, source]. Each number
     is coloured by the ranks that are in it: its digits say which (1, 10, 100,
     1000). Where numbers[came] has come from rank `source` since the time
     before, it is marked, with an arrow from there; came is None elsewhere.
+    least: how wide a number is, at least.
     """
     times = max(map(len, shown))
     longest = max(len(numbers or ()) for rank in shown
                   for _, numbers, *_ in rank)
-    wide = max(36, 6 + 9 * max((len(number(value)) for rank in shown
+    wide = max(least, 6 + 9 * max((len(number(value)) for rank in shown
                             for _, numbers, *_ in rank
                             for value in numbers or ()), default=0))
     titled = max(len(title) for rank in shown for title, *_ in rank)

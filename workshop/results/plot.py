@@ -24,6 +24,7 @@ DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
 PARTS = {  # of workshop/profile.py
     "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
     "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
+PUBLISHED = ("#a85500", "#2166c0")  # of Max 1550 and A100, here, on the slides
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -186,9 +187,8 @@ def published(ax, runs):
            xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
     for name, points in results.PUBLISHED.items():
         dash = "--" if name.endswith("256") else "-"
-        color = "#2b9a5f" if name.startswith("A100") else "#a457c4"
         ax.plot(points.keys(), points.values(), "o" + dash, label=name,
-                color=color, markersize=4)
+                color=PUBLISHED[name.startswith("A100")], markersize=4)
         ax.plot(points.keys(), [points[1] / n for n in points], ":",
                 color=INK, linewidth=0.8)
     ax.plot([], [], ":", color=INK, linewidth=0.8, label="ideal")
