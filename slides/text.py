@@ -57,6 +57,7 @@ DECKS = {deck.name: deck for deck in (
     Deck("training-at-scale", "training-at-scale", "Training at scale"),
     Deck("practical-mpi", "practical-mpi", "Practical MPI"),
     Deck("the-ladder", "the-ladder", "The ladder: one model, four versions"),
+    Deck("pages-to-keep", "pages-to-keep", "Pages to keep"),
 )}
 
 
@@ -463,8 +464,45 @@ def cells(lesson):
 def cell(lesson, begin, end):
     """Lines of a lesson's cell, from these words to those, below its name."""
     found = next(cell for cell in cells(lesson) if begin in cell)
-    lines = found[found.index(begin):found.index(end, found.index(begin))]
+    first = found.rfind("\n", 0, found.index(begin)) + 1
+    lines = textwrap.dedent(found[first:found.index(end, first)])
     return f"# notebooks/{lesson}.ipynb\n{lines.rstrip()}"
+
+
+def kept(lesson, begin):
+    """What a section of a lesson says from these words on: its points.
+
+    Or its first paragraph, if it has none.
+    """
+    _, _, text = "\n\n".join(cells(lesson)).partition(begin)
+    if begin.startswith("#"):
+        text = text.partition("\n")[2].strip()
+    else:
+        text = begin + text
+    text = re.split(r"\n## |<details|To start|\*\*(?:Go on|Next|What it did)",
+                    text)[0]
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
+    points = re.findall(r"^(?:- |\d+\. \[ \] )?(\*\*.+(?:\n(?!\n|- ).+)*"
+                        r"|(?<=\] ).+(?:\n {3,}.+)*)", text, re.M)
+    return "\n".join(f"- {' '.join(point.split())}" for point in points) or (
+        text.split("\n\n")[0].strip())
+
+
+def key_lines(stage, *words):
+    """The lines of a stage's script with these words, with their numbers.
+
+    A `UserError` if it is not one, or if it is in the stage before, too.
+    """
+    before, rows = (STAGES[name].solution.read_text("utf-8") if name else ""
+                    for name in (STAGES[stage].after, stage))
+    out = []
+    for part in words:
+        found = [f"{number:>3}  {row.strip()}" for number, row in
+                 enumerate(rows.splitlines(), 1)
+                 if part in row and row not in before]
+        require(len(found) == 1, f"{stage}: {part!r} is in {len(found)} lines")
+        out += found
+    return "\n".join(out)
 
 
 def mistakes(lesson, count):
@@ -583,17 +621,19 @@ def write(deck, site_file=ROOT / "site.example.sh"):
     settings.filters["power"] = power_of_ten
     settings.filters["code"] = lambda words: re.sub(
         r"(--\w+)", r"`\1`", words)
-    plan = [row for row in clock.plan.values()
+    rows = [row for row in clock.plan.values()
             if row.name in in_course(clock.plan)
             and deck.minutes in row.minutes]
     text = settings.get_template(f"{deck.source}.md").render(
-        **facts(), deck=deck, minutes=deck.minutes, clock=clock, plan=plan,
-        figure=image, changes=changes, count=count, change=title,
+        **facts(), deck=deck, minutes=deck.minutes, clock=clock,
+        rows=rows, plan=clock.plan, figure=image, changes=changes,
+        count=count, change=title,
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, from_readme=from_readme,
         excerpt=excerpt, hunk=hunk, log=log, printed=printed, done=done,
-        mistakes=mistakes, cell=cell, constants=constants,
+        mistakes=mistakes, cell=cell, kept=kept, key_lines=key_lines,
+        now="## What you have now", constants=constants,
         checklist=checklist, references=references, site=site(site_file))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)

@@ -88,6 +88,14 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     assert uncovered() == ["| New | - | `notebooks` |"]
 
 
+def test_there_is_a_page_to_keep_for_each_lesson():
+    pages = re.findall(r"<!-- `notebooks/(\w+)\.", decks()["pages-to-keep"])
+    lessons = {row.where for row in text.read_plan().values()}
+    assert {f"notebooks/{name}.ipynb" for name in pages} == {
+        where for where in lessons if "notebooks" in where
+        and "results" not in where}  # those are each reader's own
+
+
 @pytest.mark.parametrize(("minutes", "complaint"), [
     ((4,), "start_here is 1 minutes too long"),
     ((1,), "2 minutes of start_here are left"),
