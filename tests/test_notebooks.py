@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 from html import unescape
 from itertools import chain, repeat
@@ -531,6 +532,25 @@ def test_hangs_are_named(ready, execute):
                           r"new for \d s\.", shown["plant(1)"])
     assert int(seconds) <= hangs.SECONDS + 3
     assert "different collectives" in shown["why()"]
+
+
+@pytest.mark.whole
+def test_what_lightning_draws_fits_beside_a_script():
+    """Its table and its bar: a line that is too long is broken there."""
+    needs("lightning")
+    trainer = next(cell.source for cell in read_book(
+        ROOT / "notebooks" / "diff_lit.ipynb").cells
+        if "class Line(" in cell.source)
+    asked = {"cell": trainer.partition("\n")[2], "ranks": 1, "seconds": 60}
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop.notebook.ranks"], cwd=ROOT, text=True,
+        capture_output=True, input=json.dumps(asked) + "\n")
+    lines = [json.loads(line).get("line", "") for line in
+             done.stdout.splitlines()]
+    assert any("Epoch 49/49" in line for line in lines), done.stderr
+    for line in lines:
+        if "lightning_logs" not in line:  # these may break at their slashes
+            assert len(line) <= 68 and line == line.rstrip(), line
 
 
 @pytest.mark.whole

@@ -42,6 +42,7 @@ PRELOAD = ["torch", "torch.distributed", "workshop.notebook.overlap",
 
 
 def main():
+    os.environ["COLUMNS"] = "60"  # for bars and tables, beside a script
     server.get_server(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
@@ -68,7 +69,7 @@ def answer(cell, ranks, seconds, mpirun=False):
         said = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
-                say(line=f"rank {rank}: {line}")
+                say(line=f"rank {rank}: {line}".rstrip())
             file = Path(folder, f"{rank}.json")
             if file.exists():
                 said.append(json.loads(file.read_text()))
