@@ -17,6 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from backstage import ROOT
+from slides.text import cells
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
 from workshop.processes import free_port
@@ -701,7 +702,9 @@ def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
         file = drawn / f"portal-{number}.png"
         page.screenshot(path=file)
         image = Image.open(file).quantize(64)
-        image.save(file, optimize=True)
+        about = PngInfo()
+        about.add_text("lesson", repr(cells("start_here")[:2]))
+        image.save(file, optimize=True, pnginfo=about)
         kept = Image.open(ROOT / "docs" / file.name)
         assert image.size == kept.size == (960, 460)
 
@@ -724,7 +727,8 @@ def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
     for name in ("notebooks", "start_here.ipynb"):
         files.locator(".jp-DirListing-item", has_text=name).dblclick()
     lesson = Lesson(page)
-    assert "Traceback" not in lesson.run("doctor()")
+    for call in ("journey()", "doctor()"):
+        assert "Traceback" not in lesson.run(call)
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Home")
     page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()

@@ -80,10 +80,12 @@ def test_the_room_begins_each_part_when_the_plan_does(column, deck):
         for first in numbers.values()]
 
 
-def test_the_readmes_picture_is_of_the_lesson_as_it_is():
-    """`pytest --whole tests/test_lab.py -k saved` draws it."""
-    with Image.open(ROOT / "docs" / "lesson.png") as drawn:
-        assert drawn.info["lesson"] == repr(load_lesson("ddp").changes[4])
+def test_the_pictures_of_lessons_are_of_those_that_there_are():
+    """`pytest --whole tests/test_lab.py -k "saved or portal"` draws them."""
+    for name, shown in (("lesson", repr(load_lesson("ddp").changes[4])),
+                        ("portal-3", repr(slides.cells("start_here")[:2]))):
+        with Image.open(ROOT / "docs" / f"{name}.png") as drawn:
+            assert drawn.info["lesson"] == shown
 
 
 def test_every_lesson_is_in_the_plan():
