@@ -233,6 +233,9 @@ def test_a_tables_headings_name_rows_and_columns():
     drawn = printed.to_html("| step 0/2 | loss 7 |\nsaved one\n"
                             "| step 1/2 | loss 6 |\nsaved two\n")
     assert drawn.count("<table") == 1 and "saved two" in drawn
+    assert printed.whole("by 1e-05 with --eval-every 2") == (
+        'by <span class="whole">1e-05</span> with '
+        '<span class="whole">--eval-every</span> 2')
 
 
 @pytest.mark.whole

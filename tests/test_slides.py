@@ -487,6 +487,8 @@ MEASURE = """() => {
     const drawing = parent.closest("figure svg"), range =
       document.createRange();
     range.selectNodeContents(node);
+    if (parent.closest(":not(pre) > code") && range.getClientRects()[1])
+      out.push("broken: " + words);
     for (const box of range.getClientRects()) {
       if (!inside(box, frame, 8 * scale) || drawing
           && !inside(box, drawing.getBoundingClientRect(), -2)) {

@@ -70,8 +70,8 @@ def pre(lines, quote=render.quote):
 
 
 def whole(cell):
-    """HTML of a cell; a number such as 1e-05 would be broken there."""
-    return re.sub(r"\S*e-\d+", r'<span class="whole">\g<0></span>',
+    """HTML of a cell; 1e-05 and --flags would be broken at their signs."""
+    return re.sub(r"\S*e-\d+|--[\w-]+", r'<span class="whole">\g<0></span>',
                   html.escape(str(cell)))
 
 
