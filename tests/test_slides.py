@@ -247,7 +247,7 @@ def test_the_trainers_arguments_stand_for_lines_of_the_loop():
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "command"), [
-    ("check-ddp", "check ddp"),
+    ("check_ddp", "check ddp"),
     ("verify", "verify -n 2 -- notebooks/your_model.py")])
 def test_the_tools_print_today_what_is_on_the_slides(name, command, tmp_path):
     """But for their numbers, and for what they say while people wait."""
