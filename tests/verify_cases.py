@@ -350,7 +350,7 @@ optimizer = """), (STEP, STEP + """\
         if rank == 0:
             os.makedirs("runs/a", exist_ok=True)
             torch.save(x, "runs/a/model.pt")
-            open("log.txt", "a").write("x")
+            open(b"log.txt", "a").write("x")  # as TensorBoard does
 """), ("import torch\n", "import os\nimport torch\n")),
           "GPUs": ON_GPUS, "GPUs, sharded": GPUS_SHARDED,
           "starter": (HERE.parent / "starter" / "train.py").read_text()} | {

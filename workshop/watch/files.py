@@ -11,6 +11,13 @@ import torch
 from backstage.files import PART
 from workshop.watch.log import replace
 
+PATH = (str, bytes, os.PathLike)  # and no number of an open file
+
+
+def place(path):
+    """The same, whole: TensorBoard's are bytes."""
+    return os.path.abspath(os.fsdecode(path))
+
 
 def opened(log, within="", without=()):
     """written: files that were opened to write them.
@@ -28,9 +35,9 @@ def opened(log, within="", without=()):
             written.append(path)
 
     def on_event(event, args):
-        if event == "open" and isinstance(args[0], str) and (
+        if event == "open" and isinstance(args[0], PATH) and (
                 (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
-            path = os.path.abspath(args[0])
+            path = place(args[0])
             if within in path and not any(part in path for part in without):
                 wrote(path)
 
@@ -39,7 +46,7 @@ def opened(log, within="", without=()):
     @replace(torch, "save")
     def save(save, obj, f, *args, **kwargs):
         if isinstance(f, (str, Path)):  # not opened by Python
-            wrote(os.path.abspath(f))
+            wrote(place(f))
         save(obj, f, *args, **kwargs)
 
 
@@ -54,8 +61,8 @@ def made(log):
     log.seen |= {"read": [], "results": [], "new": {}}
 
     def makes(path):
-        if isinstance(path, (str, Path)) and not os.path.lexists(path):
-            log.seen["new"][os.path.abspath(path)] = None
+        if isinstance(path, PATH) and not os.path.lexists(path):
+            log.seen["new"][place(path)] = None
 
     def on_event(event, args):
         if event == "os.mkdir" or (
@@ -63,10 +70,10 @@ def made(log):
             makes(args[0])
         if event in ("os.rename", "os.symlink", "os.link"):
             makes(args[1])
-        if event == "open" and isinstance(args[0], str) and not (
+        if event == "open" and isinstance(args[0], PATH) and not (
                 log.seen["updates"]
                 or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
-            log.seen["read"].append(os.path.abspath(args[0]))
+            log.seen["read"].append(place(args[0]))
 
     def wrote(path):
         if log.seen["updates"]:
