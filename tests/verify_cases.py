@@ -247,6 +247,18 @@ TOKENS = edit(
         loss = size / count * nn.functional.cross_entropy(
             model(x), y, ignore_index=-1, reduction="sum")
 """))
+MICROBATCHES = edit(
+    TOKENS, (TOKENS[TOKENS.index("        loss = size"):TOKENS.index(
+        "        nn.utils.clip")], """\
+        for half in (0, 1):
+            loss = size / count * nn.functional.cross_entropy(
+                model(x[half::2]), y[half::2], ignore_index=-1,
+                reduction="sum")
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+"""), ("optimizer.step()\n", "scaler.step(optimizer)\n"
+       "        scaler.update()\n"),
+    ("optimizer = ", "scaler = torch.amp.GradScaler('cpu')\noptimizer = "))
 WEIGHTED = edit(
     DDP, ("32 // size", "32"),
     ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
@@ -526,9 +538,15 @@ CASES = [
 
     right("token mean", AS_ONE, suite=True),
     wrong("token mean", "its own number", "-> each rank's loss is the mean "
-          "over its own 6 or 9 targets, and all ranks count alike",
+          "over its own 6 or 9 targets, and all count alike",
           ("        dist.all_reduce(count)\n", ""),
           ("size / count", "1 / count")),
+    right("microbatches", AS_ONE),
+    wrong("microbatches", "their own number", "-> each microbatch's loss is "
+          "the mean over its own 1 or 4 or 5 targets, and all count alike",
+          ('reduction="sum")', ") / 2"), ("size / count * nn", "nn")),
+    wrong("microbatches", "summed", "FAIL  in update 0 the mean loss is 2.8",
+          ("size / count", "size ** 2 / count")),
     right("token mean, more", "the loss is the mean over all targets of all "
           "ranks", AS_ONE, suite=True),
     wrong("token mean, more", "its own number", "warn  each rank's loss is "

@@ -88,7 +88,8 @@ class Rows:
         self.since = set()  # optimizers with gradients since it has saved
         log.told = {}  # sampler -> whether set_epoch came before its start
         log.local = {}  # gradients as this rank alone has computed them
-        log.sums = {}  # the same, with what the script has taken of them
+        log.sums = {}  # what all backward passes have computed, added up
+        log.weighed = {}  # the same, each times the number of its targets
         self.begin_update()
         log.on("gradients", self.record)
         log.on("updated", self.on_updated)
@@ -98,9 +99,9 @@ class Rows:
         """row: what is recorded. now: what else belongs to this update."""
         self.log.row = SimpleNamespace(
             rows=[], columns=[], losses=[], wrapped=0, reduced=0, bytes=0,
-            calls=0, late=0, targets=0, mixed=False)
+            calls=0, late=0, counts=[], targets=False, mixed=False)
         self.log.now = SimpleNamespace(
-            pending=[], stream=None, unclipped={}, scaled=False)
+            pending=[], stream=None, unclipped={}, scaled=False, targets=0)
 
     def on_message(self, name, tensors):
         row, now = self.log.row, self.log.now
@@ -164,8 +165,10 @@ class Rows:
             "gradients": state(lambda weight: log.now.unclipped.get(
                 id(weight), thin(weight.grad))),
             "local": state(lambda weight: log.local.get(id(weight))),
-            "sums": state(lambda weight: log.sums.get(id(weight)))})
+            "sums": state(lambda weight: log.sums.get(id(weight))),
+            "weighed": state(lambda weight: log.weighed.get(id(weight)))})
         log.sums.clear()
+        log.weighed.clear()
         if self.kind in ("saved", "resumed"):
             self.seen["updates"][-1]["kept"] = parts.describe(
                 kept(optimizer, weights))
@@ -218,7 +221,7 @@ class Modules:
         self.log, self.seen, self.inside = log, log.seen, False
         self.seen |= {"batchnorm": False, "low": False, "draws": False,
                       "copies": []}
-        self.grads, self.taken = {}, {}  # of weights, by their id
+        self.scale = self.count = 1  # of the backward pass: see `backward`
         log.modules = {}  # by their id
         log.on("end", self.find_copies)
 
@@ -242,12 +245,18 @@ class Modules:
 
         @replace(torch.Tensor, "backward")
         def backward(backward, loss, *args, **kwargs):
+            row, now = log.row, log.now
+            self.scale = getattr(loss, "visible_scale", 1.0)
             if loss.numel() == 1:
-                log.row.losses.append(loss.item())
-            for rows, columns in log.now.pending:
-                log.row.rows += rows
-                log.row.columns += columns
-            log.now.pending = []
+                row.losses.append(loss.item() / self.scale)
+            self.count = now.targets or sum(
+                len(rows) for rows, _ in now.pending) or 1
+            row.counts.append(self.count)
+            row.targets |= now.targets > 0
+            for rows, columns in now.pending:
+                row.rows += rows
+                row.columns += columns
+            now.pending, now.targets = [], 0
             return backward(loss, *args, **kwargs)
 
     def trains(self, module):
@@ -272,20 +281,21 @@ class Modules:
             log.parameters[id(weight)] = weight
             log.names[id(weight)] = before + parts.plain_name(name)
             if weight.requires_grad and not isinstance(weight, DTensor):
+                weight.register_hook(partial(self.on_part, id(weight)))
                 weight.register_post_accumulate_grad_hook(self.on_gradient)
 
-    def on_gradient(self, weight):
-        """What this rank has computed, before it is reduced.
+    def on_part(self, key, gradient):
+        """What one backward pass has computed.
 
-        Where `weight.grad` is another tensor than before, the script may have
-        taken that one away, to add up all of them elsewhere.
+        The script may take it away, and add up all of them elsewhere.
         """
-        key, log = id(weight), self.log
-        if key not in log.sums or self.grads[key] is not weight.grad:
-            self.grads[key] = weight.grad
-            self.taken[key] = log.sums.get(key, 0)
-        log.local[key] = thin(weight.grad)
-        log.sums[key] = self.taken[key] + log.local[key]
+        log, part = self.log, thin(gradient) / self.scale
+        log.sums[key] = log.sums.get(key, 0) + part
+        log.weighed[key] = log.weighed.get(key, 0) + self.count * part
+
+    def on_gradient(self, weight):
+        """What this rank has computed, before it is reduced."""
+        self.log.local[id(weight)] = thin(weight.grad) / self.scale
 
     def on_root(self, module, arguments):
         """The outermost module of a forward pass, with all it is given.

@@ -45,9 +45,10 @@ def scaler(log):
     @replace(torch.amp.GradScaler, "scale")
     def scale(scale, scaler, *args):
         log.now.scaled = scaler._wanted
-        if scaler.is_enabled() and ("scaler", True) not in log.seen["asked"]:
-            log.asked("scaler", True)
-        return scale(scaler, *args)
+        scaled = scale(scaler, *args)
+        if scaler.is_enabled() and isinstance(scaled, torch.Tensor):
+            scaled.visible_scale = scaler.get_scale()
+        return scaled
 
     @replace(torch.amp.GradScaler, "unscale_")
     def unscale(unscale, scaler, *args):
@@ -104,7 +105,7 @@ def targets(log):
         ignored = kwargs.get("ignore_index", args[4] if args[4:] else -100)
         if torch.is_grad_enabled() and isinstance(
                 target, torch.Tensor) and not target.is_floating_point():
-            log.row.targets += (target != ignored).sum().item()
+            log.now.targets += (target != ignored).sum().item()
         return function(*args, **kwargs)
 
 

@@ -72,8 +72,8 @@ def compare(case, error, mine, good, why):
 def weighting(case, updates, alone):
     """How do the parts of an update count in its gradients?
 
-    A loss that is a mean over all targets of all ranks weighs the ranks'
-    parts by their targets; if each rank takes the mean of its own, all parts
+    A loss that is a mean over all targets of all ranks weighs the parts by
+    their targets; if each backward pass takes the mean of its own, all parts
     count alike. Sets case.weights: of the minibatches of one process.
     """
     case.weights = [1 / len(alone)] * len(alone)
@@ -85,22 +85,29 @@ def weighting(case, updates, alone):
     def agrees(one, other):
         return off(one, other) < bound
 
-    counts, whole = count_of(updates), shares(count_of(alone))
-    uneven = max(counts) > 1.01 * min(counts)
+    counts = sorted({count for update in updates
+                     for count in update["counts"]})
     here, own, _ = gradients_of(case, updates, updates, "local")
-    words = " or ".join(map(str, sorted(set(counts))[:4])) + (
-        " targets" if updates[0]["targets"] else " samples")
-    if (uneven and own and len(here) == len(mine)
-            and agrees(here, sum(own) / len(own))
-            and agrees(mix(shares(counts), own), mix(whole, each))):
+    (_, ours, keys), (_, theirs, others) = (
+        gradients_of(case, updates, some, "weighed")
+        for some in (updates, alone))
+    if (counts and counts[-1] > 1.01 * counts[0]
+            and own and len(here) == len(mine)
+            and agrees(here, sum(own) / len(own)) and keys == others
+            and agrees(over_all(updates, ours), over_all(alone, theirs))):
+        part = "rank's" if all(len(update["counts"]) == 1
+                               for update in updates) else "microbatch's"
+        words = " or ".join(map(str, counts[:4])) + (
+            " targets" if updates[0]["targets"] else " samples")
         case.parts = (
-            f"each rank's loss is the mean over its own {words}, "
-            "and all ranks count alike", "divide the sum by the "
-            "mean number over all ranks (all_reduce it): that is the mean "
-            "over all")
+            f"each {part} loss is the mean over its own {words}, and all "
+            "count alike", "divide each sum by the mean number over all "
+            "ranks (all_reduce it) and microbatches: that is the mean over "
+            "all")
         return [warn(*case.parts)] if case.still else []
     if len(alone) == 1 or parallel(mine, mix(case.weights, each), bound):
         return []
+    whole = shares([sum(update["counts"]) for update in alone])
     fitted = torch.linalg.lstsq(torch.stack(each).T.double(),
                                 mine.double()[:, None]).solution[:, 0]
     fitted = (fitted / fitted.sum()).tolist()
@@ -118,15 +125,17 @@ def weighting(case, updates, alone):
     return []
 
 
-def count_of(updates):
-    """How many targets each has, or samples."""
-    counts = [update["targets"] for update in updates]
-    return counts if all(counts) else [
-        max(len(update["samples"]), 1) for update in updates]
+def over_all(updates, weighed):
+    """Their gradients, if each backward pass has taken the mean over its own
+    targets, but all targets were to count alike.
+    """
+    return sum(len(update["counts"]) * vector for update, vector in zip(
+        updates, weighed, strict=True)) / sum(
+            sum(update["counts"]) for update in updates)
 
 
 def shares(counts):
-    return [count / sum(counts) for count in counts]
+    return [count / max(sum(counts), 1) for count in counts]
 
 
 def mix(weights, vectors):

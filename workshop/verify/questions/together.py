@@ -176,8 +176,7 @@ def mean(case):
             factor = (mine @ good / (good @ good)).item()
             error = off(mine, factor * good)
             worst = max(worst or 0.0, error)
-            scale = (", times a GradScaler's scale" if case.asked("scaler")
-                     else f", times {factor:.3g}")
+            scale = f", times {factor:.3g}"
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
