@@ -277,7 +277,29 @@ CONTRASTIVE = edit(
 """), ("import nn\n",
        "import nn\nfrom torch.distributed.nn.functional import all_gather as "
        "gather\n"))
-STYLES = {"DDP": DDP, "token mean": TOKENS,
+SHARDED = edit(
+    DDP, ("(dataset)\n", "(dataset, 1, 0)\n"), ("32 // size", "32"),
+    ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel"),
+    ("torch.manual_seed(r", """\
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x := x.clone())
+        return x
+    @staticmethod
+    def backward(ctx, gradient): return gradient
+class Sharded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(10, 900 // size)
+        self.down = nn.Linear(900 // size, 1, bias=False)
+        self.bias = nn.Parameter(torch.zeros(1))
+    def forward(self, x):
+        return Sum.apply(self.down(self.up(x).relu())) + self.bias
+torch.manual_seed(r"""), (NET, "model = Sharded()\n"),
+    ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n", ""))
+STYLES = {"DDP": DDP, "token mean": TOKENS, "microbatches": MICROBATCHES,
+          "sharded by hand": SHARDED,
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
           "weighted mean": WEIGHTED, "contrastive": CONTRASTIVE,
           "no seed": edit(DDP, ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
@@ -826,6 +848,12 @@ CASES = [
     right("tensor parallel", AS_ONE, "warn  all ranks read the same samples",
           "whether gradients are reduced: with tensor parallelism",
           suite=True),
+    right("sharded by hand", "warn  3 parameters are smaller than with one "
+          "process, or others: up.weight, up.bias, down.weight",
+          "warn  all ranks read the same samples", suite=True),
+    wrong("sharded by hand", "a bias that differs", "FAIL  rank 1 begins with "
+          "other weights than rank 0: bias",
+          ("torch.zeros(1))", "torch.randn(1))")),
     wrong("tensor parallel", "other samples", "warn  each rank reads other "
           "samples", ("(dataset, 1, 0,", "(dataset,")),
     right("mixed precision", AS_ONE),

@@ -139,6 +139,12 @@ def assemble(ranks):
     return Whole(tensors, holes, differing, apart)
 
 
+def without(state, names):
+    """The same, but these tensors, which are whole on a rank."""
+    return describe((name, part) for name, part in whole_here(state).items()
+                    if name not in names) | {"sharded": state["sharded"]}
+
+
 def pieces(state, rank):
     """(name, the tensor's shape, elements, where they are) of a rank."""
     for name, part in whole_here(state).items():

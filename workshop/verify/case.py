@@ -7,6 +7,7 @@ import torch
 
 from workshop.check import endings
 from workshop.findings import fail
+from workshop.parts import without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -42,6 +43,7 @@ class Case:
     averaged: str = ""  # how often weights are, if gradients are not
     weights: tuple = ()  # of the minibatches that `still` has read
     parts: tuple = ()  # how unequal parts are weighed, a text and a hint
+    split: frozenset = frozenset()  # parameters of which ranks hold parts
 
     @property
     def single(self):
@@ -153,8 +155,33 @@ def minibatch(case, kind="rows"):
         "one process reads other samples, or pads them to another length")
 
 
+def find_split(case):
+    """The parameters that are others, or smaller, than with one process.
+
+    A script that shards by hand has them. They are left out of all states:
+    nothing says which part of a tensor a rank has.
+    """
+    if not case.alone or case.asked("FSDP1"):
+        return
+    alone = case.alone.seen[0]
+    case.split = frozenset(
+        key for seen in case.together.seen
+        if list(seen["shapes"].values()) != list(alone["shapes"].values())
+        for key in seen["shapes"].keys() | alone["shapes"].keys()
+        if any(seen[what].get(key) != alone[what].get(key)
+               for what in ("shapes", "names")))
+    for trial in (case.alone, case.together) if case.split else ():
+        for update in (update for seen in trial.seen
+                       for update in seen["updates"]):
+            for what, state in update.items():
+                if isinstance(state, dict) and "plain" in state:
+                    update[what] = without(state, case.split)
+
+
 def splits_matrices(case):
     """Whether parameters are sharded, and not by fully_shard alone."""
+    if case.split:
+        return True
     sharded = case.updates[0][0]["gradients"]["sharded"].values()
     return any(sum("Shard" in kind for kind, _ in entry["placements"]) > 1
                or not case.asked("fully_shard") for entry in sharded)

@@ -1,7 +1,7 @@
 """Watches any training script: its models, their samples and updates.
 
 updates   of each call of an optimizer's step: see `Rows.record`
-names     of the parameters: "optimizer.index" -> name
+names     of the parameters: "optimizer.index" -> name; and their shapes
 batchnorm whether statistics of a microbatch enter the loss
 low       whether it computes in bf16 or fp16
 draws     whether the model draws random numbers, dropout apart
@@ -81,7 +81,7 @@ class Rows:
     def __call__(self, log):
         draw_anew()
         self.log, self.seen = log, log.seen
-        self.seen |= {"updates": [], "names": {}, "saved": None}
+        self.seen |= {"updates": [], "names": {}, "shapes": {}, "saved": None}
         log.begun = True  # updates count without a module, too
         self.optimizers, self.made = [], Counter()
         self.recorded = False
@@ -144,6 +144,8 @@ class Rows:
         self.seen["names"] |= {
             key: log.names.get(id(weight), f"parameter {key}")
             for key, weight in weights.items()}
+        self.seen["shapes"] |= {key: tuple(weight.shape)
+                                for key, weight in weights.items()}
 
         def state(tensor_of):
             return parts.describe((key, tensor_of(weight))

@@ -11,6 +11,7 @@ from workshop.findings import fail, ok, warn
 from workshop.questions import STRANGE
 from workshop.verify.case import (
     Case,
+    find_split,
     how_it_ends,
     killed,
     minibatch,
@@ -75,6 +76,7 @@ def verify(try_out, size, steps, more=()):
     if on_cpu:
         findings.insert(0, ok(f"{note}: a CPU stands in for GPUs, on which "
                               'autocast("cuda") changes nothing'))
+    find_split(case)
     kept, columns = minibatch(case), minibatch(case, "columns")
     kind = "rows"
     if isinstance(kept, str) and isinstance(columns, int):

@@ -75,6 +75,12 @@ def start(case):
                          f"0: {named(case, whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
                          "DDP, which sends rank 0's")]
+    if case.split:
+        case.apart, case.other_weights = "parameters are split by hand", True
+        return [warn(
+            f"{len(case.split)} parameters are smaller than with one process, "
+            f"or others: {named(case, case.split)}", "right if the script "
+            "shards them by hand: they are left out of what is compared")]
     mine, alone = assemble(firsts[0]), assemble([
         update["before"] for update in case.single[:1]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
