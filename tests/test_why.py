@@ -539,8 +539,8 @@ def test_a_sigterm_that_was_handled_is_forgotten(tmp_path):
 def test_an_earlier_start_in_the_same_folder():
     """Three ranks that have ended, then two."""
     first, second = ([{"rank": rank, "began": began, "written": began + 9,
-                       "start": [], "master": ["node1", port],
-                       "world_size": size} for rank in range(size)]
+                       "start": ["node1", port, size]}
+                      for rank in range(size)]
                      for began, port, size in ((1, "1", 3), (20, "2", 2)))
     assert evidence.of_last_start(first + second) == second
     first[2]["written"] = 21  # it still writes

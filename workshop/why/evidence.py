@@ -211,8 +211,7 @@ def of_last_start(records):
     """
     last = max(records, key=lambda record: record["began"], default=None)
     return [record for record in records if record["written"] >= last["began"]
-            or all(record[name] == last[name]
-                   for name in ("start", "master", "world_size"))]
+            or record["start"] == last["start"]]
 
 
 def read(folder):

@@ -51,9 +51,9 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
 LAUNCHER = re.compile(
     r"(^|/)(torchrun|deepspeed|accelerate(-launch)?)$|^(-m)?(torch\.distributed"
     r"\.(run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.launch)$")
-# What is the same for all ranks of a start, and another for the next
+# What is the same for all ranks at a start, and another at the next
 STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-          "SLURM_STEP_ID", "PMIX_NAMESPACE")
+          "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
 # Files whose lines are not the script's
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<|/backstage/"
                      r"|/workshop/(as_torchrun|server|why/witness)\.py|\.pyx$"
@@ -135,6 +135,7 @@ class Witness(threading.Thread):
             self.ask.open("a").close()  # its time stays, if it is there
         self.limit = limit or float("inf")
         self.began, self.still, self.place = time.time(), 0, ()
+        self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.first = time.monotonic()  # the clock may be set meanwhile
         self.script, self.clock = None, main_thread_clock()
         self.ended, self.left_with, self.left_from = None, None, None
@@ -433,7 +434,7 @@ class Witness(threading.Thread):
             "age": time.monotonic() - self.first, "still": self.still,
             "stack": self.look(),
             "state": read_state(self.owner),
-            "start": [os.environ.get(name) for name in STARTS],
+            "start": self.start_of,
             "calls": None, "joined": bool(find_torch() or mpi_calls),
             "sees_crashes": self.sees_crashes,
             "message": next((dict(call) for call in list(mpi_messages)
