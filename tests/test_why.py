@@ -29,7 +29,7 @@ from workshop.why import evidence, slow, witness
 from workshop.why.command import main as ask_why
 from workshop.why.evidence import collect
 from workshop.why.judge import ADVICE, RULES, SIGNS, judge
-from workshop.why.ranks import Place, Rank
+from workshop.why.ranks import PATIENCE, Place, Rank
 from workshop.why.start import HOOK
 from workshop.why.witness import Witness, find_line, read_rank, read_state
 
@@ -502,20 +502,38 @@ def test_a_process_that_is_no_rank(tmp_path):
 
 @pytest.mark.whole
 def test_ranks_that_plain_python_spawns(tmp_path):
-    """Without the hook: their numbers are those that mp.spawn gives."""
+    """Without the hook and with it, before they have joined a group: their
+    numbers are those that mp.spawn gives.
+    """
     needs("py-spy")
     script = tmp_path / "script.py"
-    script.write_text("import time\nimport torch.multiprocessing as mp\n"
-                      "def train(rank): time.sleep(600)\n"
-                      "if __name__ == '__main__': mp.spawn(train, nprocs=2)\n")
-    job, found, end = subprocess.Popen([sys.executable, script]), [], (
-        time.monotonic() + 120)
+    script.write_text(f"""\
+import time
+import torch.multiprocessing as mp
+from torch import distributed as dist
+def train(rank):
+    time.sleep(600 * rank)
+    dist.init_process_group(
+        "gloo", "tcp://127.0.0.1:{free_port()}", rank=rank, world_size=2)
+if __name__ == '__main__': mp.spawn(train, nprocs=2)
+""")
+    job, found, end = subprocess.Popen([sys.executable, script], env={
+        **os.environ, "PYTHONPATH": str(HOOK), "WORKSHOP_WHY": str(
+            tmp_path / "why")}), [], time.monotonic() + 120
     try:
         while sorted(found) != [0, 1] and time.monotonic() < end:
             found = [seen["rank"] for pid in evidence.descendants(job.pid)
                      if (seen := evidence.look(pid))]
         assert sorted(found) == [0, 1]
         assert evidence.look(job.pid, alone=True)["world_size"] == 1
+        while len(found := collect(tmp_path / "why", [])) < 2 or not found[
+                0].inside("init_process_group"):
+            assert time.monotonic() < end
+        for rank in found:
+            rank.still = PATIENCE + 1
+        answer = judge(found)
+        assert (answer.kind, answer.ranks) == ("a rank is late", [found[1]])
+        assert "line 5 of script.py: time.sleep(600 * rank)" in answer.text
     finally:
         for pid in reversed(evidence.descendants(job.pid)):
             os.kill(pid, signal.SIGKILL)
@@ -850,6 +868,7 @@ WAITS = {"group": [0, 1], "name": "data", "number": 7, "call": "all_reduce",
          "sizes": [[3]], "types": ["Float"], "waits": True, "p2p": False,
          "time": 70, "line": None}
 IN_7 = {"calls": [WAITS]}
+SPAWNED = {"joined": False, "stack": IN_MEETING, "world_size": None}
 LATE = {"status": 1, "time": 79, "error": "RuntimeError", "message":
         "Timed out waiting 20000ms", "stack": IN_REDUCE}
 SEND = WAITS | {"call": "Send", "p2p": True}
@@ -1022,6 +1041,11 @@ class NamesOf(dict):
     ({"still": 0, "stack": AT_WORK}, {"still": 0, "collecting": 0.4},
      "the garbage collector", "rank 1 on node1 has spent 40%"),
     ({"still": 0, "collecting": 0.1}, {"still": 0}, "", "move on"),
+    # while it loads modules, that is normal
+    ({"still": 0, "stack": AT_WORK}, {"still": 0, "collecting": 0.4, "stack": [
+        *AT_WORK, ["<frozen importlib._bootstrap>", 7, "_load"]]}, "", "on"),
+    # of mp.spawn on two nodes, each of which counts from 0
+    (SPAWNED, {**SPAWNED, "rank": 0, "host": "node2"}, "nobody moves", "60 s"),
     ({"ended": LOST_IT}, {"ended": LOST_IT | {
         "error": "KeyError", "message": "'x'", "stack": AT_WORK,
         "then": [[IN_REDUCE, "ValueError: bad"]]}}, "a rank ended",

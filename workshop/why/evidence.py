@@ -197,9 +197,9 @@ def collect(folder, processes):
         if rank.rank is None:  # one process, which is no rank of several
             rank.rank, rank.world_size = 0, 1
     # of two with the same number, the older one counts while it runs
-    last = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (
-        rank.began))}
-    return sorted((rank for rank in ranks if rank is last[rank.rank]
+    last = {rank.known_as: rank for rank in sorted(
+        ranks, key=lambda rank: rank.began)}
+    return sorted((rank for rank in ranks if rank is last[rank.known_as]
                    or rank.ending == "runs"), key=lambda rank: rank.rank)
 
 

@@ -120,8 +120,8 @@ def stopped(job):
         "process another RANK")
 def same_number(job):
     """several processes have the same RANK"""
-    numbers = Counter(rank.rank for rank in job.by["runs"])
-    twice = [rank for rank in job.by["runs"] if numbers[rank.rank] > 1]
+    numbers = Counter(rank.known_as for rank in job.by["runs"])
+    twice = [rank for rank in job.by["runs"] if numbers[rank.known_as] > 1]
     return twice and job.outside and (twice, {"each": ", ".join(
         f"{rank.rank} (process {rank.pid} on {rank.host})"
         for rank in twice)})
@@ -132,7 +132,8 @@ def same_number(job):
 def other_address(job):
     """MASTER_ADDR, MASTER_PORT or the world size differ between ranks"""
     # before they meet, a script may still set them
-    there = job.those(lambda rank: rank.joined or rank in job.meeting)
+    there = job.those(lambda rank: rank.joined or (
+        rank.world_size and rank in job.meeting))
     for name, value in (
             ("MASTER_ADDR:MASTER_PORT", Rank.address),
             ("the world size", lambda rank: rank.world_size)):
@@ -198,7 +199,7 @@ def late_for_meeting(job):
         "on", "is another job's rank 0 there? Try another MASTER_PORT")
 def stranger(job):
     """all ranks reach it, but do not meet there"""
-    return (job.stuck_outside > PATIENCE
+    return (job.stuck_outside > PATIENCE and job.first.world_size
             and len(job.meeting) == len(job.ranks) and job.meeting)
 
 
@@ -563,7 +564,7 @@ def network(job):
     same = {str([(call["name"], call["number"])
                  for call in rank.calls[-1:]]) for rank in job.left}
     return job.stands and job.all_wait and len(job.left) > 1 and (
-        len(same) == 1) and (job.left, {"deaf": "".join(
+        len(same) == 1 and not job.outside) and (job.left, {"deaf": "".join(
             f"; rank {rank.rank} gets no answer from {rank.connecting[0]}"
             for rank in job.left if rank.connecting)})
 
@@ -577,7 +578,8 @@ def network(job):
       "so many steps on all ranks at once; arrays in place of many objects")
 def collector(job):
     """it takes the time, now of this rank and now of that one"""
-    return [rank for rank in job.by["runs"] if rank.collecting > SHARE]
+    return [rank for rank in job.by["runs"]
+            if rank.collecting > SHARE and not rank.imports]
 
 
 BUSY = ("does it read more data than the others, or share its cores or its "

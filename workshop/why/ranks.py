@@ -94,6 +94,11 @@ class Rank:
             return "runs"
         return "stopped" if self.last else "gone"
 
+    @property
+    def known_as(self):
+        """What no other rank is called: mp.spawn counts on each node."""
+        return self.rank, "" if self.world_size else self.host
+
     def address(self):
         return ":".join(map(str, self.master))
 

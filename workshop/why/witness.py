@@ -94,7 +94,7 @@ def is_command(folder):
 
 def wait_for_rank(folder):
     """Some scripts start their ranks themselves, and name them later."""
-    while not find_torch():
+    while not find_torch() and find_spawned() is None:
         time.sleep(POLL)
     begin(folder)
 
@@ -512,8 +512,21 @@ def find_error():
 def find_rank():
     """(rank, world size), None where the process does not know them yet."""
     torch = find_torch()
-    return (torch.get_rank(), torch.get_world_size()) if torch else (
-        read_rank(os.environ, getattr(sys, "orig_argv", [])))
+    if torch:
+        return torch.get_rank(), torch.get_world_size()
+    rank, size = read_rank(os.environ, getattr(sys, "orig_argv", []))
+    return (find_spawned() if rank is None else rank), size
+
+
+def find_spawned():
+    """The number, on its node, that mp.spawn has given to this process, or
+    None.
+    """
+    module = sys.modules.get("multiprocessing.process")
+    process = module.current_process() if module else None
+    target = getattr(process, "_target", None)
+    return process._args[1] if getattr(target, "__module__", "") == (
+        "torch.multiprocessing.spawn") else None
 
 
 def read_rank(env, command):
