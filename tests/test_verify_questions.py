@@ -264,6 +264,10 @@ def test_what_is_right_is_not_refused(answers):
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert any("4 of 256 samples are" in finding.text for finding in found)
+    # of samples that are alike, a gradient may be nothing but rounding
+    found = answers(RIGHT, together(one_sample, on_all(
+        gradients=times(2.0), local=times(2.0)))).values()
+    assert {finding.verdict for finding in found} == {"warn"}
 
 
 def test_each_question_is_answered_with_a_no():

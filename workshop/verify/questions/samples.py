@@ -26,6 +26,7 @@ def samples(case):
                      "other groups other samples")]
     if all(len(set(update["samples"])) == 1 < len(update["samples"])
            for update in case.single) and case.single:
+        case.apart = case.apart or "all samples are alike"
         return [warn("all samples are alike, with one process, too: who reads "
                      "which cannot be seen", "made data? each sample another")]
     if all(part == one[0] for one in sets for part in one):
