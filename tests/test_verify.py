@@ -13,8 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import needs
-from verify_cases import CASES, Case, outcome, problem
+import torch
+from conftest import edit, needs
+from verify_cases import CASES, Case, outcome, problem, read
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -44,6 +45,27 @@ def test_a_script(case, tmp_path):
 def test_a_number_of_processes_that_cannot_be_is_a_line(number):
     with pytest.raises(UserError, match="-n is 2 to 64"):
         verify(["train.py"], number, 4)
+
+
+def test_each_process_keeps_its_gpu(tmp_path, monkeypatch, capsys):
+    """As far as that can be seen without one: what the ranks are told."""
+    script = tmp_path / "train.py"
+    script.write_text(edit(
+        read("ddp"), ("import torch\n", """\
+import os
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+assert {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} < os.environ.keys()
+assert "ACCELERATE_USE_CPU" not in os.environ
+import torch
+""")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="a GPU for each of the 3 processes, "
+                       "and this machine has 2"):
+        verify([str(script)], 3, 2, device="gpu")
+    assert verify([str(script)], 2, 2, device="gpu")
+    said = capsys.readouterr().out
+    assert "2 updates on the GPU" in said and "NCCL" not in said
 
 
 def test_an_error_in_another_file_names_it(tmp_path):

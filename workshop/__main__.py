@@ -205,12 +205,14 @@ def make_parser():
     commands.group("your own model")
     own = add("verify", "verify.command:main",
               "Run any training script as one process and "
-              "as several for a few updates, on the CPU: does it train "
-              "alike?")
+              "as several for a few updates: does it train alike?")
     own.add_argument("-n", type=int, default=2, dest="size", metavar="N",
                      help="the number of processes (2)")
     own.add_argument("--steps", type=int, default=4,
                      help="how many updates are watched (4)")
+    own.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
+                     help="where: cpu (the default), or gpu, one of this "
+                     "machine for each process")
     own.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                      "resume brings back, with these flags of the "
                      'script: --resume-with="--resume"')

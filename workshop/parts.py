@@ -31,10 +31,10 @@ def describe(named):
             continue
         if not isinstance(tensor, DTensor):
             plain.append((plain_name(name), tuple(tensor.shape)))
-            flat.append(tensor.detach().float().flatten())
+            flat.append(tensor.detach().float().flatten().cpu())
             continue
         sharded[plain_name(name)] = {
-            "part": tensor.to_local().detach().float().clone(),
+            "part": tensor.to_local().detach().float().cpu().clone(),
             "mesh": tensor.device_mesh.mesh.clone(),
             "placements": [(type(p).__name__, getattr(p, "dim", None))
                            for p in tensor.placements],
@@ -55,9 +55,9 @@ def thin(tensor):
     tensor = tensor.detach()
     tensor = (tensor.to_dense() if tensor.is_sparse else tensor).flatten()
     if len(tensor) <= LARGEST:
-        return tensor.clone()
+        return tensor.cpu().clone()
     some = tensor[::-(-len(tensor) // LARGEST)].float()
-    return torch.cat([some, tensor.float().sum()[None]])
+    return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
 def plain_name(name):

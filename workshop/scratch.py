@@ -139,7 +139,10 @@ def full(folder):
                      "folder for temporary files, export TMPDIR=...")
 
 
-def quiet_environment(temporary):
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs
+
+
+def quiet_environment(temporary, hidden=HIDDEN):
     """The environment, without a launcher's variables and the GPUs.
 
     The processes are on one machine, which may lack the network that the site
@@ -147,6 +150,5 @@ def quiet_environment(temporary):
     """
     return {key: value for key, value in os.environ.items()
             if key not in NAMES and not key.startswith(LAUNCHERS)} | {
-                "CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "",
-                "GLOO_SOCKET_IFNAME": LOOPBACK,
+                **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
                 "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

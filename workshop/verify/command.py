@@ -28,13 +28,15 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
-def main(program, size, steps, resume_with=None, events=False):
+def main(program, size, steps, resume_with=None, events=False,
+         device="cpu"):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
     processes, {rank} the rank, and {run} the name of a run. steps: how many
     updates are watched. resume_with: flags, in one string, that resume a run.
-    events: print JSON, for a `Board` elsewhere.
+    events: print JSON, for a `Board` elsewhere. device: "gpu" takes one of
+    this machine for each process.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -43,6 +45,12 @@ def main(program, size, steps, resume_with=None, events=False):
             f"-n is 2 to {MOST}, --steps 1 or more")
     script = Path(program[0]).absolute()
     require(script.is_file(), f"{program[0]} is not there")
+    if device == "gpu":
+        import torch
+
+        count = torch.accelerator.device_count()
+        require(count >= size, f"--device gpu takes a GPU for each of the "
+                f"{size} processes, and this machine has {count}")
     data, out = read_script(script), Events() if events else Terminal()
     preload = [*server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
@@ -56,7 +64,7 @@ def main(program, size, steps, resume_with=None, events=False):
         def try_out(size, steps, kind="", more=(), gpus=False):
             trials.append(run(
                 folder, script, [*program[1:], *more], size, steps, kind,
-                preload, out.say, gpus))
+                preload, out.say, gpus, device))
             return trials[-1]
 
         more = Questions()
@@ -66,8 +74,9 @@ def main(program, size, steps, resume_with=None, events=False):
                     shlex.split(resume_with), case, steps))
 
         out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
-                "on the CPU")
-        findings, not_seen = questions.verify(try_out, size, steps, more)
+                f"on the {device.upper()}")
+        findings, not_seen = questions.verify(
+            try_out, size, steps, more, device)
         tidy(folder.name[-8:], trials)
     for finding in findings:
         out.report(finding=[
@@ -128,7 +137,7 @@ def with_size(flag, size):
     return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
 
 
-def run(folder, script, flags, size, steps, kind, preload, say, gpus):
+def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
     """Start the script once, under observation: a `Trial`."""
     from workshop.check.trial import SECONDS, Mesh, watch
     from workshop.watch import model
@@ -144,7 +153,9 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus):
             with_size(flag, size).replace("{run}", name) for flag in flags],
         seen, say, {"steps": steps, "allowed": SECONDS, "sleep": SLEEP},
         world_size=size,
-        probes=model.probes(seen, size, steps, kind, gpus),
-        env=quiet_environment(folder / "tmp") | TORCHRUN | {
-            "ACCELERATE_USE_CPU": "true"},  # else each rank trains alone
+        probes=model.probes(seen, size, steps, kind, gpus, device),
+        env=TORCHRUN | (quiet_environment(folder / "tmp", {})
+                        if device == "gpu" else
+                        quiet_environment(folder / "tmp") | {
+            "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))

@@ -34,20 +34,20 @@ from workshop.parts import thin
 from workshop.watch.files import made, opened
 from workshop.watch.log import replace
 from workshop.watch.messages import messages
-from workshop.watch.process import process
+from workshop.watch.process import on_gpu, process
 from workshop.watch.updates import Updates
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
-def probes(folder, size, steps, kind="", on_gpus=False):
+def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     """Verify's. size: the number of processes; steps, kind: of `Rows`.
 
     folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
-    for them.
+    for them. device: "gpu" where they are there.
     """
-    return [Rows(size, steps, kind), Modules(), use, Updates(), process,
-            messages, *[stand_in] * on_gpus, partial(opened, without=(
+    return [Rows(size, steps, kind), Modules(), use, Updates(),
+            process if device == "cpu" else on_gpu, messages, *[stand_in] * on_gpus, partial(opened, without=(
                 os.path.dirname(folder), *NO_OUTPUT)), made]
 
 
@@ -311,8 +311,9 @@ class Modules:
             isinstance(part, _BatchNorm)
             and not isinstance(part, nn.SyncBatchNorm)
             and part.training for part in module.modules())
-        self.seen["low"] |= torch.is_autocast_enabled("cpu") or any(
-            map(is_low, module.parameters()))
+        self.seen["low"] |= any(
+            is_low(weight) or torch.is_autocast_enabled(weight.device.type)
+            for weight in module.parameters())
         now.stream = now.stream or id(module)
         tensors = [one.detach().cpu() for one in tree_leaves(arguments)
                    if isinstance(one, torch.Tensor) and one.dim()
@@ -377,7 +378,9 @@ def random_states():
     states = {"PyTorch's": torch.get_rng_state().tolist(),
               "Python's": random.getstate(),
               "NumPy's": sys.modules["numpy"].random.get_state()
-              if "numpy" in sys.modules else None}
+              if "numpy" in sys.modules else None,
+              "the GPU's": torch.cuda.get_rng_state().tolist()
+              if torch.cuda.is_initialized() else None}
     return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
             for name, state in states.items()}
 

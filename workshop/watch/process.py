@@ -70,6 +70,25 @@ def process(log):
     errors.say_once = say_now
 
 
+def on_gpu(log):
+    """Notes the same; the process keeps its GPU and NCCL. Nothing is compiled,
+    and a convolution is as precise as the other operations.
+    """
+    torch.compiler.set_stance("force_eager")
+    torch.backends.cudnn.allow_tf32 = False
+
+    @replace(dist, "init_process_group")
+    @replace(c10d, "init_process_group")
+    def initialise(initialise, *args, **kwargs):
+        log.asked("init_process_group", None)
+        return initialise(*args, **kwargs)
+
+    @replace(DistributedDataParallel, "__init__")
+    def wrap(wrap, *args, **kwargs):
+        log.asked("DistributedDataParallel", None)
+        wrap(*args, **kwargs)
+
+
 def number(device):
     """The index of a device, as an int or None."""
     found = re.search(r"\d+$", str(device))

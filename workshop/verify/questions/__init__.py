@@ -37,18 +37,20 @@ STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
             "is it the same on GPUs?")
 
 
-def verify(try_out, size, steps, more=()):
+def verify(try_out, size, steps, more=(), device="cpu"):
     """Findings, and what was not seen: a list of texts.
 
     try_out(size, steps, kind, more flags) runs the script: a `Trial`.
-    more: questions about a resume.
+    more: questions about a resume. device: on which it runs; a CPU may stand
+    in for GPUs.
     """
-    alone, refused, on_cpu = starts(try_out, 1, steps)
+    alone, refused, on_cpu = starts(try_out, 1, steps, device)
     together, ended, note = None, refused, "it does not run without a GPU"
     if not refused:
         together = try_out(size, steps, gpus=on_cpu)
         ended = how_it_ends(together, size)
-        if not (ended or on_cpu or reduces(together)):  # on GPUs perhaps
+        if device == "cpu" and not (  # on GPUs perhaps
+                ended or on_cpu or reduces(together)):
             others = [try_out(count, steps, gpus=True) for count in (1, size)]
             if reduces(others[1]) and not any(
                     map(how_it_ends, others, (1, size))):
@@ -56,7 +58,7 @@ def verify(try_out, size, steps, more=()):
                 note = "without a GPU each process trains alone"
         try_out = functools.partial(try_out, gpus=on_cpu)
     elif not stopped(alone):  # as with an assertion that there are several
-        together, ended, on_cpu = starts(try_out, size, steps)
+        together, ended, on_cpu = starts(try_out, size, steps, device)
         try_out = functools.partial(try_out, gpus=on_cpu)
     if refused and ended:
         return [refused], ["all else: it has to train as one process first"]
@@ -93,7 +95,7 @@ def verify(try_out, size, steps, more=()):
         findings += other_starts(case, kind)
     for one in (*QUESTIONS, *more):
         findings += ask(one, case)
-    return findings, not_seen(case, steps, more)
+    return findings, not_seen(case, steps, more, device)
 
 
 def ask(question, case):
@@ -106,14 +108,14 @@ def ask(question, case):
                      "this in a way that verify does not know")]
 
 
-def starts(try_out, size, steps):
+def starts(try_out, size, steps, device):
     """Run it as it is and, where it fails so, with a CPU in a GPU's place.
 
     (The trial, how it ends, whether it ran so on a CPU.)
     """
     trial = try_out(size, steps)
     ended = how_it_ends(trial, size)
-    if not ended or stopped(trial):
+    if not ended or stopped(trial) or device == "gpu":
         return trial, ended, False
     other = try_out(size, steps, gpus=True)
     fails = how_it_ends(other, size)
@@ -167,12 +169,13 @@ def other_starts(case, kind):
                  "sorted(set(words))")] if again else []
 
 
-def not_seen(case, steps, resumes):
+def not_seen(case, steps, resumes, device):
     seen = case.together.seen
     texts = [f"anything after update {steps - 1}: the end of an epoch, "
              "validation" + ", checkpoints, resuming" * (not resumes),
              "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
-             "and without torch.compile",
+             "and without torch.compile" if device == "cpu" else
+             "compiled code: all was run without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
     if splits_matrices(case):
