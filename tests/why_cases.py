@@ -228,7 +228,7 @@ def left_of(folder):
     """The processes that a launcher has put into sessions of their own."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if str(folder) in (process / "cmdline").read_text():
+            if os.fsencode(folder) in (process / "cmdline").read_bytes():
                 yield int(process.name)
 
 
