@@ -68,9 +68,6 @@ KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}
 # Tells each rank the name of another node
 NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"
         '$PMI_RANK}})); exec "$@"')
-# The hook's thread begins before the script, which blocks only itself
-ALONE = ('[ "${RANK-$OMPI_COMM_WORLD_RANK}" != 1 ] || set -- unshare '
-         f'-{"r" * (os.getuid() > 0)}n "$@"; exec "$@"')
 # MPI's processes do not meet at an address of ours, and our stages let the
 # ranks of one node meet there, whatever they are told.
 MEET = ("blocked port", "wrong MASTER_ADDR")
@@ -78,7 +75,7 @@ MEET = ("blocked port", "wrong MASTER_ADDR")
 # ------------------------------------------------------------- the faults
 
 BEGIN = """\
-import ctypes, itertools, os, time
+import itertools, os, sys, time
 ME = next(int(os.environ[name]) for name in (
     "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     if name in os.environ)
@@ -88,8 +85,15 @@ def note():
 """
 AT_BEGIN = {
     # CLONE_NEWNET, and CLONE_NEWUSER for anybody but root
-    "blocked port": "note()\nif ME == 1:\n    ctypes.CDLL(None).unshare("
-                    "0x40000000 | 0x10000000 * (os.getuid() > 0))\n",
+    # the whole process, with the hook's thread, which has begun already
+    "blocked port": f"""\
+note()
+if ME == 1 and "ALONE" not in os.environ:
+    first = open("/proc/self/environ").read().split("\\0")
+    os.execvpe("unshare", ["unshare", "-{'r' * (os.getuid() > 0)}n",
+        sys.executable, *sys.argv], dict(
+            one.split("=", 1) for one in first if one) | {{"ALONE": "1"}})
+""",
     "wrong MASTER_ADDR": 'note()\nos.environ["MASTER_ADDR"] = "192.0.2.77"\n',
 }
 NOTE = "if at == 25:\n    note()\n"
@@ -175,9 +179,8 @@ class Plain:
 
     def launch(self, launcher, fault, script, *flags, **variables):
         python, env = [sys.executable], environment(**variables)
-        wrapper = {"dead node": NODE, "blocked port": ALONE}.get(fault)
-        if wrapper:
-            python[:0] = ["bash", "-c", wrapper, "-"]
+        if fault == "dead node":
+            python[:0] = ["bash", "-c", NODE, "-"]
         if launcher == "mpich":
             (self.folder / "libmpi.so.12").symlink_to(MPICH)
             env["LD_LIBRARY_PATH"] = str(self.folder)
