@@ -1,4 +1,4 @@
-"""Scripts in 54 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 56 styles for `verify`, each right, and each with mistakes.
 
     pytest --tables tests/test_verify.py            all of them, in minutes
     pytest --tables tests/test_verify.py -k "FSDP"  those so called
