@@ -33,8 +33,7 @@ from workshop.watch.course import probes
 
 
 def places(all_places):
-    """(stage, mesh) to try; two processes of the core's stages without `whole`.
-    """
+    """(stage, mesh) to try: `whole`, but the core's stages on one or two."""
     return [place if place[0] in CORE and place[1] != (1, 4, 1) else
             pytest.param(*place, marks=pytest.mark.whole)
             for place in all_places]

@@ -278,7 +278,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     view = page.locator(".ws", has=page.locator(".strip"))
     assert everything in lesson.run('diff("ddp")')
     # the next change only; Shift+Enter leaves it in sight
-    assert page.locator(".ws pre.code:visible").count() == 1
+    assert view.locator("pre.code:visible").count() == 1
     assert page.locator(".ws .strip > *").count() == total
     for _ in range(2):
         lesson.run('diff("ddp")', key="Shift+Enter")

@@ -79,14 +79,18 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
 
 
 @pytest.mark.parametrize(("stage", "devices", "expected"), [
-    ("std", 4, "python s.py"), ("mpi", 4, "mpirun -n 4 python s.py"),
+    ("std", 4, "python s.py"),
+    ("mpi", 4, "mpirun -n 4 --bind-to none python s.py"),
     ("ddp", 4, "torchrun --standalone --nproc-per-node 4 s.py"),
     ("lit", 0, "torchrun --standalone --nproc-per-node 2 s.py")])
-def test_on_a_machine_without_a_job(stage, devices, expected):
+def test_on_a_machine_without_a_job(programs, stage, devices, expected):
+    programs(mpirun="mpirun (Open MPI) 4")
     assert command(stage, {}, devices) == f"{expected} --seed 1"
 
 
-def test_the_doctor_is_launched_as_a_stage_is(capsys, monkeypatch):
+def test_the_doctor_is_launched_as_a_stage_is(
+        programs, capsys, monkeypatch):
+    programs(mpirun="HYDRA build details")
     for name in ("RANK", "SLURM_JOB_ID", "PBS_NODEFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["workshop", "launch", "doctor"])

@@ -34,6 +34,8 @@ SENT = re.compile(
     r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
     r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
 
+NOT_HERE = "is not here: load its module, or run `source activate.sh`"
+
 
 @dataclass
 class Place:
@@ -105,7 +107,8 @@ def make_command(place, launcher, program, env):
         return [*on_each_host(place, place.per_host, env), *python,
                 *program]
     if mpi:
-        return ["mpirun", "-n", str(total), *python, *program]
+        return ["mpirun", "-n", str(total), *(
+            ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]
     return ["torchrun", "--standalone", "--nproc-per-node", str(total),
             *program]
 
@@ -121,10 +124,15 @@ def on_each_host(place, processes, env, cores=1):
                 f"--ntasks-per-node={processes}", f"--cpus-per-task={cores}",
                 "--overlap", "--kill-on-bad-exit=1"]
     per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
-    if "Open" in ask("mpiexec", "--version"):
+    if is_open_mpi("mpiexec"):
         per_host = [word for name in env if SENT.fullmatch(name)
                     for word in ("-x", name)] + ["--bind-to", "none", "-N"]
     return ["mpiexec", "-n", str(total), *per_host, str(processes)]
+
+
+def is_open_mpi(program):
+    """Whether it is Open MPI's, which binds a process to a core or two."""
+    return "Open" in ask(program, "--version")
 
 
 def main(stage, flags, dry):
@@ -160,8 +168,7 @@ def main(stage, flags, dry):
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:
-        raise UserError(f"{command[0]} is not here: load its module, or run "
-                        "`source activate.sh`") from error
+        raise UserError(f"{command[0]} {NOT_HERE}") from error
 
 
 def ask(*command):
@@ -169,6 +176,8 @@ def ask(*command):
     try:
         return subprocess.run(command, capture_output=True, text=True,
                               check=True).stdout
+    except FileNotFoundError as error:
+        raise UserError(f"{command[0]} {NOT_HERE}") from error
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"`{shlex.join(command)}` fails: "
                         "run it here to see why") from error
