@@ -154,8 +154,9 @@ def explain(error):
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
     if isinstance(error, IndexError) and first == "index out of range in self":
-        return ("a token of the data is not in the vocabulary: make the "
-                "dataset again")
+        return "a token is not in the vocabulary: make the dataset again"
+    if "probability tensor contains either" in first:  # of the next token
+        return "the loss is no number any more: try a lower --learning-rate"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
         return "the memory is full: try a smaller --microbatch-size, or model"
     if kind.startswith("Dist") or "gloo" in str(error):
@@ -170,8 +171,7 @@ def explain(error):
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in FULL:
-        return (f"there is no room to write: {error.strerror}: make room; a "
-                "run goes on with --resume")
+        return f"no room to write ({error.strerror}): make some, and --resume"
     if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None
