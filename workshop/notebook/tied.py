@@ -1,6 +1,5 @@
 """The picture of the tied matrix, on one device and at a pipeline's ends."""
 
-from workshop.notebook.shown import picture
 from workshop.notebook.pictures import (
     COLOURS,
     GREY,
@@ -11,6 +10,7 @@ from workshop.notebook.pictures import (
     svg,
     text,
 )
+from workshop.notebook.shown import picture
 
 
 def tied():

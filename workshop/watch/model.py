@@ -47,7 +47,8 @@ def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     for them. device: "gpu" where they are there.
     """
     return [Rows(size, steps, kind), Modules(), use, Updates(),
-            process if device == "cpu" else on_gpu, messages, *[stand_in] * on_gpus, partial(opened, without=(
+            process if device == "cpu" else on_gpu, messages,
+            *[stand_in] * on_gpus, partial(opened, without=(
                 os.path.dirname(folder), *NO_OUTPUT)), made]
 
 
