@@ -22,7 +22,7 @@ import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage.device import describe_memory, device_name, peak_memory
-from backstage.errors import UserError, require, warn
+from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
@@ -113,15 +113,15 @@ class Run:
         """
         tokenizer, problem = None, None
         try:
-            require(self.hp.pipeline_parallel <= 1, "a pipeline does not "
-                    f"write: python code/generate.py --run-dir {self.place} "
-                    "does, from the checkpoint")
+            require(self.hp.pipeline_parallel <= 1, "a pipeline writes none: "
+                    f"python code/generate.py --run-dir {self.place} writes "
+                    "them, from the checkpoint")
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
         problems = [*filter(None, world.on_every_rank(problem))]
         if problems and self.rank == 0:  # training works without it
-            warn(f"nothing will be generated: {problems[0]}")
+            print(f"no texts: {problems[0]}", flush=True)
         return None if problems else tokenizer
 
     def restore(self, model, optimizer):
