@@ -185,8 +185,7 @@ def load_first(files, flag, config, model, optimizer=None):
                 check_fit(file, state, wanted)
                 return file
             except Damaged as error:
-                require(file != files[-1], f"{error}: name another "
-                        f"{flag}")
+                require(file != files[-1], f"{error}: name another {flag}")
                 warn(f"{error}: going on from the one before it")
 
     file = call_on_rank_0(find)

@@ -171,7 +171,8 @@ def explain(error):
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in FULL:
-        return f"no room to write ({error.strerror}): make some, and --resume"
+        return (f"there is no room to write: {error.strerror}: make room; a "
+                "run goes on with --resume")
     if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None

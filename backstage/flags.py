@@ -173,8 +173,7 @@ def choose_microbatch_size(hp, data_size, device):
     if hp.pipeline_parallel > 1:
         # with 8 microbatches each stage waits for 11% of the time at most
         most = min(most, part // (8 * hp.pipeline_parallel))
-    return max(size for size in range(1, max(1, most) + 1)
-               if part % size == 0)
+    return max(size for size in range(1, max(1, most) + 1) if part % size == 0)
 
 
 def check_numbers(hp):

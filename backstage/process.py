@@ -83,7 +83,8 @@ def find_start(env=os.environ):
     if "TORCHELASTIC_RUN_ID" in env:
         launcher = "torchrun"
     elif size == 1:
-        launcher = "Lightning" if "NODE_RANK" in env else "python"
+        alone = "lightning" not in sys.modules or "NODE_RANK" not in env
+        launcher = "python" if alone else "Lightning"
     words, above = ["python", *sys.argv], os.getppid()
     with contextlib.suppress(OSError, ValueError):  # not Linux, not UTF-8
         while above > 1:

@@ -55,6 +55,15 @@ def test_who_has_started_it(env, launcher):
     assert find_launcher(env) == (launcher, 8)
 
 
+@pytest.mark.parametrize(("loaded", "launcher"), [
+    ({"lightning": None}, "Lightning"), ({}, "python")])
+def test_a_sites_variable_is_not_lightnings(loaded, launcher, monkeypatch):
+    monkeypatch.setattr(sys, "modules", {**{
+        name: module for name, module in sys.modules.items()
+        if name != "lightning"}, **loaded})
+    assert process.find_start({"NODE_RANK": "0"})["launcher"] == launcher
+
+
 @pytest.mark.parametrize(("tasks", "nodes", "node"), [
     ("4(x2)", "gpu[03-04,07]", "gpu03"), ("4", "gpu3", "gpu3"),
     ("2(x2)", "a1,b[1-2]", "a1"), ("4(x2)", "n-[7,9]-gpu", "n-7-gpu")])

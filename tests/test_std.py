@@ -330,7 +330,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
     for limit, words in (
             (100_000, ["could not be written (File too large)"]),
-            (1500, ["no room to write (File too large)", "--resume"])):
+            (1500, ["no room to write: File too large", "--resume"])):
         refused(train("std", run, "--resume", "--max-steps", 20,
                       probes=[partial(small_files, limit)]), *words)
         assert [(file.name, file.read_bytes())
@@ -352,7 +352,8 @@ def test_a_full_disk_for_the_output(data, tmp_path):
             stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 1
     assert ran.stderr == (
-        "error: no room to write (File too large): make some, and --resume\n")
+        "error: there is no room to write: File too large: make room; a run "
+        "goes on with --resume\n")
 
 
 @pytest.mark.parametrize("stage", ["std", "lit"])

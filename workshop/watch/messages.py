@@ -7,7 +7,7 @@ import threading
 import torch
 
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
-               "monitored_barrier")  # it has no kernel to stand before
+               "monitored_barrier")  # in that place is its own kernel
 
 
 def messages(log):

@@ -28,10 +28,12 @@ def main(target):
     for line in ask_about(target):
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
-    run = folder and next((place for place in [*folder.parents][:2]
-                           if describe_run(place)), None)
-    if run:
-        print(f"  {describe_run(run)}")
+    about = ""
+    for run in [*folder.parents][:2] if folder else ():
+        about = describe_run(run)
+        if about:
+            print(f"  {about}")
+            break
     for rank in ranks:
         print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
               f"{describe(rank)}")
@@ -39,7 +41,7 @@ def main(target):
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
     if folder and answer.kind in ("", "straggler"):
-        for line in explain(run or folder.parent):
+        for line in explain(run if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
 
