@@ -838,9 +838,10 @@ def observations():
              ("the mean over", "all ranks"), ("as on a", "single device"),
              ("of the mean", "gradient"), ("falls with", "more GPUs"),
              ("grows with", "more GPUs"))
-    logged = (runs.EXAMPLES / "ddp-4" / "log.txt").read_text().splitlines()[2]
+    logged = re.search(r"^\| step.*", (runs.EXAMPLES / "ddp-4" / "log.txt")
+                       .read_text("utf-8"), re.M)[0].split("|")[1:-1]
     out, told = [], []
-    for k, part in enumerate(logged.split("|")[1:-1]):
+    for k, part in enumerate(logged[:len(about)]):
         words = re.sub(r"(dt|tok/s):.*", r"\1: ...", " ".join(part.split()))
         out += [box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE, words),
                 arrow(108 * k + 52, 30, 46),

@@ -535,13 +535,14 @@ def constants(path):
     return found
 
 
-def log(run, first, last):
+def log(run, *begins):
     """Lines of an example run's log, as much of them as fits on a slide.
 
-    first, last: from 0 on, the last one included.
+    begins: how each of them begins.
     """
-    return wrap((runs.EXAMPLES / run / "log.txt").read_text(
-        "utf-8").splitlines()[first:last + 1])
+    lines = (runs.EXAMPLES / run / "log.txt").read_text("utf-8").splitlines()
+    return wrap(next(line for line in lines if line.startswith(begin))
+                for begin in begins)
 
 
 def command(run):
