@@ -648,7 +648,6 @@ def test_results_fall_back_on_the_examples(ready, execute):
         picture = shown[f'plot("{panel}")']
         assert "currentColor" in picture and "#010203" not in picture
     assert "no MFU" in shown['plot("speed")']
-    assert "not fit the model" in shown['plot("model")']
     assert "no GPU metrics in these runs" in shown['plot("gpus")']
 
 
