@@ -24,8 +24,8 @@ from backstage import ROOT
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Files that take long, in the order in which they begin where several run at
-# a time; the others follow by name: a long one at the end would run alone.
+# Files that take long, in the order in which they begin; the others follow by
+# name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
     "lab", "slurm", "why", "check", "contract", "slurm_ends", "notebooks",
     "questions", "activate", "verify", "rehearse", "benchmarks", "ladder",
@@ -41,6 +41,20 @@ ENVIRONMENT = (  # what activate.sh needs
 def is_worker(config):
     """Whether this process runs the tests for another (pytest-xdist)."""
     return hasattr(config, "workerinput")
+
+
+def is_plain(config):
+    """Whether no file and no test is named."""
+    return config.args_source is not pytest.Config.ArgsSource.ARGS
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads them
+def pytest_cmdline_main(config):
+    """All tests: four files at a time, as most of them wait for processes."""
+    option = config.option
+    if not is_worker(config) and is_plain(config) and not option.usepdb:
+        if option.numprocesses is None:
+            option.numprocesses, option.dist = 4, "loadfile"
 
 
 def pytest_configure(config):
@@ -59,12 +73,11 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """`pytest` alone leaves out marked tests; naming a file runs all of it."""
-    if config.option.whole:
-        items.sort(key=lambda item: (
-            [*LONG, item.path.name].index(item.path.name)))
-    plain = config.args_source is not pytest.Config.ArgsSource.ARGS
-    config.left_out = plain and not config.option.whole and leave_out(
-        "whole", config, items)
+    items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
+    config.left_out = is_plain(config) and not config.option.whole and (
+        leave_out("whole", config, items))
+    if is_worker(config):
+        config.workeroutput["left_out"] = config.left_out
     if not config.option.tables:
         leave_out("table", config, items)
 
@@ -75,6 +88,11 @@ def leave_out(marker, config, items):
     items[:] = [item for item in items if not item.get_closest_marker(marker)]
     config.hook.pytest_deselected(items=some)
     return len(some)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.left_out = getattr(node, "workeroutput", {}).get("left_out")
 
 
 def pytest_terminal_summary(terminalreporter, config):
