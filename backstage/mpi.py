@@ -13,7 +13,6 @@ import socket
 import warnings
 from pathlib import Path
 
-from backstage import world
 from backstage.errors import UserError, leave, report
 from backstage.process import LAUNCHERS, check_names, find_launcher, stop_all
 
@@ -40,6 +39,7 @@ def __getattr__(name):
         leave(report(error))
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
+    from backstage import world  # with torch, which errors can do without
     world.use_group(MPI.COMM_WORLD)
     globals()[name] = MPI  # once is enough
     return MPI
