@@ -22,6 +22,56 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
          "--device", "cpu")  # the GPUs are not real
 
+# In the place of a stage. Without torch, each rank says where it is, and
+# rank 0 counts steps, saves each of them, and stops where it is told to.
+COUNTS = """\
+import json, os, signal, sys, time
+from pathlib import Path
+
+from backstage.errors import require, run_main
+from backstage.process import name_ranks
+from backstage.record import COLUMNS, RECORD, Metrics
+from backstage.signals import Signals
+from workshop.results.runs import CONFIG, COUNTS
+
+SAYS = ("SLURM_NODEID", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+        "MASTER_PORT")
+
+
+def main():
+    name_ranks()
+    rank, size, on_node = (int(os.environ.get(name, one)) for name, one in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
+    flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+    steps, run = int(flags["--max-steps"]), Path(flags["--run-dir"])
+    require(steps, "nothing to do: check --max-steps")
+    os.write(1, ("node %s cores %s gpus %s port %s\\n" % tuple(
+        os.environ.get(name) for name in SAYS)).encode())
+    signals, saved = Signals(rank), run / "checkpoints"
+    saved.mkdir(parents=True, exist_ok=True)
+    first = max([int(file.stem[5:]) for file in saved.iterdir()], default=0)
+    if rank == 0:
+        ones = dict.fromkeys((*CONFIG, *COUNTS), 1)
+        (run / RECORD).write_text(json.dumps({
+            "stage": "ddp", "device": "cpu", "max_steps": steps, "config":
+            ones, "world_size": size, "nodes": size // on_node,
+            "hyperparameters": ones | {"preset": "", "data": ""}}))
+        metrics = Metrics(run / "metrics.csv", first)
+        print(f"resuming after step {first - 1}\\n" * bool(first), end="")
+    for step in range(first, steps):
+        time.sleep(0.1)
+        if rank == 0:
+            print(f"| step {step:3}", flush=True)
+            metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": step})
+            (saved / f"step_{step + 1:08}.pt").touch()
+        if signals.last:
+            print("stopped by", signal.Signals(signals.last).name)
+            break
+
+
+run_main(main)
+"""
+
 # What is installed on the nodes of a site, in place of a GPU's.
 NVIDIA_SMI = """\
 #!/bin/sh
@@ -59,6 +109,11 @@ class Slurm:
             env=self.env | variables, text=True, check=check,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE if not check
             else None)
+
+    def counting(self, stage, first=""):
+        """With a stage that counts, after these lines."""
+        return holding(self.repo / "solutions" / f"train_gpt2_{stage}.py",
+                       first + COUNTS)
 
     def submit(self, name, *flags, options=(), **variables):
         """Submit a batch file with flags; returns the job's number."""

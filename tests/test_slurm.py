@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from cluster import FLAGS, agree, holding, wait_for, world
+from cluster import COUNTS, FLAGS, agree, holding, wait_for, world
 from conftest import needs
 from stages import BYTES
 from tiktoken_ext import openai_public
@@ -20,15 +20,6 @@ from workshop.stages import STAGES, batch_files
 pytestmark = pytest.mark.whole
 
 FEW = (*FLAGS, "--max-steps", 6)
-
-
-def trained(slurm, name, job):
-    """Wait for a job that trains as one device does; its `world`."""
-    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
-    assert slurm.job(job)["Restarts"] == "0"
-    result = slurm.result(name, job)
-    agree(result, slurm.alone(*FEW))
-    return world(result)
 
 
 def site(slurm, line):
@@ -58,52 +49,52 @@ def test_slurm_accepts_every_file(slurm):
             # a process for each GPU: from srun, or from the node's torchrun
             alone = "torchrun.sh" in text
             assert options["ntasks-per-node"] == ("1" if alone else gpus)
+        for flag in re.findall(r"--(\w+-parallel) \d", text):
+            script = STAGES[options["job-name"]].solution.read_text()
+            assert f"\n    {flag.replace('-', '_')}: int" in script
 
 
-PROBE = """\
-from os import environ, write
-write(1, "node {SLURM_NODEID} cores {OMP_NUM_THREADS} gpus "
-      "{CUDA_VISIBLE_DEVICES}\\n".format_map(environ).encode())
-"""
-
-
-@pytest.mark.parametrize("stage", ["tp", "mpi"])  # torchrun, srun alone
-def test_sbatch_says_the_size(slurm, stage):
+def test_sbatch_says_the_size(slurm):
     """Each GPU has a process, with its cores; what is inherited is not asked.
 
-    A site that gives out whole nodes gives more GPUs than the job's.
+    A site that gives out whole nodes gives more GPUs than the job's. By srun
+    alone, and by torchrun.
     """
-    script = slurm.repo / "solutions" / f"train_gpt2_{stage}.py"
-    with holding(script, PROBE):
-        jobs = [slurm.submit(stage, options=options, **{
+    whole = ["--exclusive", "--gpus-per-node=2"]
+    with slurm.counting("mpi"), slurm.counting("3d"):
+        jobs = [slurm.submit(stage, "--max-steps", 1, options=options, **{
             "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
             "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
-            "SLURM_GPUS_PER_NODE": "3"}) for options in (
-                ["--nodes=2", "--gpus-per-node=h100:4"],
-                ["--exclusive", "--gpus-per-node=2"])]
+            "SLURM_GPUS_PER_NODE": "3"}) for stage, options in (
+                ("mpi", ["--nodes=2", "--gpus-per-node=h100:4"]),
+                ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
         for job in jobs:
-            slurm.wait(job)
-    for job, nodes, gpus in zip(jobs, ([0, 1], [0]), ("0,1,2,3", "0,1"),
-                                strict=True):
-        said = re.findall("^node .*", slurm.log(job), re.M)
-        assert sorted(said) == [f"node {node} cores 8 gpus {gpus}"
-                                for node in nodes for _ in gpus.split(",")]
-        assert ("--tensor-parallel 2" in slurm.log(job)) == (stage == "tp")
+            assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    ports = set()
+    for job, nodes, gpus in zip(jobs, ([0, 1], [0], [0]), (
+            "0,1,2,3", "0,1", "0,1"), strict=True):
+        said = re.findall("^(node .*) port (.*)", slurm.log(job), re.M)
+        assert sorted(line for line, _ in said) == [
+            f"node {node} cores 8 gpus {gpus}"
+            for node in nodes for _ in gpus.split(",")]
+        ports |= {port for _, port in said}
+    assert len(ports) == 3  # for jobs that are on a node at the same time
+    assert "--pipeline-parallel 2 --tensor-parallel 2" in slurm.log(job)
 
 
 def test_a_job_from_a_shell_without_activate(slurm):
     """It says so in one line; so does one that gets no variables."""
     submit = ("sbatch --parsable --output=%j.log {} 'my clone/batchfiles/"
-              f"batch-ddp-1n1g.sh' {' '.join(map(str, FEW))}")
+              "batch-lit-1n1g.sh' --max-steps 1")
     activated = f". 'my clone/activate.sh' >/dev/null; {submit}"
-    jobs = [slurm("bash", "-c", f"unset WORKSHOP; {command}",
-                  WORKSHOP_INSTALL="no").stdout.strip() for command in (
-        activated.format("--cpus-per-gpu=1"), submit.format(""),
-        activated.format("--export=NONE"))]
-    assert slurm.wait(jobs[0])["JobState"] == "COMPLETED", slurm.log(jobs[0])
-    for job in jobs[1:]:
-        assert slurm.wait(job)["JobState"] == "FAILED"
-        log = slurm.log(job)
+    with slurm.counting("lit"):
+        jobs = [slurm("bash", "-c", f"unset WORKSHOP; {command}",
+                      WORKSHOP_INSTALL="no").stdout.strip() for command in (
+            activated.format("--cpus-per-gpu=1"), submit.format(""),
+            activated.format("--export=NONE"))]
+        states = [slurm.wait(job)["JobState"] for job in jobs]
+    assert states == ["COMPLETED", "FAILED", "FAILED"], slurm.log(jobs[0])
+    for log in map(slurm.log, jobs[1:]):
         assert log.count("\n") == 1 and "source activate.sh" in log, log
 
 
@@ -128,14 +119,15 @@ def test_a_site_that_is_wrong(slurm, line, reason):
 def test_a_cell_submits_without_activate(slurm):
     """As in a portal's kernel: flags for the script, options for sbatch."""
     cell = ("from workshop.notebook.cells import submit; print(submit("
-            "'std', '--data none --device cpu', '--gpus-per-node=2'))")
-    said = slurm("bash", "-c", 'unset WORKSHOP; echo y | "$0" -c "$1"',
-                 sys.executable, cell, PYTHONPATH=str(slurm.repo)).stdout
-    job = re.search(r"batch job (\d+)", said)[1]
-    assert slurm.wait(job)["JobState"] == "FAILED"
+            "'std', '--max-steps 3', '--gpus-per-node=2'))")
+    with slurm.counting("std"):
+        said = slurm("bash", "-c", 'unset WORKSHOP; echo y | "$0" -c "$1"',
+                     sys.executable, cell, PYTHONPATH=str(slurm.repo)).stdout
+        job = re.search(r"batch job (\d+)", said)[1]
+        assert slurm.wait(job)["JobState"] == "COMPLETED", said
     log = (slurm.repo.parent / f"slurm-{job}.out").read_text()
     assert f"job       std {job}: 1 x 2 GPUs" in log
-    assert "none: there is no such folder" in log
+    assert slurm.result("std", job).column("step") == [0, 1, 2]
 
 
 def test_all_sizes(slurm):
@@ -156,23 +148,18 @@ def test_all_sizes(slurm):
 # ------------------------------------------------------------ to their end
 
 
-def test_runs_to_their_end(slurm):
-    """The right world, the losses of one device; two jobs on one node."""
-    few, node = "--cpus-per-gpu=1", f"--nodelist={slurm.nodes[0]}"
-    jobs = [(name, shape, slurm.submit(name, *FEW, options=[few, *options]))
-            for name, shape, *options in (
-                ("std", (1, 1), node), ("ddp-1n2g", (1, 2), node),
-                ("ddp-1n2g", (1, 2), node), ("lit-2n2g", (2, 4)))]
-    for name, shape, job in jobs:
-        assert trained(slurm, name, job) == shape
-        assert f"world size {shape[1]}" in slurm.log(job) or name == "std"
+def test_lightning_on_two_nodes(slurm):
+    """It would know SLURM by itself; test_slurm_ends.py has DDP."""
+    job = slurm.submit("lit-2n1g", *FEW, options=["--cpus-per-gpu=1"])
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    assert slurm.job(job)["Restarts"] == "0"
+    result = slurm.result("lit-2n1g", job)
+    agree(result, slurm.alone(*FEW))
+    assert world(result) == (2, 2) and "world size 2" in slurm.log(job)
 
 
-def test_a_mesh_on_the_nodes(slurm):
-    """With its batch file's flags; test_contract.py has the largest."""
-    job = slurm.submit("3d", *FEW, "--microbatch-size", 2,
-                       options=["--cpus-per-gpu=1", "--gpus-per-node=2"])
-    assert trained(slurm, "3d", job) == (2, 4)
+JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
+         "mpi.name_mpi_ranks(mpi.join_mpi())\n")
 
 
 def test_srun_tells_mpi(slurm):
@@ -180,38 +167,44 @@ def test_srun_tells_mpi(slurm):
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    options = ["--cpus-per-gpu=1",
-               f"--export=ALL,LD_LIBRARY_PATH={library.parent}"]
-    with site(slurm, "export SLURM_MPI_TYPE=pmi2"):
-        job = slurm.submit("mpi", *FEW, options=options)
-        assert trained(slurm, "mpi", job) == (1, 2)
-    job = slurm.submit("mpi", *FEW, options=options)
-    assert slurm.wait(job)["JobState"] == "FAILED", slurm.log(job)
+    states = []
+    with slurm.counting("mpi", JOINS):
+        for line in "export SLURM_MPI_TYPE=pmi2", "":
+            with site(slurm, line):
+                job = slurm.submit(
+                    "mpi", "--max-steps", 1, options=["--cpus-per-gpu=1", (
+                        f"--export=ALL,LD_LIBRARY_PATH={library.parent}")])
+                states.append(slurm.wait(job)["JobState"])
+            if line:
+                assert world(slurm.result("mpi", job)) == (1, 2)
+    assert states == ["COMPLETED", "FAILED"], slurm.log(job)
     assert "srun --mpi=list" in slurm.log(job)
 
 
 def test_from_inside_another_job(slurm):
     """As from a portal's JupyterLab: its variables are not the new job's."""
-    file = slurm.repo / "batchfiles" / "batch-ddp-2n2g.sh"
-    outer = slurm("sbatch", "--parsable", "--output=outer.log", "--ntasks=3",
-                  "--mem-per-cpu=10", "--wrap", f"""
-        srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_TRES_PER_TASK=cpu:3 \
-            SLURM_EXACT=1 SLURM_STEP_NUM_TASKS=3 \
-            sbatch --parsable --output=inner.log --cpus-per-gpu=2 \
-            '{file}' {" ".join(map(str, FEW))}
-        sleep 600""").stdout.strip()
-    said = slurm.repo.parent / "outer.log"
-    wait_for(lambda: said.exists() and said.read_text().strip())
-    job = said.read_text().strip()
-    assert trained(slurm, "ddp-2n2g", job) == (2, 4)
+    file = slurm.repo / "batchfiles" / "batch-lit-2n2g.sh"
+    with slurm.counting("lit"):
+        outer = slurm("sbatch", "--parsable", "--output=outer.log",
+                      "--ntasks=3", "--mem-per-cpu=10", "--wrap", f"""
+            srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_EXACT=1 \
+                SLURM_TRES_PER_TASK=cpu:3 SLURM_STEP_NUM_TASKS=3 \
+                sbatch --parsable --output=inner.log --cpus-per-gpu=2 \
+                '{file}' --max-steps 9
+            sleep 600""").stdout.strip()
+        said = slurm.repo.parent / "outer.log"
+        wait_for(lambda: said.exists() and said.read_text().strip())
+        job = said.read_text().strip()
+        end = slurm.wait(job)
     slurm("scancel", outer)
     log = (slurm.repo.parent / "inner.log").read_text()
+    assert end["JobState"] == "COMPLETED" and end["Restarts"] == "0", log
+    assert world(slurm.result("lit-2n2g", job)) == (2, 4)
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
-    for what in (f"ddp-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
-                 "solutions/train_gpt2_ddp.py --run-dir", "torch 2.",
-                 "world size 4", "preset tiny, data data, "):
+    for what in (f"lit-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
+                 "solutions/train_gpt2_lit.py --run-dir", "torch 2."):
         assert what in log[:log.index("| step")]
-    files = list((slurm.repo / "runs" / f"ddp-2n2g-{job}").glob("gpus-*.txt"))
+    files = list((slurm.repo / "runs" / f"lit-2n2g-{job}").glob("gpus-*.txt"))
     assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
     assert all("dmon" in file.read_text() for file in files)
     wait_for(lambda: not slurm.processes(job))
@@ -220,19 +213,17 @@ def test_from_inside_another_job(slurm):
 def test_the_script_on_the_desk(slurm):
     """It passed the check, and is edited since; bad input ends the job."""
     desk = slurm.repo / "code" / "train_gpt2.py"
-    ddp = (slurm.repo / "solutions" / "train_gpt2_ddp.py").read_text()
-    with holding(desk, f"{ddp}# mine\n"):
+    with slurm.counting("lit"), holding(desk, f"{COUNTS}# mine\n"):
         slurm(sys.executable, "-c",
               "import sys; from workshop.lesson import checked\n"
-              "checked.record('ddp', sys.argv[1].encode())", ddp,
+              "checked.record('lit', sys.argv[1].encode())", COUNTS,
               PYTHONPATH=str(slurm.repo))
-        job = slurm.submit("ddp-1n1g", "--preset", "tiny", "--data", "none",
-                           "--device", "cpu")
+        job = slurm.submit("lit-1n1g", "--max-steps", 0)
         end = slurm.wait(job)
     desk.with_name(".checked.json").unlink()
     log = slurm.log(job)
     assert f"{desk} --run-dir" in log and log.startswith("warning: ")
-    assert log.count("none: there is no such folder: check --data") == 1
+    assert log.count("nothing to do: check --max-steps") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 
 
@@ -261,8 +252,8 @@ def test_fineweb_as_a_job(slurm):
 def test_the_doctor_as_a_job(slurm):
     """And where SLURM gives GPUs, which torch does not find."""
     jobs = [slurm.submit("doctor", options=[
-        f"--gpus-per-node={gpus}", "--ntasks-per-node=2",
-        "--cpus-per-gpu=1"]) for gpus in (2, 0)]
+        f"--nodes={n}", f"--gpus-per-node={gpus}", f"--ntasks-per-node={n}",
+        "--cpus-per-gpu=1"]) for n, gpus in ((1, 1), (2, 0))]
     states = [slurm.wait(job)["JobState"] for job in jobs]
     without, log = map(slurm.log, jobs)
     assert states == ["FAILED", "COMPLETED"], without + log
