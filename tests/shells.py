@@ -49,16 +49,13 @@ def build_editable(folder, settings=None, metadata=None):
 """
 
 
-def clone(folder):
-    """A copy of the repository, in a folder whose name has spaces."""
+def tiny_clone(folder):
+    """A copy of the repository, in a folder whose name has spaces.
+
+    It needs two tiny packages, and has its dataset.
+    """
     repo = folder / "my own clone"
     copy_course(repo, *ENVIRONMENT, "backstage", "workshop")
-    return repo
-
-
-def tiny_clone(folder):
-    """The same, but it needs two tiny packages, and has its dataset."""
-    repo = clone(folder)
     (repo / "pyproject.toml").write_text(PROJECT)
     (repo / "backend.py").write_text(BACKEND)
     for name in "requirements.txt", "environment/constraints.txt":

@@ -22,7 +22,6 @@ from shells import (
     CLOSED,
     PACKAGES,
     SHELLS,
-    clone,
     command,
     environment,
     named,
@@ -157,30 +156,6 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
                    "match", "mbegin", "mend", "_OLD_VIRTUAL_PATH"}, new
 
 
-@pytest.mark.parametrize("place", ["variables", "around"])
-def test_the_settings_of_another_repository_stay(desk, tmp_path, place):
-    theirs, env = tmp_path / "theirs", {}
-    git(tmp_path, "init", "-q", "theirs")
-    before = (theirs / ".git" / "config").read_bytes()
-    repo = theirs / "course"
-    shutil.copytree(desk, repo, symlinks=True)
-    (repo / "site.sh").write_text(
-        f"WORKSHOP_VENV={shlex.quote(str(desk / '.venv'))}\n")
-    if place == "variables":
-        git(repo, "init", "-q")
-        env = {"GIT_DIR": str(theirs / ".git"), "GIT_WORK_TREE": str(theirs)}
-    program = desk / ".venv" / "bin" / "nbstripout"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    try:
-        works(repo, **env)
-    finally:
-        program.unlink()
-    assert (theirs / ".git" / "config").read_bytes() == before
-    if place == "variables":
-        assert "nbstripout" in (repo / ".git" / "config").read_text()
-
-
 def test_it_is_found_where_cd_looks_elsewhere(desk, tmp_path):
     (tmp_path / desk.name).mkdir()
     out = works(desk, f"source {shlex.quote(desk.name)}/activate.sh\necho $?",
@@ -259,27 +234,21 @@ target = {elsewhere}
 
 
 @pytest.mark.whole
-def test_what_pip_is_told_does_not_send_packages_elsewhere(tmp_path):
-    """Nor does what a module sets; what lies beside stays as it is."""
-    repo, elsewhere = tiny_clone(tmp_path), tmp_path / "elsewhere"
-    venv, lock = repo / ".venv", repo / ".venv.lock"
-    lock.write_text("theirs")
-    old = venv.with_name(".venv.workshop-old")
-    old.mkdir()
-    stays = plant(old)
+def test_what_pip_is_told_does_not_send_packages_elsewhere(set_up, tmp_path):
+    """Nor does what a module sets."""
+    (repo, venv), elsewhere = set_up(tmp_path), tmp_path / "elsewhere"
     module = tmp_path / "module"  # its packages are there only if it is loaded
     module.mkdir()
-    ZipFile(repo / "wheels/one-1.0-py3-none-any.whl").extractall(module)
+    ZipFile(repo / "wheels/three-1.0-py3-none-any.whl").extractall(module)
     config = tmp_path / "pip.conf"
     config.write_text(PIP_CONF.format(
         links=shlex.quote((repo / "wheels").as_uri()), elsewhere=elsewhere))
+    needing(repo, "one", "three")
     works(repo, PACKAGES, PIP_CONFIG_FILE=str(config), PIP_NO_INDEX="",
           PIP_FIND_LINKS="", PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
           PIP_ROOT=str(elsewhere), PIP_PYTHON="/nowhere", PIP_NO_DEPS="1",
           PYTHONHOME="/nowhere", PYTHONPATH=str(module))
-    assert imports(venv, "one", "two") and not elsewhere.exists()
-    stays()
-    assert lock.read_text() == "theirs"
+    assert imports(venv, "one", "two", "three") and not elsewhere.exists()
 
 
 def test_a_lock_that_another_holds(tmp_path):
@@ -355,19 +324,22 @@ def test_a_path_is_replaced_and_no_file_beside_it(build, tmp_path):
 
 
 @pytest.mark.whole
-def test_killed_or_without_a_network_the_next_attempt_works(tmp_path):
-    """In a folder with a space and an apostrophe."""
+def test_killed_the_next_attempt_works(tmp_path):
+    """In a folder with a space and an apostrophe; what is beside it stays."""
     (tmp_path / "it's mine").mkdir()
     repo = tiny_clone(tmp_path / "it's mine")
+    venv, lock = repo / ".venv", repo / ".venv.lock"
+    lock.write_text("theirs")
+    old = venv.with_name(".venv.workshop-old")
+    old.mkdir()
+    stays = plant(old)
     killed(repo, lambda new: (new / "pyvenv.cfg").exists())
-    assert not (repo / ".venv").exists()
-    ran = source(repo, **NO_NETWORK | {"PIP_RETRIES": "1"})
-    refused(ran, "network")
-    assert "WARNING: Retrying after connection broken" in ran[0]
-    assert beside(repo / ".venv") == [".venv.lock"]
+    assert not venv.exists()
     out = works(repo, f"{PACKAGES}; python -m pip check; pip --version")
     assert f"{repo}\nNo broken" in out and f"from {repo}/.venv/lib" in out
-    assert beside(repo / ".venv") == [".venv", ".venv.lock"]
+    stays()
+    assert beside(venv) == [".venv", lock.name, old.name]
+    assert lock.read_text() == "theirs"
 
 
 @pytest.mark.whole
@@ -380,7 +352,9 @@ def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path, python):
     needing(repo, "one", "nowhere-to-be-had")
     if python == "same Python":
         moments = "workshop-base", "lib/python*/site-packages/three.py"
-        refused(source(repo, **NO_NETWORK), "nowhere-to-be-had.*network")
+        ran = source(repo, **NO_NETWORK | {"PIP_RETRIES": "1"})
+        refused(ran, "nowhere-to-be-had.*network")
+        assert "WARNING: Retrying after connection broken" in ran[0]
         assert beside(venv) == [".venv", ".venv.lock"]
     else:
         moments = "notes", "lib/python*/site-packages/pip"
@@ -402,10 +376,11 @@ def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path, python):
 
 
 @pytest.mark.whole
-def test_what_this_clone_has_not_made_stays(tmp_path):
+def test_what_this_clone_has_not_made_stays(set_up, tmp_path):
     """In the clone's own place, and beside it."""
-    repo = tiny_clone(tmp_path)
-    venv, new = repo / ".venv", repo / ".venv.workshop-new"
+    repo, venv = set_up(tmp_path)
+    far = venv.rename(tmp_path / "far")
+    new = repo / ".venv.workshop-new"
     venv.mkdir()
     stays = plant(venv)
     refused(source(repo, **YES), "has not made it: rename it")
@@ -421,12 +396,11 @@ def test_what_this_clone_has_not_made_stays(tmp_path):
     new.rename(tmp_path / "new")
 
     # A link is the clone's own as long as no other clone has made it there.
-    (tmp_path / "far").mkdir()
-    venv.symlink_to(tmp_path / "far")
+    venv.symlink_to(far)
     other = tiny_clone(tmp_path / "other")
-    (other / ".venv").symlink_to(tmp_path / "far")
-    for repo_, package in (repo, "one"), (repo, "three"), (other, "one"):
-        needing(repo_, package)
+    (other / ".venv").symlink_to(far)
+    for repo_ in repo, other:
+        needing(repo_, "one" if repo_ is other else "three")
         assert ("installing" in works(repo_)) == (repo_ is repo)
     assert venv.is_symlink()
 
@@ -463,6 +437,26 @@ def test_the_filter_of_notebooks_goes_into_no_other_repository(
     git(repo, "init", "-q")
     works(repo, GIT_DIR=str(other / ".git"), GIT_WORK_TREE=str(other))
     assert has_it(repo) and not has_it(other)
+
+
+@pytest.mark.whole
+def test_the_first_status_of_a_new_clone_filters_no_notebook(set_up, tmp_path):
+    """It took a second of CPU time for each: the doctor asks git, too."""
+    needs("git")
+    (repo, venv), ask = set_up(tmp_path), "git describe --always --dirty"
+    (repo / ".gitattributes").write_text("*.ipynb filter=nbstripout\n")
+    (repo / "one.ipynb").write_text("{}")
+    for words in ("init -q", "add -A", "commit -qm x"):
+        git(repo, *words.split())
+    program(venv / "bin" / "nbstripout",
+            '#!/bin/sh\ntouch "$0.called"; cat\n')
+    os.utime(repo / "one.ipynb", (1, 1))  # as if git did not know the time
+    out, err = source(repo, f"cd '{repo}'; {ask}")
+    assert re.search(r"status=0\n[0-9a-f]+\n$", out), out + err
+    assert not (venv / "bin" / "nbstripout.called").exists()
+    (repo / "one.ipynb").write_text("[]")
+    assert source(repo, f"cd '{repo}'; {ask}")[0].endswith("-dirty\n")
+    assert (venv / "bin" / "nbstripout.called").exists()
 
 
 # ------------------------------------------------------ one that is shared
@@ -505,26 +499,15 @@ def test_every_spelling_is_the_same_environment(set_up, tmp_path, mount):
         assert venv.stat().st_ino == inode and beside(venv) == names
     assert not (maker / ".venv").exists() and not (other / ".venv").exists()
 
-
-@pytest.mark.whole
-def test_a_change_by_another_spelling(set_up, tmp_path, mount):
-    """The environment is renamed where it is, not where a link is."""
-    repo, venv = set_up(tmp_path, shared=True)
-    stays = plant(venv)
-    link, place = tmp_path / "link", tmp_path / "mount"
-    link.symlink_to(venv)
-    place.mkdir()
-    for path, package in ((f"{venv}/", "three"), (link, "one"),
-                          (place, "three")):
-        needing(repo, package)
-        named(repo, path)
-        if path == place:
-            mount("--bind", venv, place)
-            refused(source(repo, **YES), f"{place} .* mount it again")
-        else:
-            assert "installing" in works(repo, **YES)
+    # it is renamed where it is, not where a link is
+    for place, package in ("bind mount", "three"), ("odd link", "one"):
+        needing(maker, package)
+        named(maker, SPELLINGS[place].format(top=top))
+        ran = source(maker, **YES)
+        assert "installing" in ran[0] and imports(venv, "one", "three")
+        if place == "bind mount":
+            refused(ran, "mount .* mount it again")
         stays()
-    assert link.is_symlink() and imports(venv, "one", "two", "three")
     assert beside(venv) == ["venv", "venv.lock"]
 
 
@@ -587,25 +570,24 @@ def test_clones_with_other_requirements(set_up, tmp_path):
 
 
 @pytest.mark.whole
-def test_two_clones_at_once(tmp_path):
-    """In one empty folder: the second uses what the first has made."""
-    shared = tmp_path / "venv"
-    shared.mkdir()
-    repos = [tiny_clone(tmp_path / name) for name in ("a", "b")]
-    needing(repos[1], "one", "three")
-    shells = []
+def test_two_clones_at_once(set_up, tmp_path):
+    """The second uses what the first has made."""
+    maker, venv = set_up(tmp_path, shared=True)
+    repos, shells = [maker, tiny_clone(tmp_path / "b")], []
     for repo in repos:
-        named(repo, shared)
+        named(repo, venv)
+        needing(repo, "one", "three")
+    for repo in repos:
         shells.append(subprocess.Popen(
-            command(repo, PACKAGES), cwd=tmp_path, env=environment(repo),
+            command(repo, f"python -c 'import three'; {PACKAGES}"),
+            cwd=tmp_path, env=environment(repo, **YES),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True))
     outs = [shell.communicate()[0] for shell in shells]
     for repo, out in zip(repos, outs, strict=True):
         assert "status=0" in out and out.endswith(f"{repo}\n"), out
-        assert not (repo / ".venv").exists()
-    for words in ("installing", "INSTALL=yes"):
-        assert "".join(outs).count(words) == 1
-    assert beside(shared) == ["venv", "venv.lock"]
+    assert "".join(outs).count("installing") == 1
+    left = {"venv.workshop-old"} & {*beside(venv)}  # the other clone's
+    assert beside(venv) == ["venv", "venv.lock", *left]
 
 
 @pytest.mark.whole
@@ -619,8 +601,7 @@ def test_a_shared_environment_killed_between_two_names(set_up, tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("python", ["same Python", "another Python"])
-def test_a_full_disk(set_up, tmp_path, mount, python):
+def test_a_full_disk(set_up, tmp_path, mount):
     """The old one works, and nothing new is left."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -630,11 +611,9 @@ def test_a_full_disk(set_up, tmp_path, mount, python):
     wheel(repo / "wheels", "big", {
         "big.py": "", "data": "0123456789abcdef" * 2 ** 20})  # 16 MB
     needing(repo, "one", "big")
-    if python == "another Python":
-        age_its_python(venv)
     size = shutil.disk_usage(disk).used + 2 ** 22  # 4 MB more
     subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
-    refused(source(repo, **YES), "No space left|no space left|cannot make")
+    refused(source(repo, **YES), "No space left|no space left")
     assert imports(venv, "one", "two") and not imports(venv, "big")
     assert beside(venv) == ["venv", "venv.lock"]
     stays()
@@ -703,8 +682,8 @@ def test_a_shared_environment_of_another(desk, tmp_path):
 
 @pytest.mark.whole
 def test_an_environment_made_by_hand_is_left_alone(tmp_path):
-    """With the real packages, so that the demo dataset is built."""
-    repo = clone(tmp_path)
+    """With the real packages, and so with GPT-2's vocabulary."""
+    repo = tiny_clone(tmp_path)
     venv = tmp_path / "by hand"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv],
                    check=True)
@@ -715,9 +694,6 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     out, err = source(repo, "echo $TIKTOKEN_CACHE_DIR")
     assert out.endswith(f"status=0\n{repo}/fineweb/.cache/tiktoken\n"), err
     assert "Traceback" not in err  # there was no network
-    assert list((repo / "fineweb/demo").glob("demo_train_*.npy"))
-    out, _ = source(repo)
-    assert "documents" not in out  # it was there
     assert set(venv.iterdir()) == made
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cluster import FLAGS, world
-from conftest import needs, program
+from cluster import world
+from conftest import program
 
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop import __main__ as workshop
 from workshop import launch
-from workshop.processes import OPEN_MPI
 from workshop.stages import STAGES
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
@@ -127,14 +125,16 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
 def test_a_job_of_two_nodes(slurm):
     """As typed in salloc's shell: its variables are not the step's options."""
     run = slurm.repo / "runs" / "mine"
-    words = " ".join(map(str, FLAGS))
-    job = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
-                "--gpus-per-node=2", "--ntasks-per-node=1",
-                "--cpus-per-task=4", "--wrap", f"""
-        export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
-        '{sys.executable}' -m workshop launch ddp -- {words} --max-steps 6 \
-            --run-dir '{run}'""", PYTHONPATH=str(slurm.repo)).stdout.strip()
-    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    with slurm.counting("ddp"):
+        job = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
+                    "--gpus-per-node=2", "--ntasks-per-node=1",
+                    "--cpus-per-task=4", "--wrap", f"""
+            export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
+            '{sys.executable}' -m workshop launch ddp -- --max-steps 2 \
+                --run-dir '{run}'""", PYTHONPATH=str(slurm.repo)
+            ).stdout.strip()
+        slurm.wait(job)
+    assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
     log = slurm.log(job)
     assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
                      + " ".join(slurm.nodes), log, re.M), log
@@ -155,8 +155,8 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
                    check=True)
     site, = venv.glob("lib/python*/site-packages")
     (site / "all.pth").write_text(sysconfig.get_path("purelib"))
-    for name in "workshop-base", "bin/torchrun":
-        program(venv / name, Path(sys.prefix, name).read_text().replace(
+    program(venv / "workshop-base", Path(
+        sys.prefix, "workshop-base").read_text().replace(
             sys.prefix, str(venv)))
     pack = "bash", ROOT / "environment" / "archive.sh", "pack", archive
     subprocess.run(pack, check=True,
@@ -170,36 +170,20 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
         cd '{slurm.repo}'
         sed -i '/^WORKSHOP_VENV=/d' site.sh
         . ./activate.sh
-        python -m workshop launch ddp -- {" ".join(map(str, FLAGS))} \\
-            --data ../data --max-steps 6 --run-dir runs/unpacked
+        python -m workshop launch lit -- --max-steps 2 \\
+            --run-dir runs/unpacked
         srun rm -r '{disk}/gpt2-workshop-{os.getuid()}'
         """.replace("\n        ", "\n"))
-    by_hand = slurm("sbatch", "--parsable", "--output=%j.log",
-                    script).stdout.strip()
-    assert slurm.wait(by_hand)["JobState"] == "COMPLETED", slurm.log(by_hand)
-    batch = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
-                  slurm.repo / "batchfiles" / "batch-ddp-1n1g.sh", *FLAGS,
-                  "--max-steps", 6, TMPDIR=str(disk),
-                  WORKSHOP_VENV=str(archive)).stdout.strip()
-    assert slurm.wait(batch)["JobState"] == "COMPLETED", slurm.log(batch)
-    for job, run in (by_hand, "unpacked"), (batch, f"ddp-1n1g-{batch}"):
+    submit = "sbatch", "--parsable", "--output=%j.log"
+    with slurm.counting("lit"):
+        by_hand = slurm(*submit, script).stdout.strip()
+        slurm.wait(by_hand)
+        batch = slurm(*submit, "--nodes=2", slurm.repo / "batchfiles" /
+                      "batch-lit-1n1g.sh", "--max-steps", 2, TMPDIR=str(disk),
+                      WORKSHOP_VENV=str(archive)).stdout.strip()
+        slurm.wait(batch)
+    for job, run in (by_hand, "unpacked"), (batch, f"lit-1n1g-{batch}"):
+        assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
         assert slurm.log(job).count("unpacking") == 2  # once on each node
         assert world(SimpleNamespace(folder=slurm.repo / "runs" / run)) == (
             2, 2)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("stage", ["ddp", "mpi"])
-def test_a_job_of_pbs(data, tmp_path, stage):
-    """As typed in its shell, with a real mpiexec."""
-    needs("mpiexec")
-    run, nodes = tmp_path / "run", tmp_path / "nodes"
-    nodes.write_text(f"{socket.gethostname()}\n" * 2)
-    done = subprocess.run(
-        [sys.executable, "-m", "workshop", "launch", stage, "--", *map(
-            str, FLAGS), "--data", data, "--max-steps", "6", "--run-dir", run],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | OPEN_MPI | {
-            "PBS_JOBID": "3.pbs", "PBS_NODEFILE": str(nodes)})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "place     PBS job 3.pbs: 1 x 2 processes" in done.stdout
-    assert world(SimpleNamespace(folder=run)) == (1, 2)

@@ -16,13 +16,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import clone_course
+from cluster import COUNTS, clone_course, holding
 from conftest import needs, program
 from stages import PBS_FLAGS, Result
 
 from workshop.processes import OPEN_MPI
 
 FLAGS = " ".join(PBS_FLAGS)
+TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node
 
 QSTAT = """#!/bin/sh
 echo "Job Id: $2
@@ -30,9 +31,9 @@ echo "Job Id: $2
     Account_Name = my-project
     Resource_List.place = scatter
     Resource_List.select = 1:ncpus=32:ngpus=4:mpiprocs=4
-    Resource_List.walltime = 00:01:04
+    Resource_List.walltime = 00:00:14
     schedselect = 1:ncpus=32:ngpus=4:mpiprocs=4
-    Submit_arguments = -A my-project -qworkq -l walltime=00:01:04,
+    Submit_arguments = -A my-project -qworkq -l walltime=00:00:14,
 	place=scatter -v FLAGS=--preset tiny --device cpu --microbatch-size 1 -
 	-max-steps 100000 -l filesystems=home:eagl
 	e batchfiles/pbs/batch-stage.sh
@@ -87,50 +88,58 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
     for library in Path("/usr/lib").glob("*/libmpich.so.12"):
         (tmp_path / "libmpi.so.12").symlink_to(library)  # docs/launching.md
     submitted, folder = tmp_path / "submitted", tmp_path / "run"
-    flags = f"{FLAGS} --max-steps 100000 --eval-every 100000"
-    done = run(clone, "ddp", bin=str(tmp_path), FLAGS=flags,
-               SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder),
-               LD_LIBRARY_PATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (steps,) = re.findall(r"a new job goes on after (\d+) steps", done.stdout)
+    flags = f"{FLAGS} --max-steps 100000"
+    with holding(clone / "solutions" / "train_gpt2_ddp.py", COUNTS):
+        done = run(clone, "ddp", bin=str(tmp_path), FLAGS=flags,
+                   SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder),
+                   LD_LIBRARY_PATH=str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        (steps,) = re.findall(r"a new job goes on after (\d+) ", done.stdout)
+        again = run(clone, "ddp", FLAGS=flags.replace(
+            "100000", str(int(steps) + 5)), WORKSHOP_RUN=str(folder))
     *options, option, variables, file = submitted.read_text().splitlines()
     assert options == ["-A", "my-project", "-qworkq", "-l",
-                       "walltime=00:01:04,place=scatter", "-l",
+                       "walltime=00:00:14,place=scatter", "-l",
                        "filesystems=home:eagle"]
     assert option == "-v" and variables == (
         f"WORKSHOP_RUN={folder},STAGE=ddp,FLAGS={flags}")
     assert Path(file) == clone / "batchfiles" / "pbs" / "batch-stage.sh"
-
-    again = run(clone, "ddp", FLAGS=flags.replace(
-        "100000 ", f"{int(steps) + 5} ", 1), WORKSHOP_RUN=str(folder))
     assert again.returncode == 0, again.stdout + again.stderr
     for job in (done, again):
         assert "job       stage 123.pbs, on " in job.stdout
-        assert "world size 4" in job.stdout
+        assert job.stdout.count("\nnode None") == 4
+    assert "stopped by SIGUSR1" in done.stdout
     assert Result(folder, []).column("step") == list(range(int(steps) + 5))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "n"), [("std", 1), ("mpi", 4)])
-def test_without_torchruns_names(clone, tmp_path, stage, n):
-    """std needs no launcher, and mpi asks its own. Open MPI binds nothing."""
+def test_a_job_that_trains(clone, tmp_path):
+    """With mpi, which asks its own launcher. Open MPI binds nothing."""
     needs("mpiexec")
-    done = run(clone, stage, WORKSHOP_RUN=str(tmp_path / "run"),
+    done = run(clone, "mpi", TWO, WORKSHOP_RUN=str(tmp_path / "run"),
                OMPI_MCA_hwloc_base_binding_policy="core:overload-allowed",
                OMPI_MCA_hwloc_base_report_bindings="1",
                FLAGS=f"{FLAGS} --max-steps 3")
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "run" / "hyperparameters.json").read_text())
-    assert said["world_size"] == n
-    assert done.stderr.count(" is not bound (") == (n if n > 1 else 0)
+    assert said["world_size"] == 2 == done.stderr.count(" is not bound (")
 
 
 @pytest.mark.whole
 def test_the_doctor_as_a_job(clone):
     needs("mpiexec")
-    done = run(clone, "", file="doctor")
+    done = run(clone, "", TWO, file="doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok     rank ") == 4
+    here = re.escape(socket.gethostname())
+    expected = [
+        *(rf"rank {rank}: local rank {rank} on {here}, .+" for rank in (0, 1)),
+        r"training: 10 steps of a tiny model, loss 1\.\d+ -> 0\.\d+, the same "
+        "weights on all ranks",
+        r"all-reduce: 2 ranks over \w+, [\d,]+ MB in [\d.]+ ms: [\d.]+ GB/s "
+        "per rank", rf"{here} talks over \S.+"]
+    said = re.findall("^ok     (.*)", done.stdout, re.M)
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.fullmatch(pattern, line)
 
 
 @pytest.mark.whole
