@@ -274,6 +274,25 @@ def run_command(*command, timeout=400, folder=ROOT, **more):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+# Without torch: the ranks meet where rank 0 is said to be.
+MEETS = """\
+import os, socket, time
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(place) as door:
+        for _ in range(int(os.environ["WORLD_SIZE"]) - 1):
+            door.accept()
+    print("all have met")
+else:
+    met = None
+    while not met:
+        try:
+            met = socket.create_connection(place)
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+"""
+
+
 def tiny(run, data, *flags):
     return ("--preset", "tiny", "--device", "cpu", "--data", data, "--run-dir",
             run, *flags)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from conftest import MPICH, needs, program
-from stages import GOLDEN, Result, agree, run_command, tiny
+from stages import MEETS, Result, agree, run_command, tiny
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -123,32 +123,42 @@ def test_all_leave_mpi(tmp_path, enter, mpich):
         assert done.returncode == 0, done.stderr
 
 
+def openmpi_on(enter, *options):
+    """Open MPI's, on both nodes."""
+    return ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
+            "node1,node2", *options]
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "library"), [
-    ("mpi", "Open MPI"), ("mpi", "MPICH"), ("ddp", "Open MPI")])
-def test_one_loss_curve_on_two_nodes(
-        stage, library, data, single, tmp_path, request, enter):
-    """Each has a network of its own, and they talk over the cable."""
+@pytest.mark.parametrize("library", ["Open MPI", "MPICH", "none"])
+def test_on_two_nodes(library, data, single, tmp_path, request, enter):
+    """Each has a network of its own, and they talk over the cable.
+
+    The loss curve is one; and ranks without MPI meet.
+    """
     needs("mpirun")
-    more, script = {}, [sys.executable, STAGES[stage].solution]
-    if stage == "ddp":
-        script[1:1] = ["-m", "workshop.as_torchrun", "-v"]
-        more = {"MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
-    if library == "Open MPI":
-        mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
-                  "node1,node2", *(["-x", "MASTER_ADDR"] if more else [])]
-    else:
-        more |= request.getfixturevalue("mpich") | ON_TWO_NODES
+    more, script = {}, [*MPI, *tiny(tmp_path / "run", data)]
+    mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
+              "node1,node2", "-x", "MASTER_ADDR"]
+    if library == "MPICH":
+        more = request.getfixturevalue("mpich") | ON_TWO_NODES
         mpirun = mpich_on(enter)
-    words = [*mpirun, "-n", 2, *script, *tiny(tmp_path / "run", data)]
+    elif library == "none":
+        (tmp_path / "meets.py").write_text(MEETS)
+        script = [sys.executable, "-m", "workshop.as_torchrun", "-v",
+                  tmp_path / "meets.py"]
+        more = {"MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
     before = link(enter, "node1")["stats64"]["rx"]["bytes"]
-    done = run_command(enter, "node1", shlex.join(map(str, words)), **more)
+    done = run_command(enter, "node1", shlex.join(
+        map(str, [*mpirun, "-n", 2, *script])), **more)
+    if library == "none":
+        assert "rank 1 of 2, on node2 local rank 0 of 1" in done.stdout
+        assert "all have met" in done.stdout
+        return
     result = Result(tmp_path / "run", [
         Rank(done.returncode, done.stdout, done.stderr)])
     agree(result, single)
     assert "world size 2" in done.stdout
-    if stage == "ddp":
-        assert "rank 1 of 2, on node2 local rank 0 of 1" in done.stdout
     # at least half of the gradients, 20 times
     weights = result.checkpoint()["model"].values()
     sent = 20 * sum(weight.nbytes for weight in weights) / 2
@@ -229,50 +239,46 @@ def one_line(done, *words):
         assert word in line
 
 
+JOINS = [sys.executable, "-c", "from backstage.mpi import MPI"]
+ENDS = [sys.executable, "-c", """
+import sys
+from backstage import mpi
+from backstage.errors import require, run_main
+
+def main():
+    MPI = mpi.join_mpi()
+    require(not sys.argv[1:], "no such folder")
+    MPI.COMM_WORLD.Barrier()
+
+run_main(main)
+"""]
+
+
 @pytest.mark.whole
-def test_an_error_of_one_rank_ends_all(tmp_path):
+def test_what_is_wrong_is_one_line(mpich):
+    """As stage mpi says it, when it joins the world of MPI."""
     needs("mpirun")
-    words = ["-n", 1, *MPI, *tiny(tmp_path / "run", GOLDEN)]
-    one_line(run_command("mpirun", *words, ":", *words, "--data", "/nowhere"),
-             "/nowhere")
-
-
-@pytest.mark.whole
-def test_two_mpis_mixed_are_one_line(tmp_path, mpich):
-    """The launcher's MPI is not the library's: worlds of one."""
+    # an error of one rank ends all
+    one_line(run_command("mpirun", "-n", 1, *ENDS, ":", "-n", 1, *ENDS, "x"),
+             "no such folder")
+    # the launcher's MPI is not the library's: worlds of one
     for mpirun, more in (("mpiexec.mpich", {}), ("mpirun", mpich)):
-        done = run_command(mpirun, "-n", 2, *MPI,
-                           *tiny(tmp_path / "run", GOLDEN), **more)
+        done = run_command(mpirun, "-n", 2, *JOINS, **more)
         one_line(done, "2 processes were started", "MPI4PY_LIBMPI")
         assert (f"ln -s {MPICH}" in done.stderr) == (mpirun != "mpirun")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.whole
-def test_what_else_is_wrong_is_one_line(tmp_path):
-    needs("mpirun")
-    words = [*MPI, *tiny(tmp_path / "run", GOLDEN)]
-    done = run_command(*words, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
+    done = run_command(*JOINS, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
                        MASTER_ADDR="localhost", MASTER_PORT="29500")
     one_line(done, "start it with mpirun -n 2")
-    done = run_command(*words, SLURM_PROCID="0", SLURM_LOCALID="0",
+    done = run_command(*JOINS, SLURM_PROCID="0", SLURM_LOCALID="0",
                        SLURM_STEP_NUM_TASKS="2")
     assert done.returncode == 1
     if "error: 2 processes" not in done.stderr:  # Open MPI says it itself
         assert "srun" in done.stderr
     if os.getuid() == 0:  # whom Open MPI refuses
-        done = run_command("mpirun", "-n", 2, *words,
+        done = run_command("mpirun", "-n", 2, *JOINS,
                            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="0")
         assert done.returncode == 1 and "--allow-run-as-root" in done.stderr
-
-
-@pytest.mark.whole
-def test_without_a_library_or_mpi4py_it_is_one_line(tmp_path):
-    one_line(run_command(*MPI, *tiny(tmp_path / "run", GOLDEN),
-                         MPI4PY_LIBMPI="/nowhere.so"),
+    one_line(run_command(*JOINS, MPI4PY_LIBMPI="/nowhere.so"),
              "there is no MPI library", "module load", "install")
-    hidden = ("import sys, runpy; sys.modules['mpi4py'] = None; "
-              "sys.argv = sys.argv[1:]; "
-              "runpy.run_path(sys.argv[0], run_name='__main__')")
-    one_line(run_command(sys.executable, "-c", hidden, MPI[1]),
-             "mpi4py is not installed")
+    one_line(run_command(*JOINS[:2], "import sys; sys.modules['mpi4py'] = None"
+                         f"; {JOINS[2]}"), "mpi4py is not installed")
