@@ -14,6 +14,7 @@ import sys
 from itertools import chain
 
 import pytest
+from cluster import COUNTS
 from conftest import edit, program
 from stages import (
     STARTER,
@@ -25,9 +26,10 @@ from stages import (
     wait_for_rows,
 )
 
+from backstage import ROOT
 from workshop.processes import free_port
 
-STEPS = "--max-steps", 120, "--eval-every", 50  # more than an epoch
+STEPS = "--max-steps", 50, "--eval-every", 20
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +76,8 @@ def test_it_needs_nothing_but_pytorch():
 def test_the_same_training(alone, tmp_path):
     result = train("starter", tmp_path / "run", *STEPS, mesh=(1, 3, 1))
     agree(result, alone)
-    assert result.column("loss")[-1] < 0.7 * result.column("loss")[0]
-    assert len(re.findall(r"^\| step", result.out, re.M)) == 120
+    assert result.column("loss")[-1] < 0.8 * result.column("loss")[0]
+    assert len(re.findall(r"^\| step", result.out, re.M)) == 50
     assert (tmp_path / "run" / "finished").exists()
 
 
@@ -83,12 +85,12 @@ def test_the_same_training(alone, tmp_path):
 def test_with_fsdp(fsdp, alone, tmp_path):
     """Also from a checkpoint of DDP, on another number of processes."""
     run = tmp_path / "run"
-    start_stage("starter", run, *STEPS, "--checkpoint-every", 30,
-                mesh=(1, 3, 1), probes=[DieAfter(60)]).wait()
+    start_stage("starter", run, *STEPS, "--checkpoint-every", 15,
+                mesh=(1, 3, 1), probes=[DieAfter(30)]).wait()
     result = train("starter", run, *STEPS, "--resume", mesh=(1, 2, 1),
                    script=fsdp)
     agree(result, alone)
-    assert "| step   60/" in result.out and "| step   59/" not in result.out
+    assert "| step   30/" in result.out and "| step   29/" not in result.out
 
 
 @pytest.mark.whole
@@ -110,17 +112,23 @@ def test_dropout_and_workers_are_resumed_exactly(tmp_path):
 
 @pytest.mark.whole
 def test_a_signal_to_its_workers_too_saves(tmp_path):
-    """SLURM sends it to all processes of a job."""
-    run = tmp_path / "run"
+    """SLURM sends it to all processes of a job. The last words are seen."""
+    run, script = tmp_path / "run", tmp_path / "train.py"
+    script.write_text(edit(STARTER.read_text(), (
+        "    dist.barrier()", "    print('the last words')\n"
+        "    dist.barrier()")))
     process = subprocess.Popen(
-        [sys.executable, STARTER, "--run-dir", run, "--fp32", "--workers", "2",
+        [sys.executable, script, "--run-dir", run, "--fp32", "--workers", "2",
          "--max-steps", "100000"], start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items()
+             if name != "PYTHONUNBUFFERED"})
     wait_for_rows(run, 3)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGUSR1)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "stopped by a signal" in out and any(run.glob("checkpoints/*.pt"))
+    assert out.endswith("the last words\n")
 
 
 def test_a_mistake_ends_it_despite_its_workers(tmp_path):
@@ -133,20 +141,6 @@ def test_a_mistake_ends_it_despite_its_workers(tmp_path):
     result = train("starter", tmp_path / "run", "--workers", 2, script=script,
                    timeout=60)
     assert result.status == 1 and "OSError: no sample 77" in result.err
-
-
-@pytest.mark.whole
-def test_what_is_printed_last_is_seen(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(edit(STARTER.read_text(), (
-        "    dist.barrier()", "    print('the last words')\n"
-        "    dist.barrier()")))
-    result = subprocess.run(
-        [sys.executable, script, "--max-steps", "1"], cwd=tmp_path,
-        env={name: value for name, value in os.environ.items()
-             if name != "PYTHONUNBUFFERED"},
-        capture_output=True, text=True, timeout=120)
-    assert result.stdout.endswith("the last words\n"), result.stderr
 
 
 @pytest.mark.parametrize("changes", [
@@ -207,14 +201,14 @@ def test_the_ranks_divide_each_minibatch():
 @pytest.mark.whole
 def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     run = tmp_path / "run"
-    flags = *STEPS, "--checkpoint-every", 20
-    start_stage("starter", run, *flags, probes=[DieAfter(60)]).wait()
+    flags = *STEPS, "--checkpoint-every", 10
+    start_stage("starter", run, *flags, probes=[DieAfter(30)]).wait()
     newest = max((run / "checkpoints").glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:1000])
     result = train("starter", run, *flags, "--resume", mesh=(1, 2, 1))
     agree(result, alone)
     assert result.out.count(f"{newest.name} is damaged") == 1
-    assert "| step   40/" in result.out
+    assert "| step   20/" in result.out
 
 
 @pytest.fixture(scope="module")
@@ -337,19 +331,19 @@ PROGRAMS = {
 
 @pytest.mark.whole
 def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
-    """The batch file, with programs in the place of SLURM's."""
+    """The batch file, with programs in the place of SLURM's and of torch's."""
     (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
         program(tmp_path / "bin" / name, f"#!/bin/bash\n{text}")
-    (tmp_path / "train.py").write_text(STARTER.read_text())
+    (tmp_path / "train.py").write_text(COUNTS)
     env = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON":
         sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
-        "SLURM_CPUS_PER_TASK": "1"}
+        "SLURM_CPUS_PER_TASK": "1", "PYTHONPATH": str(ROOT)}
 
     def job(max_steps, **more):
         return subprocess.Popen(
-            ["bash", STARTER.with_name("batch.sh"), "--fp32", "--max-steps",
+            ["bash", STARTER.with_name("batch.sh"), "--max-steps",
              str(max_steps)], cwd=tmp_path, env=env | more, text=True,
             stdout=subprocess.PIPE, start_new_session=True)
 
@@ -358,17 +352,17 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     wait_for_rows(run, 3)
     first.send_signal(signal.SIGUSR1)
     out, _ = first.communicate(timeout=120)
-    assert first.returncode == 0 and "stopped by a signal" in out
+    assert first.returncode == 0 and "stopped by SIGUSR1" in out
     calls = tmp_path / "scontrol.txt"
     assert calls.read_text().splitlines()[-1] == "requeue 7"
     done = (run / "metrics.csv").read_text().count("\n") - 1
     second = job(done + 5)
     out, _ = second.communicate(timeout=120)
-    assert second.returncode == 0 and f"| step {done:4d}/" in out
+    assert second.returncode == 0 and f"| step {done:3}" in out
     assert calls.read_text().count("requeue") == 1
     cancelled = job(100_000, STATE="COMPLETING")
-    wait_for_rows(run, done + 10)
+    wait_for_rows(run, done + 7)
     os.killpg(cancelled.pid, signal.SIGTERM)  # as scancel: all of them
     out, _ = cancelled.communicate(timeout=120)
-    assert "stopped by a signal" in out
+    assert "stopped by SIGTERM" in out
     assert calls.read_text().count("requeue") == 1  # it stays cancelled
