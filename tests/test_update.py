@@ -14,15 +14,20 @@ LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
 
 
-@pytest.fixture
-def course(tmp_path):
-    """Where the course is developed."""
-    course = tmp_path / "course"
-    copy_course(course, "backstage", "workshop", "solutions", "batchfiles",
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    copy_course(folder, "backstage", "workshop", "solutions", "batchfiles",
                 LESSON, ".gitignore", DESK)
-    git(course, "init", "-q", "-b", "main")
-    commit(course)
-    return course
+    git(folder, "init", "-q", "-b", "main")
+    commit(folder)
+    return folder
+
+
+@pytest.fixture
+def course(made, tmp_path):
+    """Where the course is developed."""
+    return shutil.copytree(made, tmp_path / "course")
 
 
 @pytest.fixture
@@ -233,18 +238,13 @@ def test_the_repository_around_a_course_without_git_is_left_alone(
     assert precious.read_text() == "not committed"
 
 
-@pytest.mark.parametrize("names", [
-    ("GIT_DIR",), ("GIT_DIR", "GIT_WORK_TREE"), ("GIT_INDEX_FILE",),
-    ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX"), ("GIT_COMMON_DIR",),
-    ("GIT_OBJECT_DIRECTORY",)])
-def test_gits_variables_do_not_lead_elsewhere(names, theirs, course, clone):
-    places = {"GIT_WORK_TREE": theirs, "GIT_PREFIX": "",
-              "GIT_INDEX_FILE": theirs / ".git" / "index",
-              "GIT_OBJECT_DIRECTORY": theirs / ".git" / "objects"}
-    env = {name: str(places.get(name, theirs / ".git")) for name in names}
+def test_gits_variables_do_not_lead_elsewhere(theirs, course, clone):
     append(course / "batchfiles" / "job.sh", "# new\n")
     commit(course)
-    assert "have changed" in update(clone, **env)
+    assert "have changed" in update(
+        clone, GIT_DIR=f"{theirs}/.git", GIT_WORK_TREE=str(theirs),
+        GIT_INDEX_FILE=f"{theirs}/.git/index", GIT_COMMON_DIR=f"{theirs}/.git",
+        GIT_OBJECT_DIRECTORY=f"{theirs}/.git/objects", GIT_PREFIX="")
     same(clone, course)
 
 
