@@ -267,6 +267,14 @@ def slurm():
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def set_up(tmp_path_factory):
+    """A function that sets a tiny clone up: it and its environment."""
+    from shells import set_up_from  # which imports this file
+
+    return set_up_from(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(scope="module")
 def browser():
     needs("chromium")

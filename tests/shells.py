@@ -123,11 +123,18 @@ def named(repo, venv):
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={shlex.quote(str(venv))}\n")
 
 
-@pytest.fixture(scope="session")
-def set_up(tmp_path_factory):
-    """A function that sets a tiny clone up, at once: it copies one."""
-    model = tiny_clone(tmp_path_factory.mktemp("model"))
-    assert str(model) in works(model, PACKAGES)
+def set_up_from(model):
+    """A function that sets a tiny clone up, at once: it copies this model.
+
+    What is beside the model's environment stays.
+    """
+    model = tiny_clone(model)
+    lock, old = model / ".venv.lock", model / ".venv.workshop-old"
+    lock.write_text("theirs")
+    (old / "notes").mkdir(parents=True)
+    said = works(model, f"{PACKAGES}; python -m pip check; pip --version")
+    assert f"{model}\nNo broken" in said and f"from {model}/.venv/lib" in said
+    assert lock.read_text() == "theirs" and (old / "notes").exists()
 
     def call(folder, shared=False):
         """The clone and its environment: its own, or folder/shared/venv."""

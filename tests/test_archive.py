@@ -14,8 +14,7 @@ import pytest
 from cluster import wait_for
 from conftest import program
 from shells import PACKAGES, environment, refused, source, tiny_clone
-from shells import mount as mount  # fixtures
-from shells import set_up as set_up
+from shells import mount as mount  # a fixture
 
 pytestmark = pytest.mark.whole
 
