@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from cluster import COUNTS, FLAGS, agree, holding, wait_for, world
+from cluster import COUNTS, FLAGS, holding, wait_for, world
 from conftest import needs
-from stages import BYTES
+from stages import BYTES, agree
 from tiktoken_ext import openai_public
 
 from backstage import ROOT, dataset

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import FLAGS, agree, wait_for
+from cluster import FLAGS, wait_for
+from stages import agree
 
 from backstage import ROOT
 
