@@ -4,7 +4,6 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from cases.case import RANKS
 from checks import FORWARD, board_of, plant
 from conftest import linear_light
 
@@ -15,6 +14,7 @@ from workshop.notebook import pictures, tied
 
 @pytest.mark.whole
 def test_a_table_of_a_wrong_script(tmp_path, capsys):
+    """And what is drawn beside it: the losses, and the samples."""
     board = board_of(plant(tmp_path, FORWARD), capsys)
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]
@@ -50,23 +50,15 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys):
     line = float(re.search(r'y1="([\d.]+)"[^>]*stroke-dash', drawn)[1])
     assert heights[0] > line > max(heights[1:])  # y counts downwards
 
-
-@pytest.mark.whole
-def test_a_picture_of_the_samples(tmp_path, capsys):
-    """From the script itself: every rank reads rank 0's samples."""
-    board = board_of(plant(tmp_path, (RANKS, "0, " + RANKS[6:])), capsys)
-    seen = board.pictures["2"]
-    assert seen["read"][0] == seen["read"][1]
-    drawn = pictures.reads(
-        seen["expected"], seen["read"], seen["readers"])
-    # half of the samples were read by both, the other half by nobody
-    assert drawn.count("stroke-dasharray") == 16 * 6
-    seen = board.pictures["1"]
-    drawn = pictures.reads(
-        seen["expected"], seen["read"], seen["readers"])
+    expected, read, readers = (seen[what] for what in (
+        "expected", "read", "readers"))
+    drawn = pictures.reads(expected, read, readers)
     assert "stroke-dasharray" not in drawn
     about = ElementTree.fromstring(drawn).find("desc").text
-    assert about.startswith("step 0: rank 0 read 0 1 2 3 4 5 6")
+    assert about.startswith("step 0: rank 0 read 0 1 4 5 8 9 12 13, rank 1 ")
+    # as if half of the samples were read by both, the other half by nobody
+    drawn = pictures.reads(expected, [read[0], read[0]], readers)
+    assert drawn.count("stroke-dasharray") == 16 * 6
 
 
 NOISE = ("/x/torch/cuda.py:1: UserWarning: CUDA is not there\n",
@@ -141,14 +133,6 @@ def test_the_signs_have_a_legend_and_words():
     assert html.count('tabindex="0" role="region" aria-label="Which ') == 1
     assert html.count('<th scope="col">') == 5
     assert html.count('<th scope="row">') == 1
-
-
-def test_a_schedule_says_what_it_shows():
-    events = [[["F", 0, 0, 1], ["B", 0, 3, 5]], [["F", 0, 1, 2],
-                                                 ["B", 0, 2, 3]]]
-    about = ElementTree.fromstring(pictures.timeline(events)).find("desc").text
-    assert "On average a rank waits 50% of the time." in about
-    assert about.endswith("Rank 0: F0, a wait, B0. Rank 1: a wait, F0, B0.")
 
 
 @pytest.mark.parametrize("losses", [[None, 5.0], [5.0, 5.0], []])
