@@ -5,11 +5,12 @@ import json
 import os
 import re
 import shutil
+import sys
 from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import python
+from conftest import workshop
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -22,10 +23,6 @@ EXAMPLES = sorted(path for path in results.EXAMPLES.iterdir()
                   if path.is_dir())
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024,
         "vocab_size": 50257}
-
-
-def plot(*arguments, cwd, words=("workshop", "plot")):
-    return python(cwd, "-m", *words, *arguments, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture
@@ -217,29 +214,25 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
         "node2 GPU 0": [88.5, 90]}
 
 
-@pytest.mark.whole
-def test_plot_makes_a_picture(tmp_path):
-    run = plot("-o", "all.png", *EXAMPLES, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert "ddp x 4" in run.stdout
+def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    panels.main("all.png", EXAMPLES)
+    assert "all.png: std x 1, mpi x 2, ddp x 1" in capsys.readouterr().out
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
     # one run is enough; the MFU is shown if it is known
     shutil.copytree(results.EXAMPLES / "std-1", tmp_path / "run")
     rewrite(tmp_path / "run" / "metrics.csv", mfu=["0.415"] * 20)
-    run = plot("-o", "one.svg", "run", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    panels.main("one.svg", ["run"])
     svg = (tmp_path / "one.svg").read_text()
     for text in ("MFU 42%", "there are only runs on one process",
                  "needs one stage on three numbers", "no GPU metrics"):
         assert text in svg
 
-
-def test_a_single_run_is_drawn_as_one(tmp_path):
     def panel(name):
-        run = plot("panel.svg", name, results.EXAMPLES / "ddp-2",
-                   cwd=tmp_path, words=("workshop.results.plot",))
-        assert run.returncode == 0, run.stderr
+        monkeypatch.setattr(sys, "argv", [
+            "", "panel.svg", name, str(results.EXAMPLES / "ddp-2")])
+        panels.write_panel()
         return (tmp_path / "panel.svg").read_text()
 
     svg = panel("loss")
@@ -261,22 +254,17 @@ def test_runs_of_other_lengths_part_after_the_warm_up():
     assert title not in panels.themed(lambda ax: panels.loss(ax, both))
 
 
-def test_a_picture_is_not_written_beside_a_folder(tmp_path):
+def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
     """matplotlib would write folder.png for "folder"."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(UserError, match="folder is a folder: name a file"):
-        panels.main(str(folder), EXAMPLES)
-    assert [*tmp_path.rglob("*")] == [folder]
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["nowhere"], "nowhere: there is no hyperparameters.json"),
-    (["-o", "all.xyz"], "all.xyz: Format 'xyz' is not supported"),
-    (["-o", "not/there.png"], "not/there.png: No such file"),
-])
-def test_plot_says_what_is_wrong_in_a_line(arguments, message, tmp_path):
-    run = plot(*arguments, cwd=tmp_path)
-    assert run.returncode == 1
-    assert run.stderr.startswith("error: ") and message in run.stderr
-    assert run.stderr.count("\n") == 1
+    said = workshop(ROOT, "plot", "nowhere", status=1)
+    assert "nowhere: there is no hyperparameters.json" in said
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+            ("folder", "folder is a folder: name a file"),
+            ("all.xyz", "all.xyz: Format 'xyz' is not supported")):
+        with pytest.raises(UserError, match=message):
+            panels.main(name, EXAMPLES)
+    with pytest.raises(FileNotFoundError):  # which the command says in a line
+        panels.main("not/there.png", EXAMPLES)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
