@@ -5,7 +5,6 @@
 writes the table in workshop/lessons/traffic.md from what it counts.
 """
 
-import json
 import math
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import train_gpt2_std as std
-from conftest import edit
 from stages import make_dataset, sent_by, steps_seen, train
 
 from backstage import ROOT
@@ -24,7 +22,7 @@ from backstage.flops import (
     num_parameters,
     padded_vocab_size,
 )
-from workshop import arithmetic, processes
+from workshop import arithmetic
 from workshop.arithmetic import of_step
 from workshop.stages import STAGES
 
@@ -38,68 +36,14 @@ CASES = [  # stage, mesh, microbatches of a rank in a step
     ("3d", (4, 1, 1), 4), ("3d", (4, 1, 1), 8), ("3d", (2, 2, 1), 4),
     ("3d", (2, 1, 2), 4), ("3d", (2, 2, 2), 4)]
 
-
-ZERO = """
-import json
-import math
-import sys
-
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-
-from workshop.notebook.sharding import Traffic, std
-
-dist.init_process_group("gloo")
-mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-found = {}
-for each in (False, True):  # reduce once a step, or for each microbatch
-    model = std.GPT(std.GPTConfig(32, 512, 4, 4, 32))
-    P = sum(weight.numel() for weight in model.parameters())
-    for module in (*model.transformer.h, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    with Traffic() as traffic:
-        for last in (False, True):
-            model.set_reshard_after_backward(last)
-            model.set_requires_gradient_sync(last or each)
-            model(*torch.randint(512, (2, 2, 32))).backward()
-            if not last:
-                kept = [sum(x.nbytes for x in (
-                    getattr(x, "_local_tensor", x) for x in tensors
-                    if x is not None)) for tensors in (
-                        [*model.parameters()],
-                        [weight.grad for weight in model.parameters()])]
-    found[each] = [4 * P, *kept, traffic.bytes["reduce_scatter_base"],
-                   traffic.bytes["allgather_base"]]
-if dist.get_rank() == 0:
-    print(json.dumps([found[False], found[True]]))
-dist.destroy_process_group()
-"""
-
-
-def test_fsdp_that_reduces_once_a_step_is_zero_1(tmp_path):
-    """With two microbatches: what is kept between them, what is sent.
-
-    Reduced for each, it is ZeRO-2, which sends (A + 1) / 2 times as much: a
-    reduce-scatter for each microbatch, and one all-gather of the ranks' parts.
-    """
-    script = tmp_path / "zero.py"
-    script.write_text(ZERO)
-    first, *_ = processes.launch(script, world_size=2)
-    once, each = json.loads(first.out.splitlines()[-1])
-    whole = once[0]
-    assert once[1:] == [whole, whole, whole, whole // 2]
-    assert each[3:] == [2 * whole, whole // 2]
-
-
-def watch(stage, mesh, microbatches, data, folder, *flags, script=None):
+def watch(stage, mesh, microbatches, data, folder, *flags):
     """What `steps_seen` sees of each rank."""
     seen = folder / "seen"
     seen.mkdir()
     result = train(stage, folder / "run", "--max-steps", 5,
                    "--eval-minibatches", 1, "--microbatch-size",
                    8 // (mesh[1] * microbatches), *flags, data=data,
-                   mesh=mesh, script=script, log=seen, probes=[steps_seen])
+                   mesh=mesh, log=seen, probes=[steps_seen])
     assert result.status == 0, result.err
     return [torch.load(seen / f"{rank}.pt") for rank in range(math.prod(mesh))]
 
@@ -116,19 +60,11 @@ def test_the_table_has_what_was_counted(case):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("stage, flags, changes", [
-    ("lit", ("--strategy", "fsdp2", "--recompute"), ()),
-    ("fsdp", (), [("            raw_model.set_requires_gradient_sync("
-                   "is_last_microbatch)\n", "")])],
-    ids=["lit-fsdp2", "fsdp-no-sync"])
-def test_what_the_lessons_say_of_others(
-        stage, flags, changes, data, tmp_path):
-    """fsdp2 sends with every microbatch, as the stage fsdp would if it did
-    not wait for the last one. Each rank keeps a half of everything."""
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(edit(STAGES[stage].solution.read_text(), *changes))
+def test_what_the_lesson_says_of_fsdp2(data, tmp_path):
+    """It sends with every microbatch. Each rank keeps a half of everything."""
     A, n, L = 2, 2, CONFIG["n_layer"]  # microbatches, ranks, blocks
-    ranks = watch(stage, (1, n, 1), A, data, tmp_path, *flags, script=script)
+    ranks = watch("lit", (1, n, 1), A, data, tmp_path, "--strategy", "fsdp2",
+                  "--recompute")
     counted, = sent_by(ranks, (1, n, 1))
     P = num_parameters(std.GPTConfig(**CONFIG))
     P_b = L * block_parameters(CONFIG["n_embd"])  # gathered twice
