@@ -92,18 +92,18 @@ def test_the_table_grows(tmp_path, monkeypatch):
     file = tmp_path / "one_gpu.json"
     one_gpu.limit(CPU, file)
     monkeypatch.setattr(one_gpu, "find_peak", None)  # it is kept
-    for name in "recompute", "fp32", "microbatch":
+    for name in "recompute", "fp32":
         record = one_gpu.add(name, CPU, SMALL, file)
     rows = record["rows"]
     assert json.loads(file.read_text()) == record
-    assert [*rows] == ["fp32", "microbatch", "recompute"]
+    assert [*rows] == ["fp32", "recompute"]
     config = std.replace(std.MODELS["tiny"], vocab_size=2048)
     for row in rows.values():
         assert row["mfu"] == pytest.approx(
             row["tokens_per_second"] * flops_per_token(config, 32) / 1e11)
         assert row["parts"]["backward"] > 0 and row["parts"]["data"] > 0
     said = one_gpu.table(record)
-    assert len(said.splitlines()) == 5 and f"{rows['fp32']['mfu']:.1%}" in said
+    assert len(said.splitlines()) == 4 and f"{rows['fp32']['mfu']:.1%}" in said
     drawn = one_gpu.draw(record)
     assert "recompute" in drawn and "optimizer" in drawn
     assert "currentColor" in drawn and "waiting" not in drawn
