@@ -20,7 +20,7 @@ D3_JOIN = """\
 CASES = (
     # the changes of the lesson, each left out alone
     wrong("the pipeline's loss not joined", "the logged loss of step 0",
-          (D3_JOIN, ""), suite=True),
+          (D3_JOIN, "")),
     # another stage's script
     wrong("the script of tp", "", "tp"),
     # what runs to the end, and is wrong

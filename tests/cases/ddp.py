@@ -74,7 +74,7 @@ CASES = (
           ("B, T, rank, world_size):", "B, T):"), (f"        {OFFSET}\n", ""),
           (BEGIN, "self.position = i"), (MOVE, "self.position += self.B"),
           (f"B, T,\n                     {RANKS}", "B, T)\n        for split"),
-          (COUNT, "accumulation_steps = S // B"), suite=True),
+          (COUNT, "accumulation_steps = S // B")),
     wrong("a part of the dataset for each rank", "samples of step 0: rank 0 "
           "reads 0 to 7, not", (f"        {OFFSET}\n", ""),
           ("T\n        self.seek(0)",
@@ -168,7 +168,7 @@ CASES = (
            "        mean_loss = torch.zeros("), suite=True),
     wrong("an endless loop", "it never reaches step 2 but keeps running",
           ("        mean_loss = torch.zeros(", "        while step == 2:\n"
-           "            pass\n        mean_loss = torch.zeros("), suite=True),
+           "            pass\n        mean_loss = torch.zeros(")),
     wrong("prints without end", "it prints without end",
           ("        mean_loss = torch.zeros(", "        while step == 2:\n"
            "            print('x' * 1000)\n        mean_loss = torch.zeros(")),

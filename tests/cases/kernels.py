@@ -10,7 +10,7 @@ CASES = (
     # masks
     wrong("no mask of what is written", "gelu: gelu_forward writes outside of "
           "its tensors", ("tile * tl.sigmoid(2 * u), i < N)",
-                          "tile * tl.sigmoid(2 * u))"), suite=True),
+                          "tile * tl.sigmoid(2 * u))")),
     wrong("no mask of what is read", "gelu: gelu_backward reads outside",
           ("dy + i, i < N, other=0.0", "dy + i")),
     wrong("a row is written beyond its end",
@@ -43,8 +43,7 @@ CASES = (
     # races
     wrong("all programs write to one row", "layer_norm: layer_norm_backward "
           "writes what another program reads or writes: a race",
-          ("    at = program * N + columns\n", "    at = columns\n"),
-          suite=True),
+          ("    at = program * N + columns\n", "    at = columns\n")),
     wrong("the gradient's tiles overlap",
           "cross_entropy: cross_entropy_backward",
           ("columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)",
@@ -67,5 +66,5 @@ CASES = (
           ("tl.store(dw + at, tl.sum(dy * tile, 0), columns < N)",
            "tl.atomic_add(dw + columns, tl.sum(dy * tile, 0), columns < N)"),
           ("tl.store(db + at, tl.sum(dy, 0), columns < N)", "tl.atomic_add(db "
-           "+ columns, tl.sum(dy, 0), columns < N)"), suite=True),
+           "+ columns, tl.sum(dy, 0), columns < N)")),
 )

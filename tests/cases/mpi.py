@@ -70,7 +70,7 @@ CASES = (
     wrong("the rank for the local rank",
           "takes device 2, but it has local rank 0",
           ("comm.Split_type(MPI.COMM_TYPE_SHARED).rank", "comm.rank")),
-    right("the solution", suite=True),
+    right("the solution"),
     right("one flat buffer", (MPI_LOOP, MPI_FLAT)),
     right("allreduce in lower case", (MPI_LOOP, """\
     for weight in model.parameters():
