@@ -107,6 +107,7 @@ EQUIVALENT = (
      "NumPy's numbers are as good"),
     ("lit", "enable_model_summary=False.* -> ", "it prints a table more"),
     ("lit", r"-> .*min\(max_steps - 1, step\)", "min() has no order"),
+    ("3d", r"-> loss /= max\(1, len", "max() has no order"),
     ("lit", r"max_steps - 1.*-> .*max_steps( [-+] [01])?\), max",
      "the rate after the last step is never used"),
     ("kernels", r"(TILE|BLOCK|ROWS|COLUMNS)(, COLUMNS)? = .* -> ",

@@ -130,19 +130,3 @@ def test_outside_the_course(tmp_path):
                 "HOME": str(tmp_path),
                 "PYTHONPATH": f"{tmp_path / 'ours'}:{theirs}"})
         assert says in end.stdout, end.stdout
-
-
-def test_a_causal_mask_is_the_same_on_all_ranks(tmp_path):
-    """Of infinities, whose difference is nan."""
-    case = Case("DDP", "", ("weights are equal",), (
-        ("nn.Sequential(nn", "nn.Sequential(Masked(), nn"),
-        ("model = DDP(", """\
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-    def forward(self, x): return x
-model = DDP(""")))
-    status, out = outcome(case, tmp_path)
-    assert not problem(case, status, out), out
-    assert "buffers differ" not in out, out

@@ -467,7 +467,6 @@ def problem(case, status, out):
     return ""
 
 
-LOADER = ", sampler=sampler)"
 SAME_SAMPLES = "FAIL  all 2 ranks read the same samples"
 NOT_REDUCED = "FAIL  gradients are not reduced"
 AROUND = "call model(...), not model.module(...)"
@@ -495,8 +494,6 @@ CASES = [
           "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", ""),
           suite=True),
     right("DDP, a look", "an update has 32 samples, as with one"),
-    wrong("DDP, a look", "no set_epoch", "set_epoch was not called",
-          ("    sampler.set_epoch(epoch)\n", "")),
     wrong("DDP", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
           (STEP, "        if rank == 0: optimizer.step()\n")),
     wrong("DDP", "unused parameters", "find_unused_parameters=True",
@@ -506,34 +503,14 @@ CASES = [
     wrong("DDP", "all write", "FAIL  several ranks write log.txt",
           (STEP, STEP + "        open('log.txt', 'a').write('x')\n"),
           suite=True),
-    wrong("DDP", "all print", "warn  several ranks print the same lines",
-          (STEP, STEP + "        print('step', epoch)\n")),
-    wrong("DDP", "another learning rate", "FAIL  in update 0 the weights are "
-          "off", ("lr=0.1", "lr=0.1 * size")),
-    wrong("DDP", "samplers of their own", "FAIL  the ranks' "
-          "DistributedSamplers have different seeds",
-          ("DistributedSampler(dataset)",
-           "DistributedSampler(dataset, seed=rank)")),
     wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
           ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
            "        if rank == 0 and size > 1: dist.barrier()\n"),
           suite=True),
 
-    wrong("DDP", "a schedule of its own", "the learning rate is 0.098, with "
-          "one process 0.099, in update 1",
-          (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
-           "size / 1000\n")),
     wrong("DDP", "an error", "rank 0 ended with an error: ValueError: a bad "
           "sample (line 23)", ("        optimizer.zero_grad()\n",
                                "        raise ValueError('a bad sample')\n")),
-    wrong("DDP", "it only says why", 'its last line: "2 GPUs are needed"',
-          ("dist.init_process_group(", "print('2 GPUs are needed')\n"
-           "raise SystemExit\ndist.init_process_group(")),
-    wrong("DDP", "one class", "warn  all gradients are 0",
-          ("mse_loss(model(x), y)", "cross_entropy(model(x), y)")),
-    wrong("DDP", "no numbers", "FAIL  in update 1 the loss is nan, with one "
-          "process, too",
-          ("lr=0.1", "lr=1e30"), ("0.5)\n", "1e30)\n")),
     wrong("DDP", "not told its rank", "FAIL  no rank joins a process group: "
           "each trains alone\n        -> is it to be told its rank? "
           "--local_rank {rank} among its flags",
@@ -541,7 +518,7 @@ CASES = [
            "if '--local_rank' in sys.argv: dist.init_process_group("),
           ("dist.get_rank(), dist.get_world_size()", "0, 1"),
           ("model = DDP(nn", "model = (nn"),
-          ("(dataset)", "(dataset, 1, 0)"), suite=True),
+          ("(dataset)", "(dataset, 1, 0)")),
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
@@ -553,37 +530,21 @@ CASES = [
           suite=True),
     right("NumPy", "the ranks read different samples (16 each)",
           "other samples each time that it is started", suite=True),
-    wrong("NumPy", "seeds that differ", "FAIL  rank 1 begins with other "
-          "weights than rank 0: 0.weight",
-          ("optimizer = ", "model[0].weight.data = torch.tensor("
-           "numpy.random.randn(900, 10)).float()\noptimizer = ")),
 
     right("token mean", AS_ONE, suite=True),
-    wrong("token mean", "its own number", "-> each rank's loss is the mean "
-          "over its own 6 or 9 targets, and all count alike",
-          ("        dist.all_reduce(count)\n", ""),
-          ("size / count", "1 / count")),
     right("microbatches", AS_ONE),
     wrong("microbatches", "their own number", "-> each microbatch's loss is "
           "the mean over its own 1 or 4 or 5 targets, and all count alike",
           ('reduction="sum")', ") / 2"), ("size / count * nn", "nn")),
-    wrong("microbatches", "summed", "FAIL  in update 0 the mean loss is 2.8",
-          ("size / count", "size ** 2 / count")),
     right("token mean, more", "the loss is the mean over all targets of all "
           "ranks", AS_ONE, suite=True),
     wrong("token mean, more", "its own number", "warn  each rank's loss is "
           "the mean over its own", ("        dist.all_reduce(count)\n", ""),
           ("size / count", "1 / count"), suite=True),
-    wrong("token mean, more", "summed", "the gradients are 2 times",
-          ("size / count", "size ** 2 / count")),
     right("weighted mean", "warn  the gradients are a weighted mean of those "
           "of 2 minibatches, with weights from 0.4", AS_ONE, suite=True),
-    wrong("weighted mean", "summed", "FAIL  in update 0 the gradients are 2 "
-          "times those of one process",
-          ("size / total", "size ** 2 / total")),
     right("contrastive", "ranks gather something before backward()",
           suite=True),
-    wrong("contrastive", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     wrong("DDP", "stepped by their number", "the learning rate is 0.098, with "
           "one process 0.099, in update 1, as if its schedule were stepped 2 "
@@ -595,9 +556,6 @@ CASES = [
           "after as many updates, not after as many samples",
           ("32 // size", "32"), (STEP, STEP + "        optimizer."
                                  "param_groups[0]['lr'] *= 0.9\n")),
-    wrong("DDP", "a rate scaled with the minibatch", "ok    an update has 64 "
-          "samples, with one process 32; the learning rate is 2 times as "
-          "large", ("32 // size", "32"), ("lr=0.1", "lr=0.1 * size")),
 
     right("clamped", AS_ONE, WEIGHTS),
     right("EMA", AS_ONE),
@@ -606,17 +564,12 @@ CASES = [
           suite=True),
     right("files", AS_ONE, suite=True),
     right("torchrun's variables", AS_ONE),
-    wrong("torchrun's variables", "all read the same", SAME_SAMPLES,
-          (LOADER, ")")),
     right("rank as a flag", AS_ONE, suite=True),
-    wrong("rank as a flag", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     right("no seed", "warn  one process begins with other weights each time",
           "an update has 32 samples, as with one process", suite=True),
-    wrong("no seed", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     right("few values", "an update has 32 samples, as with one", AS_ONE),
-    wrong("few values", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("few samples", "a constant epoch", "warn  set_epoch(0) is called in "
           "several epochs", ("set_epoch(epoch)", "set_epoch(0)"), suite=True),
     right("split", "an update has 32 samples", AS_ONE),
@@ -624,45 +577,22 @@ CASES = [
           "part of what one process reads, and rank 0 does",
           ("manual_seed(3)", "manual_seed(3 + rank)"), suite=True),
     right("few samples", "right if the dataset is that small"),
-    wrong("few samples", "all read the same", SAME_SAMPLES,
-          ("DistributedSampler(dataset)", "DistributedSampler(dataset, 1, 0)")
-          ),
     right("columns", "an update has 32 samples, as with one", AS_ONE),
-    wrong("columns", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("recurrent", "an update has 32 samples, as with one", AS_ONE),
-    wrong("recurrent", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
-    wrong("noise", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("noise", "the same on all ranks", "warn  all ranks draw the same "
           "random numbers in each update: PyTorch's",
           ("torch.manual_seed(1 + rank)\n", ""),
           suite=True),
-    wrong("noise", "multiplied by their number", "times as much",
-          ("x + torch", "x + 0.1 * torch"),
-          ("mse_loss(model(x), y)", "mse_loss(model(x), y) * size")),
     right("layers dropped", AS_ONE),
     right("many updates", "rounding grows to that, too"),
-    wrong("many updates", "another rate later", "FAIL  in update 21 the "
-          "mean loss is", (STEP, """\
-        if step == 20: optimizer.param_groups[0]["lr"] *= size
-        step += 1
-""" + STEP), ("for epoch", "step = 0\nfor epoch")),
     right("closure", "gradients are reduced once an update", AS_ONE),
     right("losses added", "losses agree with a single process", AS_ONE),
-    wrong("losses added", "divided by its part", "the gradients are 2 times "
-          "those of one process", ("/ 32\n", "/ len(x)\n")),
     right("no module", "weights are equal on all ranks",
           "nor whether each rank reads its own"),
-    wrong("no module", "not reduced", NOT_REDUCED,
-          ("            dist.all_reduce(weight.grad)\n", "")),
 
     right("by hand", AS_ONE, "gradients are reduced once an update"),
-    wrong("by hand", "seeds that differ", "FAIL  rank 1 begins with other "
-          "weights than rank 0: 0.weight",
-          ("manual_seed(0)\nmodel", "manual_seed(rank)\nmodel")),
-    wrong("by hand", "no seed", "FAIL  rank 1 begins with other weights than "
-          "rank 0: 0.weight", ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
     wrong("by hand", "not reduced", NOT_REDUCED,
           ("            dist.all_reduce(weight.grad)\n", "")),
     wrong("by hand", "summed", "FAIL  in update 0 the gradients are the sum "
@@ -683,21 +613,10 @@ CASES = [
           "0 wrong, 1 to look at", suite=True),
     right("by step", "gradients are reduced by the optimizer, in its step()",
           WEIGHTS, suite=True),
-    wrong("by step", "summed", "FAIL  in update 0 the weights are off",
-          ("            weight.grad /= size\n", "")),
     right("on GPUs alone", "without a GPU each process trains alone: a CPU "
           "stands in for GPUs", AS_ONE, suite=True),
-    wrong("on GPUs alone", "around the wrapper", NOT_REDUCED,
-          ("model(x)", "getattr(model, 'module', model)(x)")),
     right("local SGD", "warn  weights are averaged every 2 updates",
           suite=True),
-    wrong("local SGD", "rank 0's weights", NOT_REDUCED,
-          ("dist.all_reduce(weight.data)\n                weight.data /= size",
-           "dist.broadcast(weight.data, 0)")),
-    wrong("local SGD", "all read the same", SAME_SAMPLES, (LOADER, ")")),
-    wrong("by hand", "divided twice", "the gradients are 0.5 times those of "
-          "one process", ("mse_loss(model(x), y)",
-                          "mse_loss(model(x), y) / size")),
 
     right("nanoGPT", "the ranks read different samples",
           "gradients are the mean of the ranks' own"),
@@ -705,36 +624,8 @@ CASES = [
           "the same update",  # rank 0 alone evaluates, and then draws others
           ("manual_seed(1337 + seed_offset)", "manual_seed(1337)"),
           suite=True),
-    wrong("nanoGPT", "never reduced", NOT_REDUCED,
-          ("                micro_step == gradient_accumulation_steps - 1)",
-           "                False)")),
-    wrong("nanoGPT", "always reduced", "warn  gradients are reduced 3 times",
-          ("                micro_step == gradient_accumulation_steps - 1)",
-           "                True)")),
-    wrong("nanoGPT", "divided twice", "warn  in update 0 the mean loss is "
-          "about 0.5",
-          ("loss / gradient_accumulation_steps",
-           "loss / gradient_accumulation_steps / ddp_world_size"),
-          suite=True),
-    wrong("nanoGPT", "around the wrapper", AROUND,
-          ("logits = model(X)", "logits = raw_model(X)")),
 
     right("minGPT", "an update has 32 samples, with one process 16", AS_ONE),
-    wrong("minGPT", "no set_epoch", "set_epoch was not called",
-          ("        self.train_loader.sampler.set_epoch(epoch)\n", "")),
-    wrong("minGPT", "all read the same", SAME_SAMPLES,
-          ("DistributedSampler(dataset))",
-           "DistributedSampler(dataset, 1, 0))")),
-    wrong("minGPT", "all save", "FAIL  several ranks write snapshot-",
-          ("if self.global_rank == 0 and epoch", "if epoch")),
-    wrong("minGPT", "a path of its own", "FAIL  it begins with snapshot.pt, "
-          "which verify's run before has saved",
-          ("(snapshot_path=sys.argv[1])", "()")),
-    wrong("minGPT", "an optimizer of another model", "parameters got no "
-          "gradient", ("Trainer(config, model, opt",
-                       "Trainer(config, GPT(), opt")),
-    wrong("minGPT", "around the wrapper", AROUND,
-          ("loss = self.model(source", "loss = self.model.module(source")),
 
     right("Accelerate", "an update has 32 samples, with one process 16",
           AS_ONE),
@@ -743,86 +634,25 @@ CASES = [
            "        model, optimizer, scheduler)"),
           ("    model, optimizer, loader, scheduler = accelerator.prep",
            "    model, optimizer, scheduler = accelerator.prep")),
-    wrong("Accelerate", "the model not prepared", NOT_REDUCED,
-          ("        model, optimizer, loader, scheduler)",
-           "        optimizer, loader, scheduler)"),
-          ("    model, optimizer, loader, scheduler = accelerator.prep",
-           "    optimizer, loader, scheduler = accelerator.prep")),
-    wrong("Accelerate", "around the wrapper", AROUND,
-          ("outputs = model(inputs)",
-           "outputs = accelerator.unwrap_model(model)(inputs)")),
-    wrong("Accelerate", "all save", "FAIL  several ranks write model.pt",
-          ("                optimizer.zero_grad()\n",
-           "                optimizer.zero_grad()\n                torch.save("
-           "accelerator.get_state_dict(model), 'model.pt')\n")),
 
-    right("HF Trainer", MULTIPLIED, AS_ONE, suite=True),
-    wrong("HF Trainer", "around the wrapper", AROUND,
-          ("outputs = model(**inputs)", "outputs = self.model(**inputs)")),
-    wrong("HF Trainer", "its own loader", SAME_SAMPLES,
-          ("    def compute_loss(", "    def get_train_dataloader(self):\n"
-           "        return torch.utils.data.DataLoader(\n"
-           "            self.train_dataset, batch_size=8)\n\n"
-           "    def compute_loss(")),
-    wrong("HF Trainer", "all print", "warn  several ranks print the same "
-          "lines", ("if state.is_world_process_zero:", "if True:")),
-    wrong("HF Trainer", "a callback changes rank 1", "FAIL  after update 1 "
-          "the weights of rank 1 are not rank 0's",
-          ("        if state.is_world_process_zero:\n",
-           "        if not state.is_world_process_zero:\n"
-           "            kwargs['model'].lm_head.weight.data *= 1.01\n"
-           "        if state.is_world_process_zero:\n")),
+    right("HF Trainer", MULTIPLIED, AS_ONE),
 
     right("Lightning", MULTIPLIED, AS_ONE, suite=True),
-    wrong("Lightning", "no sampler", SAME_SAMPLES,
-          ('strategy="ddp",', 'strategy="ddp", use_distributed_sampler=False,'
-           )),
     wrong("Lightning", "each alone", NOT_REDUCED,
           ('devices=int(os.environ["WORLD_SIZE"]),\n        strategy="ddp",',
            'devices=1,'), (", plugins=[TorchElasticEnvironment()]", "")),
-    wrong("Lightning", "seeds that differ", "FAIL  rank 1 begins with other "
-          "weights than rank 0",
-          ("    def configure_optimizers", "    def on_train_start(self):\n"
-           "        torch.manual_seed(self.global_rank)\n"
-           "        self.layer.reset_parameters()\n\n"
-           "    def configure_optimizers")),
-    wrong("Lightning", "all write", "FAIL  several ranks write loss.txt",
-          ("        return loss\n", "        open('loss.txt', 'a').write('x')"
-           "\n        return loss\n")),
 
     right("FSDP2", WEIGHTS,
           "what each rank alone has computed of the gradients", suite=True),
-    wrong("FSDP2", "all read the same", SAME_SAMPLES, (LOADER, ")")),
-    wrong("FSDP2", "another learning rate", "FAIL  in update 0 the weights "
-          "are off", ("lr=1e-3", "lr=1e-3 * size")),
-    wrong("FSDP2", "seeds that differ", "FAIL  they are not the first weights "
-          "of one process", ("torch.manual_seed(0)",
-                             "torch.manual_seed(dist.get_rank())"),
-          suite=True),
-    wrong("FSDP2", "clipped by the norm of its part", "FAIL  in update 0 the "
-          "weights are off", ("        nn.utils.clip_grad_norm_("
-                              "model.parameters(), 0.5)\n", """\
-        mine = [weight.grad.to_local() for weight in model.parameters()]
-        norm = torch.stack([grad.norm() for grad in mine]).norm()
-        for grad in mine:
-            grad *= (0.1 / norm).clamp(max=1)
-"""), ("torch.optim.AdamW(model.parameters(), lr=1e-3)",
-       "torch.optim.SGD(model.parameters(), lr=1e-1)")),
 
     right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS, suite=True),
-    wrong("GPUs", "all read the same", SAME_SAMPLES, (", sampler=sampler,",
-                                                      ",")),
     wrong("GPUs", "no training", "of its own? a CPU stood in for GPUs",
           ("torch.cuda.set_device(local)\n", "raise SystemExit\n")),
     right("GPUs, sharded", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
-    wrong("GPUs, sharded", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     right("several alone", "warn  as one process rank 0 ended with an error: "
           "AssertionError", "an update has 32 samples", "gradients are the "
           "mean of the ranks' own", "it does not train as one", suite=True),
-    wrong("several alone", "all read the same", SAME_SAMPLES, (LOADER, ")")),
-    wrong("several alone", "around the wrapper", AROUND, ("model(x)",
-                                                          "model.module(x)")),
     right("tensor parallel alone", "warn  all ranks read the same samples"),
 
     right("FSDP2, no seed", "one process begins with other weights"),
@@ -830,109 +660,52 @@ CASES = [
           "parts of 0.weight", suite=True),
     wrong("FSDP2, meta", "not all initialised", "FAIL  the first weights are "
           "not finite numbers: 2.weight, 2.bias",
-          ("(model[0], model[2]): layer.reset", "(model[0],): layer.reset"),
-          suite=True),
-    wrong("FSDP2, meta", "all read the same", SAME_SAMPLES, (LOADER, ")")),
+          ("(model[0], model[2]): layer.reset", "(model[0],): layer.reset")),
     wrong("FSDP2", "the optimizer before it", "FAIL  4 parameters got no "
           "gradient in any update", ("for layer in (", "optimizer = "
                                      "torch.optim.AdamW(model.parameters())\n"
                                      "for layer in ("),
           ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n",
            "")),
-    wrong("FSDP2", "weights without a value", "FAIL  the first weights are "
-          "not finite numbers: 0.bias",
-          ("optimizer = ", "nn.init.constant_(model[0].bias, torch.nan)\n"
-           "optimizer = ")),
     right("HSDP", AS_ONE, "gradients are reduced once an update"),
-    wrong("HSDP", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     right("tensor parallel", AS_ONE, "warn  all ranks read the same samples",
           "whether gradients are reduced: with tensor parallelism",
           suite=True),
     right("sharded by hand", "warn  3 parameters are smaller than with one "
           "process, or others: up.weight, up.bias, down.weight",
           "warn  all ranks read the same samples", suite=True),
-    wrong("sharded by hand", "a bias that differs", "FAIL  rank 1 begins with "
-          "other weights than rank 0: bias",
-          ("torch.zeros(1))", "torch.randn(1))")),
     wrong("tensor parallel", "other samples", "warn  each rank reads other "
           "samples", ("(dataset, 1, 0,", "(dataset,")),
     right("mixed precision", AS_ONE),
-    wrong("mixed precision", "another learning rate", "FAIL  in update 0 the "
-          "weights are off", ("lr=1e-3", "lr=1e-3 * size")),
     right("FSDP1", "an update has 32 samples, as with one process",
           "FullyShardedDataParallel keeps them in its own way"),
-    wrong("FSDP1", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
     right("images", "BatchNorm's running statistics differ between the ranks",
           "BatchNorm takes the mean over the samples of one process",
           suite=True),
-    wrong("images", "all read the same", SAME_SAMPLES, (LOADER, ")")),
-    wrong("images", "no wrapper", NOT_REDUCED, ("model = DDP(nn",
-                                                "model = (nn")),
-    wrong("images", "clipped first", "gradients are clipped "
-          "before they are reduced", ("model = DDP(nn", "model = (nn"),
-          ("0.5)\n", "0.5)\n        for weight in model.parameters():\n"
-           "            dist.all_reduce(weight.grad)\n"
-           "            weight.grad /= size\n")),
-    wrong("images", "minibatch multiplied", "warn  an update has 64 samples",
-          ("32 // size", "32")),
-    wrong("images", "multiplied by their number", "FAIL  in update 0 the "
-          "weights are off by ", ("mse_loss(model(x), y)",
-                                  "mse_loss(model(x), y) * size"),
-          ("0.5)\n", "1e9)\n"), suite=True),
     right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks",
           suite=True),
 
-    right("two optimizers", AS_ONE, WEIGHTS, suite=True),
-    wrong("two optimizers", "around the wrapper", NOT_REDUCED,
-          ("model(x)", "model.module(x)")),
+    right("two optimizers", AS_ONE, WEIGHTS),
     wrong("two optimizers", "one of them on rank 0",
           "FAIL  rank 1 makes 4 updates",
           ("[one.step() for one in self.optimizers]",
            "[one.step() for one in self.optimizers[:2 - rank]]"), suite=True),
-    wrong("two optimizers", "a rate of its own", "FAIL  after update 0 the "
-          "weights of rank 1 are not rank 0's",
-          ("AdamW([first], lr=1e-3)", "AdamW([first], lr=1e-3 * (1 + rank))")),
-    wrong("two optimizers", "all read the same", SAME_SAMPLES, (LOADER, ")")),
 
-    right("GAN", "weights are equal on all ranks in all 8 updates",
-          suite=True),
+    right("GAN", "weights are equal on all ranks in all 8 updates"),
     wrong("GAN", "a step without the wrapper", "FAIL  in update 1 the "
           "gradients of rank 1 are not rank 0's",
           ("fake = netG(", "fake = netG.module("), suite=True),
-    wrong("GAN", "the same noise", "samples are read by several ranks in the "
-          "same update", ("manual_seed(100 + rank)", "manual_seed(100)")),
-    wrong("GAN", "the same images", "samples are read by several ranks in the "
-          "same update", (LOADER, ")")),
-    wrong("GAN", "one network not wrapped", "FAIL  in update 0 the gradients "
-          "of rank 1 are not rank 0's", ("netD = DDP(nn", "netD = (nn")),
 
-    right("workers", MULTIPLIED, "gradients are the mean of the ranks' own",
-          suite=True),
-    wrong("workers", "all read the same", SAME_SAMPLES,
-          ("if i % (size * 2) == rank * 2 + worker.id",
-           "if i % 2 == worker.id")),
+    right("workers", MULTIPLIED, "gradients are the mean of the ranks' own"),
     wrong("workers", "workers read the same", "were read in an earlier update",
           ("if i % (size * 2) == rank * 2 + worker.id",
            "if i % size == (rank + worker.id) % size"), suite=True),
-    wrong("workers", "around the wrapper", AROUND,
-          ("model(**batch)", "model.module(**batch)")),
-    wrong("workers", "seeds that differ, no wrapper", "FAIL  rank 1 begins "
-          "with other weights", ("torch.manual_seed(0)",
-                                 "torch.manual_seed(rank)"),
-          ("DDP(LanguageModel())", "LanguageModel()")),
 
     right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
-    wrong("GradScaler", "all read the same", SAME_SAMPLES, (LOADER, ")")),
     wrong("GradScaler", "clipped with the scale", "warn  gradients are "
           "clipped before scaler.unscale_",
           ("        scaler.unscale_(optimizer)\n", ""), suite=True),
-    wrong("GradScaler", "around the wrapper", AROUND,
-          ("model(x)", "model.module(x)")),
-    wrong("GradScaler", "another learning rate", "FAIL  in update 0 the "
-          "weights are off", ("lr=1e-3", "lr=1e-3 * size")),
-    wrong("GradScaler", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
-          ("        scaler.step", "        if rank == 0: scaler.step")),
 
     # what a resume brings back
     right("starter", "the weights come back", "the optimizer's state comes "
@@ -943,52 +716,29 @@ CASES = [
           "optimizer's state does not come back: no step of layers.0.weight",
           ("if saved[\"optimizer\"][\"state\"]:", "if False:"),
           suite=True, resumes=True),
-    wrong("starter", "no weights", "FAIL  a resume after 2 updates: the "
-          "weights begin anew",
-          ("    state_dict.set_model_state_dict(model, saved[\"model\"], "
-           "options=whole)\n", ""), resumes=True),
     wrong("starter", "the data from its start", "FAIL  a resume after 2 "
           "updates: in the next update it reads the samples of update 0 "
           "again", ("load(train_data, steps,",
-                    "load(train_data, range(args.max_steps),"),
-          suite=True, resumes=True),
+                    "load(train_data, range(args.max_steps),"), resumes=True),
     wrong("starter", "the schedule from its start", "FAIL  a resume after 2 "
           "updates: the learning rate is 0.00015, not 0.00045, in the next "
           "update, as at the start", ("lr = get_lr(step, args)",
                                       "lr = get_lr(step - first_step, args)"),
-          suite=True, resumes=True),
+          resumes=True),
     wrong("starter", "random numbers", "warn  a resume after 2 updates: "
           "PyTorch's random numbers do not go on",
           ("        torch.manual_seed(hash((args.seed, step, rank)))  # for "
            "dropout\n", ""), ("nn.Dropout(0.0)", "nn.Dropout(0.1)"),
-          suite=True, resumes=True),
+          resumes=True),
     right("HF Trainer", "it goes on in the data where it was",
           "the learning rate goes on", "updates after it are those",
           resumes=True),
     right("HF Trainer, no seed", "the weights come back", "two runs with the "
           "same flags differ", resumes=True),
-    wrong("HF Trainer", "the data not skipped", "it reads the samples of "
-          "update 0 again", ("save_steps=2,",
-                             "save_steps=2, ignore_data_skip=True,"),
-          resumes=True),
     wrong("HF Trainer", "the model alone", "the optimizer's state does not "
           "come back", ("save_steps=2,",
                         "save_steps=2, save_only_model=True,"),
           resumes=True),
     right("minGPT", "the weights come back", "PyTorch's random numbers go on",
-          resumes=True),
-    wrong("minGPT", "no optimizer", "the optimizer's state does not come back",
-          ("        self.optimizer.load_state_dict("
-           "snapshot[\"optimizer_state\"])\n", ""), resumes=True),
-    wrong("minGPT", "the optimizer on rank 0", "the optimizer's state does "
-          "not come back on rank 1", ("        self.optimizer.load_",
-                                      "        if self.global_rank == 0: "
-                                      "self.optimizer.load_"),
-          suite=True, resumes=True),
-    wrong("minGPT", "an epoch again", "it reads the samples of update 0 again",
-          ("snapshot[\"finished_epoch\"] + 1", "snapshot[\"finished_epoch\"]"),
-          resumes=True),
-    wrong("minGPT", "random numbers", "PyTorch's random numbers do not go on",
-          ("        torch.set_rng_state(snapshot[\"rng_state\"])\n", ""),
           resumes=True),
 ]

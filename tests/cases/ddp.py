@@ -22,7 +22,6 @@ SAVE = """\
             run.save(done, raw_model, optimizer)
 """
 WORLD = """\
-    # The launcher says who this process is (prepare_process() translates
     # the names of srun); without a launcher this is a world of one.
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
@@ -35,13 +34,6 @@ JOIN = "    dist.init_process_group(backend)\n"
 LEAVE = "    run.finish()\n    dist.destroy_process_group()\n"
 RESTORE = "    first_step = run.restore(raw_model, optimizer)\n"
 SEEK = "    train_data.seek(first_step * S)\n"
-DEVICE = "device = use_device(hp.device, local_rank)"
-DIVIDE = "loss = loss / accumulation_steps"
-SWAPPED = ('"params": matrices, "weight_decay": hp.weight_decay},\n'
-           '                  {"params": vectors, "weight_decay": 0.0}',
-           '"params": matrices, "weight_decay": 0.0},\n'
-           '                  {"params": vectors, "weight_decay": '
-           'hp.weight_decay}')
 OFFSET = "self.offset, self.stride = rank * B, world_size * B"
 BEGIN = "self.position = i + self.offset"
 MOVE = "self.position += self.stride"
@@ -57,11 +49,6 @@ CASES = (
     wrong("the single-device script", "", "std"),
     wrong("the Lightning script", "trainer.fit() is called", "lit"),
     # devices
-    wrong("always the CPU", "is always 'cpu' (line",
-          (DEVICE, 'device = use_device("cpu", local_rank)')),
-    wrong("no minibatch is refused", "which 2 ranks with microbatches of 2 "
-          "cannot share, it trains all the same",
-          ("require(S % samples_per_round == 0", "require(S % B == 0")),
     wrong("always gloo", "is always 'gloo' (line",
           (JOIN, '    dist.init_process_group("gloo")\n')),
     # rank and world size
@@ -84,54 +71,30 @@ CASES = (
           (RANKS, '*((rank, world_size) if split == "train" else (0, 1)))\n'
            "        for split")),
     # model and optimizer
-    wrong("another seed per rank and no broadcast",
-          "rank 1 starts from other weights",
-          ("torch.manual_seed(hp.seed)  #", "torch.manual_seed(hp.seed + "
-           "rank)  #"), ("gradient_as_bucket_view=True", "init_sync=False")),
-    wrong("swapped decay groups", "the optimizer has weight_decay=0.1 for",
-          SWAPPED),
-    wrong("bf16 always", "with --precision fp32 it trains in bf16",
-          ('precision == "bf16"):', "True):")),
     wrong("DDP of a deep copy", "optimizer updates another model",
           ("import math\n", "import copy\nimport math\n"),
           ("DistributedDataParallel(model, ",
            "DistributedDataParallel(copy.deepcopy(model), ")),
-    wrong("the learning rate times the world size", "the optimizer has lr=",
-          ('group["lr"] = lr', 'group["lr"] = lr * world_size')),
     wrong("a head left out of the optimizer", "the optimizer does not update",
           (OPTIMIZER, OPTIMIZER
            + "    optimizer.param_groups[1]['params'].pop()\n")),
     # gradients
     wrong("no_sync inverted", "gradients of step 0 differ",
           (SYNC, SYNC.replace("if is", "if not is"))),
-    wrong("clipped after the update", "gradients of step 0 are off",
-          (CLIP + UPDATE, UPDATE + CLIP)),
-    wrong("zeroed at every microbatch", "gradients of step 0",
-          (DIVIDE, "optimizer.zero_grad()\n                " + DIVIDE)),
     wrong("an update every microbatch", "",
           (BACKWARD, BACKWARD + "                optimizer.step()\n")),
     wrong("the optimizer steps on rank 0 only", "rank 1 makes 0 updates",
           (UPDATE, "        if rank == 0:\n            optimizer.step()\n")),
     # what is logged
-    wrong("the last microbatch's loss logged", "the logged loss of step 0",
-          ("mean_loss += loss.detach()",
-           "mean_loss = loss.detach() * accumulation_steps")),
-    wrong("the norm after clipping", "the gradient norm of step 0",
-          (CLIP, CLIP + "        norm = norm.clamp(max=1.0)\n")),
     wrong("validation goes on in the data", "the validation loss of step",
           ("    data.seek(0)\n    loss = torch.zeros(",
            "    loss = torch.zeros(")),
-    wrong("never evaluated", "there is no validation loss of step",
-          ("if last or done % hp.eval_every == 0:", "if False:")),
     # collectives
     wrong("evaluated on rank 0 only", "",
           ("if last or done % hp.eval_every == 0:",
            "if rank == 0 and (last or done % hp.eval_every == 0):")),
     # resuming and stopping
     wrong("seek left out", "samples of step 3", (SEEK, "")),
-    wrong("restored on rank 0 only", "",
-          (RESTORE, "    first_step = run.restore(raw_model, optimizer) if "
-           "rank == 0 else 0\n")),
     wrong("another optimizer restored", "gradients of step 4",
           (RESTORE, "    first_step = run.restore(raw_model, "
            "raw_model.configure_optimizers(hp))\n")),
@@ -143,11 +106,6 @@ CASES = (
           "the checkpoint's state of the optimizer is off",
           ("run.save(done, raw_model, optimizer)", "run.save(done, "
            "raw_model, raw_model.configure_optimizers(hp))")),
-    wrong("saved without the last step", "the checkpoints are of steps",
-          ("save = last or stop or",
-           "save = stop or step == 0 or not last and")),
-    wrong("a signal is not heeded", "a signal to rank 0 does not end it",
-          ("        if stop:\n            break\n", "")),
     wrong("a rank that decides by itself to stop", "and a signal to rank 0: "
           "it hangs", ("        mean_loss, stop = (report", "        stop = "
                        "run.stop_requested\n        mean_loss, _ = (report")),
@@ -156,12 +114,7 @@ CASES = (
           "too", (SAVE, "        if save:\n"
                   "            torch.save(raw_model.state_dict(), run.folder "
                   "/ 'my.pt')\n" + SAVE)),
-    wrong("all ranks print the log line", "rank 1 prints the log line too",
-          (LOG, LOG + "        print(f'| step {step} | {mean_loss}')\n")),
     # how it ends
-    wrong("an early return", "ended after 2 of 6 steps",
-          ("        mean_loss = torch.zeros(", "        if step == 2:\n"
-           "            return\n        mean_loss = torch.zeros(")),
     wrong("a segmentation fault", "was ended by SIGSEGV",
           ("        mean_loss = torch.zeros(", "        if step == 2:\n"
            "            import ctypes\n            ctypes.string_at(0)\n"

@@ -11,8 +11,6 @@ CASES = (
     wrong("no mask of what is written", "gelu: gelu_forward writes outside of "
           "its tensors", ("tile * tl.sigmoid(2 * u), i < N)",
                           "tile * tl.sigmoid(2 * u))")),
-    wrong("no mask of what is read", "gelu: gelu_backward reads outside",
-          ("dy + i, i < N, other=0.0", "dy + i")),
     wrong("a row is written beyond its end",
           "layer_norm: layer_norm_forward writes outside",
           ("tl.store(x + at, tile, inside)", "tl.store(x + at, tile)")),
@@ -22,14 +20,9 @@ CASES = (
     wrong("no mask of later keys", "attention: its output is off",
           ("(queries[:, None] >= keys[None, :]) & (",
            "(keys[None, :] < 10**6) & (")),
-    wrong("the keys of other heads", "attention: its output is off",
-          ("(queries // T)[:, None] == (keys // T)[None, :])",
-           "(keys < 10**6)[None, :])")),
     # sums over tiles and programs
     wrong("only the last tile's sum", "cross_entropy: its output is off",
           ("total += tl.sum(", "total = tl.sum(")),
-    wrong("the old sum is not scaled", "attention: its output is off",
-          ("total * shrink + tl.sum(p, 1)", "total + tl.sum(p, 1)")),
     wrong("the old output is not scaled", "attention: its output is off",
           ("        y_tile *= shrink[:, None]\n", "")),
     wrong("a program's own rows alone", "layer_norm: its gradient of w is off",
@@ -38,8 +31,6 @@ CASES = (
     wrong("no largest logit", "cross_entropy: its output overflows",
           ("larger = tl.maximum(largest, tl.max(tile, 1))",
            "larger = tl.zeros((ROWS,), tl.float32)")),
-    wrong("a largest score of -inf", "attention: its output overflows",
-          ("(BLOCK,), -1e30,", '(BLOCK,), float("-inf"),')),
     # races
     wrong("all programs write to one row", "layer_norm: layer_norm_backward "
           "writes what another program reads or writes: a race",

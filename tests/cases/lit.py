@@ -41,18 +41,11 @@ CASES = (
           "with --strategy fsdp2 every rank keeps the whole model",
           ("in (*self.model.transformer.h, self.model)", "in ()")),
     wrong("the DDP script", "trainer.fit() is never called", "ddp"),
-    # the Trainer's arguments, each left out alone
-    wrong("no accelerator but the CPU", "is always 'cpu' (line",
-          ("accelerator=device.type", 'accelerator="cpu"')),
     # data
     wrong("two workers read the same", "samples of step 0",
           loaders("Stream(data), None, num_workers=2")),
-    wrong("batches of batches", "", loaders("Stream(data), 2")),
     wrong("the loader of a list, shuffled", "samples of step 0", loaders(
         "[next(data) for _ in range(48)], None, shuffle=data is train_data")),
-    # validation
-    wrong("validation summed over ranks", "the validation loss of step",
-          ("sync_dist=True", 'sync_dist=True, reduce_fx="sum"')),
     # logging
     wrong("logged loss of the last microbatch only",
           "the logged loss of step 0", *with_callback(

@@ -50,13 +50,6 @@ CASES = (
           (MPI_REDUCE, """\
         comm.Reduce(MPI.IN_PLACE if comm.rank == 0 else gradient, gradient)
 """)),
-    wrong("sent to rank 0, not back", "gradients of step 0 differ",
-          (MPI_LOOP, """\
-    for weight in model.parameters():
-        parts = comm.gather(weight.grad)
-        if comm.rank == 0:
-            weight.grad.copy_(sum(parts) / comm.size)
-""")),
     wrong("a blocking ring", "it hangs", (MPI_LOOP, MPI_RING.replace(
         "EXCHANGE", f"comm.Send(parts[-1], {NEXT})\n            "
         f"comm.Recv(part, {BEFORE})"))),

@@ -38,12 +38,6 @@ BY_THREES = """\
                    for part in self.c_attn(x).chunk(3, dim=-1))
 """
 # the norm by hand: the squares of what a rank has, times a factor
-BY_SQUARES = """\
-        weights = list(raw_model.parameters())
-        square = sum(w.grad.to_local().square().sum() for w in weights)
-{reduce}        norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(weights, 1.0, norm, foreach=False)
-"""
 NOT_SUMMED = """\
         def keep(module, inputs):
             inputs[0].requires_grad and inputs[0].register_hook(
@@ -57,9 +51,6 @@ NOT_SUMMED = """\
 CASES = (
     # the changes of the lesson, each left out alone
     wrong("not tied again", "", (TIE, "")),
-    wrong("sharded over all ranks", "",
-          ('fully_shard(block, mesh=dp_mesh)', "fully_shard(block, "
-           "mesh=dist.init_device_mesh(device.type, (world_size,)))")),
     wrong("sharded before it is split", "",
           (BLOCK_CALL + BLOCK_SHARD, BLOCK_SHARD + BLOCK_CALL)),
     wrong("FSDP's norm", "", (TP_CLIP, CLIP),
@@ -72,8 +63,6 @@ CASES = (
     wrong("the gradient of an input not summed", "gradients of step 0 differ",
           (BLOCK_CALL, BLOCK_CALL + NOT_SUMMED),
           ("tensor import Replicate\n", "tensor import DTensor, Replicate\n")),
-    wrong("the norm of the part", "gradients of step 0",
-          (TP_CLIP, BY_SQUARES.format(reduce=""))),
     wrong("the optimizer made before", "optimizer updates another model",
           (OPTIMIZER, ""), (TP_CALL, OPTIMIZER + TP_CALL)),
     right("the solution"),
