@@ -25,7 +25,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -50,7 +49,7 @@ from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
 from workshop import interpreter, trained
-from workshop.processes import OPEN_MPI, free_port
+from workshop.processes import Launch
 from workshop.results import runs as results
 
 # The model, in the place of preset nano; what is trained, and how long.
@@ -115,28 +114,16 @@ class Rung:
         return (f"{self.stage.replace('-', ' with ')}, {number} {what}"
                 f"{ending}{where}")
 
-    def command(self, script, *flags):
-        """`script flags...` as the README starts the stage."""
-        python = [sys.executable]
-        if self.stage == "ddp":
-            python += ["-m", "torch.distributed.run", "--standalone",
-                       "--nproc-per-node", str(self.processes)]
-        elif self.stage.startswith("mpi"):
-            python = ["mpirun", "-n", str(self.processes), *python]
-            if "train" not in flags:
-                python += ["-m", "workshop.as_torchrun"]
-        return [*python, *map(str, (script, *flags, "--device", self.device))]
-
     def run(self, script, *flags, timeout):
-        """What it prints. A `UserError` if it fails."""
-        done = subprocess.run(
-            self.command(script, *flags), text=True, capture_output=True,
-            timeout=timeout, cwd=ROOT, env={
-                **interpreter.variables(), **OPEN_MPI,
-                "MASTER_PORT": str(free_port()),
-                "OMP_NUM_THREADS": str(self.threads)})
-        require(done.returncode == 0, f"{self.name} failed:\n{done.stderr}")
-        return done.stdout
+        """What rank 0 prints. A `UserError` if one fails."""
+        ranks = Launch(
+            script, *flags, "--device", self.device, threads=self.threads,
+            world_size=self.processes if self.processes > 1 else None,
+            mpirun=self.stage.startswith("mpi") and "train" in flags,
+            sleeping=False, env=interpreter.variables()).wait(timeout)
+        require(not any(rank.status != 0 for rank in ranks), f"{self.name} "
+                "failed:\n" + "".join(rank.err for rank in ranks))
+        return ranks[0].out
 
 
 def find_rungs(processes):
