@@ -1,6 +1,11 @@
-"""A stage taken home: its script and backstage/, and nothing else of ours."""
+"""A stage taken home: its script and backstage/, and nothing else of ours.
+
+Every launcher once, and Lightning; test_structure.py asks what backstage/
+imports.
+"""
 
 import math
+import re
 import shutil
 import sys
 
@@ -23,10 +28,10 @@ def home(tmp_path):
     return tmp_path
 
 
-def start(stage, home, *flags):
-    """Train there, on as many processes as the stage's smallest mesh."""
+def start(stage, home, *flags, mesh=(1, 1, 1)):
+    """Train there."""
     script = shutil.copy(STAGES[stage].solution, home / "my_train.py")
-    pipeline, _, tensor = mesh = STAGES[stage].meshes[:2][-1]
+    pipeline, _, tensor = mesh
     launcher = [sys.executable]
     if mesh != (1, 1, 1):
         if STAGES[stage].launcher == "mpirun":
@@ -41,11 +46,10 @@ def start(stage, home, *flags):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_in_the_course(stage, home):
-    if STAGES[stage].kernels:
-        needs("triton")
-    done = start(stage, home, "--data", GOLDEN)
+@pytest.mark.parametrize(("stage", "mesh"), [
+    ("mpi", (1, 2, 1)), ("lit", (1, 1, 1)), ("3d", (2, 1, 1))])
+def test_it_trains_as_in_the_course(stage, mesh, home):
+    done = start(stage, home, "--data", GOLDEN, mesh=mesh)
     assert done.returncode == 0, done.stderr
     run, = (home / "runs").iterdir()
     loss, _ = Result(run, []).column("loss")
@@ -54,6 +58,12 @@ def test_it_trains_as_in_the_course(stage, home):
     assert len([*run.glob("checkpoints/*.pt")]) == 1
     assert {path.name for path in home.iterdir()} == {
         "backstage", "my_train.py", "runs", "workshop.py"}
+
+
+def test_no_stage_imports_the_tools():
+    for stage in STAGES.values():
+        assert not re.search(r"\b(from|import) workshop\b",
+                             stage.solution.read_text())
 
 
 @pytest.mark.whole
