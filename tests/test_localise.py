@@ -100,11 +100,9 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("change", [
-    ("if rank == 0 and save:", "if rank == 0:"),
-    ("microbatch == accumulation_steps - 1", "microbatch == -1")])
-def test_what_a_single_mistake_is_called(change, tmp_path, capsys):
-    script = edit(STAGES["ddp"].solution.read_text(), change)
+def test_what_a_single_mistake_is_called(tmp_path, capsys):
+    script = edit(STAGES["ddp"].solution.read_text(),
+                  ("if rank == 0 and save:", "if rank == 0:"))
     out = said_of(script, tmp_path, capsys)
     assert out.count("        It is ") == 1
 
@@ -121,12 +119,6 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "rank 1 takes device 0" in out and "It is" not in out
     assert out.rstrip().endswith("Not yet. With -v it tells all that it saw.")
-
-
-@pytest.mark.whole
-def test_a_half_made_script_is_not_searched(tmp_path, capsys):
-    out = said_of(STAGES["std"].solution.read_text(), tmp_path, capsys)
-    assert "It is change" not in out
 
 
 def test_what_the_lesson_cannot_do_either_is_no_change():
