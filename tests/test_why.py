@@ -36,26 +36,20 @@ from workshop.why.witness import Witness, find_line, read_rank, read_state
 FOREIGN = ROOT / "tests" / "foreign"
 
 
-def begin(folder, setting, log):
-    """As the lesson's processes begin; None: this one never starts."""
-    if setting.get(log.rank, {}) is None:
-        os._exit(0)
-    hangs.prepare(folder, setting, log)
-
-
 @pytest.fixture
 def launch(tmp_path):
     """Starts a foreign script with a fault; ends it after the test."""
     started = []
 
-    def start(edits=(), *flags, world_size=3, setting={},  # noqa: B006
-              name=None, preload=PRELOAD):
+    def start(edits=(), *flags, world_size=3, name=None, preload=PRELOAD,
+              **variables):
         script = tmp_path / "their_train.py"
         theirs = FOREIGN / f"{name}.py" if name else hangs.SCRIPT
         script.write_text(edit(theirs.read_text(), *edits))
         started.append(Launch(
             script, *flags, world_size=world_size, preload=preload,
-            probes=[functools.partial(begin, tmp_path / "why", setting)]))
+            probes=[functools.partial(hangs.prepare, tmp_path / "why", {
+                rank: variables for rank in range(world_size)})]))
         return started[-1]
 
     yield start
@@ -103,10 +97,11 @@ NAMED = {  # the fault, the ranks to blame, and words of the reason
 
 @pytest.mark.whole
 @pytest.mark.parametrize("number", NAMED)
-def test_the_faults_of_the_lesson(number, tmp_path):
+def test_the_faults_of_the_lesson(number, tmp_path, monkeypatch):
     """Each is named within a minute of the first sign, and not otherwise."""
     if number == hangs.MPI:
         needs("mpirun", "mpi4py")
+        lose_patience(monkeypatch, 8)  # its ranks compute while they wait
     fault, blamed, words = NAMED[number]
     folder = tmp_path / "why"
     job = hangs.start(number, tmp_path, folder)
@@ -168,31 +163,6 @@ def look_at_ranks(command, folder, env):
         job.wait()
 
 
-def in_meeting(size):
-    return lambda found: len(found) == size and all(
-        rank.inside("init_process_group") for rank in found.values())
-
-
-@pytest.mark.whole
-def test_a_rank_is_missing(launch, tmp_path, monkeypatch):
-    lose_patience(monkeypatch, 1)
-    launch(setting={2: None})
-    wait_for(tmp_path / "why", in_meeting(2))
-    found = answer(tmp_path / "why")
-    assert found.kind == "ranks are missing"
-    assert "rank 2 has left no evidence here, of 3" in found.text
-
-
-@pytest.mark.whole
-def test_ranks_have_other_addresses(launch, tmp_path):
-    launch(setting={2: {"MASTER_ADDR": "192.0.2.77"}})
-    wait_for(tmp_path / "why", in_meeting(3))
-    found = answer(tmp_path / "why")
-    assert found.kind == "different addresses"
-    assert [rank.rank for rank in found.ranks] == [2]
-    assert "192.0.2.77" in found.text
-
-
 @pytest.mark.whole
 def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
     """Asked before that is certain, it looks again."""
@@ -240,13 +210,11 @@ def test_scripts_of_other_styles(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("pause", [0, 3])
-def test_a_sound_run_is_no_alarm(
-        pause, launch, tmp_path, capsys, monkeypatch):
+def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     """Unless somebody stops its processes, as Ctrl-Z does."""
-    launch((), "--pause", pause)
+    launch((), "--pause", 1)
     wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
-        len(rank.calls) > (30, 8)[pause > 0] for rank in found.values()))
+        len(rank.calls) > 8 for rank in found.values()))
     assert answer(tmp_path / "why").kind == ""
     record = json.loads((
         ROOT / "example-logs" / "ddp-2" / "hyperparameters.json").read_text())
@@ -258,9 +226,8 @@ def test_a_sound_run_is_no_alarm(
     assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
             "srun: python x; startup 6.7 s\n") in said
     assert said.startswith("nothing is wrong: ")
-    line = ("loss.backward()", "time.sleep(args.pause)")[pause > 0]
     assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "
-                     rf"\d+ of their_train.py: {re.escape(line)}", said,
+                     r"\d+ of their_train.py: time.sleep\(args.pause\)", said,
                      re.DOTALL)
     for rank in records(tmp_path / "why").values():
         os.kill(rank.pid, signal.SIGSTOP)
@@ -270,36 +237,22 @@ def test_a_sound_run_is_no_alarm(
         "a stopped process: ranks 0, 1, 2 on ")
 
 
-def start_plain(script, variables):
-    """Two ranks as plain processes, as some launcher would start them."""
+@pytest.mark.whole
+def test_a_script_that_knows_nothing_of_us(tmp_path, monkeypatch, capsys):
+    """py-spy is enough."""
+    needs("py-spy")
+    lose_patience(monkeypatch, 4)
+    script = tmp_path / "their_train.py"
+    script.write_text(edit(hangs.SCRIPT.read_text(), (
+        REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port()), **variables}
-    return [subprocess.Popen(
+             "MASTER_PORT": str(free_port())}
+    ranks = [subprocess.Popen(
         [sys.executable, script],
         env={**os.environ, "RANK": str(rank), **names},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for rank in range(2)]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("watched", ["hook", "py-spy"])
-def test_a_script_that_knows_nothing_of_us(
-        watched, tmp_path, monkeypatch, capsys):
-    """The folder of the hook in PYTHONPATH is enough, or py-spy."""
-    if watched == "py-spy":
-        needs("py-spy")
-    lose_patience(monkeypatch, 4)
-    script, folder = tmp_path / "their_train.py", tmp_path / "why"
-    script.write_text(edit(hangs.SCRIPT.read_text(), (
-        REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
-    ranks = start_plain(script, {
-        "WORKSHOP_WHY": str(folder), "PYTHONPATH": os.pathsep.join(
-            [str(HOOK), str(ROOT)]),
-    } if watched == "hook" else {})
     try:
-        if watched == "hook":
-            wait_for(folder, lambda found: len(found) == 2 and all(
-                rank.still > 4 for rank in found.values()))
         end, found = time.monotonic() + 240, ""
         # one that starts late is named first
         while not found.startswith("different"):
@@ -312,48 +265,6 @@ def test_a_script_that_knows_nothing_of_us(
             rank.wait()
     assert status == 1
     assert "rank 1" in found and "line 40 of their_train.py" in found
-    assert folder.exists() == (watched == "hook")
-
-
-LONG_WORK = {  # of rank 0, while the other one waits for it
-    "computes": "while time.monotonic() < end: sum(range(10**5))",
-    "saves": "file = open('model.pt', 'wb')\n    while time.monotonic() < end:"
-             "\n        file.write(bytes(10**6))\n        time.sleep(0.3)",
-    "compiles": "subprocess.run([sys.executable, '-c', 'while True: pass'])",
-    "loads": "next(iter(torch.utils.data.DataLoader([*map(str, range(9))], "
-             "collate_fn=lambda _: sum(range(10**12)), num_workers=1)))",
-    "starts": None}
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("work", LONG_WORK)
-def test_one_works_and_the_others_wait(work, tmp_path, monkeypatch, capsys):
-    """Which is as it should be: no word that it is stuck, or late."""
-    lose_patience(monkeypatch, 10)
-    monkeypatch.chdir(tmp_path)
-    join = "dist.init_process_group('gloo')\n"
-    script, folder = tmp_path / "script.py", tmp_path / "why"
-    script.write_text(
-        "import os, subprocess, sys, time\nimport torch.distributed as dist\n"
-        "import torch.utils.data\nend = time.monotonic() + 300\n"
-        + join * (work != "starts") + "if os.environ['RANK'] == '0':\n    "
-        + (LONG_WORK[work] or LONG_WORK["computes"]) + "\n"
-        + join * (work == "starts") + "dist.barrier()\n")
-    ranks = start_plain(script, {"WORKSHOP_WHY": str(folder),
-                                 "PYTHONPATH": str(HOOK)})
-    try:
-        wait_for(folder, lambda found: len(found) == 2)
-        end, said = time.monotonic() + 120, ""
-        while not said.startswith("a rank at work: rank 0 is at work in"):
-            assert time.monotonic() < end, said
-            status = ask_why(str(folder))
-            said = capsys.readouterr().out
-            assert status == 0, said
-    finally:
-        for rank in ranks:
-            for pid in reversed(evidence.descendants(rank.pid)):
-                os.kill(pid, signal.SIGKILL)
-            rank.wait()
 
 
 @pytest.mark.whole
@@ -374,16 +285,15 @@ def test_a_stopped_process_has_no_stack():
 
 @pytest.mark.whole
 def test_a_rank_at_work_keeps_its_job(launch, tmp_path):
-    """Also in one line, for much longer than the limit."""
+    """Also in one line, for longer than the limit."""
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
-                   "            end = time.monotonic() + 25\n"
+                   "            end = time.monotonic() + 8\n"
                    "            while time.monotonic() < end: pass\n"
                    + REDUCE),
                   # else PyTorch's own end may hang: see world.keep_group()
                   ("    dist.barrier()\n", "    train.group = dist.group.WORLD"
                    "\n    dist.barrier()\n")], "--steps", 9,
-                 setting={rank: {"WORKSHOP_TIMEOUT": "5"}
-                          for rank in range(3)})
+                 WORKSHOP_TIMEOUT="3")
     ranks = job.wait(240)
     assert all(rank.status == 0 for rank in ranks), ranks
 
@@ -393,8 +303,7 @@ def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
     """And what it leaves names the rank, when nothing runs any more."""
     job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
                    "            time.sleep(1000)\n" + REDUCE)],
-                 setting={rank: {"WORKSHOP_TIMEOUT": "5"}
-                          for rank in range(3)})
+                 WORKSHOP_TIMEOUT="5")
     ranks = job.wait(240)
     assert all(rank.status == 1 for rank in ranks)
     assert any("has not moved for 5 s: see python -m workshop why "
@@ -901,11 +810,8 @@ class NamesOf(dict):
      "kill -CONT 101 lets it go on"),
     ({"state": "T", "still": 3}, {"state": "T", "still": 3},
      "a stopped process", "ranks 0, 1 on node1 are stopped, in line 41"),
-    ({}, {"state": "T", "stack": []}, "a stopped process",
-     "rank 1 on node1 is stopped, in a line that is not known"),
     ({}, {"stack": AT_WORK, "fresh": False}, "a rank does not answer",
      "py-spy dump --native --pid 101"),
-    ({}, {"stack": AT_WORK}, "a rank is late", "line 30 of train.py"),
     # py-spy has just let it go on
     ({}, {"stack": AT_WORK, "state": "R"}, "a rank is late", "line 30"),
     ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
@@ -913,8 +819,6 @@ class NamesOf(dict):
      "needs a send"),
     ({"ended": LOST_IT}, {**GONE, "oom_kills": 1}, "a rank was killed",
      "the kernel of that node ended 1 process(es)"),
-    ({"ended": {"status": "timeout", "time": 9}}, GONE, "a rank is late",
-     "rank 0 waited for it in line 41 of train.py"),
     ({"ended": LOST_IT}, {**GONE, "host": "node2"},
      "dead node, or a killed rank",
      "scontrol show node node2"),
@@ -954,17 +858,11 @@ class NamesOf(dict):
     (GONE, GONE, "ended from outside", "SIGKILL"),
     (TOLD, TOLD, "ended from outside", "SIGTERM"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
-     {"ended": LOST_IT, "still": 0}, "a rank is late",
-     "rank 1 on node1 last wrote"),
-    ({"ended": {"status": "timeout", "time": 9}, "still": 0},
      {**TOLD, "still": 0}, "a rank is late",
      "rank 1 on node1 last wrote"),
     ({"ended": LOST_IT, "still": 0},
      {"ended": LOST_IT | {"time": 3}, "still": 0}, "a rank ended",
      "rank 1 was the first to end"),
-    ({"ended": LOST_IT}, {"ended": LOST_IT | {
-        "error": "TimeoutError", "message": "the download takes too long"}},
-     "a rank ended", "TimeoutError: the download takes too long"),
     ({"joined": False, "stack": IN_MEETING},
      {"joined": False, "stack": IN_MEETING, "connecting": ["10.1.2.3:99"]},
      "wrong network interface", "10.1.2.3:99"),
@@ -1027,7 +925,6 @@ class NamesOf(dict):
     # everybody waits for a lock, or one has it and works
     ({"stack": IN_LOCK}, {"stack": IN_LOCK}, "a lock file",
      "ranks 0, 1 have waited in line 30 of train.py for 60 s"),
-    ({"stack": IN_LOCK}, {}, "a lock file", "rank 0 has waited"),
     ({}, {"stack": IN_LOADER, "workers": [[7, "S", False]]},
      "the data loader waits", "its workers do nothing (processes 7)"),
     ({"running": 2, "still": 0, "cores": [0, 1]},
@@ -1036,8 +933,6 @@ class NamesOf(dict):
      "OMP_NUM_THREADS=1"),
     ({"running": 2, "still": 0, "cores": [0, 1]},
      {"running": 2, "still": 0, "cores": [2, 3]}, "", "move on"),
-    ({"running": 1, "still": 0, "cores": [0]},
-     {"running": 1, "still": 0, "cores": [0]}, "", "move on"),
     ({"still": 0, "stack": AT_WORK}, {"still": 0, "collecting": 0.4},
      "the garbage collector", "rank 1 on node1 has spent 40%"),
     ({"still": 0, "collecting": 0.1}, {"still": 0}, "", "move on"),
@@ -1063,14 +958,10 @@ class NamesOf(dict):
     ({}, {"stack": AT_WORK, "still": 4}, "a rank at work",  # it tokenizes
      "rank 1 is at work in line 30 of train.py; rank 0 has waited for 60 s in "
      "line 41 of train.py"),
-    (IN_7, {"stack": AT_WORK, "still": 0, "calls": []},  # evaluates alone
-     "a rank at work", ""),
     ({}, {"stack": AT_WORK, "state": "D", "still": 9},  # saves
      "a rank at work", ""),
     ({}, {"stack": IN_LOADER, "workers": [[7, "R", True]]},  # slow samples
      "a rank at work", "at work in line 30"),
-    ({}, {"stack": AT_WORK, "workers": [[7, "R", True]]},  # it compiles
-     "a rank at work", ""),
     ({}, {"stack": AT_WORK, "fresh": False, "state": "R"},  # in C, with
      "a rank at work", ""),  # Python's lock
     ({"joined": False, "stack": IN_MEETING},  # reads data before it joins
@@ -1087,10 +978,8 @@ class NamesOf(dict):
      {"stack": IN_LOADER, "workers": [[8, "R", True]]}, "nobody moves", ""),
     ({"stack": IN_LOCK}, {"stack": AT_WORK},  # a rank makes it for all
      "nobody moves", "so long?"),
-    ({"stack": IN_LOCK}, {"stack": AT_WORK, "still": 0}, "", "move on"),
     ({"stack": IMPORTS}, {"stack": AT_WORK, "still": 0}, "", "move on"),
     # and those in which all of them wait for a short time, or work
-    ({"still": 9}, {"still": 9, "stack": AT_WORK}, "", "the ranks move on"),
     ({"still": 9}, {"still": 9, "alive": None, "fresh": False,
                     "host": "node2"}, "",
      "the others move on, but rank 1 on node2 has not answered yet"),
