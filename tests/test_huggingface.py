@@ -17,8 +17,8 @@ from train_gpt2_std import GPT, GPTConfig
 from backstage import ROOT
 from backstage.checkpoint import TIED, load_checkpoint
 from backstage.errors import UserError
-from workshop.huggingface import import_folder
-from workshop.stages import STAGES
+from workshop.huggingface import export_run, import_folder
+from workshop.processes import launch
 
 TINY = {"n_positions": 32, "vocab_size": 300, "n_layer": 4, "n_head": 4,
         "n_embd": 32}
@@ -91,26 +91,17 @@ def file(tmp_path_factory):
     return folder / "our.pt"
 
 
-@pytest.fixture(scope="module")
-def first_loss(file):
-    """The mean loss of the imported weights on the first minibatch."""
+@torch.no_grad()
+def test_a_stage_starts_from_it(file, tmp_path):
+    """All load it as --resume does, which test_contract.py tries."""
+    result = train("ddp", tmp_path / "run", "--init", file, "--max-steps", 1,
+                   data=GOLDEN, world_size=2)
+    assert result.status == 0, result.err
     tokens = torch.from_numpy(np.load(GOLDEN / "test_train_000001.npy")
                               .astype(np.int64))
     x, y = tokens[:8 * 32].view(8, 32), tokens[1:8 * 32 + 1].view(8, 32)
-    with torch.no_grad():
-        return our_model(load_checkpoint(file))(x, y).item()
-
-
-@pytest.mark.parametrize("stage", [
-    "std", "ddp", pytest.param("3d", marks=pytest.mark.whole)])
-def test_a_stage_starts_from_it(stage, file, first_loss, tmp_path):
-    """On one device, several, and sharded ones: all load it as --resume
-    does, which test_contract.py tries in every stage.
-    """
-    result = train(stage, tmp_path / "run", "--init", file, "--max-steps", 1,
-                   data=GOLDEN, mesh=STAGES[stage].meshes[:2][-1])
-    assert result.status == 0, result.err
-    assert result.column("loss") == [pytest.approx(first_loss, rel=1e-5)]
+    loss = our_model(load_checkpoint(file))(x, y).item()
+    assert result.column("loss") == [pytest.approx(loss, rel=1e-5)]
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -150,25 +141,22 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     import transformers
 
     folder = tmp_path / "out"
-    export = ("-m", "workshop", "export", single.folder, folder)
-    result = python(ROOT, *export)
+    result = python(ROOT, "-m", "workshop", "export", single.folder, folder)
     assert result.returncode == 0, result.stderr
     state = single.checkpoint()
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     compare(theirs, state)
     file = tmp_path / "back.pt"
-    result = python(ROOT, "-m", "workshop", "import", folder, file)
-    assert result.returncode == 0, result.stderr
-    back = load_checkpoint(file)
+    back = imported(folder, file)
     assert back["config"] == state["config"]
     rows = theirs.config.vocab_size
     for name, weight in state["model"].items():
         kept = slice(rows if name in TIED else None)
         assert same_state(weight[kept], back["model"][name][kept]), name
-    text = python(ROOT, "code/generate.py", "--run-dir", file, "--device",
-                  "cpu", "--max-new-tokens", 3)
-    assert text.returncode == 0, text.stderr
-    again = python(ROOT, *export)
-    assert again.returncode == 1 and "name another" in again.stderr
-    with pytest.raises(UserError, match="name another"):
-        import_folder(folder, file)
+    text, = launch(ROOT / "code" / "generate.py", "--run-dir", file,
+                   "--device", "cpu", "--max-new-tokens", 3)
+    assert text.status == 0, text.err
+    for again in (export_run, single.folder, folder), (
+            import_folder, folder, file):
+        with pytest.raises(UserError, match="name another"):
+            again[0](*again[1:])

@@ -1,34 +1,31 @@
 """The README's second command: GPT-2 learns to write in minutes."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
-from stages import Result, run_command
+from stages import Result
 
 from backstage import ROOT, dataset
-from workshop.processes import Rank
+from workshop.processes import launch
 
 DEMO = ROOT / "fineweb" / "demo"
 
 
 @pytest.mark.timeout(3600)  # a machine may have much else to do
 @pytest.mark.whole
-def test_an_eighth_of_the_default_run(tmp_path):
+def test_a_part_of_the_default_run(tmp_path):
     """It learns, and most of the words that it writes are real words.
 
     All 2,000 steps reach 1.89 bits per byte: the README's figure.
     """
     if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
-    # with one thread: two cost a quarter more, and other tests want a core
-    end = run_command(
-        sys.executable, ROOT / "code" / "train_gpt2.py", "--run-dir",
-        tmp_path / "run", "--device", "cpu", "--max-steps", 250,
-        "--warmup-steps", 100, "--eval-every", 125, timeout=3600)
-    result = Result(tmp_path / "run",
-                    [Rank(end.returncode, end.stdout, end.stderr)])
+    run = tmp_path / "run"
+    result = Result(run, launch(
+        ROOT / "code" / "train_gpt2.py", "--run-dir", run, "--device", "cpu",
+        "--max-steps", 100, "--warmup-steps", 40, "--eval-every", 50,
+        "--eval-minibatches", 8, timeout=3600))
     assert result.status == 0, result.err
     assert result.out.startswith("preset nano, data ")
     val_losses = [loss for loss in result.column("val_loss") if loss]
@@ -36,7 +33,7 @@ def test_an_eighth_of_the_default_run(tmp_path):
     assert val_losses == sorted(val_losses, reverse=True)
     bits = [float(word) for word in
             re.findall(r"bits/byte: ([\d.]+)", result.out)]
-    assert bits[-1] <= 2.65  # measured: 2.53
+    assert bits[-1] <= 2.95 < bits[0]  # measured: 2.98, 2.91
 
     encoding = dataset.load_vocabulary(DEMO)
     corpus = set()
