@@ -3,12 +3,14 @@
 import io
 import itertools
 import os
+import random
 import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -163,6 +165,28 @@ def test_help_from_another_folder(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------- nothing is lost
+
+
+@pytest.mark.whole
+def test_killed_at_random_moments(data, tmp_path):
+    """kill -9 until it is done: the same loss and weights, bit for bit."""
+    flags = ("--max-steps", 40, "--checkpoint-every", 3)
+    whole = train("std", tmp_path / "whole", *flags, data=data)
+    run, rng = tmp_path / "killed", random.Random(0)
+    resume = ()
+    for rows in sorted(rng.sample(range(30), 3)):
+        launch = start_stage("std", run, *flags, *resume, data=data)
+        wait_for_rows(run, rows)
+        time.sleep(rng.uniform(0, 0.02))
+        launch.signal(signal.SIGKILL)
+        assert launch.wait()[0].status == -signal.SIGKILL
+        resume = ("--resume",)
+    done = train("std", run, *resume)
+    assert done.status == 0, done.err
+    for name in ("step", "loss", "val_loss", "norm", "lr"):
+        assert done.column(name) == whole.column(name)
+    for part in ("model", "optimizer"):
+        assert same_state(done.checkpoint()[part], whole.checkpoint()[part])
 
 
 def die_while_saving(log):
