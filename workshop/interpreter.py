@@ -63,9 +63,13 @@ def archive():
 
 
 def variables():
-    """Its environment variables: as in activate.sh, without a kernel's."""
+    """Its environment variables: as in activate.sh, without a kernel's.
+
+    A kernel asks for colours, and a cell of ours shows their codes.
+    """
     env = {name: value for name, value in os.environ.items()
-           if name not in ("PYTHONHOME", "MPLBACKEND")}
+           if name not in ("PYTHONHOME", "MPLBACKEND", "FORCE_COLOR",
+                           "CLICOLOR_FORCE")}
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONUNBUFFERED"] = "1"
