@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -287,6 +288,76 @@ def browser():
                 "--disable-component-update --disable-sync").split())
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """Start JupyterLab, or a command that becomes one; returns its address.
+
+    root: the folder that it shows, and where a command runs. all_cells: it
+    draws not only those in sight.
+    """
+    from workshop import processes
+
+    servers = []
+
+    def lab(root, *command, all_cells=False, **variables):
+        home = tmp_path / "home"
+        for name, value in (
+                ("apputils-extension/notification", '{"fetchNews": "false"}'),
+                *[("notebook-extension/tracker", '{"windowingMode": "none"}')
+                  ] * all_cells):
+            file = home / (".jupyter/lab/user-settings/@jupyterlab/"
+                           f"{name}.jupyterlab-settings")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(value)
+        env = {key: value for key, value in os.environ.items()
+               if not key.startswith("JUPYTER") and key not in (
+                   "PYTHONPATH", "VIRTUAL_ENV", "WORKSHOP_VENV")}
+        env |= {"HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "0",
+                **variables}
+        port = processes.free_port()
+        command = command or ("jupyterlab", "--no-browser",
+                              f"--ServerApp.root_dir={root}")
+        log = tmp_path / "lab.log"
+        with open(log, "w") as file:
+            servers.append(subprocess.Popen(
+                [sys.executable, "-m", *command, "--allow-root",
+                 "--ip=127.0.0.1", f"--port={port}",
+                 "--ServerApp.port_retries=0", "--IdentityProvider.token="],
+                cwd=root, env=env, stdout=file, stderr=subprocess.STDOUT))
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            assert servers[-1].poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(f"{url}/api/status", timeout=1)
+                return url
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(log.read_text())
+
+    yield lab
+    for server in servers:
+        server.terminate()  # shuts its kernels down, too
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+@pytest.fixture
+def page(browser):
+    """A page of a browser, as wide as a laptop."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 720},
+        permissions=["clipboard-read", "clipboard-write"])
+    context.set_default_timeout(120_000)
+    context.add_init_script(path=Path(__file__).with_name("lab.js"))
+    yield context.new_page()
+    context.close()
 
 
 @pytest.fixture(scope="session")
