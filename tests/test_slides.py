@@ -419,14 +419,14 @@ def built(tmp_path_factory):
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         alone = []  # a container may not allow it
     done = subprocess.run(
-        [*alone, sys.executable, "-m", "slides", "--release", "course-60",
+        [*alone, sys.executable, "-m", "slides", "--release", "the-ladder",
          "--output", folder], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert ("are invented" in done.stderr) != (ROOT / "site.sh").exists()
-    build.build({*text.DECKS} - {"course-60"}, folder, pdf=False)
+    build.build({*text.DECKS} - {"the-ladder"}, folder, pdf=False)
     with zipfile.ZipFile(folder / "slides.zip") as archive:
         assert archive.namelist() == [
-            f"course-60{ending}" for ending in (
+            f"the-ladder{ending}" for ending in (
                 ".html", ".pdf", "-notes.pdf")]
     return folder
 
@@ -488,9 +488,9 @@ def test_the_presenters_view_has_notes_and_a_clock(built, browser):
 
 @pytest.mark.whole
 def test_a_pdf_has_a_page_for_each_slide_and_its_notes(built):
-    slides = len(text.pages(decks()["course-60"]))
+    slides = len(text.pages(decks()["the-ladder"]))
     for ending, noted in (("", 0), ("-notes", slides)):
-        data = (built / f"course-60{ending}.pdf").read_bytes()
+        data = (built / f"the-ladder{ending}.pdf").read_bytes()
         for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
             try:  # the objects are in compressed streams
                 data += zlib.decompressobj().decompress(stream)
