@@ -21,8 +21,10 @@ from torch.optim.optimizer import (
 )
 
 from backstage import ROOT, dataset
+from backstage.run import Run
 from workshop.processes import OPEN_MPI, Launch, modules_of
 from workshop.stages import STAGES
+from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
@@ -36,11 +38,6 @@ BYTES = tiktoken.Encoding(  # a vocabulary of 257 tokens
     "bytes", pat_str=r"[\s\S]",
     mergeable_ranks={bytes([i]): i for i in range(256)},
     special_tokens={dataset.END_OF_TEXT: 256})
-
-
-def every_stage():
-    return [stage if stage in CORE else
-            pytest.param(stage, marks=pytest.mark.whole) for stage in STAGES]
 
 
 def write_shards(folder, train, val, name="test"):
@@ -123,12 +120,20 @@ class StageLaunch(Launch):
             self.signal(signal.SIGTERM)
 
 
+def without_texts(log):
+    """A probe: the run writes none, which take most of the time of one with
+    DTensors, or in Triton's interpreter."""
+    @replace(Run, "_load_tokenizer")
+    def load(load, run):
+        return None
+
+
 def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
-                **options):
+                texts=True, **options):
     """Start a stage's solution on preset tiny: a `StageLaunch`.
 
     mesh: (pipeline, data, tensor) parallel, in the place of a world_size.
-    script: to start instead.
+    script: to start instead. texts: whether it writes any.
     """
     if stage == "starter":  # which has its own data
         size = math.prod(mesh or [1])
@@ -145,7 +150,9 @@ def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
         size = math.prod(mesh)
         options["world_size"] = size if size > 1 else None
     options["mpirun"] = STAGES[stage].launcher == "mpirun"
-    options["preload"] = modules_of(stage)
+    options["preload"] = [*modules_of(stage), *options.get("preload", ())]
+    options["probes"] = [*options.get("probes", ()),
+                         *[without_texts] * (not texts)]
     if options["mpirun"]:
         needs("mpirun")
     if STAGES[stage].kernels:
@@ -159,15 +166,10 @@ def train(stage, run, *flags, timeout=400, **options):
     return start_stage(stage, run, *flags, **options).result(run, timeout)
 
 
-def with_layers(number, stage, folder):
-    """A copy of a stage's solution whose tiny model has so many layers.
-
-    Compiling takes its time for each.
-    """
-    script = folder / f"{stage}-{number}.py"
-    script.write_text(edit(
-        STAGES[stage].solution.read_text(),
-        ("n_layer=4, n_head=4,", f"n_layer={number}, n_head=4,")))
+def edited(folder, stage, *pairs):
+    """A copy of a stage's solution, with each old string replaced."""
+    script = folder / f"train_gpt2_{stage}.py"
+    script.write_text(edit(STAGES[stage].solution.read_text(), *pairs))
     return script
 
 

@@ -5,6 +5,7 @@ here but its entry in workshop/stages.py.
 """
 
 import csv
+import functools
 import json
 import math
 import os
@@ -17,8 +18,9 @@ from stages import (
     CORE,
     GOLDEN,
     DieAfter,
+    SignalAt,
     agree,
-    every_stage,
+    edited,
     same_state,
     sent_by,
     start_stage,
@@ -33,8 +35,8 @@ from workshop.watch.course import probes
 
 
 def places(all_places):
-    """(stage, mesh) to try: `whole`, but the core's stages on one or two."""
-    return [place if place[0] in CORE and place[1] != (1, 4, 1) else
+    """(stage, ...) to try: `whole`, but the core's stages."""
+    return [place if place[0] in CORE else
             pytest.param(*place, marks=pytest.mark.whole)
             for place in all_places]
 
@@ -42,47 +44,45 @@ def places(all_places):
 def fewer_steps(stage):
     """Flags: a step with DTensors takes long, as in Triton's interpreter.
 
-    Six of twice the minibatch reach the third shard.
+    Five of twice the minibatch reach the third shard.
     """
     if stage == "starter":
         return ("--max-steps", 20, "--eval-every", 10)
     about = STAGES[stage]
-    return ("--max-steps", 6, "--minibatch-size", 16, "--eval-minibatches",
+    return ("--max-steps", 5, "--minibatch-size", 16, "--eval-minibatches",
             1, "--microbatch-size", 16 if about.kernels else 4) if (
                 about.kernels or about.shards) else ()
 
 
-PLACES = [(stage, mesh) for stage in STAGES for mesh in STAGES[stage].meshes]
-# the mesh of each stage with which most can go wrong on four processes
-LARGEST = [(stage, max(
-    (mesh for mesh in STAGES[stage].meshes if math.prod(mesh) <= 4),
-    key=STAGES[stage].meshes.index)) for stage in STAGES]
-SHARED = [place for place in LARGEST if place[1] != (1, 1, 1)]
-# two processes tell each other what four would
-TOLD = [(stage, mesh if math.prod(mesh) > max(mesh) else (1, 2, 1))
-        for stage, mesh in SHARED]
+# one process, and the mesh of each stage with which most can go wrong
+PLACES = [(name, mesh) for name, stage in STAGES.items()
+          for mesh in sorted({stage.meshes[0], stage.meshes[-1]})]
+# on two processes, or four: they tell each other what more would
+SMALLER = {"tp": (1, 2, 2), "3d": (2, 1, 2), "std": (1, 1, 1)}
 
 
 def name(value):
     return value if isinstance(value, str) else "x".join(map(str, value))
 
 
-def train_alone(folder, *flags):
-    """A run of the single-device stage, with which others are compared."""
-    (folder / "seen").mkdir()
-    return train("std", folder / "run", *flags, data=GOLDEN,
-                 log=folder / "seen", probes=probes(folder / "run"))
-
-
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train_alone(tmp_path_factory.mktemp("single"))
+def recorded(tmp_path_factory):
+    """recorded(stage, mesh, *flags): a whole run, which several tests see.
 
+    What its probes see is in the folder `seen` beside its own.
+    """
+    @functools.cache
+    def record(stage, mesh=(1, 1, 1), *flags):
+        folder, script = tmp_path_factory.mktemp(stage), None
+        (folder / "seen").mkdir()
+        if "--minibatch-size" in flags:  # nor do its texts get long
+            script = edited(folder, stage, ("(idx, 32, ", "(idx, 4, "))
+        return train(
+            stage, folder / "run", *flags, data=GOLDEN, mesh=mesh,
+            script=script, log=folder / "seen",
+            probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES))
 
-@pytest.fixture(scope="module")
-def shorter(tmp_path_factory):
-    return train_alone(tmp_path_factory.mktemp("shorter"),
-                       *fewer_steps("fsdp"))
+    return record
 
 
 def texts(result):
@@ -96,20 +96,17 @@ def texts(result):
 
 
 @pytest.mark.parametrize(("stage", "mesh"), places(PLACES), ids=name)
-def test_the_same_training(stage, mesh, request, tmp_path):
-    """Two processes recompute, which changes nothing of it."""
-    seen = tmp_path / "seen"
-    seen.mkdir()
+def test_the_same_training(stage, mesh, recorded):
+    """Several processes recompute, which changes nothing of it."""
     pipeline, data, tensor = mesh
     flags = fewer = fewer_steps(stage)
-    single = request.getfixturevalue("shorter" if fewer else "single")
+    single = recorded("std", (1, 1, 1), *(fewer and fewer_steps("fsdp")))
     steps = len(single.rows)
     if tensor > 1 == pipeline:  # and fewer microbatches
         flags = (*flags[:-1], min(4 * tensor, 16 // data))
-    if pipeline * data == 2 > tensor:
+    if pipeline * data > 1 == tensor:
         flags = (*flags, "--recompute")
-    result = train(stage, tmp_path / "run", *flags, data=GOLDEN, mesh=mesh,
-                   log=seen, probes=[*probes(tmp_path / "run"), steps_seen])
+    result = recorded(stage, mesh, *flags)
     agree(result, single)
     assert "Warning" not in result.err, result.err
     expected = single.rows
@@ -130,9 +127,9 @@ def test_the_same_training(stage, mesh, request, tmp_path):
         assert len(written) == 8 * data  # after step 0, and after the last
         second = written[4 * data:]
         assert written[:4] + second[:4] == texts(single)  # of the first row
-    ranks = [torch.load(file) for file in sorted(seen.glob("*.pt"))]
+    ranks, (alone,) = ([torch.load(file) for file in sorted(
+        run.folder.parent.glob("seen/*.pt"))] for run in (result, single))
     assert len(ranks) == pipeline * data * tensor
-    alone = torch.load(single.folder.parent / "seen" / "0.pt")
     size = data * tensor
     for step in range(steps):
         read = [sorted(rank["samples"][step]) for rank in ranks]
@@ -170,18 +167,20 @@ def test_the_same_training(stage, mesh, request, tmp_path):
 # ------------------------------------------------------- nothing is lost
 
 
-@pytest.mark.parametrize("stage", [*every_stage(), "starter"])
-def test_resume_on_one_process_is_exact(stage, tmp_path):
-    """Bit for bit, after an odd step, in the middle of an epoch."""
-    flags = fewer_steps(stage)
-    if stage in STAGES and STAGES[stage].kernels:
-        flags += ("--minibatch-size", 4, "--microbatch-size", 4)
-    whole = train(stage, tmp_path / "whole", *flags, data=GOLDEN)
-    run = tmp_path / "run"
-    start_stage(stage, run, *flags, "--checkpoint-every", 3, data=GOLDEN,
-                probes=[DieAfter(3)]).wait()
+@pytest.mark.parametrize(("stage",), places(
+    (stage,) for stage in (*STAGES, "starter") if stage != "kernels"))
+def test_resume_on_one_process_is_exact(stage, recorded, tmp_path):
+    """Bit for bit, after an odd step, in the middle of an epoch.
+
+    The lines of kernels are those of std, and their kernels take long.
+    """
+    flags, run = fewer_steps(stage), tmp_path / "run"
+    whole = recorded(stage, (1, 1, 1), *flags)
+    train(stage, run, *flags, "--checkpoint-every", 3, data=GOLDEN,
+          texts=False, probes=[DieAfter(3)])
     again = train(stage, run, "--resume", *(
-        flags if stage == "starter" else ()))  # a stage keeps its flags
+        flags if stage == "starter" else ()),  # a stage keeps its flags
+        texts=False)
     assert again.status == 0, again.err
     assert "| step    3/" in again.out and "| step    2/" not in again.out
     for column in ("step", "loss", "val_loss", "lr", "norm"):
@@ -190,35 +189,31 @@ def test_resume_on_one_process_is_exact(stage, tmp_path):
         assert same_state(again.checkpoint()[part], whole.checkpoint()[part])
 
 
-@pytest.mark.whole
-def test_every_stage_resumes_and_is_resumed(single, tmp_path):
+@pytest.mark.parametrize("stages", [CORE[:3], pytest.param(
+    ("mpi", "fsdp", "tp", "3d"), marks=pytest.mark.whole)], ids=name)
+def test_stages_resume_each_other_and_stop(stages, recorded, tmp_path):
     """With its optimizer, in another world, with another accumulation.
 
-    One run goes through all stages and back to the first one, and is killed
-    in each but the last.
+    One run goes through the stages, and std ends it. In each a signal reaches
+    the last rank alone, in its first step: after it all of them stop.
     """
-    run = tmp_path / "run"
-    chain = [*LARGEST, LARGEST[0]]
-    (first, mesh), *others = chain
-    start_stage(first, run, "--checkpoint-every", 1, data=GOLDEN, mesh=mesh,
-                probes=[DieAfter(1)]).wait()
-    for step, (stage, mesh) in enumerate(others, 2):
-        last = step == len(chain)
-        result = start_stage(
-            stage, run, "--resume", mesh=mesh,
-            probes=[] if last else [DieAfter(1)]).result(run)
-        assert f"resuming after step {step - 1}" in result.out, result.err
-    agree(result, single)
-    assert result.checkpoint()["stage"] == chain[-1][0]
+    run, flags, data = tmp_path / "run", (), GOLDEN
+    for step, stage in enumerate(stages, 1):
+        mesh = SMALLER.get(stage, (1, 2, 1))
+        result = train(stage, run, *flags, data=data, mesh=mesh, probes=[
+            SignalAt(1, signal.SIGUSR1, math.prod(mesh) - 1)])
+        assert result.status == 0, result.err
+        assert result.checkpoint()["step"] == len(result.rows) == step
+        assert result.checkpoint()["stage"] == stage
+        assert "stopped by " in result.out and not result.err
+        assert not flags or f"resuming after step {step - 2}" in result.out
+        flags, data = ("--resume",), None
+    agree(train("std", run, "--resume"), recorded("std"))
 
 
-@pytest.mark.parametrize(
-    ("stage", "mesh"), places([*TOLD, ("starter", (1, 3, 1))]), ids=name)
-def test_a_signal_to_the_last_rank_stops_all(stage, mesh, tmp_path):
+def test_a_signal_to_the_last_rank_stops_the_starter(tmp_path):
     run = tmp_path / "run"
-    launch = start_stage(
-        stage, run, "--max-steps", 5000, "--eval-every", 5000,
-        "--checkpoint-every", 5000, data=GOLDEN, mesh=mesh)
+    launch = start_stage("starter", run, "--max-steps", 5000, mesh=(1, 3, 1))
     wait_for_rows(run, 3)
     launch.signal(signal.SIGUSR1, -1)
     result = launch.result(run)
@@ -228,18 +223,22 @@ def test_a_signal_to_the_last_rank_stops_all(stage, mesh, tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("stage", "mesh"), places([*SHARED, ("starter", (1, 4, 1))]), ids=name)
+@pytest.mark.parametrize(("stage", "mesh"), [
+    ("ddp", (1, 2, 1)), ("mpi", (1, 2, 1)), ("lit", (1, 2, 1)),
+    ("3d", (2, 2, 1)), ("starter", (1, 3, 1))], ids=name)
 def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
-    """Also without a launcher that ends them: the connection breaks."""
+    """Also without a launcher that ends them: the connection breaks.
+
+    The loops of fsdp and tp wait for it as that of ddp, and 3d shards, too.
+    """
     run = tmp_path / "run"
     launch = start_stage(stage, run, "--max-steps", 5000, data=GOLDEN,
-                         mesh=mesh)
+                         mesh=mesh, texts=False)
     wait_for_rows(run, 3)
     launch.signal(signal.SIGKILL, -1)
     ranks = launch.wait(60)
     statuses = [rank.status for rank in ranks]
-    if stage in STAGES and STAGES[stage].launcher == "mpirun":  # ends them
+    if stage == "mpi":  # mpirun ends them
         assert all(statuses) and statuses[-1] == -9
         return
     assert statuses == [1] * (len(ranks) - 1) + [-9]
@@ -253,41 +252,20 @@ def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
 # --------------------------------------------------------- errors, launching
 
 
-ERRORS = [  # flags, and words of the one line
-    # these two meet lines of the script itself, the others the backstage's
-    (["--microbatch-size", 3], ["not divisible"]),
-    (["--learning-rate", 1e30], ["loss is", "--learning-rate"]),
-    (["--max-stepz", 3], ["--max-stepz", "--help"]),
-    (["--data", "/no/such/folder"], ["/no/such/folder", "--data"]),
-    (["--init", "/no/such/file.pt"], ["/no/such/file.pt"]),
-]
-
-
-@pytest.mark.parametrize(("stage", "flags", "words"), places(
-    (stage, *error) for stage in STAGES
-    for error in (ERRORS if stage in ("std", "ddp") else ERRORS[:2])))
-def test_errors_are_one_line(stage, flags, words, tmp_path):
-    result = train(stage, tmp_path / "run", *flags, data=GOLDEN,
-                   mesh=(1, min(2, STAGES[stage].meshes[-1][1]), 1))
+@pytest.mark.parametrize(("stage",), places(
+    (stage,) for stage in ("std", "mpi", "ddp", "lit", "tp")))
+def test_an_error_of_the_script_is_one_line(stage, tmp_path):
+    """test_std.py has those of the backstage."""
+    result = train(stage, tmp_path / "run", "--microbatch-size", 3,
+                   data=GOLDEN, mesh=(1, min(2, STAGES[stage].meshes[-1][1]),
+                                      1))
     if STAGES[stage].launcher == "mpirun":  # it kills the others
         first, *others = [rank.status for rank in result.ranks]
         assert first == 1 and set(others) <= {1, -9}
     else:
         assert result.status == 1
-    lines = result.ranks[0].err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    for word in words:
-        assert word in lines[0]
-
-
-def test_a_checkpoint_of_an_older_version_is_named(single, tmp_path):
-    state = single.checkpoint()
-    torch.save({**state, "format": 1}, tmp_path / "old.pt")
-    result = train("std", tmp_path / "run", "--init", tmp_path / "old.pt",
-                   data=GOLDEN)
-    assert result.status == 1
-    (line,) = result.err.splitlines()
-    assert "old.pt: a checkpoint of format 1" in line and "train again" in line
+    line, = result.ranks[0].err.splitlines()
+    assert line.startswith("error: ") and "not divisible" in line
 
 
 @pytest.mark.parametrize("stage", [

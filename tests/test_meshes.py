@@ -1,11 +1,19 @@
 """Several processes: what is particular to a stage, or to its sizes."""
 
 import re
+import signal
 
 import pytest
 import torch
 from conftest import needs
-from stages import agree, make_dataset, refused, train, with_layers
+from stages import (
+    SignalAt,
+    agree,
+    edited,
+    make_dataset,
+    refused,
+    train,
+)
 from torch import distributed as dist
 
 from backstage import checkpoint
@@ -17,26 +25,16 @@ from workshop.watch.messages import Collectives
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "mesh", "loss", "norm"), [
-    ("fsdp", (1, 2, 1), 1e-4, 1e-2), ("tp", (1, 1, 2), 1e-3, 2e-2),
-    ("3d", (2, 1, 1), 1e-4, 1e-2)])
-def test_in_bf16_it_is_the_single_device(
-        stage, mesh, loss, norm, short_in_bf16, data, tmp_path):
+def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
-    result = train(stage, tmp_path / "run", *BF16, data=data, mesh=mesh)
+    single, result = (train(
+        stage, tmp_path / stage, "--precision", "bf16", "--max-steps", 5,
+        "--eval-minibatches", 1, data=data, mesh=mesh, texts=False)
+        for stage, mesh in (("std", (1, 1, 1)), ("3d", (2, 1, 2))))
     assert result.status == 0, result.err
-    for column, tolerance in (("loss", loss), ("norm", norm)):
+    for column, tolerance in (("loss", 1e-3), ("norm", 2e-2)):
         assert result.column(column) == pytest.approx(
-            short_in_bf16.column(column), rel=tolerance)
-
-
-BF16 = ("--precision", "bf16", "--max-steps", 5, "--eval-minibatches", 1)
-
-
-@pytest.fixture(scope="module")
-def short_in_bf16(data, tmp_path_factory):
-    return train("std", tmp_path_factory.mktemp("bf16") / "run", *BF16,
-                 data=data)
+            single.column(column), rel=tolerance)
 
 
 @pytest.mark.whole
@@ -52,25 +50,25 @@ def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
         flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
                  "--sequence-length", 32, "--microbatch-size", 4,
                  "--eval-minibatches", 2)
-    single = train("std", tmp_path / "std", *flags, data=data)
-    agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh),
-          single, learning_rate=2e-3)
+    single = train("std", tmp_path / "std", *flags, data=data, texts=False)
+    agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh,
+                texts=False), single, learning_rate=2e-3)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "mesh"), [
-    ("ddp", (1, 2, 1)), ("tp", (1, 1, 2))])
-def test_compiled(stage, mesh, data, tmp_path):
-    """As one device that compiles nothing; what is saved knows nothing of it.
+def test_compiled(data, tmp_path):
+    """As one device that compiles nothing, where the compiler has most to do.
 
-    One stage that compiles the whole model, and one that compiles its blocks,
-    as fsdp and 3d do: test_compiled.py has all stages, without the compiler.
+    The signal comes before the validation, which would be compiled, too. All
+    other stages are in test_compiled.py, without the compiler.
     """
     needs("g++")
-    single = train("std", tmp_path / "single", data=data,
-                   script=with_layers(1, "std", tmp_path))
-    result = train(stage, tmp_path / "run", "--compile", data=data, mesh=mesh,
-                   script=with_layers(1, stage, tmp_path), timeout=290)
+    single, result = (train(
+        name, tmp_path / name, *flags, data=data, texts=False, script=edited(
+            tmp_path, name, ("n_layer=4, n_head=4,", "n_layer=1, n_head=4,")),
+        probes=[SignalAt(3, signal.SIGUSR1)], **options)
+        for name, flags, options in (("std", (), {}), (
+            "tp", ("--compile",), {"mesh": (1, 1, 2), "timeout": 290})))
     assert result.status == 0, result.err
     assert "does not work here" not in result.err
     assert result.column("loss") == pytest.approx(
@@ -132,8 +130,6 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("stage", "size", "flags", "words"), [
-    ("ddp", 4, ["--microbatch-size", 4],
-     ["8 samples is not divisible by 16", "microbatches of 4"]),
     ("tp", 3, ["--tensor-parallel", 2], ["3 process(es)", "groups of 2"]),
     ("tp", 3, ["--tensor-parallel", 3], ["--tensor-parallel 3", "4 heads"]),
     ("tp", 1, ["--tensor-parallel", 0], ["--tensor-parallel must be 1"]),

@@ -62,15 +62,15 @@ REPORT = ["reduce", "wait tolist", "wait item"]
 @pytest.mark.parametrize("stage, world_size, expected", [
     ("std", None, ["update", "wait item", "wait item"]),
     ("ddp", 2, ["update", *REPORT]),
-    pytest.param("fsdp", 2, ["update", *REPORT], marks=pytest.mark.whole),
     pytest.param("tp", 2, ["reduce", "update", *REPORT],  # first its norm
                  marks=pytest.mark.whole)])
 def test_a_step_waits_for_the_device_once_its_report_is_reduced(
         data, tmp_path, stage, world_size, expected):
-    """In all steps but the first and the last, which write texts."""
+    """In all steps but the first and the last, which save and evaluate."""
     ended = train(stage, tmp_path / "run", "--max-steps", 4,
-                  "--microbatch-size", 1, "--eval-every", 100, data=data,
-                  world_size=world_size, probes=[partial(waits, tmp_path)])
+                  "--microbatch-size", 1, "--eval-minibatches", 1, data=data,
+                  world_size=world_size, texts=False,
+                  probes=[partial(waits, tmp_path)])
     assert ended.status == 0, ended.err
     microbatches = 8 // (world_size or 1)
     step = ["backward"] * microbatches + expected
