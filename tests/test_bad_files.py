@@ -24,7 +24,6 @@ from stages import BYTES, make_dataset, refused, same_state, train
 from backstage import dataset
 from backstage.checkpoint import (
     FORMAT,
-    TIED,
     check_fit,
     gather_state,
     load_checkpoint,
@@ -160,17 +159,13 @@ VALUES = JSON | st.sampled_from([
 @few
 @given(st.sampled_from(PLACES), VALUES)
 @example((), torch.zeros(3))
-@example((), [1, 2])
 @example(("step",), "6")
-@example(("step",), -4)
 @example(("model", WEIGHT), None)
-@example(("model", WEIGHT), torch.zeros(3, 3))
 @example(("model", WEIGHT), torch.zeros(24, 8, dtype=torch.int64))
 @example(("model",), [1])
 @example(("optimizer", "param_groups"), [])  # once an abort
 @example(("optimizer", "state", WEIGHT, "exp_avg"), torch.zeros(3))  # -11
 @example(("optimizer", "state", WEIGHT, "step"), torch.zeros(3))
-@example(("optimizer", "param_groups", 0, "betas"), "x")
 @example(("optimizer", "param_groups", 0, "lr"), "x")
 @example(("optimizer", "state", WEIGHT), {"more": 3})
 @example(("config",), [1])
@@ -187,23 +182,19 @@ def test_a_checkpoint_with_another_value(place, path, value):
             assert weight.shape == STATE["model"][name].shape
 
 
-@few
-@given(st.sampled_from([path for path in PLACES if path not in (
-    (), ("stage",)) and "param_groups" not in path]))  # which nobody reads
-@example(("model", WEIGHT))  # once trained on with a random weight
-@example(("model", TIED[1]))
-@example(("step",))
-@example(("optimizer", "state", WEIGHT))
-@example(("optimizer", "state", WEIGHT, "exp_avg"))
-def test_a_checkpoint_with_something_missing(place, path):
-    inside = STATE
-    for key in path[:-1]:
-        inside = inside[key]
-    rest = inside.copy()
-    del rest[path[-1]]
-    file = place / "missing.pt"
-    torch.save(changed(STATE, path[:-1], rest), file)
-    assert one_line(read_checkpoint, file) is None
+def test_a_checkpoint_with_something_missing(tmp_path):
+    """Such as a weight, which was once left as random as it began."""
+    file = tmp_path / "missing.pt"
+    for *path, last in PLACES[1:]:
+        if last == "stage" or "param_groups" in (*path, last):  # nobody reads
+            continue
+        inside = STATE
+        for key in path:
+            inside = inside[key]
+        rest = inside.copy()
+        del rest[last]
+        torch.save(changed(STATE, path, rest), file)
+        assert one_line(read_checkpoint, file) is None, (*path, last)
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
@@ -215,12 +206,14 @@ def test_a_checkpoint_with_something_missing(place, path):
      MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan, "exp_avg of .* nan"),
     (("config", "n_layer"), 10**6, "h.999999.ln_1.weight is missing"),
     (("config", "block_size"), 2**30, "wpe.weight: its weight is float"),
-    (("config", "n_head"), 3, "n_head does not divide")])
+    (("config", "n_head"), 3, "n_head does not divide"),
+    (("format",), 1, "a checkpoint of format 1, .*: train again")])
 def test_what_no_model_can_have(path, value, says, tmp_path):
     file = tmp_path / "odd.pt"
     torch.save(changed(STATE, path, value), file)
-    with pytest.raises(Damaged, match=says):
+    with pytest.raises(UserError, match=says) as error:
         read_checkpoint(file)
+    assert isinstance(error.value, Damaged) == (path != ("format",))
 
 
 def test_weights_more_and_weights_alone():
@@ -245,9 +238,7 @@ def test_an_optimizer_keeps_its_own_options():
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "mesh"), [
-    ("ddp", (1, 2, 1)), ("fsdp", (1, 2, 1))])
-def test_a_missing_weight_stops_every_stage(stage, mesh, data, tmp_path):
+def test_a_missing_weight_stops_a_run(data, tmp_path):
     """The checkpoint before it is taken; --init has none before it."""
     run = tmp_path / "run"
     train("std", run, "--max-steps", 4, "--checkpoint-every", 2, data=data)
@@ -255,9 +246,10 @@ def test_a_missing_weight_stops_every_stage(stage, mesh, data, tmp_path):
     state = torch.load(newest, weights_only=True)
     del state["model"]["transformer.h.1.attn.c_attn.weight"]
     torch.save(state, newest)
-    refused(train(stage, tmp_path / "new", "--init", newest, data=data,
-                  mesh=mesh), "weight is missing", "--init")
-    good = train(stage, run, "--resume", "--max-steps", 5, mesh=mesh)
+    refused(train("fsdp", tmp_path / "new", "--init", newest, data=data,
+                  world_size=2), "weight is missing", "--init")
+    good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2,
+                 texts=False)
     assert good.status == 0, good.err
     assert good.err.count("is damaged") == 1 == good.err.count("\n")
     assert "resuming after step 1 " in good.out
