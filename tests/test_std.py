@@ -422,6 +422,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     (["--max-steps", "many"], ["--max-steps", "many"]),
     (["--preset", "huge"], ["'huge'", "--preset", "'gpt2-xl'"]),
     (["--max-steps", -1], ["--max-steps"]),
+    (["--profile", -1], ["--profile must be 0 or more"]),
     (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
     (["--data", "BAD"], ["vocabulary.json is damaged"]),
     (["--run-dir", "FILE/run"], ["FILE"]),
