@@ -172,9 +172,9 @@ class Slurm:
                 and any("/train_gpt2_" in word for word in command[:3])]
 
 
-def world(result):
+def world(folder):
     """How many nodes and processes trained, as the run says."""
-    record = json.loads((result.folder / "hyperparameters.json").read_text())
+    record = json.loads((folder / "hyperparameters.json").read_text())
     return record["nodes"], record["world_size"]
 
 

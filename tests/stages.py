@@ -29,8 +29,6 @@ from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER / "golden"  # tokens, and what was computed from them
-PBS_FLAGS = ("--preset", "tiny", "--device", "cpu", "--data", str(GOLDEN),
-             "--microbatch-size", "1")
 CORE = ("std", "ddp", "lit", "starter")  # `pytest` tries all of it
 STARTER = ROOT / "starter" / "train.py"  # the tests call it stage "starter"
 

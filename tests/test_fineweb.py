@@ -404,29 +404,24 @@ def test_counting_and_verifying(corpus, whole, tmp_path, tool):
         assert message in out and "problem" in error
         shutil.rmtree(copy)
 
-    def flip(path, _):
-        tokens = np.load(path)
-        tokens[77] += 1
-        np.save(path, tokens)
-
-    def beyond(path, _):
-        tokens = np.load(path)
-        tokens[77] = 60_000
-        np.save(path, tokens)
-
-    def shorten(path, _):
-        path.write_bytes(path.read_bytes()[:-2])
+    def add(number):
+        def change(path, _):
+            tokens = np.load(path)
+            tokens[77] += number
+            np.save(path, tokens)
+        return change
 
     def begin_late(_, copy):
         first = copy / "fineweb_val_000000.npy"
         np.save(first, np.load(first)[1:])
 
-    damage(flip, "sha256", "--verify")
-    damage(beyond, "holds ids beyond the vocabulary's 701", "--verify")
+    damage(add(1), "sha256", "--verify")
+    damage(add(60_000), "holds ids beyond the vocabulary's 701", "--verify")
     damage(begin_late, "does not begin with a document", "--verify")
     damage(lambda _, copy: dataset.save_vocabulary(stages.BYTES, copy),
            "the vocabulary is not the one in the manifest", "--verify")
-    damage(shorten, "is not a shard, or is damaged")
+    damage(lambda path, _: path.write_bytes(path.read_bytes()[:-2]),
+           "is not a shard, or is damaged")
     damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")
     damage(lambda path, _: path.unlink(), "000002.npy is missing")
     damage(lambda path, _: np.save(path, np.load(path).astype(np.int32)),

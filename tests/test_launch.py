@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cluster import world
@@ -139,7 +138,7 @@ def test_a_job_of_two_nodes(slurm):
     assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
                      + " ".join(slurm.nodes), log, re.M), log
     assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
-    assert world(SimpleNamespace(folder=run)) == (2, 4)
+    assert world(run) == (2, 4)
 
 
 @pytest.mark.whole
@@ -185,5 +184,4 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
     for job, run in (by_hand, "unpacked"), (batch, f"lit-1n1g-{batch}"):
         assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
         assert slurm.log(job).count("unpacking") == 2  # once on each node
-        assert world(SimpleNamespace(folder=slurm.repo / "runs" / run)) == (
-            2, 2)
+        assert world(slurm.repo / "runs" / run) == (2, 2)

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from cluster import COUNTS, clone_course, holding
 from conftest import needs, program
-from stages import PBS_FLAGS, Result
+from stages import GOLDEN, Result
 
 from workshop.processes import OPEN_MPI
 
-FLAGS = " ".join(PBS_FLAGS)
+FLAGS = f"--preset tiny --device cpu --data {GOLDEN} --microbatch-size 1"
 TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node
 
 QSTAT = """#!/bin/sh

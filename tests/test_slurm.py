@@ -155,7 +155,7 @@ def test_lightning_on_two_nodes(slurm):
     assert slurm.job(job)["Restarts"] == "0"
     result = slurm.result("lit-2n1g", job)
     agree(result, slurm.alone(*FEW))
-    assert world(result) == (2, 2) and "world size 2" in slurm.log(job)
+    assert world(result.folder) == (2, 2) and "world size 2" in slurm.log(job)
 
 
 JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
@@ -176,7 +176,7 @@ def test_srun_tells_mpi(slurm):
                         f"--export=ALL,LD_LIBRARY_PATH={library.parent}")])
                 states.append(slurm.wait(job)["JobState"])
             if line:
-                assert world(slurm.result("mpi", job)) == (1, 2)
+                assert world(slurm.repo / f"runs/mpi-{job}") == (1, 2)
     assert states == ["COMPLETED", "FAILED"], slurm.log(job)
     assert "srun --mpi=list" in slurm.log(job)
 
@@ -199,12 +199,13 @@ def test_from_inside_another_job(slurm):
     slurm("scancel", outer)
     log = (slurm.repo.parent / "inner.log").read_text()
     assert end["JobState"] == "COMPLETED" and end["Restarts"] == "0", log
-    assert world(slurm.result("lit-2n2g", job)) == (2, 4)
+    run = slurm.repo / "runs" / f"lit-2n2g-{job}"
+    assert world(run) == (2, 4)
     commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
     for what in (f"lit-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
                  "solutions/train_gpt2_lit.py --run-dir", "torch 2."):
         assert what in log[:log.index("| step")]
-    files = list((slurm.repo / "runs" / f"lit-2n2g-{job}").glob("gpus-*.txt"))
+    files = list(run.glob("gpus-*.txt"))
     assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
     assert all("dmon" in file.read_text() for file in files)
     wait_for(lambda: not slurm.processes(job))
