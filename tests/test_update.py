@@ -12,6 +12,7 @@ from conftest import copy_course, git
 
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
+JOB = "batchfiles/job.sh"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,11 @@ def commit(folder):
     git(folder, "commit", "-q", "-m", "the newest")
 
 
-def append(path, text):
-    with open(path, "a") as file:
-        file.write(text)
+def append(folder, text, *names):
+    """Add a line to these files."""
+    for name in names:
+        with open(folder / name, "a") as file:
+            file.write(text)
 
 
 def update(clone, status=0, **env):
@@ -74,18 +77,15 @@ def kept(clone, name):
 
 
 def test_what_was_edited_is_kept_under_a_dated_name(course, clone):
-    append(course / "batchfiles" / "job.sh", "# new\n")
-    append(course / LESSON, "\n")
+    append(course, "# new\n", JOB, DESK)
+    append(course, "\n", LESSON)
     (course / "batchfiles" / "batch-doctor.sh").unlink()
     (course / "notebooks" / "more.ipynb").write_text("{}")
     (course / "slides").mkdir()
     (course / "slides" / "one.md").write_text("new")
-    append(course / DESK, "# a new std\n")
     commit(course)
 
-    append(clone / "batchfiles" / "job.sh", "# mine\n")
-    append(clone / "batchfiles" / "batch-doctor.sh", "# mine\n")
-    append(clone / DESK, "# my script\n")
+    append(clone, "# mine\n", JOB, "batchfiles/batch-doctor.sh", DESK)
     (clone / "notebooks" / "more.ipynb").write_text("my own")
     (clone / "slides").write_text("a file where a folder comes")
     notebook = json.loads((clone / LESSON).read_text())
@@ -94,7 +94,7 @@ def test_what_was_edited_is_kept_under_a_dated_name(course, clone):
                         "text": ["what I saw"]}]
     (clone / LESSON).write_text(json.dumps(notebook))
     mine = {name: (clone / name).read_bytes() for name in (
-        "batchfiles/job.sh", "batchfiles/batch-doctor.sh", LESSON,
+        JOB, "batchfiles/batch-doctor.sh", LESSON,
         "notebooks/more.ipynb", "slides", DESK)}
 
     said = update(clone)
@@ -111,25 +111,23 @@ def test_what_was_edited_is_kept_under_a_dated_name(course, clone):
 
 
 def test_commits_of_ones_own_become_a_branch(course, clone):
-    append(clone / DESK, "# my script\n")
-    append(clone / "batchfiles" / "job.sh", "# mine\n")
+    append(clone, "# mine\n", DESK, JOB)
     commit(clone)
-    append(course / "batchfiles" / "job.sh", "# new\n")
+    append(course, "# new\n", JOB)
     commit(course)
     mine = git(clone, "rev-parse", "HEAD")
     said = update(clone)
     branch, = re.findall(r"in the branch (mine-\S+)", said)
     assert git(clone, "rev-parse", branch) == mine
     same(clone, course, but=DESK)
-    assert "# my script" in (clone / DESK).read_text()
+    assert "# mine" in (clone / DESK).read_text()
 
 
 def test_what_the_newest_course_has_not_changed_stays_in_its_place(
         course, clone):
-    append(course / "batchfiles" / "README.md", "new\n")
+    append(course, "new\n", "batchfiles/README.md")
     commit(course)
-    append(clone / "batchfiles" / "job.sh", "# mine\n")
-    append(clone / DESK, "# my script\n")
+    append(clone, "# mine\n", JOB, DESK)
     mine = clone / "tmp" / "check-1" / "script.py"  # where TMPDIR may be
     mine.parent.mkdir(parents=True)
     mine.touch()
@@ -137,33 +135,32 @@ def test_what_the_newest_course_has_not_changed_stays_in_its_place(
     assert git(clone, "status", "--short") == (
         f" M batchfiles/job.sh\n M {DESK}\n?? tmp/\n")
     assert [*mine.parent.parent.rglob("*.py")] == [mine]
-    assert (clone / "batchfiles" / "job.sh").read_text().endswith("# mine\n")
+    assert (clone / JOB).read_text().endswith("# mine\n")
 
 
 def test_what_was_staged_is_kept(course, clone):
-    append(course / "batchfiles" / "job.sh", "# new\n")
-    append(course / DESK, "# a new std\n")
+    append(course, "# new\n", JOB, DESK)
     commit(course)
-    append(clone / "batchfiles" / "job.sh", "# staged\n")
-    append(clone / DESK, "# my script\n")
+    append(clone, "# staged\n", JOB)
+    append(clone, "# mine\n", DESK)
     (clone / "mine.txt").write_text("mine")
     git(clone, "add", "-A")
-    append(clone / "batchfiles" / "job.sh", "# and more\n")
+    append(clone, "# and more\n", JOB)
     said = update(clone)
     same(clone, course, but=DESK)
     assert "git stash list" in said
     assert git(clone, "show", "stash^2:batchfiles/job.sh").endswith(
         "# staged\n")
-    assert kept(clone, "batchfiles/job.sh").read_text().endswith(
+    assert kept(clone, JOB).read_text().endswith(
         "# staged\n# and more\n")
     assert (clone / "mine.txt").read_text() == "mine"
-    assert (clone / DESK).read_text().endswith("# my script\n")
+    assert (clone / DESK).read_text().endswith("# mine\n")
 
 
 def test_a_killed_update_leaves_the_script_under_a_dated_name(course, clone):
-    append(course / DESK, "# a new std\n")
+    append(course, "# new\n", DESK)
     commit(course)
-    append(clone / DESK, "# my script\n")
+    append(clone, "# mine\n", DESK)
     programs = clone / "programs"
     programs.mkdir()
     program = programs / "git"  # ends the update where it asks for the reset
@@ -174,12 +171,12 @@ def test_a_killed_update_leaves_the_script_under_a_dated_name(course, clone):
     subprocess.run([sys.executable, "-m", "workshop", "update"], cwd=clone,
                    env={"PATH": f"{programs}:/usr/bin:/bin"}, check=False,
                    capture_output=True)
-    assert kept(clone, DESK).read_text().endswith("# my script\n")
+    assert kept(clone, DESK).read_text().endswith("# mine\n")
 
 
 def test_a_link_in_the_place_of_a_folder_leads_to_nothing_that_changes(
         course, clone, tmp_path):
-    append(course / LESSON, "\n")
+    append(course, "\n", LESSON)
     commit(course)
     mine = tmp_path / "my-notebooks"
     (clone / "notebooks").rename(mine)
@@ -239,7 +236,7 @@ def test_the_repository_around_a_course_without_git_is_left_alone(
 
 
 def test_gits_variables_do_not_lead_elsewhere(theirs, course, clone):
-    append(course / "batchfiles" / "job.sh", "# new\n")
+    append(course, "# new\n", JOB)
     commit(course)
     assert "have changed" in update(
         clone, GIT_DIR=f"{theirs}/.git", GIT_WORK_TREE=str(theirs),
@@ -261,7 +258,7 @@ def test_other_kinds_of_clones_are_updated(
     else:
         inner = clone
         git(clone, "sparse-checkout", "set", "backstage", "workshop", "code")
-    append(course / "backstage" / "__init__.py", "# new\n")
+    append(course, "# new\n", "backstage/__init__.py")
     commit(course)
     assert "have changed" in update(inner)
     assert (inner / "backstage" / "__init__.py").read_bytes() == (
@@ -282,23 +279,21 @@ def test_the_owner_that_git_doubts_is_said(clone):
 
 
 def test_if_git_fails_the_script_is_there(course, clone):
-    append(course / DESK, "# a new std\n")
-    append(course / "batchfiles" / "job.sh", "# new\n")
+    append(course, "# new\n", DESK, JOB)
     commit(course)
-    append(clone / DESK, "# my script\n")
-    append(clone / "batchfiles" / "job.sh", "# mine\n")
+    append(clone, "# mine\n", DESK, JOB)
     (clone / ".git" / "index.lock").touch()  # another git is at work
     assert "index.lock" in update(clone, status=1)
-    assert "# my script" in (clone / DESK).read_text()
+    assert "# mine" in (clone / DESK).read_text()
     (clone / ".git" / "index.lock").unlink()
     update(clone)
     same(clone, course, but=DESK)
-    assert "# mine" in kept(clone, "batchfiles/job.sh").read_text()
+    assert "# mine" in kept(clone, JOB).read_text()
 
 
 def test_without_edits_it_is_the_new_one_and_what_fails_is_one_line(
         course, clone, tmp_path):
-    append(course / DESK, "# a new std\n")
+    append(course, "# new\n", DESK)
     commit(course)
     said = update(clone)
     same(clone, course)
