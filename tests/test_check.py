@@ -27,7 +27,7 @@ from workshop.lesson.diff import Diff
 from workshop.notebook import cells
 from workshop.stages import STAGES
 
-AT_ONCE = ("no Python",)
+SUITE = {"no Python": (), "a segmentation fault": pytest.mark.whole}
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
            "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0",
@@ -40,8 +40,7 @@ def test_the_places_of_the_changes_are_there():
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=f"{case.stage}-{case.name}",
-                 marks=() if case.name in AT_ONCE else
-                 pytest.mark.whole if case.suite else pytest.mark.table)
+                 marks=SUITE.get(case.name, pytest.mark.table))
     for case in CASES])
 def test_a_script_of_the_table(case):
     passed, says, out = outcome(case)

@@ -494,8 +494,6 @@ CASES = [
           "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", ""),
           suite=True),
     right("DDP, a look", "an update has 32 samples, as with one"),
-    wrong("DDP", "rank 0 alone steps", "FAIL  rank 1 makes 0 updates",
-          (STEP, "        if rank == 0: optimizer.step()\n")),
     wrong("DDP", "unused parameters", "find_unused_parameters=True",
           ("model = DDP(nn", "model = (nn"),
           ("optimizer = torch", "model.odd = nn.Parameter(torch.zeros(3))\n"
@@ -629,11 +627,6 @@ CASES = [
 
     right("Accelerate", "an update has 32 samples, with one process 16",
           AS_ONE),
-    wrong("Accelerate", "the loader not prepared", SAME_SAMPLES,
-          ("        model, optimizer, loader, scheduler)",
-           "        model, optimizer, scheduler)"),
-          ("    model, optimizer, loader, scheduler = accelerator.prep",
-           "    model, optimizer, scheduler = accelerator.prep")),
 
     right("HF Trainer", MULTIPLIED, AS_ONE),
 

@@ -13,7 +13,6 @@ class Case:
     says: str  # in the first line of the diagnosis, or of the warning
     changes: tuple  # pairs (old, new), or the name of another's solution
     right: bool
-    suite: bool  # in the suite, not in the table alone: about processes
     stage: str = ""  # as its module is called
 
     def script(self):
@@ -23,12 +22,12 @@ class Case:
         return edit(text, *self.changes[len(whole):])
 
 
-def wrong(name, says, *changes, suite=False):
-    return Case(name, says, changes, False, suite)
+def wrong(name, says, *changes):
+    return Case(name, says, changes, False)
 
 
-def right(name, *changes, warns="", suite=False):
-    return Case(name, warns, changes, True, suite)
+def right(name, *changes, warns=""):
+    return Case(name, warns, changes, True)
 
 
 # ------------------------------------------------------- parts of the script

@@ -118,15 +118,14 @@ CASES = (
     wrong("a segmentation fault", "was ended by SIGSEGV",
           ("        mean_loss = torch.zeros(", "        if step == 2:\n"
            "            import ctypes\n            ctypes.string_at(0)\n"
-           "        mean_loss = torch.zeros("), suite=True),
+           "        mean_loss = torch.zeros(")),
     wrong("an endless loop", "it never reaches step 2 but keeps running",
           ("        mean_loss = torch.zeros(", "        while step == 2:\n"
            "            pass\n        mean_loss = torch.zeros(")),
     wrong("prints without end", "it prints without end",
           ("        mean_loss = torch.zeros(", "        while step == 2:\n"
            "            print('x' * 1000)\n        mean_loss = torch.zeros(")),
-    wrong("no Python", "expected ':'", ("def main():", "def main()"),
-          suite=True),
+    wrong("no Python", "expected ':'", ("def main():", "def main()")),
     right("the solution"),
     right("no no_sync", (SYNC, "with nullcontext():"),
           warns="gradients are reduced 4.0 times a step"),

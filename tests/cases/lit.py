@@ -47,13 +47,6 @@ CASES = (
     wrong("the loader of a list, shuffled", "samples of step 0", loaders(
         "[next(data) for _ in range(48)], None, shuffle=data is train_data")),
     # logging
-    wrong("logged loss of the last microbatch only",
-          "the logged loss of step 0", *with_callback(
-              "        def on_train_batch_end(self, trainer, module, outputs, "
-              "*batch):\n            self.mean_loss.zero_()\n            loss "
-              '= outputs["loss"] * trainer.accumulate_grad_batches\n'
-              "            super().on_train_batch_end(\n"
-              '                trainer, module, {"loss": loss}, *batch)\n')),
     wrong("device given to the Trainer by auto", "the device does not follow "
           "from --device", ("accelerator=device.type", 'accelerator="auto"')),
     right("the solution"),
