@@ -67,17 +67,17 @@ def test_other_names_are_no_difference():
     assert localise.rename(other, "total = comm.allreduce(part)\n") == other
 
 
-def said_of(script, tmp_path, capsys, stage="ddp"):
+def said_of(script, tmp_path, capsys):
     path = tmp_path / "train_gpt2.py"
     path.write_text(script)
-    assert not main(stage, path)
+    assert not main("ddp", path)
     return capsys.readouterr().out
 
 
-def change(title, stage="ddp"):
+def change(title):
     """The number and title of the lesson's change whose title begins so."""
     return next(f"change {number} ({change.title})" for number, change
-                in enumerate(documents.load(stage), 1)
+                in enumerate(documents.load("ddp"), 1)
                 if change.title.startswith(title))
 
 
