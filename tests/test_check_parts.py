@@ -18,6 +18,24 @@ def test_a_missing_part_is_a_hole():
                       "sharded": {"w": half}}]).holes == ["w"]
 
 
+@pytest.mark.parametrize(("placements", "split"), [
+    ([("Shard", 0), ("Shard", 1)],
+     lambda whole, dp, tp: whole.chunk(2)[dp].chunk(2, 1)[tp]),
+    # as FSDP shards what tensor parallelism has split
+    ([("_StridedShard", 0), ("Shard", 0)],
+     lambda whole, dp, tp: whole.chunk(2)[tp].chunk(2)[dp]),
+    ([("Replicate", None), ("Shard", 1)],
+     lambda whole, dp, tp: whole.chunk(2, 1)[tp])])
+def test_the_parts_on_a_mesh_of_two_dimensions(placements, split):
+    matrix = torch.arange(16.0).view(4, 4)
+    whole = assemble([{"plain": [], "flat": torch.zeros(0), "sharded": {"w": {
+        "part": split(matrix, *divmod(rank, 2)), "shape": (4, 4),
+        "mesh": torch.arange(4).view(2, 2), "placements": placements}}}
+        for rank in range(4)])
+    assert not whole.holes and not whole.apart
+    assert torch.equal(whole.tensors["w"], matrix)
+
+
 def test_names_without_wrappers():
     weight = torch.ones(2, 3)
     described = describe([("module._orig_mod.h.0.weight", weight),
