@@ -54,9 +54,6 @@ def fewer_steps(stage):
                 about.kernels or about.shards) else ()
 
 
-# one process, and the mesh of each stage with which most can go wrong
-PLACES = [(name, mesh) for name, stage in STAGES.items()
-          for mesh in sorted({stage.meshes[0], stage.meshes[-1]})]
 # on two processes, or four: they tell each other what more would
 SMALLER = {"tp": (1, 2, 2), "3d": (2, 1, 2), "std": (1, 1, 1)}
 
@@ -95,7 +92,9 @@ def texts(result):
 # ------------------------------------------------------- the same training
 
 
-@pytest.mark.parametrize(("stage", "mesh"), places(PLACES), ids=name)
+@pytest.mark.parametrize(("stage", "mesh"), places(
+    (name, mesh) for name, stage in STAGES.items() for mesh in stage.meshes),
+    ids=name)
 def test_the_same_training(stage, mesh, recorded):
     """Several processes recompute, which changes nothing of it."""
     pipeline, data, tensor = mesh
