@@ -51,11 +51,11 @@ def is_plain(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads them
 def pytest_cmdline_main(config):
-    """All tests: four files at a time, as most of them wait for processes."""
+    """All tests: three files at a time, as most wait for processes."""
     option = config.option
     if not is_worker(config) and is_plain(config) and not option.usepdb:
         if option.numprocesses is None:
-            option.numprocesses, option.dist = 4, "loadfile"
+            option.numprocesses, option.dist = 3, "loadfile"
 
 
 def pytest_configure(config):

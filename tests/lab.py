@@ -111,9 +111,17 @@ class Lesson:
         cell = self.page.locator(".jp-NotebookPanel:visible .jp-CodeCell",
                                  has_text=source)
         cell.locator(".cm-content").click()
-        self.page.keyboard.press("Control+a")
-        self.page.keyboard.insert_text(
-            f"from lesson import apply, diff, submit\n{new}")
+        words = f"from lesson import apply, diff, submit\n{new}"
+
+        def shown():
+            return self.page.evaluate("document.activeElement.innerText")
+
+        def write():  # on a busy machine a click may undo the selection
+            self.page.keyboard.press("Control+a")
+            self.page.keyboard.insert_text(words)
+            return shown().strip() == words
+
+        wait_for(write, 30, shown)
         return cell
 
     def run_instead(self, source, new):

@@ -20,9 +20,9 @@ ONE_CORE = "--cpus-per-gpu=1"
 class Starts:
     """A job that is about to be disturbed, and starts again."""
 
-    def __init__(self, slurm, name, *flags, options=()):
+    def __init__(self, slurm, name, *flags):
         self.slurm = slurm
-        self.job = slurm.submit(name, *flags, options=[ONE_CORE, *options])
+        self.job = slurm.submit(name, *flags, options=[ONE_CORE])
         self.result, self.starts = slurm.result(name, self.job), 0
 
     @property
@@ -94,12 +94,18 @@ def test_nothing_is_lost(slurm):
 
 
 def test_out_of_time(slurm):
-    """The signal goes through srun and torchrun, and the job goes on."""
+    """The signal goes through srun and torchrun, and the job goes on.
+
+    A job has less time than its signal needs only once it trains: at its
+    start bash would be ended by the signal.
+    """
     with slurm.counting("ddp"):
-        job = Starts(slurm, "ddp-1n1g", "--max-steps", 10**6,
-                     options=["--time=2"])
-        job.get_going()  # SLURM looks twice a minute whose end is near
-        job.wait(lambda: "stopped by SIGUSR1" in job.log)
+        job = Starts(slurm, "ddp-1n1g", "--max-steps", 10**6)
+        job.get_going()
+        for minutes in 2, 10:
+            slurm("scontrol", "update", f"JobId={job.job}",
+                  f"TimeLimit={minutes}")  # it looks twice a minute
+            job.wait(lambda: "stopped by SIGUSR1" in job.log)
         job.get_going()
         slurm("scancel", job.job)
         slurm.wait(job.job)
