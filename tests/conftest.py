@@ -53,9 +53,9 @@ def is_plain(config):
 def pytest_cmdline_main(config):
     """All tests: three files at a time, as most wait for processes."""
     option = config.option
-    if not is_worker(config) and is_plain(config) and not option.usepdb:
-        if option.numprocesses is None:
-            option.numprocesses, option.dist = 3, "loadfile"
+    if is_plain(config) and option.numprocesses is None and not (
+            is_worker(config) or option.usepdb):
+        option.numprocesses, option.dist = 3, "loadfile"
 
 
 def pytest_configure(config):

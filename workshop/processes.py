@@ -1,8 +1,8 @@
 """Start a script as several processes of this machine, and wait for them.
 
 This does what `torchrun` does in a tenth of the time: the processes are forked
-from a server that has already imported torch. It is for the checks and the
-tests; a real run has a real launcher.
+from a server that has already imported torch. It is for the checks, the tests
+and benchmarks that time steps alone; a real run has a real launcher.
 """
 
 import contextlib
