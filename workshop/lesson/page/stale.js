@@ -9,7 +9,7 @@
   if (!page || !script.closest(".jp-Cell")) return;
   const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
   const fresh = script.closest(".jp-Cell").fresh ??= {};
-  let now = 0, changed = begin;
+  let now = 0, changed = begin, times = 0;
   const look = async () => {
     if (!line.closest(".jp-Cell")) return;  // there is a newer view
     line.hidden = (fresh[born] ?? true) && performance.now() - changed < 2000;
@@ -20,8 +20,10 @@
       if (said && said !== now) {
         now = said;
         changed = performance.now();
-        fresh[born] ??= now - changed / 1000 < born
-          && now - (changed - begin) / 1000 < born + 10;
+        // The kernel wrote it a moment ago, or longer ago where it is busy, so
+        // the page may be younger than one of these times says.
+        fresh[born] ??= now - (changed - begin) / 1000 < born + 10;
+        if (times++ < 20) fresh[born] &&= now - changed / 1000 < born;
       }
     } catch {}  // the server is gone, too
     setTimeout(look, 500);
