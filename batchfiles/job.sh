@@ -8,6 +8,9 @@ fail() {
     exit 1
 }
 
+# SLURM sends this before the time limit: too early for a very short job.
+trap 'fail "no time is left to train: give sbatch a longer --time"' USR1
+
 # GPUs on each node (SLURM may say "h100:4"), and cores for each of them.
 gpus=${SLURM_GPUS_PER_NODE##*:}
 cores=$SLURM_CPUS_PER_GPU

@@ -103,6 +103,7 @@ def test_a_job_from_a_shell_without_activate(slurm):
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
      r": run `source .*/my clone/activate\.sh`"),
     ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* not exist: fix site"),
+    ("kill -USR1 $$", "no time is left to train: .* longer --time"),  # SLURM's
 ])
 def test_a_site_that_is_wrong(slurm, line, reason):
     """A job says so in one line, at once, and installs nothing."""
