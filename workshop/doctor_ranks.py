@@ -4,6 +4,7 @@ Under any launcher: who each rank is, whether they train one model together,
 how fast they reach each other, and over which network.
 """
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -208,34 +209,29 @@ def find_interfaces():
 
     The connection to the store, at MASTER_PORT, is none.
     """
-    mine = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            mine.add(os.readlink(link))
-        except OSError:  # this loop's own, which is closed
-            continue
     addresses = {address(name): name for _, name in socket.if_nameindex()}
     store = int(os.environ["MASTER_PORT"])
-    for file in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(file).read_text().splitlines()[1:]:
-            fields = line.split()
-            here, port = read_end(fields[1])
-            connected = fields[3] == "01" and (
-                store not in (port, read_end(fields[2])[1]))
-            if connected and f"socket:[{fields[9]}]" in mine:
+    for handle in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is no connection
+            (here, port), (_, other) = read_ends(handle)
+            if store not in (port, other):
                 loopback = here.startswith("127.") or here == "::1"
                 yield "lo" if loopback else addresses.get(here, here)
 
 
-def read_end(text):
-    """(address, port) from /proc/net/tcp's "0100007F:1F90"."""
-    number, port = text.split(":")
-    words = [int(number[i:i + 8], 16) for i in range(0, len(number), 8)]
-    data = struct.pack(f"={len(words)}I", *words)
-    if len(data) == 16 and data.startswith(bytes(10) + b"\xff\xff"):
-        data = data[12:]  # IPv4 in an address of IPv6
-    family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
-    return socket.inet_ntop(family, data), int(port, 16)
+def read_ends(handle):
+    """(address, port) of both ends of an open socket, which stays open.
+
+    Raises OSError if it is none, or not one of a network.
+    """
+    link = socket.socket(fileno=handle)
+    try:
+        if link.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError
+        return [(end[0].removeprefix("::ffff:"), end[1])  # IPv4 in IPv6
+                for end in (link.getsockname(), link.getpeername())]
+    finally:
+        link.detach()
 
 
 def address(interface):

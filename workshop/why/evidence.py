@@ -26,8 +26,11 @@ from workshop.why.witness import (
     connecting,
     count_oom_kills,
     name_host,
+    open_files,
     read_rank,
+    read_stat,
     read_state,
+    read_text,
     see_workers,
     try_meeting,
 )
@@ -139,12 +142,8 @@ def descendants(root):
     """A process and all that it has started, itself first."""
     children = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (folder / "stat").read_text(
-                errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        children.setdefault(int(stat[1]), []).append(int(folder.name))
+        for parent in read_stat(folder.name)[1:2]:  # unless it has ended
+            children.setdefault(int(parent), []).append(int(folder.name))
     found = [root]
     for pid in found:
         found += children.get(pid, [])
@@ -155,13 +154,6 @@ def find_folder(pid):
     """Where a live process writes its evidence: it has a file open there."""
     return next((Path(path).parent for path in open_files(pid)
                  if path.endswith(f"-{pid}.stack")), None)
-
-
-def open_files(pid):
-    """The paths of what a process has open, as far as we may see."""
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            yield os.readlink(link)
 
 
 def collect(folder, processes):
@@ -185,12 +177,9 @@ def collect(folder, processes):
         if record["host"] == name_host(os.environ):  # it may be dead,
             record["oom_kills"] = count_oom_kills() - record["oom_before"]
             record["state"] = read_state(record["pid"])  # or stopped
-        try:
-            last = stack_file(folder, record).read_text()
-        except OSError:
-            last = ""
         ranks.append(Rank(record, may_run(record),
-                          answered(folder, record, asked), last))
+                          answered(folder, record, asked),
+                          read_text(stack_file(folder, record))))
     if any(rank.rank is not None for rank in ranks):  # others start those
         ranks = [rank for rank in ranks if rank.rank is not None]
     for rank in ranks:
@@ -296,12 +285,8 @@ def with_peers(processes):
 
 def read_environment(pid):
     """The variables that a process began with; {} if it is not ours."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in text.split("\0")
-                if "=" in entry)
+    return dict(entry.split("=", 1) for entry in read_text(
+        f"/proc/{pid}/environ").split("\0") if "=" in entry)
 
 
 def look(pid, alone=False):
@@ -309,16 +294,13 @@ def look(pid, alone=False):
 
     alone: whether it is taken for the only rank.
     """
-    env = read_environment(pid)
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_text(
-            errors="replace").split("\0")
-        began = float(Path(f"/proc/{pid}/stat").read_text(
-            errors="replace").rpartition(")")[2].split()[19]) / os.sysconf(
-                "SC_CLK_TCK")  # seconds since the system's start
-        age = float(Path("/proc/uptime").read_text().split()[0]) - began
-    except OSError:  # it has ended
+    env, stat = read_environment(pid), read_stat(pid)
+    command = read_text(f"/proc/{pid}/cmdline").split("\0")
+    if not stat:  # it has ended
         return None
+    # seconds since the system's start
+    began = float(stat[19]) / os.sysconf("SC_CLK_TCK")
+    age = float(read_text("/proc/uptime").split()[0]) - began
     rank, size = read_rank(env, command)
     if "--multiprocessing-fork" in command and rank is None:
         rank = find_spawned(pid)

@@ -693,6 +693,14 @@ def read_stat(pid):
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
+def open_files(pid):
+    """The paths of what a process has open, as far as we may see."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed by now
+                yield os.readlink(link)
+
+
 def read_state(pid):
     """The main thread's state: R runs, S sleeps, D waits for a device."""
     return (read_stat(pid) or "?")[0]
@@ -721,25 +729,15 @@ def compare(before, now):
 
 def count_oom_kills():
     """How many processes the kernel has ended as the memory was full."""
-    try:
-        words = Path("/proc/vmstat").read_text().split()
-        return int(words[words.index("oom_kill") + 1])
-    except (OSError, ValueError):
-        return 0
+    found = re.search(r"^oom_kill (\d+)", read_text("/proc/vmstat"), re.M)
+    return int(found[1]) if found else 0
 
 
 def connecting(pid):
     """"HOST:PORT" of each TCP connection that nobody has answered yet."""
-    try:
-        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
-        links = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return []
-    mine, found = set(), []
-    for link in links:
-        with contextlib.suppress(OSError):  # closed by now
-            mine.add(os.readlink(link))
-    for fields in map(str.split, lines):
+    mine, found = {*open_files(pid)}, []
+    lines = read_text(f"/proc/{pid}/net/tcp").splitlines()
+    for fields in map(str.split, lines[1:]):
         if fields[3] == "02" and f"socket:[{fields[9]}]" in mine:  # SYN_SENT
             host, port = fields[2].split(":")
             host = int(host, 16).to_bytes(4, sys.byteorder)
