@@ -10,7 +10,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from workshop.notebook import cells
-from workshop.notebook.tied import tied  # noqa: F401
 
 
 def __getattr__(name):

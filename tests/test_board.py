@@ -9,7 +9,7 @@ from conftest import linear_light
 
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.lesson import render
-from workshop.notebook import pictures, tied
+from workshop.notebook import pictures
 
 
 @pytest.mark.whole
@@ -147,7 +147,7 @@ def test_every_picture_has_a_title_and_a_description():
              pictures.tensors(shown),
              pictures.reads([[0, 1]], [[[0, 1]]], [0]),
              pictures.errors([1.0], {"1": [1.0]}), pictures.samples_read(),
-             tied.draw()]
+             pictures.tied()]
     for svg in drawn:
         title, about, *_ = ElementTree.fromstring(svg)
         assert (title.tag, about.tag) == ("title", "desc")

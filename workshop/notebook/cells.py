@@ -232,9 +232,10 @@ def drawn(draw):
     return functools.wraps(draw)(lambda: picture(draw()))
 
 
-cadence, data_parallel, nodes, samples_read, strategies, words = map(drawn, (
-    pictures.cadence, pictures.data_parallel, pictures.nodes,
-    pictures.samples_read, pictures.strategies, pictures.words))
+cadence, data_parallel, nodes, samples_read, strategies, tied, words = map(
+    drawn, (pictures.cadence, pictures.data_parallel, pictures.nodes,
+            pictures.samples_read, pictures.strategies, pictures.tied,
+            pictures.words))
 
 
 # -------------------------------------------------------------- start_here

@@ -79,10 +79,9 @@ def samples_read(worlds=(2, 4), B=2, samples=16):
         out.append(text(0, y, plural(world, "process", "es"), "bold"))
         for begin in range(0, samples, size):
             x = left + begin * CELL
-            out.append(middle(x + size * CELL / 2, y, f"round {begin // size}")
-                       + f'<g opacity="0.4">'
-                       f'{line(x - 1, y + 4, x - 1, y + 12 + 44 * world, 1)}'
-                       '</g>')
+            out += [middle(x + size * CELL / 2, y, f"round {begin // size}"),
+                    line(x - 1, y + 4, x - 1, y + 12 + 44 * world, 1,
+                         opacity=0.4)]
         for rank in range(world):
             x, top = left + rank * B * CELL, y + 12 + 44 * rank
             out.append(text(0, top + 14, f"rank {rank}"))
@@ -124,10 +123,8 @@ def strategies(gpus=4):
                 out.append(frame(x, y, bar))
                 part = bar if whole else bar / gpus
                 begin = x if whole else x + gpu * part
-                out.append(
-                    f'<rect x="{begin + 1:g}" y="{y + 1:g}" '
-                    f'width="{part - 2:g}" height="20" rx="2" '
-                    f'fill="{COLOURS[gpu % len(COLOURS)]}"/>')
+                out.append(rect(begin + 1, y + 1, part - 2, rx=2,
+                                fill=COLOURS[gpu % len(COLOURS)]))
             y += LINE
         y += 24
     return svg(width, y - 24, out, f"What each of {gpus} GPUs keeps",
@@ -142,31 +139,58 @@ def plural(count, word, ending):
     return f"{count} {word}{ending if count > 1 else ''}"
 
 
+def attributes(style):
+    return "".join(f' {name.replace("_", "-")}="{value}"'
+                   for name, value in style.items())
+
+
+def label(x, y, words, **style):
+    return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{words}</text>'
+
+
 def text(x, y, words, weight="normal"):
     """Words that begin at x and stand on y."""
-    return f'<text x="{x:g}" y="{y:g}" font-weight="{weight}">{words}</text>'
+    return label(x, y, words, font_weight=weight)
+
+
+def middle(x, y, words, **style):
+    """Words around x."""
+    return label(x, y, words, **style, text_anchor="middle")
+
+
+def rect(x, y, width, height=20, **style):
+    return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" '
+            f'height="{height:g}"{attributes(style)}/>')
+
+
+def stripes(x, y, width, height, colours, **style):
+    """A rectangle of so many equal parts, side by side."""
+    part = width / max(len(colours), 1)
+    return "".join(rect(x + i * part, y, part, height, fill=colour, **style)
+                   for i, colour in enumerate(colours))
 
 
 def cell(x, y, number, rank):
     """A microbatch in the colour of its process."""
-    return (f'<rect x="{x:g}" y="{y:g}" width="{CELL - 2}" height="20" rx="3" '
-            f'fill="{COLOURS[rank]}"/><text x="{x + CELL / 2 - 1:g}" '
-            f'y="{y + 14:g}" fill="#fff" font-size="11" '
-            f'text-anchor="middle">{number}</text>')
+    return rect(x, y, CELL - 2, rx=3, fill=COLOURS[rank]) + in_cell(
+        x, y, number, fill="#fff")
+
+
+def in_cell(x, y, number, **style):
+    return middle(x + CELL / 2 - 1, y + 14, number, **style, font_size=11)
 
 
 def frame(x, y, width, filled=False):
     """A box of the dataset or the epoch."""
-    opacity = 0.35 if filled else 0
-    return (f'<rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
-            f'height="20" rx="2" fill-opacity="{opacity}" '
-            'stroke="currentColor" stroke-opacity="0.6"/>')
+    return rect(x + 1, y + 1, width - 2, rx=2,
+                fill_opacity=0.35 if filled else 0, stroke="currentColor",
+                stroke_opacity=0.6)
 
 
-def line(x1, y1, x2, y2, width):
-    """A line."""
+def line(x1, y1, x2, y2, width, **style):
     return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
-            f'stroke="currentColor" stroke-width="{width}"/>')
+            f'stroke="currentColor" stroke-width="{width}"'
+            f"{attributes(style)}/>")
 
 
 GREY = "#808080"
@@ -187,15 +211,9 @@ def svg(width, height, parts, title, about, more=0):
 
 def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
     """A coloured box with words in its middle."""
-    out = (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
-           f'rx="3" fill="{colour}" fill-opacity="{opacity}" '
-           f'stroke="{colour}"/>')
-    return out + middle(x + width / 2, y + height / 2 + 4, words)
-
-
-def middle(x, y, words):
-    """Words around x."""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle">{words}</text>'
+    return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
+                stroke=colour) + middle(
+                    x + width / 2, y + height / 2 + 4, words)
 
 
 def arrow(x, y, end):
@@ -262,9 +280,8 @@ def words():
     tokens = ("The", " cat", " sat", " on", " the", " mat", ".")
     step = width / len(tokens)
     out.append(text(0, y + 17, "sample", "bold"))
-    for k, label in ((0, "x: T tokens"), (1, "targets y")):
-        out.append(text(0, y + 34 + 30 * k, label) if k == 0 else
-                   text(0, y + 64, label))
+    for k, about in ((0, "x: T tokens"), (1, "targets y")):
+        out.append(text(0, y + 34 + 30 * k, about))
         for i in range(len(tokens) - 1):
             out.append(box(left + i * step, y + 18 + 30 * k, step - 3, 24,
                            COLOURS[k], tokens[i + k].strip()))
@@ -288,8 +305,8 @@ def nodes(number=2, gpus=4):
             colour = COLOURS[local % len(COLOURS)]
             out += [box(at, 30, wide - 6, 34, colour, f"GPU {local}", 0.4),
                     middle(at + wide / 2 - 3, 86, "process"),
-                    f'<g font-weight="bold">'
-                    f'{middle(at + wide / 2 - 3, 106, f"rank {rank}")}</g>',
+                    middle(at + wide / 2 - 3, 106, f"rank {rank}",
+                           font_weight="bold"),
                     middle(at + wide / 2 - 3, 126, f"local {local}")]
         out.append(line(x + whole / 2, 139, x + whole / 2, 158, 3))
     total = number * whole + (number - 1) * 34
@@ -303,6 +320,53 @@ def nodes(number=2, gpus=4):
                    f"node {rank // gpus}, GPU {rank % gpus}: rank {rank}, "
                    f"local rank {rank % gpus}"
                    for rank in range(number * gpus)))
+
+
+def tied():
+    """The tied matrix: one parameter, or a copy at each end. SVG."""
+    device, first, second = 84, 270, 446  # where each column begins
+    wide, end = 132, 298
+    out = [text(0, 41, "forwards"), text(0, 191, "gradient"),
+           text(0, end - 9, "update")]
+    for x, name, blocks, term in (
+            (device, "one device", "blocks 0 to 3", "a + b"),
+            (first, "pipeline stage 0", "blocks 0, 1", "a, of embedding"),
+            (second, "pipeline stage 1", "blocks 2, 3", "b, of the logits")):
+        centre = x + wide / 2
+        out += [text(x, 14, name, "bold"), box(x, 74, wide, 26, GREY, blocks),
+                box(x, 174, wide, 26, COLOURS[1], term),
+                box(x, end - 26, wide, 26, COLOURS[0], "W")]
+        if x != second:
+            out += [box(x, 24, wide, 26, COLOURS[0], "wte: embeds"),
+                    arrow(centre, 54, 72)]
+        if x != first:
+            out += [arrow(centre, 104, 122), arrow(centre, 154, 172),
+                    box(x, 124, wide, 26, COLOURS[0], "lm_head: logits")]
+        else:
+            out.append(arrow(centre, 104, 172))
+        if x == device:
+            out.append(arrow(centre, 204, end - 28))
+        else:
+            out += [arrow(centre, 204, 220), arrow(centre, 254, end - 28)]
+    # on one device both are one matrix
+    out += [line(device - 8, 37, device - 8, 137, 2),
+            line(device - 8, 37, device - 1, 37, 2),
+            line(device - 8, 137, device - 1, 137, 2),
+            f'<g transform="rotate(-90 {device - 14} 87)">',
+            middle(device - 14, 87, "one W"), "</g>"]
+    # from one pipeline stage to the next
+    out += [line(first + wide + 4, 87, second - 8, 87, 1.5),
+            f'<path d="M{second - 11},83 L{second - 11},91 '
+            f'L{second - 4},87z"/>',
+            box(first, 222, second + wide - first, 28, COLOURS[1],
+                "all-reduce of the two ends: a + b", 0.12)]
+    return svg(second + wide + 2, end + 2, out, "The tied matrix",
+               "On one device the embedding and the logits use one matrix W, "
+               "whose gradient is the sum a + b of what both uses add. In a "
+               "pipeline the first pipeline stage has a copy for the "
+               "embedding and computes a, and the last one has a copy for "
+               "the logits and computes b. An all-reduce of these two gives "
+               "both a + b, so their copies get the same update.")
 
 
 def script_map(source, path):
@@ -395,14 +459,12 @@ def passed(x, y, width, source, above, pitch):
     above: the rank in the row above; an arrow from another rank has its name.
     """
     at = x + width / 2
-    out = [f'<rect x="{x - 1:g}" y="{y - 1:g}" width="{width + 2:g}" '
-           'height="26" rx="4" fill="none" stroke="currentColor" '
-           'stroke-width="2.5"/>', arrow(at, y - pitch + 25, y - 2)
-           if source == above else arrow(at, y - 12, y - 2)]
-    if source != above:
-        out.append(f'<text x="{at + 6:g}" y="{y - 4:g}" font-size="10">from '
-                   f'{source}</text>')
-    return out
+    out = [rect(x - 1, y - 1, width + 2, 26, rx=4, fill="none",
+                stroke="currentColor", stroke_width=2.5)]
+    if source == above:
+        return [*out, arrow(at, y - pitch + 25, y - 2)]
+    return [*out, arrow(at, y - 12, y - 2),
+            label(at + 6, y - 4, f"from {source}", font_size=10)]
 
 
 def number(value):
@@ -413,14 +475,10 @@ def number(value):
 def value_box(x, y, width, value):
     """A number, with a stripe in the colour of each rank that is in it."""
     digits = f"{int(abs(value)):d}"[::-1]
-    owners = [rank for rank, digit in enumerate(digits)
-              if digit != "0" and rank < len(COLOURS)]
-    stripe = width / max(len(owners), 1)
-    stripes = "".join(
-        f'<rect x="{x + i * stripe:g}" y="{y:g}" width="{stripe:g}" '
-        f'height="24" fill="{COLOURS[rank]}" fill-opacity="0.45"/>'
-        for i, rank in enumerate(owners))
-    return (f"{stripes}{box(x, y, width, 24, GREY, number(value), 0)}")
+    colours = [colour for colour, digit in zip(COLOURS, digits)
+               if digit != "0"]
+    return stripes(x, y, width, 24, colours, fill_opacity=0.45) + box(
+        x, y, width, 24, GREY, number(value), 0)
 
 
 # ------------------------------------------------------------------- check
@@ -472,16 +530,10 @@ def sample_box(x, y, sample, owners, whole=True):
     colours = [COLOURS[k % len(COLOURS)] for k in owners]
     if whole and len(owners) == 1:
         return cell(x, y, sample, owners[0] % len(COLOURS))
-    part = (CELL - 2) / max(len(colours), 1)
-    stripes = "".join(
-        f'<rect x="{x + i * part:g}" y="{y:g}" width="{part:g}" height="20" '
-        f'fill="{colour}"/>' for i, colour in enumerate(colours))
-    white = ' fill="#fff"' if colours else ""
-    return (f'{stripes}<rect x="{x:g}" y="{y:g}" width="{CELL - 2}" '
-            'height="20" rx="3" fill="none" stroke="currentColor" '
-            'stroke-width="1.5" stroke-dasharray="3 2"/>'
-            f'<text x="{x + CELL / 2 - 1:g}" y="{y + 14:g}"{white} '
-            f'font-size="11" text-anchor="middle">{sample}</text>')
+    return (stripes(x, y, CELL - 2, 20, colours)
+            + rect(x, y, CELL - 2, rx=3, fill="none", stroke="currentColor",
+                   stroke_width=1.5, stroke_dasharray="3 2")
+            + in_cell(x, y, sample, **{"fill": "#fff"} if colours else {}))
 
 
 def errors(single, losses, allowed=1e-5):
@@ -500,21 +552,18 @@ def errors(single, losses, allowed=1e-5):
 
     out = [text(0, 14, "|loss - single device|, by step", "bold")]
     for power in range(low, high + 1, 2):
-        label = "equal" if power == low else f"1e{power:+d}"
         y = place(10**power) if power > low else place(0)
-        out += [text(0, y + 4, label),
-                f'<line x1="{left}" y1="{y:g}" x2="{left + width}" '
-                f'y2="{y:g}" stroke="currentColor" stroke-opacity="0.25"/>']
+        out += [text(0, y + 4, "equal" if power == low else f"1e{power:+d}"),
+                line(left, y, left + width, y, 1, stroke_opacity=0.25)]
     steps = len(single)
     xs = [left + (step + 0.5) * width / steps for step in range(steps)]
     out += [middle(x, top + height + 16, str(step))
             for step, x in enumerate(xs)]
     bound = place(allowed * max(value or 0 for value in single))
-    out += [f'<line x1="{left}" y1="{bound:g}" x2="{left + width}" '
-            f'y2="{bound:g}" stroke="currentColor" stroke-width="1.5" '
-            'stroke-dasharray="6 4"/>',
-            f'<text x="{left + width}" y="{bound - 5:g}" text-anchor="end">'
-            "rounding, at most</text>"]
+    out += [line(left, bound, left + width, bound, 1.5,
+                 stroke_dasharray="6 4"),
+            label(left + width, bound - 5, "rounding, at most",
+                  text_anchor="end")]
     told = []
     for k, (name, values) in enumerate(losses.items()):
         colour = COLOURS[k % len(COLOURS)]
@@ -570,8 +619,8 @@ def timeline(ranks, width=640, title="When each process computed what",
     for rank, events in enumerate(ranks):
         y, high = top + pitch * rank, pitch - 6
         out += [text(0, y + high / 2 + 4, f"rank {rank}"),
-                f'<rect x="{left}" y="{y}" width="{width - left:g}" '
-                f'height="{high}" fill="currentColor" fill-opacity="0.06"/>']
+                rect(left, y, width - left, high, fill="currentColor",
+                     fill_opacity=0.06)]
         for name, number, begin, end in events:
             wide = (end - begin) * scale
             out.append(box(
