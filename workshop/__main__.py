@@ -261,7 +261,6 @@ def make_parser():
 
 
 def parse():
-    """What the command line asks for."""
     parser, commands = make_parser()
     words, flags = sys.argv[1:], []
     if words[:1] in (["launch"], ["rehearse"], ["why"]) and "--" in words:

@@ -69,7 +69,6 @@ def note(stage, **what):
 
 
 def note_diff(diff):
-    """Note which changes are left."""
     note(diff.stage, left=[item.number for item in diff.left])
 
 
@@ -140,7 +139,6 @@ def summarise(lines):
 
 
 def number_changes(stage):
-    """The numbers of the lesson's changes."""
     return [*range(1, 1 + len(documents.load(stage)))]
 
 

@@ -55,7 +55,6 @@ def main(ranks=False):
 
 
 def ask_course():
-    """Which commit this is, and which site file it reads."""
     site = ROOT / "site.sh"
     return f"commit {name_commit()}; site file " + (
         str(site) if site.is_file() else f"none, there is no {site}")
@@ -71,7 +70,6 @@ def name_commit():
 
 
 def ask_python():
-    """Which Python this is."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     require(sys.version_info >= (3, 10), f"{version}, {sys.executable}: a run "
             "needs 3.10 to 3.14: load a module for it in site.sh (see "
@@ -80,7 +78,6 @@ def ask_python():
 
 
 def ask_environment():
-    """Which environment is active, and who owns it."""
     require(sys.prefix != sys.base_prefix, f"none is active: {ACTIVATE}")
     folder = Path(sys.prefix)
     if folder.stat().st_uid == os.getuid():
@@ -93,7 +90,6 @@ def ask_environment():
 
 
 def ask_packages():
-    """Which packages are missing."""
     missing = [name for name in PACKAGES
                if importlib.util.find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} missing: {ACTIVATE}")
@@ -101,7 +97,6 @@ def ask_packages():
 
 
 def ask_device():
-    """What torch computes on here."""
     import torch
 
     from backstage.device import device_name, find_gpu
@@ -230,7 +225,6 @@ def start_ranks(number, device, **options):
 
 
 def ask_data():
-    """Which datasets are there, and how many tokens they have."""
     folders = [ROOT / "fineweb" / "demo", ROOT / "fineweb" / "edu_fineweb10B"]
     named = os.environ.get("WORKSHOP_DATA")
     if named:
@@ -245,7 +239,6 @@ def ask_data():
 
 
 def count_tokens(folder, split):
-    """How many tokens a split of the dataset has."""
     shards = sorted(folder.glob(f"*_{split}_*.npy"))
     require(shards, f"{folder}: there is no shard *_{split}_*.npy: make the "
             "dataset again")
@@ -270,7 +263,6 @@ def ask_vocabulary():
 
 
 def ask_write_access():
-    """Whether runs and edited scripts can be written."""
     for folder in (ROOT / "code", ROOT / "runs"):
         while not folder.exists():
             folder = folder.parent
@@ -284,7 +276,6 @@ def ask_write_access():
 
 
 def ask_slurm():
-    """Which SLURM is here, and what the environment sets for it."""
     if not shutil.which("sbatch"):
         return "not on this machine" + (
             ", but PBS is: see batchfiles/README.md" if shutil.which("qsub")

@@ -63,7 +63,6 @@ def ask_ranks():
 
 
 def say(answer, right=True):
-    """Rank 0 prints an answer."""
     if dist.get_rank() == 0:
         print(f"{'ok' if right else 'TO DO':5}  {answer}", flush=True)
 
@@ -246,7 +245,6 @@ def address(interface):
 
 
 def describe(interface, sys_folder=Path("/sys/class")):
-    """The interface, and whether it is InfiniBand."""
     if interface == "lo":
         return "lo, inside the node"
     try:

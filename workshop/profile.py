@@ -103,8 +103,6 @@ def draw(ranks, file):
 
 @dataclass
 class Rank:
-    """What a rank has recorded."""
-
     base: int  # nanoseconds: when its trace begins to count
     kernels: bool  # whether the trace shows a device's
     steps: dict  # number: `Step`

@@ -83,7 +83,6 @@ class Server:
         self.link = Connection(mine.detach())
 
     def fork(self, *arguments, preload):
-        """Start a rank: its `Job`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
         self.link.send((number, preload, os.getcwd(), list(sys.path),

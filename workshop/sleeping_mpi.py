@@ -94,8 +94,6 @@ class SleepingComm(MPI.Intracomm):
 
 
 class SleepingRequest(MPI.Request):
-    """A request whose `Wait` sleeps."""
-
     def Wait(self, status=None):
         sleep_until(lambda: self.Test(status))
         return True

@@ -16,8 +16,6 @@ DESK = ROOT / "code" / "train_gpt2.py"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the course."""
-
     name: str
     after: str  # the stage that its lesson starts from; "" for the first one
     title: str
@@ -36,7 +34,6 @@ class Stage:
 
     @property
     def solution(self):
-        """The finished script."""
         return ROOT / "solutions" / f"train_gpt2_{self.name}.py"
 
     @property

@@ -122,7 +122,6 @@ def put_back(backup):
 
 
 def say_news(before, source):
-    """Print what has come, and what to do with it."""
     newest = git.run("log", "-1", "--format=%h of %cs, %s")
     changed = git.names("diff", "--name-only", before, "HEAD")
     print(f"this clone is {source} now: {newest}; {len(changed)} files have "

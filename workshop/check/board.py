@@ -78,7 +78,6 @@ class Board:
             self.right = False
 
     def update(self, event):
-        """Take in an event."""
         (kind, value), = event.items()
         if kind == "answer":
             self.answers.setdefault(value[0], {})[self.trial] = value[1]

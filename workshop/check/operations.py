@@ -119,7 +119,6 @@ class Memory:
             return store(ptrs, value, self.access(ptrs, mask, "write"), *rest)
 
     def begin(self, kernel, tensors):
-        """A kernel begins, with these arguments."""
         self.kernel = kernel
         spans = sorted({(x.data_ptr(), x.nbytes) for x in tensors})
         self.first, sizes = np.array(spans).T

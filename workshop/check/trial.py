@@ -116,7 +116,6 @@ class Trial:
 
     @property
     def about(self):
-        """What is known of the stage."""
         return STAGES[self.stage]
 
     def asked(self, what, rank=0):

@@ -65,5 +65,4 @@ def read():
 
 
 def digest(data):
-    """The script's SHA-256."""
     return hashlib.sha256(data).hexdigest()

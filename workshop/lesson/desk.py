@@ -169,12 +169,10 @@ def backups():
 
 
 def date(backup):
-    """The date in a backup's name."""
     return backup.stem.split(".", 1)[1]
 
 
 def find_backup(name):
-    """The backup with that date."""
     require(re.fullmatch(r"[\d-]+", name), f"there is no stage {name}: choose "
             f"from {', '.join(STAGES)}, or a date that `reset --list` shows")
     return DESK.with_name(f"{DESK.stem}.{name}{DESK.suffix}")

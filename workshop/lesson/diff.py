@@ -217,7 +217,6 @@ def cut(hunks, anchors, start, goal):
 
 @cache
 def load_lesson(stage):
-    """The `Lesson` that makes the stage."""
     return Lesson(stage)
 
 
@@ -359,7 +358,6 @@ class Diff:
                             for edit in it.edits)
 
     def replace(self, edits):
-        """The script's text with these edits of its lines."""
         raw = list(self.yours.raw)
         ending = "\r\n" if any(r.endswith("\r\n") for r in raw) else "\n"
         if raw and not raw[-1].endswith(("\r", "\n")):
@@ -459,5 +457,4 @@ def without_messages(lines):
 
 
 def indent(line):
-    """How many spaces the line begins with."""
     return len(line) - len(line.lstrip())

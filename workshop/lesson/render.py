@@ -74,7 +74,6 @@ def wants_hints(environment=os.environ):
 
 
 def is_checked(diff):
-    """Whether this very script has passed the check."""
     return checked.state(diff.lesson.stage, diff.yours.data) == checked.PASSED
 
 
@@ -134,7 +133,6 @@ def advice(diff):
 
 
 def saved(path):
-    """When the script was last saved, in one line."""
     when = time.localtime(path.stat().st_mtime)
     today = when[:3] == time.localtime()[:3]
     return time.strftime("Last saved at %H:%M:%S." if today else
@@ -184,7 +182,6 @@ def rows(yours, goal, edits, titles=()):
 
 
 def plain(lines, begin, end):
-    """The rows of unchanged lines."""
     return [(i + 1, " ", [(lines[i], False)]) for i in range(begin, end)]
 
 
@@ -323,7 +320,6 @@ def to_html(diff, hints=False, whole=False):
 
 
 def anchor(diff, number):
-    """The id of a change in the view."""
     return f"ws-{diff.lesson.stage}-{number}"
 
 

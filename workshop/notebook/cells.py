@@ -152,7 +152,6 @@ def read_script():
 
 
 def check_pictures(board):
-    """The pictures beside the table, as far as there are any."""
     drawn = []
     last = [*board.pictures.values()][-1:]
     drawn += [pictures.reads(seen["expected"], seen["read"], seen["readers"])

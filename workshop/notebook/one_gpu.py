@@ -103,7 +103,6 @@ def flags_of(name, device, size):
 
 
 def edited(*edits):
-    """The text of the stage std's script, with these edits."""
     text = STAGES[FIRST].solution.read_text("utf-8")
     for name in edits:
         old, new = EDITS[name]
@@ -136,7 +135,6 @@ def measure(name, device, size, peak):
 
 
 def flop(result):
-    """FLOP for each token of a run: `backstage.flops`."""
     return flops_per_token(std.GPTConfig(**result.config),
                            result.hyperparameters["sequence_length"])
 
@@ -159,7 +157,6 @@ def find_peak(device):
 
 
 def table(record):
-    """The rows as text."""
     lines = [f"{'':31}{'tokens/s':>12}{'ms a step':>11}{'GiB':>8}{'MFU':>8}"]
     lines += [f"{row['what']:31}{row['tokens_per_second']:12,.0f}"
               f"{1000 * row['seconds']:11.1f}{row['memory'] / 2**30:8.2f}"
@@ -222,7 +219,6 @@ def add(name, device, size=None, file=RECORD):
 
 
 def keep(record, file):
-    """Write the record."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
 

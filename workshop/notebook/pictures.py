@@ -135,7 +135,6 @@ def strategies(gpus=4):
 
 
 def plural(count, word, ending):
-    """The number and the word."""
     return f"{count} {word}{ending if count > 1 else ''}"
 
 
@@ -181,7 +180,6 @@ def in_cell(x, y, number, **style):
 
 
 def frame(x, y, width, filled=False):
-    """A box of the dataset or the epoch."""
     return rect(x + 1, y + 1, width - 2, rx=2,
                 fill_opacity=0.35 if filled else 0, stroke="currentColor",
                 stroke_opacity=0.6)
@@ -210,7 +208,6 @@ def svg(width, height, parts, title, about, more=0):
 
 
 def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
-    """A coloured box with words in its middle."""
     return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
                 stroke=colour) + middle(
                     x + width / 2, y + height / 2 + 4, words)

@@ -107,5 +107,4 @@ def live(make):
 
 
 def picture(svg):
-    """An SVG picture, for a notebook."""
     return Shown(render.box(svg + render.KEEP_IN_SIGHT), "(a picture)")

@@ -29,7 +29,6 @@ def read_lesson():
 
 
 def apply(block, text):
-    """The text of a script with a block of edits made."""
     for place in block.split("@@\n"):
         lines = place.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] != sign)
@@ -53,7 +52,6 @@ def edited(number, mistake=0):
 
 
 def ask(number, mistake, flags, events=False):
-    """Verify the script with these edits, started with these flags."""
     from workshop.verify.command import main as verify
 
     text = edited(number, mistake)

@@ -350,7 +350,6 @@ def main(output, folders=()):
 
 
 def subtitle(runs):
-    """Which presets ran, on which devices."""
     devices = sorted({run.device for run in runs})
     presets = sorted({run.preset for run in runs})
     return f"preset {', '.join(presets)} on {', '.join(devices)}"

@@ -116,7 +116,6 @@ class Course:
             self.on_tokens(module, inputs[0], again)
 
     def on_tokens(self, module, tokens, again):
-        """Samples on their way through the model."""
         if again:
             self.log.row.again += tokens[:, 0].tolist()
         elif torch.is_grad_enabled():

@@ -84,7 +84,6 @@ def print_times(rank, most=4):
 
 
 def describe(rank):
-    """How it ended, or where it is."""
     text = rank.doing
     if rank.ending == "done":
         return text

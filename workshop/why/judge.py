@@ -64,7 +64,6 @@ class Rule:
     verdict: str
 
     def ask(self, job):
-        """A `Finding`, or None."""
         found = self.find(job)
         who, more = found if isinstance(found, tuple) else (found, {})
         if not who:

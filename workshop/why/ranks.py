@@ -162,7 +162,6 @@ class Rank:
 
     @property
     def fed(self):
-        """Whether one of its workers works."""
         return any(works for *_, works in self.workers)
 
     @property

@@ -99,7 +99,6 @@ def verify(try_out, size, steps, more=(), device="cpu"):
 
 
 def ask(question, case):
-    """Its findings."""
     try:
         return question.answer(case) if question.where(case) else []
     except STRANGE as error:
