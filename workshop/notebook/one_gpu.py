@@ -173,17 +173,11 @@ def draw(record):
     def panel(ax):
         ax.set(title="where a step's time goes", xlabel="ms per step")
         rows = record["rows"].values()
-        left = [0.0] * len(rows)
-        for part, colour in plot.PARTS.items():
-            widths = [1000 * row["seconds"] * row["parts"][part]
-                      / (sum(row["parts"].values()) or 1) for row in rows]
-            if any(widths):
-                ax.barh(range(len(rows)), widths, left=left, label=part,
-                        color=colour)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        ax.set_yticks(range(len(rows)), [row["what"] for row in rows])
-        ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # the legend
-        ax.legend(loc="lower left", ncols=4)
+        plot.stack_parts(ax, [(row["what"], {
+            part: row["seconds"] * seconds / (sum(row["parts"].values()) or 1)
+            for part, seconds in row["parts"].items()}) for row in rows], [
+            part for part in plot.PARTS
+            if any(row["parts"][part] for row in rows)])
 
     return plot.themed(panel)
 

@@ -7,7 +7,6 @@ import html
 import io
 import math
 import sys
-from itertools import count
 from pathlib import Path
 
 import matplotlib
@@ -106,7 +105,7 @@ def scaling(ax, runs):
         if model:
             microbatches = first.accumulation * first.world_size
             on_node = node_size(runs, kind)
-            xs = [n for n in powers_of_two(first)
+            xs = [n for n in powers_of_two(microbatches)
                   if n <= 4 * max(points)]
             one = model.seconds(1, microbatches)
             ax.plot(xs, [one / n / model.seconds(
@@ -140,21 +139,16 @@ def model(ax, runs):
                         "share the cores of a CPU")
     runs = [run for run in runs if run.kind == stage]
     names = ("A microbatches", "optimizer", "exposed all-reduce")
-    left = [0.0] * len(runs)
     parts = [fitted.parts(run.world_size, run.accumulation, run.nodes)
              for run in runs]
     if not fitted.told_apart:
         names = (names[0], "optimizer and exposed all-reduce")
         parts = [(first, sum(others)) for first, *others in parts]
-    for i, name in enumerate(names):
-        widths = [1000 * part[i] for part in parts]
-        ax.barh(range(len(runs)), widths, left=left, label=name,
-                color=("#3b7dd8", "#2b9a5f", "#cf7a12")[i], alpha=0.7)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+    stack(ax, [f"{run.name}\nA = {run.accumulation}" for run in runs],
+          zip(names, zip(*parts, strict=True),
+              ("#3b7dd8", "#2b9a5f", "#cf7a12"), strict=False), alpha=0.7)
     ax.plot([1000 * run.seconds for run in runs], range(len(runs)), "D",
             color=INK, markersize=5, label="measured")
-    ax.set_yticks(range(len(runs)), [
-        f"{run.name}\nA = {run.accumulation}" for run in runs])
     ax.set_ylim(len(runs) + 0.4, -0.5)  # room for the legend below
     ax.legend(loc="lower left", ncols=2)
     if runs[0].device == "cpu":
@@ -171,14 +165,7 @@ def parts(ax, runs):
         ax.set_axis_off()
         return note(ax, "no step of these runs was recorded:\n"
                         "train with --profile 10")
-    left = [0.0] * len(rows)
-    for part, color in PARTS.items():
-        widths = [1000 * seconds[part] for _, seconds in rows]
-        ax.barh(range(len(rows)), widths, left=left, label=part, color=color)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # room for the legend
-    ax.legend(loc="lower left", ncols=4)
+    stack_parts(ax, rows)
 
 
 def published(ax, runs):
@@ -256,6 +243,26 @@ IN_NOTEBOOK = {**PANELS, "ladder": ladder}  # which is not about the runs
 # ----------------------------------------------------------------- helpers
 
 
+def stack(ax, names, parts, **style):
+    """A bar for each name, of parts: (part, seconds of each bar, colour)."""
+    left = [0.0] * len(names)
+    for part, seconds, color in parts:
+        widths = [1000 * value for value in seconds]
+        ax.barh(range(len(names)), widths, left=left, label=part, color=color,
+                **style)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    ax.set_yticks(range(len(names)), names)
+
+
+def stack_parts(ax, rows, parts=PARTS):
+    """A bar for each row, (name, its seconds by part), and the legend."""
+    stack(ax, [name for name, _ in rows], [
+        (part, [seconds[part] for _, seconds in rows], PARTS[part])
+        for part in parts])
+    ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # room for the legend
+    ax.legend(loc="lower left", ncols=4)
+
+
 def colour(run):
     """The colour of the run's stage; another strategy has its own."""
     return COLOURS.get(run.kind, "#a457c4")
@@ -276,18 +283,13 @@ def node_size(runs, kind):
     return max(run.world_size // run.nodes for run in runs)
 
 
-def powers_of_two(run):
-    """The powers of two up to the run's number of microbatches per step."""
-    most = run.accumulation * run.world_size
-    for k in count():
-        if 2**k > most:
-            return
-        yield 2**k
+def powers_of_two(most):
+    return [2**k for k in range(most.bit_length())]
 
 
 def count_axis(ax, most):
     """Label the x axis with numbers of devices: 1, 2, 4, ..."""
-    ticks = [2**k for k in range(most.bit_length())]
+    ticks = powers_of_two(most)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
 
