@@ -184,7 +184,7 @@ def facts():
         "GPT2": arithmetic.GPT2, "XL": arithmetic.XL,
         "activations": arithmetic.activations, "each": figures.state,
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
-        "gradients": 4 * small, "traffic": runs.traffic,
+        "gradients": 4 * small, "traffic": arithmetic.ring,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
         "h200_peak": PEAKS["H200"][0] * 1e12, "h200": gpu["std"], "gpu": gpu,
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(

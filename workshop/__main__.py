@@ -254,7 +254,7 @@ def make_parser():
         "yours if it has passed the check.").add_argument(
             "stage", choices=STAGES, help="the stage of the batch file")
     commands.add_hidden(
-        "progress", "progress:show", "Show how far a run "
+        "progress", "results.runs:show_progress", "Show how far a run "
         "has got; the exit status is 0 if it is finished.").add_argument(
             "folder", metavar="run", help="its folder")
     return commands.parser, commands.commands.choices

@@ -37,10 +37,7 @@ class Script:
     """The lines of a script, and which of them are code."""
 
     def __init__(self, path, data=None):
-        """data: the bytes to look at in place of those in the file.
-
-        Raises `UserError` if it cannot be read.
-        """
+        """data: the bytes to look at in place of those in the file."""
         self.path, name = Path(path), show_path(path)
         try:
             self.data = self.path.read_bytes() if data is None else data
@@ -244,7 +241,6 @@ class Diff:
     """
 
     def __init__(self, stage, path=DESK, data=None):
-        """Raises `UserError` if the script cannot be read."""
         self.stage, self.yours = stage, Script(path, data)
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
@@ -282,7 +278,6 @@ class Diff:
         self.at = next(iter(touched + made), before.at)
 
     def require_change(self, number):
-        """Raises `UserError` if the lesson has no change of that number."""
         require(1 <= number <= self.total, f"there is no change {number}: "
                 f"{self.stage} has changes 1 to {self.total}")
 

@@ -202,80 +202,71 @@ def fit(points):
 # ---------------------------------------------------------------- pictures
 
 
-def draw_eightfold(curves):
-    def panel(ax):
-        ax.set(title="eight times the minibatch, the same samples",
-               xlabel="samples", ylabel="loss (nats per letter)")
-        lines = ("-", "-", "--", ":", "-.")
-        for (name, curve), dash, colour in zip(
-                curves.items(), lines, (plot.INK, *COLOURS), strict=True):
-            smooth = curve.smooth
-            ax.plot([curve.S * (step + 1) for step in range(len(smooth))],
-                    smooth, dash, color=colour,
-                    label=f"{curve.S} a step: {name}")
-        ax.legend()
-
-    return plot.themed(panel)
+@plot.as_svg
+def draw_eightfold(ax, curves):
+    ax.set(title="eight times the minibatch, the same samples",
+           xlabel="samples", ylabel="loss (nats per letter)")
+    lines = ("-", "-", "--", ":", "-.")
+    for (name, curve), dash, colour in zip(
+            curves.items(), lines, (plot.INK, *COLOURS), strict=True):
+        smooth = curve.smooth
+        ax.plot([curve.S * (step + 1) for step in range(len(smooth))],
+                smooth, dash, color=colour,
+                label=f"{curve.S} a step: {name}")
+    ax.legend()
 
 
-def draw_critical(curves):
+@plot.as_svg
+def draw_critical(ax, curves):
     points = {curve.S: len(curve.losses) for curve in curves}
     fewest, size = fit(points)
     print(f"the fit: never fewer than {fewest:.0f} steps or "
           f"{fewest * size:,.0f} samples; critical minibatch {size:.0f} "
           "samples")
 
-    def panel(ax):
-        ax.set(title=f"the way to a loss of {TARGET}: time or samples",
-               xlabel="samples (what it costs)", xscale="log",
-               ylabel="steps (how long it takes)", yscale="log")
-        xs = np.geomspace(min(points), max(points), 50)
-        ax.plot(fewest * (xs + size), fewest * (1 + size / xs), "--",
-                color=COLOURS[1],
-                label="fewest steps x (1 + critical / minibatch)")
-        ax.plot([S * steps for S, steps in points.items()], points.values(),
-                "o", color=COLOURS[0], label="measured")
-        for S, steps in points.items():
-            ax.annotate(f"{S}", (S * steps, steps), (6, 4),
-                        textcoords="offset points")
-        ax.plot(2 * fewest * size, 2 * fewest, "D", color=plot.INK,
-                label=f"the critical minibatch: {size:.0f} samples")
-        ax.legend()
-
-    return plot.themed(panel)
+    ax.set(title=f"the way to a loss of {TARGET}: time or samples",
+           xlabel="samples (what it costs)", xscale="log",
+           ylabel="steps (how long it takes)", yscale="log")
+    xs = np.geomspace(min(points), max(points), 50)
+    ax.plot(fewest * (xs + size), fewest * (1 + size / xs), "--",
+            color=COLOURS[1],
+            label="fewest steps x (1 + critical / minibatch)")
+    ax.plot([S * steps for S, steps in points.items()], points.values(),
+            "o", color=COLOURS[0], label="measured")
+    for S, steps in points.items():
+        ax.annotate(f"{S}", (S * steps, steps), (6, 4),
+                    textcoords="offset points")
+    ax.plot(2 * fewest * size, 2 * fewest, "D", color=plot.INK,
+            label=f"the critical minibatch: {size:.0f} samples")
+    ax.legend()
 
 
-def draw_noise(curve):
-    def panel(ax):
-        ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
-               yscale="log")
-        ax.plot([math.nan if scale is None else scale
-                 for scale in curve.scales], color=COLOURS[0],
-                label="the noise scale")
-        ax.axhline(curve.S, color=plot.INK, linestyle=":", linewidth=0.8,
-                   label="the minibatch")
-        ax.legend()
-
-    return plot.themed(panel)
+@plot.as_svg
+def draw_noise(ax, curve):
+    ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
+           yscale="log")
+    ax.plot([math.nan if scale is None else scale
+             for scale in curve.scales], color=COLOURS[0],
+            label="the noise scale")
+    ax.axhline(curve.S, color=plot.INK, linestyle=":", linewidth=0.8,
+               label="the minibatch")
+    ax.legend()
 
 
-def draw_published(curve):
+@plot.as_svg
+def draw_published(ax, curve):
     T = std.PRESETS["tiny"].sequence_length
-
-    def panel(ax):
-        ax.set(title="how large a minibatch pays, as the loss falls",
-               xlabel="loss (nats a token)", ylabel="tokens in a minibatch",
-               yscale="log", xlim=(8, 2))
-        losses = [2 + k / 10 for k in range(61)]
-        ax.plot(losses, [critical_tokens(loss) for loss in losses], "--",
-                color=plot.INK, label="critical minibatch of language models\n"
-                                      "(Kaplan et al., 2020)")
-        ax.plot(*zip(*((loss, T * scale) for loss, scale in zip(
-            curve.losses, curve.scales, strict=True) if scale), strict=True),
-            ".", color=COLOURS[0], label="preset tiny: its noise scale")
-        ax.legend()
-
-    return plot.themed(panel)
+    ax.set(title="how large a minibatch pays, as the loss falls",
+           xlabel="loss (nats a token)", ylabel="tokens in a minibatch",
+           yscale="log", xlim=(8, 2))
+    losses = [2 + k / 10 for k in range(61)]
+    ax.plot(losses, [critical_tokens(loss) for loss in losses], "--",
+            color=plot.INK, label="critical minibatch of language models\n"
+                                  "(Kaplan et al., 2020)")
+    ax.plot(*zip(*((loss, T * scale) for loss, scale in zip(
+        curve.losses, curve.scales, strict=True) if scale), strict=True),
+        ".", color=COLOURS[0], label="preset tiny: its noise scale")
+    ax.legend()
 
 
 DRAW = {"eightfold": (eightfold, draw_eightfold),

@@ -164,22 +164,20 @@ def table(record):
     return "\n".join([*lines, f"{record['hardware']}, {record['date']}"])
 
 
-def draw(record):
+@plot.as_svg
+def draw(ax, record):
     """Where a step's time goes, a bar for each row: SVG.
 
     A bar is as long as the table's step. Its parts are those of a step that
     the profiler has recorded, and which it makes longer.
     """
-    def panel(ax):
-        ax.set(title="where a step's time goes", xlabel="ms per step")
-        rows = record["rows"].values()
-        plot.stack_parts(ax, [(row["what"], {
-            part: row["seconds"] * seconds / (sum(row["parts"].values()) or 1)
-            for part, seconds in row["parts"].items()}) for row in rows], [
-            part for part in plot.PARTS
-            if any(row["parts"][part] for row in rows)])
-
-    return plot.themed(panel)
+    ax.set(title="where a step's time goes", xlabel="ms per step")
+    rows = record["rows"].values()
+    plot.stack_parts(ax, [(row["what"], {
+        part: row["seconds"] * seconds / (sum(row["parts"].values()) or 1)
+        for part, seconds in row["parts"].items()}) for row in rows], [
+        part for part in plot.PARTS
+        if any(row["parts"][part] for row in rows)])
 
 
 def read(device, file=RECORD):

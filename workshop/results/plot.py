@@ -3,6 +3,7 @@
     python -m workshop.results.plot FILE PANEL [RUN ...]    one panel, as SVG
 """
 
+import functools
 import html
 import io
 import math
@@ -314,6 +315,15 @@ def themed(panel, size=(6.2, 3.6)):
         "<svg ", '<svg role="img" style="max-width: 100%; height: auto" ', 1)
     end = svg.index(">") + 1
     return f"{svg[:end]}{about(ax)}{svg[end:]}"
+
+
+def as_svg(draw):
+    """Let draw(axes, ...) return its picture, as `themed` makes it."""
+    @functools.wraps(draw)
+    def drawn(*what):
+        return themed(lambda ax: draw(ax, *what))
+
+    return drawn
 
 
 def about(ax):

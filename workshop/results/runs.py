@@ -21,7 +21,7 @@ from backstage.record import (
     read_metrics,
     read_record,
 )
-from workshop.arithmetic import is_count, of_step
+from workshop.arithmetic import is_count, of_step, ring
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
@@ -96,6 +96,19 @@ def describe(folder):
             return describe_start(record) + (
                 f"; startup {startup:.1f} s" if startup else "")
     return ""
+
+
+def show_progress(folder):
+    """Print how many steps are saved; return 0 if it is all, else 1.
+
+    The batch files use it to find out whether there is something left to do.
+    """
+    files = sorted(Path(folder, "checkpoints").glob("step_*.pt"))
+    step, steps = int(files[-1].stem.rpartition("_")[2]) if files else 0, None
+    with suppress(FileNotFoundError, UserError):  # it has not started yet
+        steps = read_started(folder)["max_steps"]
+    print(f"{step} of {'?' if steps is None else steps} steps are saved")
+    return int(steps is None or step < steps)
 
 
 @dataclass
@@ -212,8 +225,7 @@ def find(folders=()):
 
     Without folders, these are the runs in runs/ that train the same as the
     newest one; of several with the same stage, strategy and world size, the
-    newest. If runs/ holds none, they are the examples. Raises `UserError` if
-    nothing can be shown.
+    newest. If runs/ holds none, they are the examples.
     """
     named = [Path(folder) for folder in folders]
     results, notes = read_all(named or list_folders(RUNS))
@@ -290,16 +302,11 @@ def efficiency(results):
     return kinds
 
 
-def traffic(n, num_bytes):
-    """The bytes that each of n processes sends in a ring all-reduce."""
-    return 2 * (n - 1) / n * num_bytes
-
-
 @dataclass
 class Model:
     """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
 
-    t_exposed = traffic / bandwidth is the part of the all-reduce that is not
+    t_exposed = bytes / bandwidth is the part of the all-reduce that is not
     hidden behind the backward pass. So this bandwidth is apparent: the links
     are slower. There is one inside a node, and another one as soon as there
     are several nodes. One that was not measured is taken to be like the other.
@@ -319,7 +326,7 @@ class Model:
         if per_byte is None:
             per_byte = other or 0
         return (accumulation * self.microbatch, self.optimizer,
-                traffic(n, self.num_bytes) * per_byte)
+                ring(n, self.num_bytes) * per_byte)
 
     def seconds(self, n, accumulation, nodes=1):
         return sum(self.parts(n, accumulation, nodes))
@@ -339,7 +346,7 @@ def fit(points, num_bytes):
     if len({n for n, *_ in points}) < 3:
         return None
     matrix = np.array([
-        [A, 1, *(traffic(n, num_bytes) * here for here in (
+        [A, 1, *(ring(n, num_bytes) * here for here in (
             nodes == 1, nodes > 1))] for n, A, nodes in points])
     measured = [column for column in range(4) if matrix[:, column].any()]
     scale = matrix.max(axis=0).clip(min=1)

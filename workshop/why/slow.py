@@ -11,13 +11,9 @@ import statistics
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.files import reading, show_path
+from workshop.arithmetic import ring
 from workshop.profile import recorded_parts
-from workshop.results.runs import (
-    list_folders,
-    read,
-    read_all,
-    traffic,
-)
+from workshop.results.runs import list_folders, read, read_all
 from workshop.stages import STAGES
 
 # Gigabytes/s inside and between nodes, as doctor --ranks has measured them
@@ -90,7 +86,7 @@ def explain_nodes(run, ranks):
     else:
         yield from compare(run, ranks, fewer[-1])
     if run.sent and STAGES[run.stage].split == "samples":
-        yield explain_network(traffic(run.world_size, run.sent))
+        yield explain_network(ring(run.world_size, run.sent))
 
 
 def compare(run, ranks, other):
