@@ -16,6 +16,7 @@ from backstage.files import show_path
 from workshop import classroom, processes, server
 from workshop.check import localise
 from workshop.check.board import Board
+from workshop.findings import number
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import LARGEST, Diff
 from workshop.lesson.render import advice
@@ -351,8 +352,6 @@ def find_reference(bench):
 
 def picture(trial, reference):
     """Who read what, and the losses, for a notebook's picture."""
-    from workshop.findings import number
-
     def losses(rows):
         values = [number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]

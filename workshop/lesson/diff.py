@@ -255,7 +255,8 @@ class Diff:
             elif change is None:
                 continue
             for edit in self._edits(*span):
-                if change is None and self._extends_last(edit):
+                if change is None and self.others and (
+                        self.others[-1].edits[-1][1] == edit[0]):
                     self.others[-1].edits.append(edit)
                 elif change is None:
                     self.others.append(Left(None, *OTHER, [edit]))
@@ -343,9 +344,6 @@ class Diff:
             own = d1 == d2 and not code & set(range(a1 + c1, a1 + c2))
             if not own:  # the attendee's own comments may stay
                 yield a1 + c1, a1 + c2, b1 + d1, b1 + d2
-
-    def _extends_last(self, edit):
-        return self.others and self.others[-1].edits[-1][1] == edit[0]
 
     def apply(self, numbers):
         """The script's text with the changes of these numbers made."""

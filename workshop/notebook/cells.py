@@ -117,6 +117,14 @@ def check(stage, change=None):
     threading.Thread(target=follow, daemon=True).start()
 
 
+def as_table(rows, kind="numbers", notes=()):
+    """Rows as `printed.table` has them; notes: lines that stand below it."""
+    lines = [render.paragraph(render.quote(note)) for note in notes]
+    return Shown(
+        render.box(printed.table(rows, kind) + "".join(lines)),
+        "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
+
+
 def on_board(*arguments, link=str):
     """Run `python arguments...`, and show the events that it prints.
 
@@ -152,10 +160,9 @@ def read_script():
 
 
 def check_pictures(board):
-    drawn = []
     last = [*board.pictures.values()][-1:]
-    drawn += [pictures.reads(seen["expected"], seen["read"], seen["readers"])
-              for seen in last if any(seen["read"])]
+    drawn = [pictures.reads(seen["expected"], seen["read"], seen["readers"])
+             for seen in last if any(seen["read"])]
     losses = {name: seen["loss"] for name, seen in board.pictures.items()
               if seen["loss"]}
     if losses:
@@ -352,10 +359,8 @@ def export(run, folder):
 
 def decisions():
     """When to divide what, with a number in each row."""
-    rows = [("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
-            *arithmetic.decisions()]
-    return Shown(render.box(printed.table(rows, "words")),
-                 "\n".join(map("; ".join, rows)))
+    return as_table([("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
+                     *arithmetic.decisions()], "words")
 
 
 # ------------------------------------------------------- larger minibatches
@@ -377,10 +382,8 @@ def measured(module, name):
 
 def bills(loss):
     """A table: the same loss with more GPUs, in steps, time, GPU-hours."""
-    rows = [("A100s", "tokens in a minibatch", "steps", "minutes",
-             "GPU-hours"), *arithmetic.bills(loss)]
-    return Shown(render.box(printed.table(rows)), "\n".join(
-        "  ".join(map(str, row)) for row in rows))
+    return as_table([("A100s", "tokens in a minibatch", "steps", "minutes",
+                      "GPU-hours"), *arithmetic.bills(loss)])
 
 
 # ------------------------------------------------------------- one device
@@ -412,9 +415,7 @@ def runs(*folders):
     notes = [f"Preset {', '.join(presets)}.", *notes, *(
         f"{show_path(run.folder)}: {text}." for run in found
         if (text := results.describe(run.folder)))]
-    lines = [render.paragraph(render.quote(note)) for note in notes]
-    text = "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)])
-    return Shown(render.box(printed.table(rows) + "".join(lines)), text)
+    return as_table(rows, notes=notes)
 
 
 @in_one_line

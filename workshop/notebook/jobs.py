@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError, require
+from backstage.errors import require
 from backstage.files import show_path
 from workshop import interpreter
 from workshop.doctor import ask_slurm
 from workshop.lesson import render
-from workshop.notebook.shown import Shown, complaint, in_one_line, said
+from workshop.notebook.shown import Shown, in_one_line, said
 from workshop.stages import batch_files
 
 
@@ -28,15 +28,12 @@ def no_slurm():
             "they work.")
 
 
+@in_one_line
 def slurm():
     """Say whether SLURM is here, and what the site asks for."""
-    if shutil.which("sbatch") is None:
-        return complaint(no_slurm())
+    require(shutil.which("sbatch"), no_slurm())
     os.environ.update(interpreter.sbatch_variables())
-    try:
-        answer = ask_slurm()
-    except UserError as error:
-        return complaint(error)
+    answer = ask_slurm()
     return Shown(render.box(render.paragraph(render.quote(answer))), answer)
 
 

@@ -15,12 +15,7 @@ def ranks(line, cell):
 
     SECONDS: how long a collective waits for the others.
     """
-    from IPython.display import display
-
-    try:
-        run_ranks(cell, *(line.split() or ["4"]))
-    except UserError as error:
-        display(complaint(error))
+    run("%%ranks", line, cell)
 
 
 def mpi(line, cell):
@@ -28,11 +23,15 @@ def mpi(line, cell):
 
     SECONDS: after which all are ended, if they wait for one another.
     """
+    run("%%mpi", line, cell)
+
+
+def run(name, line, cell):
     from IPython.display import display
 
     try:
         number, seconds, *_ = [*(line.split() or ["4"]), "20"]
-        run_ranks(cell, number, seconds, mpirun=True)
+        run_ranks(name, cell, number, seconds)
     except UserError as error:
         display(complaint(error))
 
@@ -73,8 +72,7 @@ class Warm:
 warm = Warm()
 
 
-def run_ranks(cell, number, seconds="20", mpirun=False):
-    name = "%%mpi" if mpirun else "%%ranks"
+def run_ranks(name, cell, number, seconds):
     require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
             f"write {name} N or {name} N SECONDS, with N from 1 to 8")
     who = pictures.plural(int(number), "process", "es")
@@ -84,7 +82,8 @@ def run_ranks(cell, number, seconds="20", mpirun=False):
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
     for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
-                            "seconds": int(seconds), "mpirun": mpirun}):
+                            "seconds": int(seconds),
+                            "mpirun": name == "%%mpi"}):
         if "line" in answer:
             lines.append(answer["line"])
         elif "error" in answer:
