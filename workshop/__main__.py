@@ -50,8 +50,7 @@ def call(args):
     function = args.function
     if isinstance(function, str):
         module, name = function.split(":")
-        function = getattr(
-            importlib.import_module(f"workshop.{module}"), name)
+        function = getattr(importlib.import_module(f"workshop.{module}"), name)
     wanted = inspect.signature(function).parameters
     said = function(**{name: value for name, value in vars(args).items()
                        if name in wanted})

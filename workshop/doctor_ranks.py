@@ -114,8 +114,7 @@ def time_all_reduces(device, backend, hosts):
         for name, groups in (
                 (INSIDE, [ranks[node] for node in nodes]),
                 (BETWEEN, [[ranks[node][0] for node in nodes]])):
-            same, speeds[name] = time_all_reduce(
-                device, backend, groups, name)
+            same, speeds[name] = time_all_reduce(device, backend, groups, name)
             right &= same
     if dist.get_rank() == 0:
         try:

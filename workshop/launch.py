@@ -101,8 +101,7 @@ def make_command(place, launcher, program, env):
             # PBS has set it, for one process on each node
             cores = max(1, int(cores) // place.per_host)
             python = ["env", f"OMP_NUM_THREADS={cores}", *python]
-        return [*on_each_host(place, place.per_host, env), *python,
-                *program]
+        return [*on_each_host(place, place.per_host, env), *python, *program]
     if mpi:
         return ["mpirun", "-n", str(total), *(
             ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]

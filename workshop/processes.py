@@ -96,8 +96,7 @@ class Launch:
             require_mpirun()
         size = start.world_size or 1
         servers = get_servers(start.preload, size, start.hashes)
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-",
-                                            dir=start.within))
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         folders.add(self.folder)
         self.jobs, self.mpirun = [], None
         port = free_port()

@@ -134,8 +134,7 @@ def activity(servers, others):
                 if pid in servers:
                     continue
                 eager += state in "RD"
-                tasks[task.name] = (
-                    int(numbers[10]) + int(numbers[11])) / tick
+                tasks[task.name] = (int(numbers[10]) + int(numbers[11])) / tick
     return tasks, eager
 
 

@@ -119,8 +119,7 @@ def part_ways(trial):
     """
     if trial.mesh.dp < trial.mesh.size:
         return []
-    calls = [[call for call in trial.calls(rank)
-              if call["call"] not in TO_ONE]
+    calls = [[call for call in trial.calls(rank) if call["call"] not in TO_ONE]
              for rank in range(trial.mesh.size)]
     for row in zip_longest(*calls):
         kinds = [call and (call["call"], call["elements"], call["lines"][:1])

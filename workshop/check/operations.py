@@ -58,8 +58,7 @@ def compute(function, inputs, dtype):
     inputs = [x.to(dtype, copy=True).requires_grad_()
               if x.is_floating_point() else x for x in inputs]
     # a product for each side: cross-entropy overwrites its logits
-    output = function(*(x * 1 if x.is_floating_point() else x
-                        for x in inputs))
+    output = function(*(x * 1 if x.is_floating_point() else x for x in inputs))
     torch.manual_seed(1)
     output.backward(numbers(*output.shape).to(output))
     return [output, *(x.grad for x in inputs if x.is_floating_point())]

@@ -196,8 +196,7 @@ def replace(data, expected=None):
         write_atomically(DESK, data)
         return backup
     except OSError as error:
-        raise UserError(f"{show_path(DESK)} is unchanged ({error})"
-                        ) from error
+        raise UserError(f"{show_path(DESK)} is unchanged ({error})") from error
 
 
 def back_up():

@@ -243,8 +243,7 @@ def to_text(diff, colour=False, hints=False, number=None):
             out += ["", f"Change {number} is made."]
     for item in shown:
         name, where = title(diff, item)
-        out += ["", f"{paint(name, 1)} ({where})",
-                *wrap(item.why)]
+        out += ["", f"{paint(name, 1)} ({where})", *wrap(item.why)]
         if item.predict:
             stage = diff.lesson.stage
             tries = (f" `python -m workshop check {stage} {item.number}` "

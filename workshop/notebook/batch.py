@@ -211,8 +211,7 @@ def draw_eightfold(ax, curves):
             curves.items(), lines, (plot.INK, *COLOURS), strict=True):
         smooth = curve.smooth
         ax.plot([curve.S * (step + 1) for step in range(len(smooth))],
-                smooth, dash, color=colour,
-                label=f"{curve.S} a step: {name}")
+                smooth, dash, color=colour, label=f"{curve.S} a step: {name}")
     ax.legend()
 
 

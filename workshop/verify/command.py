@@ -28,8 +28,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
-def main(program, size, steps, resume_with=None, events=False,
-         device="cpu"):
+def main(program, size, steps, resume_with=None, events=False, device="cpu"):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
@@ -79,8 +78,7 @@ def main(program, size, steps, resume_with=None, events=False,
             try_out, size, steps, more, device)
         tidy(folder.name[-8:], trials)
     for finding in findings:
-        out.report(finding=[
-            finding.verdict, finding.text, finding.advice])
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
         out.say(f"  {finding.verdict:4}  {finding.text}")
         if finding.advice:
             out.say(f"        -> {finding.advice}")

@@ -263,8 +263,7 @@ class Modules:
             return backward(loss, *args, **kwargs)
 
     def trains(self, module):
-        return (self.log.here and torch.is_grad_enabled()
-                and module.training
+        return (self.log.here and torch.is_grad_enabled() and module.training
                 and torch._C._current_graph_task_id() == -1
                 and any(weight.requires_grad
                         for weight in module.parameters()))

@@ -548,8 +548,7 @@ def stands_apart(job):
     lines = Counter(rank.place[:2] for rank in still).most_common(2)
     if not job.stands or len(lines) < 2:
         return None
-    usual = (still[0].place[:2] if lines[0][1] == lines[1][1]
-             else lines[0][0])
+    usual = (still[0].place[:2] if lines[0][1] == lines[1][1] else lines[0][0])
     even = Who(rank for rank in still if rank.place[:2] == usual)
     return [rank for rank in still if rank not in even], {
         "even": even, "line": even[0].place}

@@ -59,8 +59,7 @@ def first_weights(trial, reference):
     return None
 
 
-@question("the embedding and lm_head are one matrix",
-          where=no_pipeline)
+@question("the embedding and lm_head are one matrix", where=no_pipeline)
 def tied(trial, reference):
     """A plan makes two parameters of what has two names."""
     if {LAST, TIED} <= names(trial.seen[0]["start"]):

@@ -166,8 +166,7 @@ def uneven(trial, reference):
     return None
 
 
-@question("it is compiled if that is asked for",
-          ("whole", "stopped", "fsdp2"))
+@question("it is compiled if that is asked for", ("whole", "stopped", "fsdp2"))
 def compiled(trial, reference):
     """Whether what torch.compile returns is what is called."""
     used = {seen["compiled"] for seen in trial.seen}

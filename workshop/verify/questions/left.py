@@ -48,8 +48,7 @@ def files(case):
     if both:
         findings.append(fail(f"several ranks write {', '.join(both[:3])}",
                              "only one should: if rank == 0:"))
-    lines = [set(rank.out.splitlines()) - {""} for rank
-             in case.together.ranks]
+    lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
         findings.append(warn("several ranks print the same lines",
                              "rank 0 is enough: if rank == 0:"))
