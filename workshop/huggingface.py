@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
+import safetensors.torch
 import torch
 
 from backstage import dataset
@@ -37,15 +38,6 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # which older versions saved
 WTE, LM_HEAD = TIED
 
 
-def safetensors():
-    try:
-        import safetensors.torch as module
-    except ModuleNotFoundError as error:
-        raise UserError("safetensors is not installed: run `pip install -r "
-                        "requirements.txt`") from error
-    return module
-
-
 def read_config(file):
     """Our `GPTConfig`, a dictionary, of a model of theirs."""
     with reading(file, "copy it again"):
@@ -62,9 +54,9 @@ def read_config(file):
 
 def read_weights(file, heads):
     """The weights as in our checkpoints, in fp32, on the CPU."""
-    library, weights = safetensors(), {}
+    weights = {}
     with reading(file, "copy it again"):
-        found = (library.load_file(file) if file.name == WEIGHTS else
+        found = (safetensors.torch.load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
         for name, weight in found.items():
             if not name.endswith((*MASKS, LM_HEAD)):
@@ -140,7 +132,6 @@ def export_run(run, folder):
     state, _ = load_trained(file)
     config, weights = state["config"], state["model"]
     require(not folder.exists(), f"{folder} is there already: name another")
-    library = safetensors()
     theirs = {name: to_theirs(name, weight.float(), config["n_head"])
               for name, weight in weights.items() if name != LM_HEAD}
     theirs[WTE] = theirs[WTE][:config["vocab_size"]].contiguous()
@@ -155,7 +146,7 @@ def export_run(run, folder):
         raise UserError(f"{folder} could not be made: {error.strerror}"
                         ) from error
     try:
-        write_atomically(folder / WEIGHTS, library.save(
+        write_atomically(folder / WEIGHTS, safetensors.torch.save(
             theirs, metadata={"format": "pt"}))
         write_atomically(folder / CONFIG, json.dumps(text, indent=1).encode())
         for name in (dataset.TOKENS, dataset.SETTINGS):

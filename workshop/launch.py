@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from tempfile import gettempdir
@@ -181,9 +180,6 @@ def ask(*command):
 
 def count_devices():
     """The accelerators that torch can use on this machine."""
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise UserError(f"{sys.executable} has no torch: run `source "
-                        "activate.sh` first") from error
+    import torch
+
     return torch.accelerator.device_count()

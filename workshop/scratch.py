@@ -35,27 +35,26 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 def read_script(script):
     """Its bytes, read once: what is saved meanwhile is not mixed in."""
-    script = Path(script)
+    script, name = Path(script), show_path(script)
     try:
         size = script.stat().st_size
-        require(size <= LARGEST, f"{show_path(script)}: {size / 1e6:.0f} MB "
-                "are too large for a script: is it another file?")
+        require(size <= LARGEST, f"{name}: {size / 1e6:.0f} MB are too large "
+                "for a script: is it another file?")
         data = script.read_bytes()
         ast.parse(data, script.name)
     except FileNotFoundError:
-        raise UserError(
-            f"{show_path(script)} is not there: was it moved? `python -m "
-            "workshop reset std` puts a new one in its place") from None
+        raise UserError(f"{name} is not there: was it moved? `python -m "
+                        "workshop reset std` puts a new one in its place"
+                        ) from None
     except OSError as error:
-        raise UserError(f"{show_path(script)}: {error.strerror}") from error
+        raise UserError(f"{name}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
-        where = getattr(error, "lineno", None)
-        raise UserError(f"{show_path(script)}: "
-                        + (f"line {where}: " if where else "")
+        line = getattr(error, "lineno", None)
+        raise UserError(f"{name}: " + (f"line {line}: " if line else "")
                         + f"{getattr(error, 'msg', error)}") from error
     except (RecursionError, MemoryError) as error:
-        raise UserError(f"{show_path(script)}: an expression is nested too "
-                        "deeply, or the memory is full") from error
+        raise UserError(f"{name}: an expression is nested too deeply, or the "
+                        "memory is full") from error
     return data
 
 

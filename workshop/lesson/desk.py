@@ -18,14 +18,9 @@ REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
           "ask, take Revert: Overwrite throws these changes away.")
 
 
+@locked_desk()
 def apply(stage, numbers=()):
     """Make changes of the lesson, by their numbers, or all that are left."""
-    with locked_desk():
-        apply_locked(stage, numbers)
-
-
-def apply_locked(stage, numbers):
-    """`apply`, while no other process can read or replace the script."""
     diff = Diff(stage)
     left = {item.number for item in diff.left}
     for number in numbers:

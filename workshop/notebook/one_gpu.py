@@ -130,13 +130,10 @@ def measure(name, device, size, peak):
             "tokens_per_second": result.tokens_per_second,
             # by the third step: what the profiler takes comes later
             "memory": result.rows[2]["memory"], "seconds": result.seconds,
-            "mfu": result.tokens_per_second * flop(result) / peak,
+            "mfu": result.tokens_per_second * flops_per_token(
+                std.GPTConfig(**result.config),
+                result.hyperparameters["sequence_length"]) / peak,
             "parts": parts}
-
-
-def flop(result):
-    return flops_per_token(std.GPTConfig(**result.config),
-                           result.hyperparameters["sequence_length"])
 
 
 def find_peak(device):

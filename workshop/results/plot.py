@@ -390,7 +390,8 @@ def write_panel():
 
     svg, lacks, blank = draw(results.find(folders)[0])
     if lacks and not folders:
-        other, lacking, _ = draw(results.find_examples()[0],
+        examples = results.read_all(results.list_folders(results.EXAMPLES))
+        other, lacking, _ = draw(results.select(*examples)[0],
                                  "\n(examples: yours are too few)")
         if not lacking:
             svg, blank = other, False

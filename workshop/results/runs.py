@@ -237,11 +237,6 @@ def find(folders=()):
     return select(results, notes, named)
 
 
-def find_examples():
-    """The runs in example-logs/, as `find` returns them."""
-    return select(*read_all(list_folders(EXAMPLES)))
-
-
 def select(results, notes, named=()):
     """Those that train the same, in the order of the stages, and notes."""
     require(results, "; ".join(notes) or "there is no run to show: train one")

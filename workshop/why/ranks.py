@@ -229,12 +229,12 @@ class Job:
         self.left = self.those(lambda rank: rank.ending != "done")
         self.waiting = self.those(lambda rank: (
             rank.waits and rank.ending != "done"))
-        self.calls = self.sort_calls()
 
     def those(self, condition):
         return Who(rank for rank in self.ranks if condition(rank))
 
-    def sort_calls(self):
+    @cached_property
+    def calls(self):
         """{rank: call} of each collective, in the order of their begin."""
         found = defaultdict(dict)
         for rank in self.ranks:

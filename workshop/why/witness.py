@@ -80,16 +80,13 @@ def start(folder):
 
     What a rank starts is not watched.
     """
-    if find_rank()[0] is None and not is_command(folder):
+    # what `why run` has become is a rank, if it is alone
+    is_command = folder.endswith(f"-{os.getpid()}")
+    if find_rank()[0] is None and not is_command:
         threading.Thread(target=wait_for_rank, args=(folder,),
                          daemon=True).start()
     else:
         begin(folder)
-
-
-def is_command(folder):
-    """Whether this is what `why run` has become: a rank, if it is alone."""
-    return folder.endswith(f"-{os.getpid()}")
 
 
 def wait_for_rank(folder):
@@ -397,7 +394,10 @@ class Witness(threading.Thread):
         """
         looks, running, collecting = collections.Counter(), 0, []
         workers, begin = see_workers(self.owner), time.monotonic()
-        note = functools.partial(note_collection, collecting)
+
+        def note(phase, info):
+            collecting.append(time.monotonic())
+
         gc.callbacks.append(note)
         while sum(looks.values()) < LOOKS and time.monotonic() < begin + 4:
             time.sleep(2 / LOOKS)
@@ -474,10 +474,6 @@ def chain(error):
 def stack_of(error):
     return [[frame.filename, frame.lineno, frame.name]
             for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def note_collection(times, phase, info):
-    times.append(time.monotonic())
 
 
 def find_line(stack):
