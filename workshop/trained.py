@@ -4,13 +4,7 @@ from pathlib import Path
 
 import torch
 
-from backstage import ROOT
-from backstage.checkpoint import (
-    check_fit,
-    list_checkpoints,
-    load_checkpoint,
-    outline,
-)
+from backstage import ROOT, checkpoint
 from backstage.errors import require
 from backstage.files import reading
 from workshop.arithmetic import is_count
@@ -27,7 +21,7 @@ def find_checkpoint(run):
     folder = Path(run) if run else ROOT / "runs"
     require(folder.is_dir(), f"{folder}: there is no such run")
     files = (file for place in folder.glob("**/checkpoints")
-             for file in list_checkpoints(place))
+             for file in checkpoint.list_checkpoints(place))
     newest = max(files, default=None,
                  key=lambda file: (file.stat().st_mtime_ns, file.name))
     require(newest, f"{folder}: no checkpoint is there: train first")
@@ -36,7 +30,7 @@ def find_checkpoint(run):
 
 def load_trained(file):
     """A checkpoint's dictionary, and its model on the CPU, as stage std's."""
-    state = load_checkpoint(file)
+    state = checkpoint.load_checkpoint(file)
     with reading(file):
         config, data = state["config"], state["hyperparameters"]["data"]
         require(isinstance(data, str) and "\0" not in data,
@@ -49,6 +43,6 @@ def load_trained(file):
         require(last in state["model"], f"{last} is missing")
         with torch.device("meta"):  # no weights, but their shapes
             model = std.GPT(std.GPTConfig(**config))
-    check_fit(file, state, outline(model))
+    checkpoint.check_fit(file, state, checkpoint.outline(model))
     model.load_state_dict(state["model"], assign=True)
     return state, model

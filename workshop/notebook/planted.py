@@ -9,19 +9,12 @@ import tempfile
 from backstage.errors import require
 from workshop import interpreter
 from workshop.lesson import render
-from workshop.notebook import printed
-from workshop.notebook.shown import (
-    Shown,
-    in_one_line,
-    live,
-    said,
-    said_meanwhile,
-)
+from workshop.notebook import printed, shown
 
 planted = []  # the program that runs a job with a fault, and its folder
 
 
-@in_one_line
+@shown.in_one_line
 def plant(number):
     """Run their script with this fault; show at first what it prints."""
     require(number in range(1, 10), "there are the faults 1 to 9")
@@ -32,7 +25,7 @@ def plant(number):
         "-m", "workshop.notebook.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []
-    show = live(lambda: said(state))
+    show = shown.live(lambda: shown.said(state))
     show(now=True)
     for line in itertools.chain(program.stdout, ["..\n"]):
         if line not in (".\n", "..\n"):
@@ -51,11 +44,11 @@ def unplant():
         planted[0].wait()
 
 
-@in_one_line
+@shown.in_one_line
 def why():
     """Ask why that job hangs, has died or is slow."""
     require(planted, "plant a fault first: plant(1)")
-    said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
+    shown.said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
 
 
 def reason(text, last):
@@ -69,4 +62,4 @@ def reason(text, last):
            *map(render.paragraph, lines[lines.index(fault) + 1:]),
            *(render.folded("The evidence", printed.to_html(part))
              for part in evidence)]
-    return Shown(render.box("".join(out), last), text)
+    return shown.Shown(render.box("".join(out), last), text)

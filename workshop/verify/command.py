@@ -9,14 +9,9 @@ import stat
 from pathlib import Path
 
 from backstage.errors import require
-from workshop import server
+from workshop import scratch, server
 from workshop.check.command import Events, Terminal
 from workshop.questions import Questions
-from workshop.scratch import (
-    quiet_environment,
-    read_script,
-    scratch_folder,
-)
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
@@ -50,10 +45,10 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
         count = torch.accelerator.device_count()
         require(count >= size, f"--device gpu takes a GPU for each of the "
                 f"{size} processes, and this machine has {count}")
-    data, out = read_script(script), Events() if events else Terminal()
+    data, out = scratch.read_script(script), Events() if events else Terminal()
     preload = [*server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
-    with scratch_folder(out.interrupted) as folder:
+    with scratch.scratch_folder(out.interrupted) as folder:
         server.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
 
@@ -152,8 +147,8 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
         seen, say, {"steps": steps, "allowed": SECONDS, "sleep": SLEEP},
         world_size=size,
         probes=model.probes(seen, size, steps, kind, gpus, device),
-        env=TORCHRUN | (quiet_environment(folder / "tmp", {})
+        env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
                         if device == "gpu" else
-                        quiet_environment(folder / "tmp") | {
+                        scratch.quiet_environment(folder / "tmp") | {
             "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
         preload=preload, within=folder, hashes=int(kind == "hashes"))

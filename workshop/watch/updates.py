@@ -2,10 +2,7 @@
 
 import sys
 
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 
 class Updates:
@@ -13,8 +10,8 @@ class Updates:
 
     def __call__(self, log):
         self.log, self.depth = log, 0
-        register_optimizer_step_pre_hook(self.before)
-        register_optimizer_step_post_hook(self.after)
+        optimizers.register_optimizer_step_pre_hook(self.before)
+        optimizers.register_optimizer_step_post_hook(self.after)
 
     def before(self, optimizer, args, kwargs):
         self.depth += 1  # an optimizer may have another in it

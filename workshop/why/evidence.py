@@ -18,22 +18,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
+from workshop.why import witness
 from workshop.why.ranks import PATIENCE, Rank
 from workshop.why.start import STARTS
-from workshop.why.witness import (
-    LAUNCHER,
-    compare,
-    connecting,
-    count_oom_kills,
-    name_host,
-    open_files,
-    read_rank,
-    read_stat,
-    read_state,
-    read_text,
-    see_workers,
-    try_meeting,
-)
 
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
@@ -94,7 +81,7 @@ def find_writer(folder):
     """Where a live process writes its evidence that has a file open here."""
     inside = f"{folder.resolve()}/"
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        if any(path.startswith(inside) for path in open_files(pid)):
+        if any(path.startswith(inside) for path in witness.open_files(pid)):
             return find_folder(pid)
     return None
 
@@ -142,7 +129,7 @@ def descendants(root):
     """A process and all that it has started, itself first."""
     children = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        for parent in read_stat(folder.name)[1:2]:  # unless it has ended
+        for parent in witness.read_stat(folder.name)[1:2]:  # [] at its end
             children.setdefault(int(parent), []).append(int(folder.name))
     found = [root]
     for pid in found:
@@ -152,7 +139,7 @@ def descendants(root):
 
 def find_folder(pid):
     """Where a live process writes its evidence: it has a file open there."""
-    return next((Path(path).parent for path in open_files(pid)
+    return next((Path(path).parent for path in witness.open_files(pid)
                  if path.endswith(f"-{pid}.stack")), None)
 
 
@@ -174,12 +161,13 @@ def collect(folder, processes):
         time.sleep(0.5)
     ranks = []
     for record in of_last_start(read(folder)):
-        if record["host"] == name_host(os.environ):  # it may be dead,
-            record["oom_kills"] = count_oom_kills() - record["oom_before"]
-            record["state"] = read_state(record["pid"])  # or stopped
+        if record["host"] == witness.name_host(os.environ):  # it may be dead,
+            record["oom_kills"] = (
+                witness.count_oom_kills() - record["oom_before"])
+            record["state"] = witness.read_state(record["pid"])  # or stopped
         ranks.append(Rank(record, may_run(record),
                           answered(folder, record, asked),
-                          read_text(stack_file(folder, record))))
+                          witness.read_text(stack_file(folder, record))))
     if any(rank.rank is not None for rank in ranks):  # others start those
         ranks = [rank for rank in ranks if rank.rank is not None]
     for rank in ranks:
@@ -233,9 +221,9 @@ def may_run(record):
     """Whether the process lives; None where it is on another machine."""
     if record["ended"]:
         return False
-    if record["host"] != name_host(os.environ):
+    if record["host"] != witness.name_host(os.environ):
         return None
-    return read_state(record["pid"]) not in ("?", "Z")
+    return witness.read_state(record["pid"]) not in ("?", "Z")
 
 
 # ----------------------------------------- processes that write nothing
@@ -255,13 +243,14 @@ def watch(processes):
                 moved = seen["stack"] != known["stack"]
                 before = known.setdefault("children", seen["children"])
                 known.update(seen, since=now if moved else known["since"],
-                             workers=compare(before, seen["children"]))
+                             workers=witness.compare(before, seen["children"]))
                 known["still"] = now - known["since"]
                 known["moved"] = moved or known.get("moved", False)
         if not ranks and not alone:  # one process, no rank of several
             alone = processes[:1]
             continue
-        unmet = [place for pid in processes for place in connecting(pid)]
+        unmet = [place for pid in processes
+                 for place in witness.connecting(pid)]
         require(ranks, f"process {processes[0]} has started no process that "
                 "knows its RANK" + (
                     f", and gets no answer from {unmet[0]}" if unmet else
@@ -285,7 +274,7 @@ def with_peers(processes):
 
 def read_environment(pid):
     """The variables that a process began with; {} if it is not ours."""
-    return dict(entry.split("=", 1) for entry in read_text(
+    return dict(entry.split("=", 1) for entry in witness.read_text(
         f"/proc/{pid}/environ").split("\0") if "=" in entry)
 
 
@@ -294,17 +283,18 @@ def look(pid, alone=False):
 
     alone: whether it is taken for the only rank.
     """
-    env, stat = read_environment(pid), read_stat(pid)
-    command = read_text(f"/proc/{pid}/cmdline").split("\0")
+    env, stat = read_environment(pid), witness.read_stat(pid)
+    command = witness.read_text(f"/proc/{pid}/cmdline").split("\0")
     if not stat:  # it has ended
         return None
     # seconds since the system's start
     began = float(stat[19]) / os.sysconf("SC_CLK_TCK")
-    age = float(read_text("/proc/uptime").split()[0]) - began
-    rank, size = read_rank(env, command)
+    age = float(witness.read_text("/proc/uptime").split()[0]) - began
+    rank, size = witness.read_rank(env, command)
     if "--multiprocessing-fork" in command and rank is None:
         rank = find_spawned(pid)
-    if alone and rank is None and not any(map(LAUNCHER.search, command[:4])):
+    if alone and rank is None and not any(
+            map(witness.LAUNCHER.search, command[:4])):
         rank, size = 0, 1
     if rank is None or "python" not in Path(command[0]).name:
         return None
@@ -312,13 +302,14 @@ def look(pid, alone=False):
     joined = not any("init_process_group" in name for _, _, name in stack)
     return {
         "rank": rank, "world_size": size, "pid": pid,
-        "host": name_host(env),
+        "host": witness.name_host(env),
         "master": master, "began": began, "age": age, "ended": None,
-        "stack": stack, "state": read_state(pid), "calls": None,
-        "joined": joined, "connecting": connecting(pid), "oom_kills": 0,
-        "written": time.time(), "message": None, "sees_crashes": True,
-        "still": 0, "looks": [], "children": see_workers(pid),
-        "answer": "" if joined else try_meeting(*master)}
+        "stack": stack, "state": witness.read_state(pid), "calls": None,
+        "joined": joined, "connecting": witness.connecting(pid),
+        "oom_kills": 0, "written": time.time(), "message": None,
+        "sees_crashes": True,
+        "still": 0, "looks": [], "children": witness.see_workers(pid),
+        "answer": "" if joined else witness.try_meeting(*master)}
 
 
 def find_spawned(pid):
@@ -353,7 +344,7 @@ def dump(pid, *options, again=2):
         raise UserError("these processes leave no evidence: `pip install "
                         "py-spy` to look into them, or " + HOW) from None
     except (subprocess.SubprocessError, ValueError) as error:
-        if read_state(pid) in ("?", "Z", "T"):
+        if witness.read_state(pid) in ("?", "Z", "T"):
             return []  # it has ended, or is stopped
         if again:
             time.sleep(0.2)
