@@ -230,9 +230,6 @@ def how_to_reload(function, *args):
     return said(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
 
 
-# ---------------------------------------------------------------- pictures
-
-
 def drawn(draw):
     """A function for a cell, which shows that picture."""
     return functools.wraps(draw)(lambda: picture(draw()))
@@ -303,7 +300,7 @@ def gpus():
                 "lessons work on the CPU, and a batch job may have a GPU.")
 
 
-# -------------------------------------------------- collectives, kernels
+# --------------------------------------------------------- one lesson each
 
 
 @in_one_line
@@ -322,9 +319,6 @@ def load_ipython_extension(ipython):
         display(Shown(render.texts(pulse()), ""))
     with contextlib.suppress(UserError):  # the first cell will tell
         magics.warm.start()
-
-
-# -------------------------------------------------------------- your_model
 
 
 @in_one_line
@@ -354,16 +348,10 @@ def export(run, folder):
     said_meanwhile("-m", "workshop", "export", run, folder)
 
 
-# ---------------------------------------------------------------- sharding
-
-
 def decisions():
     """When to divide what, with a number in each row."""
     return as_table([("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
                      *arithmetic.decisions()], "words")
-
-
-# ------------------------------------------------------- larger minibatches
 
 
 def experiment(name):
@@ -384,9 +372,6 @@ def bills(loss):
     """A table: the same loss with more GPUs, in steps, time, GPU-hours."""
     return as_table([("A100s", "tokens in a minibatch", "steps", "minutes",
                       "GPU-hours"), *arithmetic.bills(loss)])
-
-
-# ------------------------------------------------------------- one device
 
 
 def step(name):

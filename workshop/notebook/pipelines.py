@@ -103,9 +103,6 @@ def in_flight(events):
     return most
 
 
-# ------------------------------------------------------------ three dimensions
-
-
 def traffic_3d(pp, tp, accumulation_steps, B):
     """A step of the stage 3d: this rank's model, and a `Traffic`.
 

@@ -375,9 +375,6 @@ def fit_kind(results, kind):
     return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
 
 
-# -------------------------------------------------------------- the ladder
-
-
 def read_ladder(example=False):
     """What benchmarks/ladder.py has measured: here, or else the example."""
     mine = RUNS / "ladder.json"
@@ -389,9 +386,6 @@ def read_ladder(example=False):
         require(all(rung["training"] > 0 for rung in ladder["rungs"]),
                 "a rung has no time")
         return ladder
-
-
-# --------------------------------------------------------- GPU utilisation
 
 
 def utilisation(folder):
