@@ -164,11 +164,9 @@ class Launch:
         """What the rank has printed: all, or as much from both its ends."""
         try:
             with open(f"{self.folder}/{rank}.{name}", "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(0)
                 data = file.read(most)
-                if size > 2 * most:
-                    file.seek(size - most)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(file.tell(), size - most))
                 data += file.read(most)
         except FileNotFoundError:
             return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from backstage.errors import require
 from workshop import scratch, server
 from workshop.check.command import Events, Terminal
-from workshop.questions import Questions
+from workshop.findings import Questions
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU

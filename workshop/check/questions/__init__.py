@@ -14,8 +14,7 @@ from workshop.check.questions import model
 from workshop.check.questions import report
 from workshop.check.questions import state
 # isort: on
-from workshop.findings import fail, ok
-from workshop.questions import STRANGE
+from workshop.findings import STRANGE, fail, ok
 
 __all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
            "report", "state"]

@@ -3,11 +3,10 @@
 import numpy as np
 
 from workshop.check.trial import STEPS
-from workshop.findings import fail, number, ok
-from workshop.questions import Questions
+from workshop.findings import Questions, fail, number, ok
 
 QUESTIONS = Questions()
-# They answer with a `Finding`, or with None where the title says it all.
+# They answer with a `Finding`, or with nothing where the title says it all.
 question = QUESTIONS.add
 
 

@@ -7,8 +7,7 @@ order is its place in the files, which are asked in the order of the imports.
 
 import functools
 
-from workshop.findings import fail, ok, warn
-from workshop.questions import STRANGE
+from workshop.findings import STRANGE, fail, ok, warn
 from workshop.verify.case import (
     Case,
     find_split,

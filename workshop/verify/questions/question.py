@@ -1,6 +1,6 @@
 """Verify's questions, of which each answers with several findings."""
 
-from workshop.questions import Questions
+from workshop.findings import Questions
 
 QUESTIONS = Questions()
 
