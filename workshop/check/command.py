@@ -113,11 +113,6 @@ class Mistake:
     lines: set  # that it names, of the script that was tried
     error: str  # with which that ended, without the numbers in it
 
-    @property
-    def symptom(self):
-        """What two scripts have in common that are wrong in the same way."""
-        return self.title, self.error
-
 
 class Quiet:
     """Prints nothing."""
@@ -302,7 +297,9 @@ class Check:
             if key not in seen:
                 data = localise.without(diff, part)
                 seen[key] = data and self.try_part(data, diff.yours.data)
-            return seen[key] and seen[key].symptom
+            mistake = seen[key]
+            # two scripts that are wrong in the same way have these in common
+            return mistake and (mistake.title, mistake.error)
 
         for part in localise.find(items, symptom):
             answer = seen[frozenset(map(id, part))].text

@@ -30,14 +30,15 @@ def apply(stage, numbers=()):
         what = "those changes are" if numbers else "every change is"
         print(f"{what} already made; {show_path(DESK)} is unchanged")
         return
+    line = 1 + min(edit[0] for item in diff.left if item.number in chosen
+                   for edit in item.edits)
     text = diff.apply(chosen).encode()
     after = Diff(stage, data=text)
     require({item.number for item in after.left} == left - chosen
             and len(after.others) <= len(diff.others)
             and (diff.yours.syntax_error or not after.yours.syntax_error),
-            f"your changes around line {first_line(diff, chosen)} are in the "
-            "way: make this one by hand, or "
-            f"`python -m workshop reset {stage}`")
+            f"your changes around line {line} are in the way: make this one "
+            f"by hand, or `python -m workshop reset {stage}`")
     backup = replace(text, diff.yours.data)
     print(REOPEN)
     for item in diff.left:
@@ -54,12 +55,6 @@ def apply(stage, numbers=()):
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
     print(f"Your previous version: {show_path(backup)}")
-
-
-def first_line(diff, numbers):
-    """Where in the script the first of these changes begins, from 1."""
-    return 1 + min(edit[0] for item in diff.left if item.number in numbers
-                   for edit in item.edits)
 
 
 def reset(name):

@@ -34,8 +34,10 @@ def main():
     for name, kernel in runpy.run_path(str(script)).items():
         if re.search("_(forward|backward|kv|q)$", name):
             shared, registers = needs(kernel, "attention" in name)
-            print(f"{name:24}{shared / 1024:12.1f}{registers:12}"
-                  f"{at_once(shared, registers):18}", flush=True)
+            at_once = min(MOST, SHARED // max(shared, 1), REGISTERS // (
+                THREADS * -(-registers // 8) * 8))
+            print(f"{name:24}{shared / 1024:12.1f}{registers:12}{at_once:18}",
+                  flush=True)
 
 
 def needs(kernel, attends):
@@ -62,11 +64,6 @@ def needs(kernel, attends):
             check=True)
     return made.metadata.shared, int(
         re.search(r"Used (\d+) registers", said.stderr)[1])
-
-
-def at_once(shared, registers):
-    return min(MOST, SHARED // max(shared, 1),
-               REGISTERS // (THREADS * -(-registers // 8) * 8))
 
 
 if __name__ == "__main__":

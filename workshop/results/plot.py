@@ -349,7 +349,9 @@ def main(output, folders=()):
               or any(list_traces(run.folder) for run in runs)]
     columns = math.ceil(len(panels) / 2)
     figure = Figure((4.7 * columns, 8), layout="constrained")
-    figure.suptitle(subtitle(runs))
+    devices = ", ".join(sorted({run.device for run in runs}))
+    presets = ", ".join(sorted({run.preset for run in runs}))
+    figure.suptitle(f"preset {presets} on {devices}")
     for number, panel in enumerate(panels, 1):
         panel(figure.add_subplot(2, columns, number), runs)
     try:
@@ -359,12 +361,6 @@ def main(output, folders=()):
     for text in notes:
         print(text)
     print(f"{output}: {', '.join(run.name for run in runs)}")
-
-
-def subtitle(runs):
-    devices = sorted({run.device for run in runs})
-    presets = sorted({run.preset for run in runs})
-    return f"preset {', '.join(presets)} on {', '.join(devices)}"
 
 
 def write_panel():

@@ -7,7 +7,7 @@ import torch
 
 from workshop.check import endings
 from workshop.findings import fail
-from workshop.parts import without
+from workshop.parts import assemble, whole_here, without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -192,6 +192,23 @@ def named(case, keys):
     keys = sorted(keys, key=lambda key: [int(n) for n in key.split(".")])
     return ", ".join(case.name(key) for key in keys[:3]) + (
         f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def gradients_of(updates, alone, what="gradients"):
+    """(the ranks' together, a list of what each of `alone` has, their names).
+
+    Both are vectors of all that they share, None and [] if that is nothing;
+    the names come with their number of elements.
+    """
+    mine = assemble([update["gradients"] for update in updates])
+    each = [assemble([update[what]]).tensors if what == "gradients" else
+            whole_here(update[what]) for update in alone]
+    keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
+            if all(key in one and tensor.shape == one[key].shape
+                   for one in each)}
+    if mine.apart or not keys:
+        return None, [], keys
+    return flat(mine.tensors, keys), [flat(one, keys) for one in each], keys
 
 
 def flat(tensors, keys):

@@ -123,16 +123,12 @@ class Rank:
 
     @property
     def waits(self):
-        """Whether it waits for other ranks, as far as its record says."""
-        return self.waits_now or bool(self.message) or any(
-            call["waits"] for call in self.calls[-1:])
-
-    @property
-    def waits_now(self):
-        """The same, as far as its stack says."""
-        return not self.imports and any(
-            "torch/distributed/" in file and name != "wrapper"
-            for file, _, name in self.stack)
+        """Whether it waits for other ranks, as its record or stack says."""
+        return bool(self.message) or any(
+            call["waits"] for call in self.calls[-1:]) or (
+            not self.imports and any(
+                "torch/distributed/" in file and name != "wrapper"
+                for file, _, name in self.stack))
 
     @property
     def timed_out(self):

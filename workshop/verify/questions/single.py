@@ -3,12 +3,13 @@
 import torch
 
 from workshop.findings import fail, ok, percent, warn
-from workshop.parts import assemble, whole_here
+from workshop.parts import assemble
 from workshop.verify.case import (
     GRADIENT,
     LOSS,
     UPDATE,
     flat,
+    gradients_of,
     named,
     off,
 )
@@ -77,7 +78,7 @@ def weighting(case, updates, alone):
     count alike. Sets case.weights: of the minibatches of one process.
     """
     case.weights = [1 / len(alone)] * len(alone)
-    mine, each, _ = gradients_of(case, updates, alone)
+    mine, each, _ = gradients_of(updates, alone)
     if mine is None:
         return []
     bound = GRADIENT * case.loosely
@@ -87,9 +88,9 @@ def weighting(case, updates, alone):
 
     counts = sorted({count for update in updates
                      for count in update["counts"]})
-    here, own, _ = gradients_of(case, updates, updates, "local")
+    here, own, _ = gradients_of(updates, updates, "local")
     (_, ours, keys), (_, theirs, others) = (
-        gradients_of(case, updates, some, "weighed")
+        gradients_of(updates, some, "weighed")
         for some in (updates, alone))
     if (counts and counts[-1] > 1.01 * counts[0]
             and own and len(here) == len(mine)
@@ -107,7 +108,8 @@ def weighting(case, updates, alone):
         return [warn(*case.parts)] if case.still else []
     if len(alone) == 1 or parallel(mine, mix(case.weights, each), bound):
         return []
-    whole = shares([sum(update["counts"]) for update in alone])
+    targets = [sum(update["counts"]) for update in alone]
+    whole = [count / max(sum(targets), 1) for count in targets]
     fitted = torch.linalg.lstsq(torch.stack(each).T.double(),
                                 mine.double()[:, None]).solution[:, 0]
     fitted = (fitted / fitted.sum()).tolist()
@@ -134,30 +136,9 @@ def over_all(updates, weighed):
             sum(update["counts"]) for update in updates)
 
 
-def shares(counts):
-    return [count / max(sum(counts), 1) for count in counts]
-
-
 def mix(weights, vectors):
     return sum(weight * vector for weight, vector
                in zip(weights, vectors, strict=True))
-
-
-def gradients_of(case, updates, alone, what="gradients"):
-    """(the ranks' together, a list of what each of `alone` has, their names).
-
-    Both are vectors of all that they share, None and [] if that is nothing;
-    the names come with their number of elements.
-    """
-    mine = assemble([update["gradients"] for update in updates])
-    each = [assemble([update[what]]).tensors if what == "gradients" else
-            whole_here(update[what]) for update in alone]
-    keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
-            if all(key in one and tensor.shape == one[key].shape
-                   for one in each)}
-    if mine.apart or not keys:
-        return None, [], keys
-    return flat(mine.tensors, keys), [flat(one, keys) for one in each], keys
 
 
 def ratio_of(mine, good):
@@ -186,7 +167,7 @@ def losses_apart(case):
     alone = case.single
     if not (case.apart and alone) or case.other_weights or reason(case):
         return []
-    here, own, _ = gradients_of(case, case.updates[0], case.updates[0],
+    here, own, _ = gradients_of(case.updates[0], case.updates[0],
                                 "local")
     if own and off(here, sum(own)) < GRADIENT * case.loosely:
         return []  # `summed` has looked at the losses
@@ -213,7 +194,7 @@ def loss_error(case, updates, alone, step):
         mine = good  # each has divided its sum by the whole minibatch
     first = sum(case.single[0]["losses"])
     ratio = mine / (good or 1e-30)
-    here, each, _ = gradients_of(case, updates, alone)
+    here, each, _ = gradients_of(updates, alone)
     multiple = each and multiple_of(here, mix(case.weights, each), case.size)
     return (abs(mine - good) / max(abs(good), abs(first), 1e-30),
             LOSS * case.loosely,
@@ -222,7 +203,7 @@ def loss_error(case, updates, alone, step):
 
 
 def gradient_error(case, updates, alone, step):
-    mine, each, keys = gradients_of(case, updates, alone)
+    mine, each, keys = gradients_of(updates, alone)
     if mine is None:
         return None
     good = mix(case.weights, each)

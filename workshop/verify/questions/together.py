@@ -2,12 +2,11 @@
 
 import itertools
 
-import torch
-
 from workshop.findings import fail, ok, percent, warn
-from workshop.parts import assemble, whole_here
+from workshop.parts import assemble
 from workshop.verify.case import (
     GRADIENT,
+    gradients_of,
     named,
     off,
     splits_matrices,
@@ -123,11 +122,11 @@ def equal(case):
     findings = []
     if case.averaged:
         return findings
-    for what, hint in (
-            ("gradients", "all ranks have to reduce all of them, after the "
-             "last backward()"),
-            ("weights", "the same update on all ranks, from the same weights "
-             "and gradients")):
+    for when, what, hint in (
+            ("in", "gradients", "all ranks have to reduce all of them, after "
+             "the last backward()"),
+            ("after", "weights", "the same update on all ranks, from the same "
+             "weights and gradients")):
         if what == "gradients" and (clipped_first(case) or case.by_step):
             continue  # they are seen before that
         for step, updates in enumerate(case.updates):
@@ -137,10 +136,7 @@ def equal(case):
                 break
             if whole.apart:
                 findings.append(fail(
-                    f"after update {step} the weights of rank "
-                    f"{min(whole.differing)} are not rank 0's: "
-                    f"{named(case, whole.apart)}" if what == "weights" else
-                    f"in update {step} the gradients of rank "
+                    f"{when} update {step} the {what} of rank "
                     f"{min(whole.differing)} are not rank 0's: "
                     f"{named(case, whole.apart)}", hint))
                 break
@@ -154,13 +150,13 @@ def equal(case):
 def mean(case):
     worst, scale = None, ""
     for step, updates in enumerate(case.updates):
-        used = assemble([update["gradients"] for update in updates])
         # what the script has taken of them may count, or not
-        mine, each = min(
-            (own(updates, used, what) for what in ("local", "sums")),
-            key=lambda pair: off(pair[0], sum(pair[1]) / case.size))
-        if not mine.numel() or used.apart:
+        found = [gradients_of(updates, updates, what)
+                 for what in ("local", "sums")]
+        if any(mine is None for mine, *_ in found):
             return []
+        mine, each, _ = min(found, key=lambda one: off(
+            one[0], sum(one[1]) / case.size))
         good = sum(each) / case.size
         if not good.any():
             continue
@@ -187,17 +183,6 @@ def mean(case):
     return [] if worst is None else [ok(
         f"gradients are the mean of the ranks' own{scale}, before they are "
         f"clipped (to {worst:.0e})")]
-
-
-def own(updates, used, what):
-    """(the gradients that are used, what each rank has computed of them)."""
-    local = [whole_here(update[what]) for update in updates]
-    keys = [key for key in used.tensors
-            if all(key in one for one in local) and all(
-                one[key].shape == used.tensors[key].shape for one in local)]
-    mine, *each = (torch.cat([torch.zeros(0), *(one[key] for key in keys)])
-                   for one in (used.tensors, *local))
-    return mine, each
 
 
 def summed(case, step):
