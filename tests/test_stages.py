@@ -134,11 +134,11 @@ def test_a_document_is_read():
     ("-a = 1", "-", "line 13: an anchor is a line of code after"),
     ("```diff\n-a", "```\n-a", "line 12: the block has to begin with"),
     ("+    a = 2\n```", "+    a = 2", "line 15: an anchor is a line"),
-    ("**Answer.** This", "This", "line 17: a change has no question"),
-    ("**Predict and check.** What", "What", "line 17: a change has no ques"),
-    ("**Answer.** that", "that\n\n**Answer.** that", "line 17: a change has "
-     "no question"),
-    ("happens?", "so?\n\n**Predict.** And?", "line 17: a change has no ques"),
+    ("**Answer.** This", "This", "line 17: the question has no answer"),
+    ("**Predict and check.** What", "What", "line 17: the change has an answ"),
+    ("**Answer.** that", "that\n\n**Answer.** that", "line 17: the change has "
+     "an answer without"),
+    ("happens?", "so?\n\n**Predict.** And?", "line 17: the change asks to"),
     (GOOD[GOOD.index("```\n\nWhy two"):], "", "line 17: the change has no"),
     (GOOD[GOOD.index("```\n\n## 2."):], "", "line 12: the block has no end"),
 ])

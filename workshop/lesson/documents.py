@@ -95,8 +95,12 @@ def parse(text, name):
         answers = [part for part in prose if part.startswith(ANSWER)]
         prose = [part for part in prose if part not in asked + answers]
         require(prose, section.line, "the change has no why")
-        require(len(asked) == len(answers) < 2, section.line, "a change has "
-                f"no question, or one and its answer, '{ANSWER}...'")
+        require(len(asked) < 2, section.line, "the change asks to predict "
+                "more than one thing")
+        require(len(answers) <= len(asked), section.line,
+                "the change has an answer without a question")
+        require(len(answers) == len(asked), section.line,
+                f"the question has no answer, '{ANSWER}...'")
         require(len(blocks) == 1, section.line, "a change has one block of "
                 f"anchors, {FENCE}diff ... {FENCE}, and this has "
                 f"{len(blocks)}")

@@ -6,7 +6,7 @@ from workshop.check.trial import STEPS
 from workshop.findings import Questions, fail, number, ok
 
 QUESTIONS = Questions()
-# They answer with a `Finding`, or with nothing where the title says it all.
+# They answer with a `Finding`, or with None where the title says it all.
 question = QUESTIONS.add
 
 
