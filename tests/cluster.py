@@ -1,6 +1,5 @@
 """A SLURM of two nodes with four fake GPUs each, and a clone beside it."""
 
-import functools
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from conftest import ENVIRONMENT, copy_course, git, needs, program
-from stages import Result, make_dataset, train
+from stages import Result, make_dataset
 
 from backstage import ROOT
 from workshop.processes import Rank
@@ -140,13 +139,6 @@ class Slurm:
     def result(self, name, job):
         return Result(self.repo / "runs" / f"{name}-{job}",
                       [Rank(0, "", "")])
-
-    @functools.cache  # noqa: B019, there is one
-    def alone(self, *flags):
-        """A run of the single-device stage with these flags, without SLURM."""
-        run = Path(tempfile.mkdtemp(dir=self.lab_folder.parent)) / "run"
-        return train("std", run, *flags[4:],
-                     data=self.lab_folder.parent / flags[3])
 
     def processes(self, job):
         """The processes of a job, on any node: (pid, node, command)."""

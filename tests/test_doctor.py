@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,13 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
         pytest.skip("this machine has a device")
     assert "no accelerator" in doctor.ask_device()
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), (
+            "LOCAL_RANK", "0"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
-        doctor.ask_device()
+    for ask in doctor.ask_device, partial(doctor.main, ranks=True):
+        with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
+            ask()
 
 
 def test_the_driver_is_named(tmp_path):

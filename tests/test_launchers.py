@@ -1,5 +1,6 @@
 """Any launcher: who a process is, where rank 0 is, and what is missing."""
 
+import json
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
 from workshop import doctor_ranks
 from workshop.as_torchrun import find_rank_0, join_world
-from workshop.processes import free_port
+from workshop.processes import free_port, launch
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -293,6 +294,31 @@ def test_the_local_ranks_of_two_nodes(tmp_path, mpich):
 
 
 # -------------------------------------------------------- doctor --ranks
+
+
+ASKS = """\
+import os, socket, sys
+from pathlib import Path
+from workshop import doctor_ranks
+
+socket.gethostname = lambda: f"node{int(os.environ['RANK']) // 2 + 1}"
+doctor_ranks.NETWORK = Path(sys.argv[1])
+sys.exit(doctor_ranks.ask_ranks())
+"""
+
+
+def test_the_speeds_in_and_between_two_nodes(tmp_path):
+    """Four ranks that name two; test_slurm.py has real ones."""
+    script, speeds = tmp_path / "asks.py", tmp_path / "network.json"
+    script.write_text(ASKS)
+    first, *others = launch(script, speeds, world_size=4)
+    assert first.status == 0, first.err
+    assert not any(rank.out or rank.err for rank in others)
+    assert re.findall("^ok     (.* ranks) over gloo", first.out, re.M) == [
+        "all-reduce: 4 ranks", "in the nodes: 2 ranks",
+        "between nodes: 2 ranks"]
+    assert [*json.loads(speeds.read_text())] == [
+        "between nodes", "in the nodes"]
 
 
 def test_the_interface_of_a_connection(monkeypatch):
