@@ -19,9 +19,6 @@ from workshop.notebook import ranks
 from workshop.processes import Rank, free_port
 from workshop.stages import STAGES
 
-MPI = [sys.executable, STAGES["mpi"].solution]
-
-
 ENTER = """\
 #!/bin/sh
 # [options] HOST WORD...: a shell runs the words there, as by ssh
@@ -76,16 +73,6 @@ def enter(tmp_path_factory):
             node.wait()
 
 
-# without it MPICH would find that both nodes are the same machine
-ON_TWO_NODES = {"UCX_TLS": "self,tcp"}
-
-
-def mpich_on(enter):
-    """MPICH's launcher, on both nodes."""
-    return ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec", enter,
-            "-hosts", "node1,node2"]
-
-
 def link(enter, node):
     """What the system says of the cable's end in a node."""
     said = subprocess.run(
@@ -116,45 +103,29 @@ def test_all_leave_mpi(tmp_path, enter, mpich):
     """Of 20 programs that only finalized MPI, 13 waited for ever."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    words = [*mpich_on(enter), "-n", 2, sys.executable, script]
+    words = ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec", enter,
+             "-hosts", "node1,node2", "-n", 2, sys.executable, script]
+    # without UCX_TLS it would find that both nodes are the same machine
     for _ in range(5):
         done = run_command(enter, "node1", shlex.join(map(str, words)),
-                           **mpich, **ON_TWO_NODES)
+                           **mpich, UCX_TLS="self,tcp")
         assert done.returncode == 0, done.stderr
 
 
-def openmpi_on(enter, *options):
-    """Open MPI's, on both nodes."""
-    return ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
-            "node1,node2", *options]
+def on_two_nodes(enter, *words, **more):
+    """By Open MPI, two ranks: what they left behind."""
+    return run_command(enter, "node1", shlex.join(map(str, (
+        "mpirun", "--mca", "plm_rsh_agent", enter, "--host", "node1,node2",
+        "-x", "MASTER_ADDR", "-n", 2, sys.executable, *words))), **more)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("library", ["Open MPI", "MPICH", "none"])
-def test_on_two_nodes(library, data, single, tmp_path, request, enter):
-    """Each has a network of its own, and they talk over the cable.
-
-    The loss curve is one; and ranks without MPI meet.
-    """
+def test_on_two_nodes(data, single, tmp_path, enter):
+    """Each has a network of its own: they talk over the cable."""
     needs("mpirun")
-    more, script = {}, [*MPI, *tiny(tmp_path / "run", data)]
-    mpirun = ["mpirun", "--mca", "plm_rsh_agent", enter, "--host",
-              "node1,node2", "-x", "MASTER_ADDR"]
-    if library == "MPICH":
-        more = request.getfixturevalue("mpich") | ON_TWO_NODES
-        mpirun = mpich_on(enter)
-    elif library == "none":
-        (tmp_path / "meets.py").write_text(MEETS)
-        script = [sys.executable, "-m", "workshop.as_torchrun", "-v",
-                  tmp_path / "meets.py"]
-        more = {"MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
     before = link(enter, "node1")["stats64"]["rx"]["bytes"]
-    done = run_command(enter, "node1", shlex.join(
-        map(str, [*mpirun, "-n", 2, *script])), **more)
-    if library == "none":
-        assert "rank 1 of 2, on node2 local rank 0 of 1" in done.stdout
-        assert "all have met" in done.stdout
-        return
+    done = on_two_nodes(enter, STAGES["mpi"].solution,
+                        *tiny(tmp_path / "run", data))
     result = Result(tmp_path / "run", [
         Rank(done.returncode, done.stdout, done.stderr)])
     agree(result, single)
@@ -163,6 +134,17 @@ def test_on_two_nodes(library, data, single, tmp_path, request, enter):
     weights = result.checkpoint()["model"].values()
     sent = 20 * sum(weight.nbytes for weight in weights) / 2
     assert link(enter, "node1")["stats64"]["rx"]["bytes"] - before > sent
+
+
+@pytest.mark.whole
+def test_ranks_without_mpi_meet_on_two_nodes(tmp_path, enter):
+    needs("mpirun")
+    (tmp_path / "meets.py").write_text(MEETS)
+    done = on_two_nodes(
+        enter, "-m", "workshop.as_torchrun", "-v", tmp_path / "meets.py",
+        MASTER_ADDR="node1", MASTER_PORT=str(free_port()))
+    assert "rank 1 of 2, on node2 local rank 0 of 1" in done.stdout
+    assert "all have met" in done.stdout
 
 
 @pytest.fixture
@@ -263,7 +245,8 @@ def test_what_is_wrong_is_one_line(mpich):
              "no such folder")
     # the launcher's MPI is not the library's: worlds of one
     for mpirun, more in (("mpiexec.mpich", {}), ("mpirun", mpich)):
-        done = run_command(mpirun, "-n", 2, *JOINS, **more)
+        done = run_command(mpirun, "-n", 1, *JOINS, ":", "-n", 1, "true",
+                           **more)
         one_line(done, "2 processes were started", "MPI4PY_LIBMPI")
         assert (f"ln -s {MPICH}" in done.stderr) == (mpirun != "mpirun")
     done = run_command(*JOINS, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
