@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiktoken
 from cluster import COUNTS, FLAGS, holding, wait_for, world
 from conftest import needs
-from stages import BYTES, agree
-from tiktoken_ext import openai_public
+from stages import agree
 
-from backstage import ROOT, dataset
+from backstage import ROOT
 from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole
@@ -52,6 +50,14 @@ def test_slurm_accepts_every_file(slurm):
             assert f"\n    {flag.replace('-', '_')}: int" in script
 
 
+# A job's, a step's and what a portal's JupyterLab may have of its own job.
+INHERITED = {
+    "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3", "SLURM_EXACT": "1",
+    "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
+    "SLURM_GPUS_PER_NODE": "3", "SLURM_MEM_PER_NODE": "7",
+    "SLURM_TRES_PER_TASK": "cpu:3", "SLURM_STEP_NUM_TASKS": "3"}
+
+
 def test_sbatch_says_the_size(slurm):
     """Each GPU has a process, with its cores; what is inherited is not asked.
 
@@ -60,24 +66,32 @@ def test_sbatch_says_the_size(slurm):
     """
     whole = ["--exclusive", "--gpus-per-node=2"]
     with slurm.counting("mpi"), slurm.counting("3d"):
-        jobs = [slurm.submit(stage, "--max-steps", 1, options=options, **{
-            "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
-            "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
-            "SLURM_GPUS_PER_NODE": "3"}) for stage, options in (
-                ("mpi", ["--nodes=2", "--gpus-per-node=h100:4"]),
-                ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
+        jobs = [slurm.submit(stage, "--max-steps", 1, options=options,
+                             **INHERITED) for stage, options in (
+            ("mpi", ["--nodes=2", "--gpus-per-node=h100:2"]),
+            ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
         for job in jobs:
             assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     ports = set()
-    for job, nodes, gpus in zip(jobs, ([0, 1], [0], [0]), (
-            "0,1,2,3", "0,1", "0,1"), strict=True):
+    for job, nodes in zip(jobs, ([0, 1], [0], [0]), strict=True):
         said = re.findall("^(node .*) port (.*)", slurm.log(job), re.M)
         assert sorted(line for line, _ in said) == [
-            f"node {node} cores 8 gpus {gpus}"
-            for node in nodes for _ in gpus.split(",")]
+            f"node {node} cores 8 gpus 0,1" for node in nodes for _ in (0, 1)]
         ports |= {port for _, port in said}
     assert len(ports) == 3  # for jobs that are on a node at the same time
     assert "--pipeline-parallel 2 --tensor-parallel 2" in slurm.log(job)
+    wait_for(lambda: not any(map(slurm.processes, jobs)))
+
+    # the log of the first begins with what runs where
+    run, log = slurm.repo / "runs" / f"mpi-{jobs[0]}", slurm.log(jobs[0])
+    assert world(run) == (2, 4)
+    commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
+    for what in (f"mpi {jobs[0]}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
+                 "solutions/train_gpt2_mpi.py --run-dir", "torch 2."):
+        assert what in log[:log.index("| step")]
+    files = list(run.glob("gpus-*.txt"))
+    assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
+    assert all("dmon" in file.read_text() for file in files)
 
 
 def test_a_job_from_a_shell_without_activate(slurm):
@@ -181,36 +195,6 @@ def test_srun_tells_mpi(slurm):
     assert "srun --mpi=list" in slurm.log(job)
 
 
-def test_from_inside_another_job(slurm):
-    """As from a portal's JupyterLab: its variables are not the new job's."""
-    file = slurm.repo / "batchfiles" / "batch-lit-2n2g.sh"
-    with slurm.counting("lit"):
-        outer = slurm("sbatch", "--parsable", "--output=outer.log",
-                      "--ntasks=3", "--mem-per-cpu=10", "--wrap", f"""
-            srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_EXACT=1 \
-                SLURM_TRES_PER_TASK=cpu:3 SLURM_STEP_NUM_TASKS=3 \
-                sbatch --parsable --output=inner.log --cpus-per-gpu=2 \
-                '{file}' --max-steps 9
-            sleep 600""").stdout.strip()
-        said = slurm.repo.parent / "outer.log"
-        wait_for(lambda: said.exists() and said.read_text().strip())
-        job = said.read_text().strip()
-        end = slurm.wait(job)
-    slurm("scancel", outer)
-    log = (slurm.repo.parent / "inner.log").read_text()
-    assert end["JobState"] == "COMPLETED" and end["Restarts"] == "0", log
-    run = slurm.repo / "runs" / f"lit-2n2g-{job}"
-    assert world(run) == (2, 4)
-    commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
-    for what in (f"lit-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
-                 "solutions/train_gpt2_lit.py --run-dir", "torch 2."):
-        assert what in log[:log.index("| step")]
-    files = list(run.glob("gpus-*.txt"))
-    assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
-    assert all("dmon" in file.read_text() for file in files)
-    wait_for(lambda: not slurm.processes(job))
-
-
 def test_the_script_on_the_desk(slurm):
     """It passed the check, and is edited since; bad input ends the job."""
     desk = slurm.repo / "code" / "train_gpt2.py"
@@ -229,25 +213,13 @@ def test_the_script_on_the_desk(slurm):
 
 
 def test_fineweb_as_a_job(slurm):
-    """Documents become shards, which the tools find whole."""
-    texts, words = slurm.repo.parent / "texts", slurm.repo.parent / "words"
-    texts.mkdir()
-    words.mkdir()
-    for number in range(30):
-        (texts / f"{number}.txt").write_text(f"text number {number} " * 100)
-    dataset.save_vocabulary(tiktoken.Encoding(  # splits text as GPT-2's does
-        "bytes", pat_str=openai_public.r50k_pat_str,
-        mergeable_ranks=BYTES._mergeable_ranks,
-        special_tokens=BYTES._special_tokens), words)
-    job = slurm.submit(
-        "fineweb", "--dataset", "texts", "--files", "*.txt", "--vocabulary",
-        "words", "--shard-size", 20_000, "--out", "shards",
-        options=["--cpus-per-task=2"])
-    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
-    count = slurm(sys.executable, slurm.repo / "fineweb" / "countfineweb.py",
-                  "shards", "--verify", PYTHONPATH=str(slurm.repo))
-    expected = sum(len(file.read_bytes()) + 1 for file in texts.iterdir())
-    assert f"{expected - 20_000:,}" in count.stdout, count.stdout
+    """With all of its cores; test_fineweb.py looks at the shards."""
+    with holding(slurm.repo / "fineweb" / "fineweb.py", "import os, sys\n"
+                 "print(os.environ['SLURM_CPUS_PER_TASK'], *sys.argv[1:])\n"):
+        job = slurm.submit("fineweb", "--out", "a b",
+                           options=["--cpus-per-task=2"])
+        state = slurm.wait(job)["JobState"]
+    assert (state, slurm.log(job)) == ("COMPLETED", "2 --out a b\n")
 
 
 def test_the_doctor_as_a_job(slurm):
