@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -46,19 +45,13 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self, body):
         body = body if isinstance(body, bytes) else body.encode()
         etag = hashlib.sha1(body).hexdigest()
-        begin = 0
-        if found := re.match(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            begin = int(found[1])
-        self.send_response(206 if begin else 200)
-        if begin:
-            self.send_header("Content-Range",
-                             f"bytes {begin}-{len(body) - 1}/{len(body)}")
+        self.send_response(200)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body) - begin))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[begin:])
+            self.wfile.write(body)
 
     def refuse(self, code):
         self.send_response(404)
