@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import python
 from stages import GOLDEN, make_dataset, refused, same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
@@ -141,8 +140,9 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     import transformers
 
     folder = tmp_path / "out"
-    result = python(ROOT, "-m", "workshop", "export", single.folder, folder)
-    assert result.returncode == 0, result.stderr
+    said, = launch(ROOT / "workshop/__main__.py", "export", single.folder,
+                   folder)
+    assert said.status == 0, said.err
     state = single.checkpoint()
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     compare(theirs, state)
