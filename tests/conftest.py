@@ -158,6 +158,15 @@ def copy_course(clone, *names):
             shutil.copy(ROOT / name, clone / name)
 
 
+def copy_desk(clone, *more, stage="std"):
+    """Copy what the tools work on, with this stage on the desk; the clone."""
+    copy_course(clone, "backstage", "workshop", "solutions", *more)
+    (clone / "code").mkdir()
+    shutil.copy(clone / "solutions" / f"train_gpt2_{stage}.py",
+                clone / "code" / "train_gpt2.py")
+    return clone
+
+
 def read_book(path):
     """nbformat is imported late: that takes two seconds of every process."""
     import nbformat
@@ -399,7 +408,7 @@ def portal(tmp_path_factory):
     (kernel / "kernel.json").write_text(json.dumps({
         "argv": [str(python), "-m", "ipykernel_launcher", "-f",
                  "{connection_file}"],
-        "display_name": "Python 3", "language": "python"}))
+        "display_name": "Python 3 (ipykernel)", "language": "python"}))
     missing = subprocess.run([python, "-c", "import torch"],
                              capture_output=True, env={}, text=True)
     assert "No module named 'torch'" in missing.stderr

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,21 +10,13 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import program, python
+from conftest import copy_desk, program, python
 
 from backstage import ROOT
 from workshop import classroom
 
 OTHERS = ('{"stage": "ddp"', "[]", '{"stage": "no", "time": 1}',
           '{"stage": "ddp", "time": 1, "left": 7}', "[" * 100_000, "\0")
-
-
-def clone(folder):
-    """A copy of what the tools work on."""
-    for name in ("backstage", "workshop", "solutions", "code"):
-        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True,
-                        ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    return folder
 
 
 def write(folder, name, *lines):
@@ -35,7 +26,7 @@ def write(folder, name, *lines):
 
 
 def test_a_line_for_those_who_take_part(tmp_path):
-    shared, mine = tmp_path / "class", clone(tmp_path / "mine")
+    shared, mine = tmp_path / "class", copy_desk(tmp_path / "mine")
     shared.mkdir()
     diff = ("-m", "workshop", "diff", "ddp")
     without = python(mine, *diff, WORKSHOP_CLASS="")
