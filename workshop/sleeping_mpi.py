@@ -95,19 +95,12 @@ class SleepingComm(MPI.Intracomm):
 
 class SleepingRequest(MPI.Request):
     def Wait(self, status=None):
-        sleep_until(lambda: self.Test(status))
-        return True
+        sleep_until(self.Get_status)
+        return super().Wait(status)
 
     def wait(self, status=None):
-        result = []
-
-        def done():
-            flag, message = self.test(status)
-            result[:] = [message]
-            return flag
-
-        sleep_until(done)
-        return result[0]
+        sleep_until(self.Get_status)
+        return super().wait(status)
 
     @classmethod
     def Waitall(cls, requests, statuses=None):

@@ -1,5 +1,6 @@
 """What the lesson sharding measures with: pipelines and meshes."""
 
+import itertools
 import time
 
 import torch
@@ -96,11 +97,8 @@ def waited(events):
 
 def in_flight(events):
     """The most microbatches that had gone forwards and not yet backwards."""
-    most = now = 0
-    for name, *_ in events:
-        now += 1 if name == "F" else -1
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate(
+        1 if name == "F" else -1 for name, *_ in events), default=0)
 
 
 def traffic_3d(pp, tp, accumulation_steps, B):

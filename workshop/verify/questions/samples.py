@@ -76,13 +76,10 @@ def within(steps):
 
 def repeated(steps):
     """Which part of the samples had been in an earlier update."""
-    steps = [step for step in steps if step]
-    later = sum(map(len, steps[1:]))
-    seen, count = set(steps[0]) if steps else set(), 0
-    for step in steps[1:]:
-        count += len(step & seen)
-        seen |= step
-    return count / max(later, 1)
+    first, *later = [step for step in steps if step] or [set()]
+    count = sum(map(len, later))
+    new = len(first.union(*later)) - len(first)
+    return (count - new) / max(count, 1)
 
 
 def repeats(steps, most):
