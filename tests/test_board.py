@@ -73,21 +73,18 @@ def board_after(*lines):
     return board
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_what_libraries_print_is_no_finding(right):
-    board = board_after('{"say": "it is so"}\n', *NOISE,
-                        f'{{"right": {str(right).lower()}}}\n', *NOISE)
-    assert board.right is right and not board.findings
-    assert board.last == "it is so"
-
-
-def test_the_last_words_of_a_check_without_a_verdict():
-    board = board_after(*NOISE, "error: the folder is full\n")
-    assert board.right is False
-    assert board.findings == [["FAIL", "error: the folder is full", ""]]
+def test_what_libraries_print_is_no_finding():
+    for right in ("true", "false"):
+        board = board_after('{"say": "it is so"}\n', *NOISE,
+                            f'{{"right": {right}}}\n', *NOISE)
+        assert board.right is (right == "true") and not board.findings
+        assert board.last == "it is so"
+    # nor is what they print before the last words
+    for words in "error: the folder is full", "interrupted":
+        board = board_after(*NOISE, f"{words}\n")
+        assert board.right is False
+        assert board.findings == [["FAIL", words, ""]]
     assert "did not come to its end" in board.to_html()
-    board = board_after(*NOISE, "interrupted\n")
-    assert board.findings == [["FAIL", "interrupted", ""]]
     board = board_after('{"right": true}\n', "warning: not recorded\n")
     assert board.right and board.findings == [["warn", "not recorded", ""]]
 
