@@ -417,10 +417,10 @@ def executed(execute, single, tmp_path_factory):
     for cell in chain(*books.values()):
         for long, short in (  # ranks that wait for ever, at full speed
                 ("%%mpi 4 10", "%%mpi 4 2"), (", 64, 256, 1024, 4096)", ")"),
-                ("in range(4):", "in range(1):"), ("range(7)", "range(1)"),
-                ("(times)[3]", "(times)[0]"), ("range(10):", "range(1):"),
+                ("(times)[3]", "(times)[0]"), ("2**23", "2**20"),
                 ("[4**k for k in range(5)]", "[1, 4]")):
-            cell.source = cell.source.replace(long, short)
+            cell.source = re.sub(r"for _ in range\(\d+\):", "for _ in [0]:",
+                                 cell.source.replace(long, short))
     for name in "sharding", "diff_kernels":
         *_, solution = re.findall(r"```python\n(.*?)```", "\n".join(
             cell.source for cell in read_book(
