@@ -138,21 +138,27 @@ NUM_BYTES = 4 * num_parameters(GPT2)
 LADDER = [(1, 32, 1), (2, 16, 1), (4, 8, 1), (8, 4, 1)]  # n, A, nodes
 
 
-def test_the_model_finds_the_times_it_was_made_of():
-    made = results.Model(0.03, 0.004, 1 / 50e9, None, NUM_BYTES)
-    points = {point: made.seconds(*point) for point in [*LADDER, (8, 1, 1)]}
-    fitted = results.fit(points, NUM_BYTES)
+@pytest.mark.parametrize(("between", "points", "odd", "others"), [
+    (None, LADDER, (8, 1, 1), [(16, 2, 1)]),
+    # it bends at the edge of a node
+    (1 / 5e9, [*LADDER[:3], (8, 4, 2), (16, 2, 4)], (8, 1, 2),
+     [(4, 8, 1), (8, 4, 2), (32, 1, 8)])])
+def test_the_model_finds_the_times_it_was_made_of(
+        between, points, odd, others):
+    made = results.Model(0.03, 0.004, 1 / 50e9, between, NUM_BYTES)
+    times = {point: made.seconds(*point) for point in [*points, odd]}
+    fitted = results.fit(times, NUM_BYTES)
     assert fitted.told_apart
-    assert fitted.microbatch == pytest.approx(0.03)
-    assert fitted.optimizer == pytest.approx(0.004)
-    assert 1 / fitted.per_byte == pytest.approx(50e9)
+    for part in ("microbatch", "optimizer", "per_byte", "per_byte_between"):
+        assert getattr(fitted, part) == pytest.approx(getattr(made, part))
 
     # with one minibatch size: the step's time, but not its parts
-    points.pop((8, 1, 1))
-    fitted = results.fit(points, NUM_BYTES)
+    times.pop(odd)
+    fitted = results.fit(times, NUM_BYTES)
     assert not fitted.told_apart
-    assert fitted.seconds(16, 2) == pytest.approx(made.seconds(16, 2))
-    assert results.fit({point: points[point] for point in LADDER[:2]},
+    for point in others:
+        assert fitted.seconds(*point) == pytest.approx(made.seconds(*point))
+    assert results.fit({point: times[point] for point in points[:2]},
                        NUM_BYTES) is None
 
 
@@ -170,26 +176,10 @@ def test_a_model_without_a_microbatchs_time_is_not_drawn():
         plt.close(figure)
 
 
-def test_the_model_bends_at_the_edge_of_a_node():
+def test_the_model_of_nodes_of_one_gpu_each():
     made = results.Model(0.03, 0.004, 1 / 50e9, 1 / 5e9, NUM_BYTES)
-    points = {point: made.seconds(*point) for point in (
-        *LADDER[:3], (8, 4, 2), (16, 2, 4), (8, 1, 2))}
-    fitted = results.fit(points, NUM_BYTES)
-    assert fitted.told_apart
-    assert 1 / fitted.per_byte == pytest.approx(50e9)
-    assert 1 / fitted.per_byte_between == pytest.approx(5e9)
-
-    # with one minibatch size: the times, on both sides of the edge
-    points.pop((8, 1, 2))
-    fitted = results.fit(points, NUM_BYTES)
-    assert not fitted.told_apart
-    for point in [(4, 8, 1), (8, 4, 2), (32, 1, 8)]:
-        assert fitted.seconds(*point) == pytest.approx(made.seconds(*point))
-
-    # only between nodes, of one GPU each
-    points = {(n, A, n): made.seconds(n, A, n)
-              for n, A in ((1, 16), (2, 8), (4, 4), (4, 1))}
-    fitted = results.fit(points, NUM_BYTES)
+    fitted = results.fit({(n, A, n): made.seconds(n, A, n) for n, A in (
+        (1, 16), (2, 8), (4, 4), (4, 1))}, NUM_BYTES)
     assert fitted.told_apart and fitted.per_byte is None
     assert 1 / fitted.per_byte_between == pytest.approx(5e9)
 
