@@ -15,6 +15,7 @@ from check_cases import CASES, outcome, problem
 from checks import FORWARD, left_by, left_in, plant
 from cluster import wait_for
 from conftest import needs, program
+from shells import mount as mount  # a fixture
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -51,17 +52,20 @@ def test_a_script_of_the_table(case):
 @pytest.mark.whole
 def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
     """And the class is told what is wrong, if somebody takes part."""
+    told, tell = [], Check.tell
+    monkeypatch.setattr(Check, "tell", lambda *words: (
+        told.append(words), tell(*words)))
     monkeypatch.setattr(Check, "localise", lambda self: None)
     monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path))
-    script = plant(tmp_path, FORWARD)
-    assert not main("ddp", script)
+    assert not main("ddp", plant(tmp_path, FORWARD))
     wait_for(lambda: classroom.read(tmp_path))
     person, = classroom.read(tmp_path)
     assert person.right is False
     assert person.mistake == "gradients are the single device's"
     folded = capsys.readouterr().out
     assert folded.count("FAIL") == 1 and "more follow from it)" in folded
-    assert not main("ddp", script, verbose=True)
+    told[-1][0].verbose = True
+    tell(*told[-1])
     out = capsys.readouterr().out
     assert out.count("FAIL") == 1 and "  and   the final" in out
 
@@ -120,19 +124,13 @@ def test_a_script_that_is_none(tmp_path, monkeypatch):
         assert "nested too deeply" in str(cells.script_map())
 
 
-def start(script, temporary, events=False, **variables):
-    """A check as a program of its own, in a session of its own."""
-    temporary.mkdir(exist_ok=True)
-    code = ("import sys\nfrom backstage.errors import run_main\n"
-            "from workshop.check.command import main\n"
-            f"run_main(lambda: sys.exit(not main('ddp', {str(script)!r}, "
-            f"events={events})))")
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True, env={
-            **os.environ, **variables, "TMPDIR": str(temporary),
-            "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
+@pytest.fixture
+def temporary(monkeypatch):
+    """A folder for temporary files; one with a long name is not used."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 HANG = ("        if rank == 0:\n            run.log(",
@@ -142,56 +140,42 @@ HANG = ("        if rank == 0:\n            run.log(",
 
 @pytest.mark.whole
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
-@pytest.mark.parametrize(("number", "everyone", "line", "seconds"), [
-    (signal.SIGINT, True, "against the single", 0.3),  # torch is imported
-    (signal.SIGTERM, False, "2 processes", 2)])  # it hangs there
-def test_a_signal_ends_it_at_once(tmp_path, number, everyone, line, seconds):
-    run = start(plant(tmp_path, HANG), tmp_path / "tmp")
-    said = ""
-    while line not in said:
-        said = run.stdout.readline()
-        assert said, "it has ended"
+@pytest.mark.parametrize(("number", "everyone", "long", "line", "seconds"), [
+    # while torch is imported, and where it hangs
+    (signal.SIGINT, True, False, "against the single", 0.3),
+    (signal.SIGTERM, False, True, "2 processes", 2)])
+def test_a_signal_ends_it_at_once(
+        tmp_path, temporary, number, everyone, long, line, seconds):
+    """In a shell of srun, without a home. What is no event of a notebook's
+    check is shown as wrong there.
+    """
+    events, place = not long, temporary / ("long" * 25 * long)
+    code = ("from workshop.check.command import main\n"
+            f"main('ddp', {str(plant(tmp_path, HANG))!r}, events={events})")
+    place.mkdir(exist_ok=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True, env={
+            **os.environ, **IN_SRUN, "TMPDIR": str(place),
+            "HOME": "/dev/null/home", "XDG_CACHE_HOME": "",
+            "XDG_CONFIG_HOME": "", "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1"})
+    said = [""]
+    while line not in said[-1]:
+        said.append(run.stdout.readline())
+        assert said[-1], "it has ended"
     time.sleep(seconds)
     (os.killpg if everyone else os.kill)(run.pid, number)
     # 2 s on an idle machine; it used to be 47
-    out, _ = run.communicate(timeout=30)
+    rest, _ = run.communicate(timeout=30)
     assert run.returncode == 128 + number
-    assert "Traceback" not in out and out.endswith("interrupted\n")
-    assert not left_in(tmp_path / "tmp")
-    wait_for(lambda: not left_by(tmp_path / "tmp"), 20)
-
-
-@pytest.mark.whole
-def test_a_signal_adds_nothing_to_a_notebooks_events(tmp_path):
-    """What is no event is shown as wrong there."""
-    run = start(plant(tmp_path, HANG), tmp_path / "tmp", events=True)
-    first = run.stdout.readline()
-    run.terminate()
-    rest, _ = run.communicate()
-    assert run.returncode == 128 + signal.SIGTERM
-    assert all(map(json.loads, [first, *rest.splitlines()]))
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
-def test_killed_as_where_the_memory_is_full(tmp_path):
-    """The ranks' server, or a rank: it is no verdict on the script, and
-    nothing is left.
-    """
-    run = start(plant(tmp_path, HANG), tmp_path / "tmp")
-    while "1 process" not in run.stdout.readline():
-        assert run.poll() is None
-    with open(f"/proc/{run.pid}/task/{run.pid}/children") as file:
-        os.kill(int(file.read()), signal.SIGKILL)
-    out, _ = run.communicate(timeout=200)
-    assert run.returncode == 1 and "FAIL" not in out
-    assert out.splitlines()[-1].startswith(
-        "error: the system ended a process, most likely because the memory")
-    assert "Traceback" not in out and not left_in(tmp_path / "tmp")
-    script = tmp_path / "killed.py"
-    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    with pytest.raises(UserError, match="most likely because the memory"):
-        bench_of("ddp", script, tmp_path).try_out("1", trial.Mesh())
+    out = "".join(said) + rest
+    assert "Traceback" not in out and "/dev/null" not in out
+    assert (all(map(json.loads, out.splitlines())) if events else
+            out.endswith("interrupted\n"))
+    assert not left_in(temporary)
+    wait_for(lambda: not left_by(temporary), 20)
 
 
 def bench_of(stage, script, folder):
@@ -227,63 +211,42 @@ def test_a_kernel_of_the_table(name, tmp_path):
 
 
 @pytest.mark.whole
-def test_saved_during_the_check_in_an_odd_place(tmp_path):
+def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     """It is read once, with what lies beside it, and nothing is left.
 
-    Without a home, in a shell of srun, in a folder with a long name. The
-    table stands above the verdict.
+    The table stands above the verdict.
     """
-    (tmp_path / "mine.py").write_text("from math import inf\n")
+    seen = []
+    monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
     script = plant(tmp_path, ("import math\n", "import math\nimport mine\n"))
-    temporary = tmp_path / ("long" * 25)
-    run = start(script, temporary, HOME="/dev/null/home", XDG_CACHE_HOME="",
-                XDG_CONFIG_HOME="", **IN_SRUN)
-    assert "against the single-device" in run.stdout.readline()
-    script.write_text("raise SystemExit(3)\n")
-    out, _ = run.communicate(timeout=500)
-    assert run.returncode == 0, out
+    data = script.read_bytes()
+    (tmp_path / "mine.py").write_text(
+        f"open({str(script)!r}, 'w').write('raise SystemExit(3)')\n")
+    assert main("ddp", script) and seen == [("ddp", data)]
+    out, _ = capfd.readouterr()
     assert "Right" in out.splitlines()[-1] and "  warn  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
             out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
     assert rows["gradients are the single device's"] == ["ok"] * 4
     assert rows["checkpoint"] == ["ok"]  # the end of a long question
     assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
-    assert "/dev/null" not in out and "matplotlib" not in out.lower()
-    assert not left_in(temporary)
-    assert not os.path.exists("/proc") or not left_by(temporary)
+    assert script.read_bytes() != data and not left_in(temporary)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_full_folder_for_temporary_files(tmp_path, begun):
+@pytest.mark.parametrize("size", ["6m", "70m"])
+def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     """One line, whether it is full at once or in the middle of a check."""
-    small = Path(tempfile.mkdtemp(dir="/tmp"))  # a long name is not used
-    size = "70m" if begun else "6m"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs",
-                       small], capture_output=True).returncode:
-        pytest.skip("tmpfs needs root")
-    try:
-        run = start(plant(tmp_path), small)
-        said = run.stdout.readline()
-        if begun:
-            while "1 process" not in said:
-                said = run.stdout.readline()
-                assert said, "it has ended"
-            with pytest.raises(OSError), open(small / "full", "wb") as file:
-                while True:
-                    file.write(bytes(2**16))
-        out, _ = run.communicate(timeout=500)
-        (small / "full").unlink(missing_ok=True)
-        assert run.returncode == 1, out
-        line = (out or said).splitlines()[-1]
-        assert line == (f"error: {small} is full: make room there, or name "
-                        "another folder for temporary files, export "
-                        "TMPDIR=...")
-        assert "Traceback" not in out
-        assert not left_in(small)
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
-        small.rmdir()
+    mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", temporary)
+    script = plant(tmp_path, ("import math\n", (
+        f"import math\nwith open('{temporary}/full', 'wb') as file:\n"
+        "    while True:\n        file.write(bytes(2**16))\n")))
+    with pytest.raises(UserError, match=f"^{temporary} is full: make room "
+                       "there, or name another folder for temporary files, "
+                       r"export TMPDIR=\.\.\.$"):
+        main("ddp", script)
+    assert (temporary / "full").exists() == (size == "70m")
+    assert not left_in(temporary)
 
 
 @pytest.mark.whole
@@ -319,7 +282,17 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
         bench.try_out("twice", trial.Mesh(1, 2, 1))
 
 
-def test_a_server_that_was_killed_is_replaced():
+@pytest.mark.whole
+@pytest.mark.parametrize("killed", ["os.getpid()", "os.getppid()"])
+def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
+    """A rank, or the ranks' server, which is replaced: it is no verdict on
+    the script, and nothing is left.
+    """
     first = server.get_server()
-    first.end()
-    assert server.get_server() is not first
+    script = plant(tmp_path, ("import math\n", "import math\nimport os\n"
+                              f"os.kill({killed}, 9)\nos._exit(1)\n"))
+    with pytest.raises(UserError, match="the system ended a process, most "
+                       "likely because the memory"):
+        main("ddp", script)
+    assert not left_in(temporary)
+    assert (server.get_server() is first) == (killed == "os.getpid()")
