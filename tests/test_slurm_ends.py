@@ -76,10 +76,10 @@ def test_preempted_and_out_of_time(slurm):
             slurm("scontrol", "update", f"JobId={job.job}",
                   f"TimeLimit={minutes}")  # it looks twice a minute
             job.wait(lambda: "stopped by SIGUSR1" in job.log)
-        job.get_going()
+        job.wait(lambda: slurm.job(job.job)["Restarts"] == "2")
         job.cancel()
     assert "requeueing, to go on after" in job.log.rpartition("SIGUSR1")[2]
-    job.has_lost_nothing(2)
+    job.has_lost_nothing(1)
 
 
 def test_nothing_is_lost(slurm):
