@@ -61,14 +61,11 @@ def test_what_says_that_there_is_a_gpu(
 
 
 @no_accelerator
-@pytest.mark.parametrize("stage", [
-    "std", pytest.param("lit", marks=pytest.mark.whole)])
-def test_a_gpu_job_does_not_train_on_the_cpu(stage, tmp_path):
+def test_a_gpu_job_does_not_train_on_the_cpu(tmp_path, monkeypatch):
     gpus = {**os.environ, "SLURM_GPUS_ON_NODE": "4"}
-    script = STAGES[stage].solution
     words = ("--preset", "tiny", "--data", GOLDEN,
              "--run-dir", tmp_path / "run")
-    start = partial(launch, script, preload=modules_of(stage))
+    start = partial(launch, STAGES["std"].solution, preload=modules_of("std"))
     refused(Result(None, start(*words, env=gpus)),
             "SLURM_GPUS_ON_NODE=4", torch.__version__, "workshop doctor",
             "--device cpu")
@@ -82,6 +79,11 @@ def test_a_gpu_job_does_not_train_on_the_cpu(stage, tmp_path):
              gpus | {"CUDA_VISIBLE_DEVICES": ""})):
         (rank,) = start(*more, env=env)
         assert rank.status == 0 and "device cpu" in rank.out, rank.err
+    from backstage import lightning
+
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    with pytest.raises(UserError, match="SLURM gave"):
+        lightning.get_world(SimpleNamespace(device="auto", devices=1))
 
 
 # --------------------------------------------- one device for each process
