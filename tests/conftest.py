@@ -187,9 +187,9 @@ def python(folder, *words, **variables):
                           env=env | variables, capture_output=True, text=True)
 
 
-def workshop(repo, *words, status=0):
+def workshop(repo, *words, status=0, **variables):
     """What `python -m workshop words...` prints there."""
-    end = python(repo, "-m", "workshop", *words)
+    end = python(repo, "-m", "workshop", *words, **variables)
     assert end.returncode == status, end.stdout + end.stderr
     if status:  # one line
         assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr

@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import copy_course, git
+from conftest import copy_course, git, program, python, workshop
 
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
@@ -50,16 +48,15 @@ def append(folder, text, *names):
             file.write(text)
 
 
-def update(clone, status=0, **env):
-    end = subprocess.run([sys.executable, "-m", "workshop", "update"],
-                         cwd=clone, capture_output=True, text=True,
-                         env={"PATH": "/usr/bin:/bin", "HOME": str(clone)}
-                         | env)
-    assert end.returncode == status, end.stdout + end.stderr
-    if status:
-        assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
-        return end.stderr
-    return end.stdout
+def renew(course, *names):
+    """Let the newest course have a line more in these."""
+    append(course, "# new\n", *names)
+    commit(course)
+
+
+def update(clone, status=0, **variables):
+    return workshop(clone, "update", status=status, **{
+        "PATH": "/usr/bin:/bin", "HOME": str(clone)} | variables)
 
 
 def same(clone, course, but=""):
@@ -113,8 +110,7 @@ def test_what_was_edited_is_kept_under_a_dated_name(course, clone):
 def test_commits_of_ones_own_become_a_branch(course, clone):
     append(clone, "# mine\n", DESK, JOB)
     commit(clone)
-    append(course, "# new\n", JOB)
-    commit(course)
+    renew(course, JOB)
     mine = git(clone, "rev-parse", "HEAD")
     said = update(clone)
     branch, = re.findall(r"in the branch (mine-\S+)", said)
@@ -125,8 +121,7 @@ def test_commits_of_ones_own_become_a_branch(course, clone):
 
 def test_what_the_newest_course_has_not_changed_stays_in_its_place(
         course, clone):
-    append(course, "new\n", "batchfiles/README.md")
-    commit(course)
+    renew(course, "batchfiles/README.md")
     append(clone, "# mine\n", JOB, DESK)
     mine = clone / "tmp" / "check-1" / "script.py"  # where TMPDIR may be
     mine.parent.mkdir(parents=True)
@@ -139,8 +134,7 @@ def test_what_the_newest_course_has_not_changed_stays_in_its_place(
 
 
 def test_what_was_staged_is_kept(course, clone):
-    append(course, "# new\n", JOB, DESK)
-    commit(course)
+    renew(course, JOB, DESK)
     append(clone, "# staged\n", JOB)
     append(clone, "# mine\n", DESK)
     (clone / "mine.txt").write_text("mine")
@@ -158,19 +152,16 @@ def test_what_was_staged_is_kept(course, clone):
 
 
 def test_a_killed_update_leaves_the_script_under_a_dated_name(course, clone):
-    append(course, "# new\n", DESK)
-    commit(course)
+    renew(course, DESK)
     append(clone, "# mine\n", DESK)
     programs = clone / "programs"
     programs.mkdir()
-    program = programs / "git"  # ends the update where it asks for the reset
-    program.write_text(
-        '#!/bin/sh\ncase "$*" in *--keep*) kill -9 $PPID; exit;; esac\n'
-        'exec /usr/bin/git "$@"\n')
-    program.chmod(0o755)
-    subprocess.run([sys.executable, "-m", "workshop", "update"], cwd=clone,
-                   env={"PATH": f"{programs}:/usr/bin:/bin"}, check=False,
-                   capture_output=True)
+    # ends the update where it asks for the reset
+    program(programs / "git", """#!/bin/sh
+case "$*" in *--keep*) kill -9 $PPID; exit;; esac
+exec /usr/bin/git "$@"
+""")
+    python(clone, "-m", "workshop", "update", PATH=f"{programs}:/usr/bin:/bin")
     assert kept(clone, DESK).read_text().endswith("# mine\n")
 
 
@@ -236,8 +227,7 @@ def test_the_repository_around_a_course_without_git_is_left_alone(
 
 
 def test_gits_variables_do_not_lead_elsewhere(theirs, course, clone):
-    append(course, "# new\n", JOB)
-    commit(course)
+    renew(course, JOB)
     assert "have changed" in update(
         clone, GIT_DIR=f"{theirs}/.git", GIT_WORK_TREE=str(theirs),
         GIT_INDEX_FILE=f"{theirs}/.git/index", GIT_COMMON_DIR=f"{theirs}/.git",
@@ -258,8 +248,7 @@ def test_other_kinds_of_clones_are_updated(
     else:
         inner = clone
         git(clone, "sparse-checkout", "set", "backstage", "workshop", "code")
-    append(course, "# new\n", "backstage/__init__.py")
-    commit(course)
+    renew(course, "backstage/__init__.py")
     assert "have changed" in update(inner)
     assert (inner / "backstage" / "__init__.py").read_bytes() == (
         course / "backstage" / "__init__.py").read_bytes()
@@ -279,8 +268,7 @@ def test_the_owner_that_git_doubts_is_said(clone):
 
 
 def test_if_git_fails_the_script_is_there(course, clone):
-    append(course, "# new\n", DESK, JOB)
-    commit(course)
+    renew(course, DESK, JOB)
     append(clone, "# mine\n", DESK, JOB)
     (clone / ".git" / "index.lock").touch()  # another git is at work
     assert "index.lock" in update(clone, status=1)
@@ -293,8 +281,7 @@ def test_if_git_fails_the_script_is_there(course, clone):
 
 def test_without_edits_it_is_the_new_one_and_what_fails_is_one_line(
         course, clone, tmp_path):
-    append(course, "# new\n", DESK)
-    commit(course)
+    renew(course, DESK)
     said = update(clone)
     same(clone, course)
     assert git(clone, "status", "--short") == "" and "your code" not in said
