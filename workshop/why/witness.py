@@ -81,8 +81,7 @@ def start(folder):
     What a rank starts is not watched.
     """
     # what `why run` has become is a rank, if it is alone
-    is_command = folder.endswith(f"-{os.getpid()}")
-    if find_rank()[0] is None and not is_command:
+    if find_rank()[0] is None and not folder.endswith(f"-{os.getpid()}"):
         threading.Thread(target=wait_for_rank, args=(folder,),
                          daemon=True).start()
     else:
