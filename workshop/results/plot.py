@@ -36,7 +36,7 @@ matplotlib.rcParams.update({
 })
 
 
-# runs that differ in these part, though they train the same minibatches
+# runs that differ in these part ways, though they train the same minibatches
 SCHEDULE = ("seed", "learning_rate", "warmup_steps", "max_steps")
 
 

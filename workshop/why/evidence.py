@@ -314,12 +314,10 @@ def look(pid, alone=False):
 
 def find_spawned(pid):
     """The number that mp.spawn has given to a process, or None."""
-    for frame in dump(pid, "--locals"):
-        if frame["filename"].endswith("torch/multiprocessing/spawn.py"):
-            for local in frame["locals"] or ():
-                if local["name"] == "i":
-                    return int(local["repr"])
-    return None
+    return next((
+        int(local["repr"]) for frame in dump(pid, "--locals")
+        if frame["filename"].endswith("torch/multiprocessing/spawn.py")
+        for local in frame["locals"] or () if local["name"] == "i"), None)
 
 
 def spy(pid):

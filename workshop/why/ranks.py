@@ -64,7 +64,7 @@ class Rank:
     """
 
     running = collecting = 0  # threads, and a share of the time
-    workers, cores = (), ()
+    looks, workers, cores = (), (), ()
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)

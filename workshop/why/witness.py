@@ -443,7 +443,6 @@ class Witness(threading.Thread):
             "connecting": connecting(self.owner),
             "cores": sorted(os.sched_getaffinity(0)) if hasattr(
                 os, "sched_getaffinity") else [],
-            "looks": [], "running": 0, "collecting": 0, "workers": [],
             **(self.watch() if lines else {})}
         try:
             record |= read_record(lines)
