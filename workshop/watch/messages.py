@@ -5,6 +5,7 @@ import sys
 import threading
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
                "monitored_barrier")  # in that place is its own kernel
@@ -69,7 +70,8 @@ def call(function, keys, *args, **kwargs):
         return function.redispatch(keys, *args, **kwargs)
     name = function._schema.name.split("::")[1].strip("_")
     base = name.endswith("_base")  # (output, input, ...)
-    tensors = list(tensors_in(args[int(base)]))
+    tensors = [one for one in tree_leaves(args[int(base)])
+               if isinstance(one, torch.Tensor)]
     inside.another = True
     try:
         if not any(tensor.is_meta for tensor in tensors):  # asks for shapes
@@ -78,12 +80,3 @@ def call(function, keys, *args, **kwargs):
         return function.redispatch(keys, *args, **kwargs)
     finally:
         inside.another = False
-
-
-def tensors_in(value):
-    """The tensors in lists of lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
