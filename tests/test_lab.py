@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 from cluster import FLAGS, wait_for
-from conftest import ENVIRONMENT, copy_course, git, python, workshop
+from conftest import (
+    ENVIRONMENT,
+    copy_course,
+    copy_desk,
+    git,
+    python,
+    workshop,
+)
 from lab import Lesson
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from backstage import ROOT
 from slides.text import cells
+from workshop.lab import find_last
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
 from workshop.stages import STAGES
@@ -31,10 +39,7 @@ TYPO = ("loss = training_step(model, batch, device, hp.precision)",
 @pytest.fixture
 def repo(tmp_path):
     """A copy of the repository, with std on the desk."""
-    repo = tmp_path / "repo"
-    copy_course(repo, "backstage", "workshop", "solutions", "notebooks")
-    (repo / "code").mkdir()
-    shutil.copy(STAGES["std"].solution, repo / "code" / "train_gpt2.py")
+    repo = copy_desk(tmp_path / "repo", "notebooks")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     return repo
 
@@ -73,23 +78,106 @@ def passes(repo):
            "record('ddp', DESK.read_bytes())")
 
 
-def test_the_journey_to_ddp(page, lab, repo, portal):
-    """In a portal's kernel."""
-    url = lab(repo, JUPYTER_PATH=str(portal / "share" / "jupyter"))
+@pytest.fixture
+def keep(page, tmp_path):
+    """Draw a picture of the page, for the slides and the README.
+
+    `WORKSHOP_PICTURES=docs pytest tests/test_lab.py -k to_ddp` draws them
+    anew. They say which texts they show.
+    """
+    def keep(name, shown):
+        page.wait_for_timeout(500)
+        file = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path),
+                    f"{name}.png")
+        page.screenshot(path=file)
+        image = Image.open(file).quantize(64)
+        about = PngInfo()
+        about.add_text("lesson", repr(shown))
+        image.save(file, optimize=True, pnginfo=about)
+        assert image.size == Image.open(ROOT / "docs" / file.name).size
+    return keep
+
+
+def come_to_start_here(page, url, shell, keep):
+    """From a portal's first page to the first notebook."""
+    for name in (".bashrc", ".bash_profile"):  # it notes each prompt
+        (shell / name).write_text(
+            "PS1='\\W$ '; PROMPT_COMMAND='echo >> ~/prompts'\n")
+    page.set_viewport_size({"width": 960, "height": 460})
+    page.goto(f"{url}/lab")
+    files, tile = page.locator(".jp-FileBrowser"), page.locator(
+        ".jp-LauncherCard", has_text="Terminal")
+    tile.scroll_into_view_if_needed()
+    folder = files.locator(".jp-DirListing-item", has_text="gpt2-workshop")
+    folder.wait_for()
+    start = cells("start_here")[:2]
+    keep("portal-1", start)
+    tile.click()
+    for number, line in enumerate(("cd gpt2-workshop\n",
+                                   "source activate.sh")):
+        wait_for(lambda n=number: (shell / "prompts").exists() and len(
+            (shell / "prompts").read_text()) > n, 60)
+        page.locator(".jp-Terminal").click()
+        page.keyboard.type(line)
+    keep("portal-2", start)
+    folder.dblclick()
+    for name in ("notebooks", "start_here.ipynb"):
+        files.locator(".jp-DirListing-item", has_text=name).dblclick()
+    lesson = Lesson(page)
+    lesson.run("journey()")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+Home")
+    page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()
+    keep("portal-3", start)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    files.locator(".jp-DirListing-item", has_text="diff_ddp.ipynb").dblclick()
+
+
+def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
+    """In a portal's kernel, from its first page: its root is the home.
+
+    The lesson is saved without its outputs.
+    """
+    home, shell = tmp_path / "portal", tmp_path / "home"
+    for folder in home, shell:
+        folder.mkdir()
+    repo = repo.rename(home / "gpt2-workshop")
+    copy_course(repo, *ENVIRONMENT, ".gitattributes", ".gitignore")
+    (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
+    script = repo / "code" / "train_gpt2.py"
+    script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
+    for command in ("init -q", "add -A", "commit -qm all"):
+        git(repo, *command.split())
+    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
+    url = lab(home, SHELL="/bin/bash",
+              JUPYTER_PATH=str(portal / "share" / "jupyter"))
     assert str(portal) in kernel(url)
-    lesson = Lesson(page, url)
-    assert "side by side" in lesson.run("beside(")
+    come_to_start_here(page, url, shell, keep)
+    lesson = Lesson(page)
+    lesson.run("beside(")
+    page.get_by_role("link", name="side by side").click()
+    see_both(page, "Goal")
+    lesson.wait_for_kernel()
     total = len(documents.load("ddp"))
     everything = f"{total} of {total} changes left"
     view = page.locator(".ws", has=page.locator(".strip"))
-    assert everything in lesson.run('diff("ddp")')
     # the next change only; Shift+Enter leaves it in sight
+    assert f"{total - 4} of {total} changes left" in lesson.run(
+        'diff("ddp")', key="Shift+Enter")
+    lesson.in_sight(".ws .strip")
+    # saved without outputs; `git status` compares sizes
+    notebook = repo / "notebooks" / "diff_ddp.ipynb"
+    page.keyboard.press("Control+s")
+    wait_for(lambda: "changes left" in notebook.read_text(), 60)
+    assert "codemirror_mode" in git(repo, "diff", "notebooks")
+    subprocess.run(["bash", "-c", "source activate.sh"], cwd=repo, check=True)
+    assert git(repo, "diff", "notebooks") == ""
     assert view.locator("pre.code:visible").count() == 1
     assert page.locator(".ws .strip > *").count() == total
-    for _ in range(2):
-        lesson.run('diff("ddp")', key="Shift+Enter")
-        lesson.in_sight(".ws .strip")
-        lesson.in_sight(".ws h3")
+    follow_line(page, page.locator(".ws h3 a").first)
+    lesson.in_sight(".ws h3")
+    assert page.locator(".ws .strip .made").count() == 4
+    keep("lesson", documents.load("ddp")[4])
 
     # a change made by hand counts as soon as it is saved: a line of the one
     # that imports
@@ -129,10 +217,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
     page.set_viewport_size({"width": 1280, "height": 720})
 
-    # a line's number opens the script there
-    place = page.locator(".ws a", has_text=re.compile(r"^line \d+$")).first
-    follow_line(page, place)
-    # its end is the line's, also where it is wider than the editor
+    # a line's end is the line's, also where it is wider than the editor
     long = page.locator(".jp-FileEditor .cm-line", has_text=re.compile(
         ".{73}")).first
     end = len(long.inner_text()) + 1
@@ -203,7 +288,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal):
     page.add_style_tag(content=".ws h3 { color: #666 !important }")
     assert page.evaluate("faint_texts(50)")  # it would be seen
 
-    script = repo / "code" / "train_gpt2.py"
     script.rename(script.with_suffix(".gone"))  # which ends no watching
     lesson.expect(page.locator(".ws", has_text="is not there")).to_be_visible()
     script.with_suffix(".gone").rename(script)
@@ -293,25 +377,14 @@ def test_the_journey_from_ddp(page, lab, repo):
     signs = "el => getComputedStyle(el).backgroundColor"
     assert len({text.locator(f".{kind}").evaluate(signs)
                 for kind in ("add", "del")} - {"rgba(0, 0, 0, 0)"}) == 2
-    lesson.run("strategies()")
-    assert page.locator(".ws svg rect").count() == 2 * 4 * 3 * 4
     assert "['']" in lesson.run_instead(  # nobody answers
         'apply("lit", "all")', "import workshop.notebook.jobs as c; "
         "print([c.answer('Submit? ', 1)])")
     page.locator(".jp-Stdin-input").press("Enter")  # as submit() says
-    lesson.run('diff("lit")')  # else JupyterLab refuses to
-
-    for before, stage in ("lit", "fsdp"), ("fsdp", "tp"), ("tp", "3d"):
-        shutil.copy(STAGES[STAGES[stage].after].solution, script)
-        number = len(documents.load(stage))
-        assert f"{number} of {number} changes left" in lesson.run_instead(
-            f'diff("{before}")', f'diff("{stage}")')
-        lesson.choose_theme(stage == "tp")
-        lesson.clear()
-        lesson.fits()
 
 
-def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
+def test_the_journey_to_the_first_submitted_job(
+        page, lab, slurm, tmp_path, monkeypatch):
     """From start_here, by Shift+Enter, Ctrl+S and links alone.
 
     A kernel without a page ends; the command without a name then finds what
@@ -345,12 +418,7 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         return said
 
     assert "SBATCH_PARTITION=gpu" in go("doctor()", "course: commit")
-    for picture in ("data_parallel()", "words()", "cadence()", "nodes()",
-                    "script_map()"):
-        go(picture)
     go("train(", "finished:")
-    go("gpus()")
-    lesson.can_be_read()
 
     def follow(words, name):
         page.locator(".jp-NotebookPanel:visible .jp-MarkdownOutput a",
@@ -361,13 +429,10 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
         lesson.runs = 0
 
     follow("From one device to many: DDP", "diff_ddp.ipynb")
-    go("beside(")
-    go("cadence()")
-    go("samples_read()")
     total = len(documents.load("ddp"))
     go('diff("ddp")', f"{total} of {total} changes left")
     steps = Diff("ddp", STAGES["std"].solution)
-    for number in (1, 2, total - 1, total):
+    for number in (1, total):
         lesson.paste(steps.apply(range(1, number + 1)))
         lesson.save()
         words = (f"{number + 1} of {total}: " if number < total else
@@ -379,8 +444,8 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     flags = " ".join(map(str, FLAGS)).replace("--data ", "--data ../../")
     for answer, words in (("", "Nothing is submitted"),
                           ("y", "Submitted batch job")):
-        cell = lesson.write_instead('submit("ddp-1n2g"', "submit("
-                                    f'"ddp-1n2g", "{flags} --max-steps 6")')
+        cell = lesson.write_instead('submit("ddp-1n', "submit("
+                                    f'"ddp-1n1g", "{flags} --max-steps 6")')
         page.keyboard.press("Shift+Enter")
         page.locator(".jp-Stdin-input:visible").fill(answer)
         page.keyboard.press("Enter")
@@ -398,105 +463,15 @@ def test_the_journey_to_the_first_submitted_job(page, lab, slurm, tmp_path):
     for words in ("passed the check", "5/6", "finished:"):
         assert words in said, said
     follow("Results", "results.ipynb")
-    go("runs()", f"ddp-1n2g-{job}")
+    go("runs()", f"ddp-1n1g-{job}")
 
     url, _, last = page.url.partition("/lab/workspaces/")
     last, kernels = last.partition("/")[0], f"{url}/api/kernels"
     assert json.load(urllib.request.urlopen(kernels))
     page.goto("about:blank")
     wait_for(lambda: not json.load(urllib.request.urlopen(kernels)), 40)
-    assert last == python(
-        slurm.repo, "-c", "from workshop.lab import *; print(find_last())",
-        HOME=str(tmp_path / "home")).stdout.strip()
-
-
-def test_the_pictures_of_a_portal(page, lab, repo, tmp_path):
-    """Whose root is the home: the way to a lesson, which is then saved.
-
-    `WORKSHOP_PICTURES=docs pytest tests/test_lab.py -k pictures` draws those
-    of the slides and of the README anew. They say which texts they show. Git
-    sees no difference afterwards.
-    """
-    home, shell = tmp_path / "portal", tmp_path / "home"
-    for folder in home, shell:
-        folder.mkdir()
-    repo = repo.rename(home / "gpt2-workshop")
-    copy_course(repo, *ENVIRONMENT, ".gitattributes", ".gitignore")
-    (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
-    script = repo / "code" / "train_gpt2.py"
-    script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
-    for command in ("init -q", "add -A", "commit -qm all"):
-        git(repo, *command.split())
-    for name in (".bashrc", ".bash_profile"):  # it notes each prompt
-        (shell / name).write_text(
-            "PS1='\\W$ '; PROMPT_COMMAND='echo >> ~/prompts'\n")
-    page.set_viewport_size({"width": 960, "height": 460})
-    page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
-    drawn = Path(os.environ.get("WORKSHOP_PICTURES", tmp_path))
-
-    def keep(name, shown):
-        page.wait_for_timeout(500)
-        file = drawn / f"{name}.png"
-        page.screenshot(path=file)
-        image = Image.open(file).quantize(64)
-        about = PngInfo()
-        about.add_text("lesson", repr(shown))
-        image.save(file, optimize=True, pnginfo=about)
-        assert image.size == Image.open(ROOT / "docs" / file.name).size
-
-    page.goto(f"{lab(home, SHELL='/bin/bash')}/lab")
-    files, tile = page.locator(".jp-FileBrowser"), page.locator(
-        ".jp-LauncherCard", has_text="Terminal")
-    tile.scroll_into_view_if_needed()
-    folder = files.locator(".jp-DirListing-item", has_text="gpt2-workshop")
-    folder.wait_for()
-    start = cells("start_here")[:2]
-    keep("portal-1", start)
-    tile.click()
-    for number, line in enumerate(("cd gpt2-workshop\n",
-                                   "source activate.sh")):
-        wait_for(lambda n=number: (shell / "prompts").exists() and len(
-            (shell / "prompts").read_text()) > n, 60)
-        page.locator(".jp-Terminal").click()
-        page.keyboard.type(line)
-    keep("portal-2", start)
-    folder.dblclick()
-    for name in ("notebooks", "start_here.ipynb"):
-        files.locator(".jp-DirListing-item", has_text=name).dblclick()
-    lesson = Lesson(page)
-    for call in ("journey()", "doctor()"):
-        assert "Traceback" not in lesson.run(call)
-    page.keyboard.press("Escape")
-    page.keyboard.press("Control+Home")
-    page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()
-    keep("portal-3", start)
-
-    page.set_viewport_size({"width": 1280, "height": 720})
-    files.locator(".jp-DirListing-item", has_text="diff_ddp.ipynb").dblclick()
-    lesson = Lesson(page)
-    lesson.run("beside(")
-    page.get_by_role("link", name="side by side").click()
-    see_both(page, "Goal")
-    lesson.wait_for_kernel()
-    lesson.run('diff("ddp")', key="Shift+Enter")
-    lesson.in_sight(".ws .strip")
-    place = page.locator(".ws h3 a").first
-    line = place.inner_text().split()[1]
-    place.click()
-    lesson.expect(page.locator("#jp-bottom-panel")).to_contain_text(
-        f"Ln {line}, Col 1")
-    lesson.in_sight(".ws h3")
-    assert page.locator(".ws .strip .made").count() == 4
-    keep("lesson", documents.load("ddp")[4])
-
-    # no outputs, and nothing of the kernel; `git status` compares sizes
-    notebook = repo / "notebooks" / "diff_ddp.ipynb"
-    page.locator(".jp-NotebookPanel .jp-Cell").first.click()
-    page.keyboard.press("Control+s")
-    wait_for(lambda: "changes left" in notebook.read_text(), 60)
-    assert "codemirror_mode" in git(repo, "diff", "notebooks")
-    subprocess.run(["bash", "-c", "source activate.sh"], cwd=repo, check=True)
-    assert git(repo, "diff", "notebooks") == ""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert last == find_last()
 
 
 def see_both(page, words):

@@ -38,7 +38,7 @@ def test_the_notebook_has_the_same_plan():
 
 
 def test_the_pictures_of_lessons_are_of_those_that_there_are():
-    """`pytest --whole tests/test_lab.py -k pictures` draws them."""
+    """`pytest tests/test_lab.py -k to_ddp` draws them: see `keep` there."""
     for name, shown in (("lesson", repr(load_lesson("ddp").changes[4])),
                         ("portal-3", repr(slides.cells("start_here")[:2]))):
         with Image.open(ROOT / "docs" / f"{name}.png") as drawn:
