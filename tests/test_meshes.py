@@ -28,7 +28,7 @@ from workshop.watch.messages import Collectives
 def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
     single, result = (train(
-        stage, tmp_path / stage, "--precision", "bf16", "--max-steps", 5,
+        stage, tmp_path / stage, "--precision", "bf16", "--max-steps", 2,
         "--eval-minibatches", 1, data=data, mesh=mesh, texts=False)
         for stage, mesh in (("std", (1, 1, 1)), ("3d", (2, 1, 2))))
     assert result.status == 0, result.err
@@ -44,10 +44,10 @@ def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
     """Padded shards; pipeline stages of two blocks, one and one; nano's three
     heads, with a vocabulary of 384, on three ranks."""
     data = make_dataset(tmp_path / "data")
-    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 5,
+    flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 3,
              "--eval-minibatches", 1)
     if stage == "tp":
-        flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 3,
+        flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 2,
                  "--sequence-length", 32, "--microbatch-size", 4,
                  "--eval-minibatches", 2)
     single = train("std", tmp_path / "std", *flags, data=data, texts=False)
