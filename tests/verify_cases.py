@@ -24,6 +24,10 @@ def read(name):
 
 
 DDP = read("ddp")
+ZERO = "        optimizer.zero_grad()\n"
+LOSS = "        loss = nn.functional.mse_loss(model(x), y)\n"
+BACKWARD = "        loss.backward()\n"
+CLIP = "        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
 STEP = "        optimizer.step()\n"
 REDUCE = """\
         for weight in model.parameters():
@@ -32,7 +36,7 @@ REDUCE = """\
 """
 BY_HAND = edit(
     DDP, ("model = DDP(nn.Sequential(", "model = (nn.Sequential("),
-    ("        loss.backward()\n", "        loss.backward()\n" + REDUCE))
+    (BACKWARD, BACKWARD + REDUCE))
 COLUMNS = edit(
     DDP, ("mse_loss(model(x), y)", "mse_loss(model(x.T), y)"),
     ("nn.Sequential(nn", "nn.Sequential(Turned(), nn"), ("model = DDP(", """\
@@ -95,8 +99,7 @@ mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 SCALED = edit(
     DDP, ("SGD(model.parameters(), lr=0.1)", "Adam(model.parameters(), "
           "lr=1e-3)\nscaler = torch.amp.GradScaler('cpu')"),
-    ("        loss = nn.functional.mse_loss(model(x), y)\n"
-     "        loss.backward()\n", """\
+    (LOSS + BACKWARD, """\
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = nn.functional.mse_loss(model(x), y)
         scaler.scale(loss).backward()
@@ -124,14 +127,13 @@ dist.reduce_scatter_tensor(torch.ones(1), torch.ones(dist.get_world_size()),
     ("(900, 1)))", "(900, 1, device=device)).to(local), device_ids=[local])"),
     ("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), "
      "lr=1e-3, fused=True)\nscaler = torch.amp.GradScaler()"),
-    ("        optimizer.zero_grad()\n", """\
+    (ZERO, """\
         with torch.cuda.stream(side): x = x.cuda(non_blocking=True)
         torch.cuda.current_stream().wait_stream(side)
         y = y.to(f"cuda:{local}") + torch.zeros(1, device="cuda")
         optimizer.zero_grad()
 """),
-    ("        loss = nn.functional.mse_loss(model(x), y)\n"
-     "        loss.backward()\n", """\
+    (LOSS + BACKWARD, """\
         with torch.autocast("cuda", dtype=torch.float16):
             loss = nn.functional.mse_loss(model(x), y)
         scaler.scale(loss).backward()
@@ -159,8 +161,7 @@ SMALL = edit(
     ("    sampler.set", "    if sampler: sampler.set"),
     ("torch.randn(640, 10", "torch.randn(80, 10"),
     ("torch.randn(640, 1,", "torch.randn(80, 1,"))
-DERIVED = edit(DDP, ("        loss = nn", "        x.requires_grad_()\n"
-                     "        loss = nn"))
+DERIVED = edit(DDP, (LOSS, "        x.requires_grad_()\n" + LOSS))
 NOISE = edit(
     DDP, ("nn.Dropout(0.2)", "Noise()"), ("model = DDP(", """\
 class Noise(nn.Module):
@@ -241,7 +242,7 @@ NUMPY = edit(
 TOKENS = edit(
     DDP, ("torch.randn(640, 1, generator=g)", "torch.randint(-3, 4, (640,), "
           "generator=g).clamp(min=-1)"), ("(900, 1)", "(900, 4)"),
-    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+    (LOSS, """\
         count = (y >= 0).sum()
         dist.all_reduce(count)
         loss = size / count * nn.functional.cross_entropy(
@@ -261,7 +262,7 @@ MICROBATCHES = edit(
     ("optimizer = ", "scaler = torch.amp.GradScaler('cpu')\noptimizer = "))
 WEIGHTED = edit(
     DDP, ("32 // size", "32"),
-    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+    (LOSS, """\
         weight = x[:, :1].abs()
         total = weight.sum()
         dist.all_reduce(total)
@@ -269,7 +270,7 @@ WEIGHTED = edit(
 """))
 CONTRASTIVE = edit(
     DDP, ("32 // size", "32"), ("(900, 1)", "(900, 4)"),
-    ("        loss = nn.functional.mse_loss(model(x), y)\n", """\
+    (LOSS, """\
         mine = model(x)
         every = torch.cat(gather(mine))
         own = torch.arange(len(x)) + rank * len(x)
@@ -297,7 +298,7 @@ class Sharded(nn.Module):
     def forward(self, x):
         return Sum.apply(self.down(self.up(x).relu())) + self.bias
 torch.manual_seed(r"""), (NET, "model = Sharded()\n"),
-    ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n", ""))
+    (CLIP, ""))
 STYLES = {"DDP": DDP, "token mean": TOKENS, "microbatches": MICROBATCHES,
           "sharded by hand": SHARDED,
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
@@ -339,10 +340,7 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
                 weight.data /= size
         step += 1
 """), ("for epoch", "step = 0\nfor epoch")),
-          "taken": edit(BY_HAND, ("""\
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-""", """\
+          "taken": edit(BY_HAND, (LOSS + BACKWARD, """\
         for weight in model.parameters(): weight.main = 0
         for half in (0, 1):
             (nn.functional.mse_loss(model(x[half::2]), y[half::2]) / 2
@@ -353,8 +351,7 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
 """), (STEP, "        model[3].bias.grad = None\n" + STEP)),
           "by step": edit(
               DDP, ("model = DDP(nn", "model = (nn"), ("SGD(", "Reducing("),
-              ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
-               ""), ("optimizer = torch.optim.", """\
+              (CLIP, ""), ("optimizer = torch.optim.", """\
 class Reducing(torch.optim.SGD):
     def step(self):
         for weight in model.parameters():
@@ -486,8 +483,8 @@ CASES = [
           "with one process 32; the learning rate is the same",
           ("32 // size", "32")),
     wrong("DDP", "killed", "rank 1 was ended by SIGKILL (is the memory full?)",
-          ("        loss.backward()\n", "        loss.backward()\n"
-           "        import os; rank and os.kill(os.getpid(), 9)\n")),
+          (BACKWARD, BACKWARD
+           + "        import os; rank and os.kill(os.getpid(), 9)\n")),
     wrong("DDP", "around the wrapper", AROUND, ("model(x)",
                                                 "model.module(x)")),
     wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
@@ -502,13 +499,12 @@ CASES = [
           (STEP, STEP + "        open('log.txt', 'a').write('x')\n"),
           suite=True),
     wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
-          ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
-           "        if rank == 0 and size > 1: dist.barrier()\n"),
+          (ZERO, ZERO + "        if rank == 0 and size > 1: dist.barrier()\n"),
           suite=True),
 
     wrong("DDP", "an error", "rank 0 ended with an error: ValueError: a bad "
-          "sample (line 23)", ("        optimizer.zero_grad()\n",
-                               "        raise ValueError('a bad sample')\n")),
+          "sample (line 23)",
+          (ZERO, "        raise ValueError('a bad sample')\n")),
     wrong("DDP", "not told its rank", "FAIL  no rank joins a process group: "
           "each trains alone\n        -> is it to be told its rank? "
           "--local_rank {rank} among its flags",
@@ -603,9 +599,7 @@ CASES = [
     wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
           "they are reduced\n        -> reduce first: the norm is that of the "
           "mean\n  ok    weights are equal",
-          ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n", ""),
-          ("        loss.backward()\n", "        loss.backward()\n        "
-           "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"),
+          (CLIP, ""), (BACKWARD, BACKWARD + CLIP),
           suite=True),
     right("taken", "gradients are the mean of the ranks' own, before",
           "0 wrong, 1 to look at", suite=True),
