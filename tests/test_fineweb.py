@@ -212,8 +212,7 @@ def test_killed_three_times_the_bytes_are_the_same(corpus, whole, tmp_path):
         if kill >= 3 and between >= 1:
             break
         before = len(list(out.glob("*.npy")))
-        process = start("fineweb", *corpus.flags, "--out", out,
-                        start_new_session=True)
+        process = start("fineweb", *corpus.flags, "--out", out)
         if kill % 3 == 0:  # at any moment
             time.sleep(rng.uniform(0, 1.5))
         else:  # while a shard is written, or soon after
@@ -221,10 +220,7 @@ def test_killed_three_times_the_bytes_are_the_same(corpus, whole, tmp_path):
                 time.sleep(0.001)
             time.sleep(rng.choice([0, rng.uniform(0, 0.1)]))
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        if not ends(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail("the workers outlive their parent")
+        process.communicate(timeout=60)  # its workers have the pipes, too
         done = list(out.glob("*.npy"))
         assert len(done) >= before  # it goes on, not back
         assert all((whole / path.name).read_bytes() == path.read_bytes()
@@ -238,17 +234,6 @@ def test_killed_three_times_the_bytes_are_the_same(corpus, whole, tmp_path):
     # no terminal, and so plain lines
     assert "\r" not in err
     assert re.match(r"100%.* tokens/s\]$", err.splitlines()[-1])
-
-
-def ends(group):
-    """Whether a process group comes to its end within a minute."""
-    for _ in range(6000):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.whole

@@ -185,16 +185,6 @@ def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
 # -------------------------------------------------------- the real launchers
 
 
-@pytest.fixture(params=["mpirun", "mpiexec.mpich"])
-def launcher(request, monkeypatch):
-    """The program of an MPI, whose library mpi4py takes."""
-    needs(request.param)
-    if request.param == "mpiexec.mpich":
-        for name, value in request.getfixturevalue("mpich").items():
-            monkeypatch.setenv(name, value)
-    return request.param
-
-
 TORCH = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -263,15 +253,18 @@ def test_torchrun_says_an_error_once(tmp_path):
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec.mpich"])
 @pytest.mark.parametrize("end", ["kill(os.getpid(), 9)", "_exit(3)"])
-def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path):
+def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path, mpich):
     """Because MPI knows them: else MPICH would let the others wait."""
+    needs(launcher)
     script = tmp_path / "ends.py"
     script.write_text("import os, time\n"
                       f"if os.environ['RANK'] == '1':\n    os.{end}\n"
                       "time.sleep(300)\n")
     assert run_command(launcher, "-n", 2, sys.executable, "-m",
-                       "workshop.as_torchrun", script).returncode
+                       "workshop.as_torchrun", script,
+                       **mpich if "mpich" in launcher else {}).returncode
 
 
 @pytest.mark.whole
