@@ -67,12 +67,10 @@ def beside(venv):
 
 
 def needing(repo, *packages):
-    """Let the clone need these."""
     (repo / "requirements.txt").write_text("\n".join([*packages, ""]))
 
 
 def imports(venv, *packages):
-    """Whether this environment can import these."""
     return not subprocess.run(
         [venv / "bin/python", "-Ic", f"import {','.join(packages)}"],
         capture_output=True, check=False).returncode
@@ -336,26 +334,6 @@ def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path):
 
 
 @pytest.mark.whole
-def test_a_copy_of_a_clone_makes_its_own(set_up, tmp_path):
-    """All of it anew, as with another Python.
-
-    In a folder with a space and an apostrophe.
-    """
-    repo, venv = set_up(tmp_path / "a")
-    stays = plant(venv)
-    copy = shutil.copytree(repo, tmp_path / "it's mine", symlinks=True)
-    refused(source(copy, WORKSHOP_INSTALL="no"), "a job installs nothing")
-    for clone, built in (copy, True), (repo, False):
-        out = works(clone, "pip --version; python -c 'import one, two'")
-        assert f"from {clone}/.venv/lib" in out
-        assert ("setting up" in out) == built
-        stays(clone / ".venv")
-    marker = venv / "workshop-base"
-    marker.write_text(re.sub("(?m)^base=.*", "base=3 9", marker.read_text()))
-    refused(source(repo, WORKSHOP_INSTALL="no"), "not up to date")
-
-
-@pytest.mark.whole
 def test_what_this_clone_has_not_made_stays(set_up, tmp_path):
     """In the clone's own place, and beside it."""
     repo, venv = set_up(tmp_path)
@@ -484,7 +462,6 @@ def test_a_path_that_no_environment_may_have(tmp_path):
 
 
 def commit(repo, date):
-    """Make the clone one of this date."""
     git(repo, "init", "-q")
     git(repo, "commit", "-q", "--allow-empty", "-m", "new",
         GIT_COMMITTER_DATE=f"{date} +0000")
@@ -639,9 +616,16 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
 
 
 @pytest.mark.whole
-def test_the_sites_own_pytorch_stays(tmp_path):
-    """A module brings it by PYTHONPATH, in a version of its own."""
-    repo = tiny_clone(tmp_path)
+def test_a_copy_of_a_clone_with_the_sites_own_pytorch(set_up, tmp_path):
+    """It makes all of its environment anew, as with another Python.
+
+    In a folder with a space and an apostrophe. A module brings PyTorch by
+    PYTHONPATH, in a version of its own.
+    """
+    original, venv = set_up(tmp_path / "a")
+    stays = plant(venv)
+    repo = shutil.copytree(original, tmp_path / "it's mine", symlinks=True)
+    refused(source(repo, WORKSHOP_INSTALL="no"), "a job installs nothing")
     needing(repo, "one", "torch")
     (repo / "environment/constraints.txt").write_text("torch==2.13.0\n")
     (repo / "site.sh").write_text("WORKSHOP_SITE_PACKAGES=yes\n")
@@ -663,6 +647,13 @@ def test_the_sites_own_pytorch_stays(tmp_path):
     out = works(repo, "python -c 'import torch; print(torch.__file__)'",
                 PYTHONPATH=str(module))
     assert out.endswith(f"{module}/torch.py\n"), out
+    for clone in repo, original:
+        out = works(clone, "pip --version", PYTHONPATH=str(module))
+        assert f"from {clone}/.venv/lib" in out and "setting up" not in out
+        stays(clone / ".venv")
+    marker = venv / "workshop-base"
+    marker.write_text(re.sub("(?m)^base=.*", "base=3 9", marker.read_text()))
+    refused(source(original, WORKSHOP_INSTALL="no"), "not up to date")
     # whatever sends packages elsewhere: that they are not here is seen
     (module / "sitecustomize.py").write_text(
         f"import os\nos.environ['PIP_PREFIX'] = {str(tmp_path / 'else')!r}\n")
