@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import pytest
 from conftest import needs, python
-from stages import GOLDEN, MEETS, refused, run_command, start_stage
+from stages import GOLDEN, refused, run_command, start_stage
 
 from backstage import ROOT, process
 from backstage.errors import UserError
@@ -265,24 +265,6 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path, mpich):
     assert run_command(launcher, "-n", 2, sys.executable, "-m",
                        "workshop.as_torchrun", script,
                        **mpich if "mpich" in launcher else {}).returncode
-
-
-@pytest.mark.whole
-def test_the_local_ranks_of_two_nodes(tmp_path, mpich):
-    """MPICH can pretend that ranks of odd numbers are on another node."""
-    script = tmp_path / "meets.py"
-    script.write_text(MEETS)
-    done = run_command(
-        "mpiexec.mpich", "-n", 4, sys.executable, "-m",
-        "workshop.as_torchrun", "-v", script, **mpich,
-        MPIR_CVAR_ODD_EVEN_CLIQUES="1")
-    assert done.returncode == 0, done.stderr
-    here = socket.gethostname()
-    said = re.findall(r"rank (\d) of 4, .* local rank (\d) of 2, as MPICH "
-                      rf"says; rank 0 is at {re.escape(here)}:\d+",
-                      done.stdout)
-    assert sorted(said) == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
-    assert "all have met" in done.stdout
 
 
 # -------------------------------------------------------- doctor --ranks

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from backstage.errors import UserError
 from workshop import doctor
 from workshop.check import command
 from workshop.notebook import ranks
-from workshop.processes import Rank, free_port
+from workshop.processes import Rank
 from workshop.stages import STAGES
 
 ENTER = """\
@@ -112,11 +113,12 @@ def test_all_leave_mpi(tmp_path, enter, mpich):
         assert done.returncode == 0, done.stderr
 
 
-def on_two_nodes(enter, *words, **more):
-    """By Open MPI, two ranks: what they left behind."""
+def on_two_nodes(enter, size, *words):
+    """By Open MPI, which places ranks in turn: what they left behind."""
     return run_command(enter, "node1", shlex.join(map(str, (
-        "mpirun", "--mca", "plm_rsh_agent", enter, "--host", "node1,node2",
-        "-x", "MASTER_ADDR", "-n", 2, sys.executable, *words))), **more)
+        "mpirun", "--mca", "plm_rsh_agent", enter, "--host",
+        "node1:2,node2:2", "--map-by", "node", "-n", size, sys.executable,
+        *words))))
 
 
 @pytest.mark.whole
@@ -124,7 +126,7 @@ def test_on_two_nodes(data, single, tmp_path, enter):
     """Each has a network of its own: they talk over the cable."""
     needs("mpirun")
     before = link(enter, "node1")["stats64"]["rx"]["bytes"]
-    done = on_two_nodes(enter, STAGES["mpi"].solution,
+    done = on_two_nodes(enter, 2, STAGES["mpi"].solution,
                         *tiny(tmp_path / "run", data))
     result = Result(tmp_path / "run", [
         Rank(done.returncode, done.stdout, done.stderr)])
@@ -139,11 +141,12 @@ def test_on_two_nodes(data, single, tmp_path, enter):
 @pytest.mark.whole
 def test_ranks_without_mpi_meet_on_two_nodes(tmp_path, enter):
     needs("mpirun")
-    (tmp_path / "meets.py").write_text(MEETS)
-    done = on_two_nodes(
-        enter, "-m", "workshop.as_torchrun", "-v", tmp_path / "meets.py",
-        MASTER_ADDR="node1", MASTER_PORT=str(free_port()))
-    assert "rank 1 of 2, on node2 local rank 0 of 1" in done.stdout
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    done = on_two_nodes(enter, 4, "-m", "workshop.as_torchrun", "-v", script)
+    said = re.findall(r"rank (\d) of 4, on node(\d) local rank (\d) of 2, as "
+                      r"Open MPI says; rank 0 is at node1:\d+", done.stdout)
+    assert sorted(map("".join, said)) == ["010", "120", "211", "321"]
     assert "all have met" in done.stdout
 
 
