@@ -223,12 +223,15 @@ def untied(trial):
             start["flat"], start["flat"][:math.prod(shape)]])
 
 
-def whole_matrix(start):
-    """What a rank holds, but of one matrix all, as without a plan for it."""
-    name = "transformer.h.0.mlp.c_fc.weight"
-    entry = start["sharded"][name]
-    return {**start, "sharded": start["sharded"] | {
-        name: entry | {"part": torch.zeros(entry["shape"])}}}
+def whole_matrices(words):
+    """What a rank holds, but of some matrices all, as without a plan."""
+    def change(start):
+        return {**start, "sharded": {
+            name: entry | {"part": torch.zeros(entry["shape"])}
+            if words in name else entry
+            for name, entry in start["sharded"].items()}}
+
+    return each("start", change)
 
 
 def whole_model(trial):
@@ -359,8 +362,10 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "it trains with PyTorch's"),
     ("tp", "1x1x2", whole_model, "each rank holds its part", "rank 0 keeps "
      "all of"),
-    ("tp", "1x1x2", each("start", whole_matrix), "each rank holds its part",
-     "transformer.h.0.mlp.c_fc.weight is not split"),
+    ("tp", "1x1x2", whole_matrices(".attn.c_attn.weight"), "each rank holds "
+     "its part", "transformer.h.0.attn.c_attn.weight is not split: right"),
+    ("tp", "1x1x2", whole_matrices(".h."), "each rank holds its part",
+     "no matrix of a block is split"),
     ("tp", "1x1x2", on(1, continued=[[5]]), "every rank writes texts",
      "ranks 0 and 1 of a TP group write different"),
 ]

@@ -41,7 +41,8 @@ CASES = (
            "import PipelineStage, ScheduleInterleaved1F1B"),
           (D3_SCHEDULE, "self.schedule = ScheduleInterleaved1F1B("),
           ("        stage, num_micro", "        [stage], num_micro")),
-    right("another plan", (TP_ATTENTION, "")),
+    right("another plan", (TP_ATTENTION, ""),
+          warns="transformer.h.0.attn.c_attn.weight is not split"),
     right("blocks cut unevenly",
           (D3_PLACE, "if (i + (i == 1 and num_stages == 2)) * num_stages\n"
            "               // model.config.n_layer == stage})")),

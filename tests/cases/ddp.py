@@ -202,6 +202,10 @@ CASES = (
           (WRAP, ""), (SYNC, "with nullcontext():"),
           ("norm = norm.item()", "norm = norm.full_tensor().item()"),
           (SAVE, SAVE.replace("rank == 0 and ", "")),
+          ("    model = compile_model(raw_model, device) if hp.compile else "
+           "raw_model\n", "    model = raw_model\n    if hp.compile:\n"
+           "        for block in model.transformer.h:\n"
+           "            block.compile()\n"),
           warns="gradients are reduced 4.0 times a step"),
     right("a function for the mean over ranks", *OWN_MEAN),
     right("the world in another order", (WORLD, OWN_WORLD), (JOIN, """\

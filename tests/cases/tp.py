@@ -72,7 +72,8 @@ CASES = (
           ('        "lm_head": tp.ColwiseParallel(use_local_output=False),\n',
            ""), (TIE, ""), (TP_LOSS, "return loss"),
           ("logits.full_tensor()[:, :", "logits[:, :")),
-    right("the MLPs alone", (TP_ATTENTION, "")),
+    right("the MLPs alone", (TP_ATTENTION, ""),
+          warns="transformer.h.0.attn.c_attn.weight is not split"),
     right("SequenceParallel", (ENDS_PLAN, """\
         "transformer.wte": tp.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1)),
