@@ -56,7 +56,7 @@ def test_all_rungs_compute_the_same(tmp_path, monkeypatch, capsys):
         [rungs[name] for name in tried], lacks))
     output = tmp_path / "ladder.json"
     monkeypatch.setattr(sys, "argv", [
-        "ladder.py", "--model", "tiny", "--seconds", "0.5", "--tokens", "4",
+        "ladder.py", "--model", "tiny", "--seconds", "0.5", "--tokens", "2",
         "--output", str(output)])
     ladder.main()
     said, record = capsys.readouterr().out, json.loads(output.read_text())
