@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_and_one_that_is_short(tmp_path):
           [10])
     assert mine.read_bytes() == b"of somebody else"
     before = profile.list_traces(run)
-    done = train("std", run, "--resume", "--max-steps", 20)
+    done = train("std", run, "--resume", "--max-steps", 12)
     assert done.status == 0, done.err
     assert profile.list_traces(run) == before  # it records with the flag alone
     before[0].unlink()
@@ -161,7 +161,7 @@ def test_a_slow_rank_is_charged_and_the_other_waits(tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("stage, mesh", [
-    ("lit", (1, 2, 1)), ("mpi", (1, 2, 1)), ("tp", (1, 2, 1)),
+    ("lit", (1, 2, 1)), ("mpi", (1, 2, 1)), ("fsdp", (1, 2, 1)),
     ("3d", (2, 1, 1))])
 def test_other_stages_are_recorded(stage, mesh, tmp_path, capsys):
     result = train(stage, tmp_path / "run", "--profile", 1, "--max-steps", 6,
