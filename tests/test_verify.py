@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import edit, needs
-from verify_cases import CASES, Case, outcome, problem, read
+from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -33,7 +33,7 @@ AT_ONCE = {  # by `pytest` alone: one of each kind of question
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name,
                  marks=() if case.name in AT_ONCE else
-                 pytest.mark.whole if case.suite else pytest.mark.table)
+                 pytest.mark.whole if case in SUITE else pytest.mark.table)
     for case in CASES])
 def test_a_script(case, tmp_path):
     needs(*NEEDS.get(case.style, ()))

@@ -407,7 +407,6 @@ class Case:
     mistake: str  # "" where it is right
     says: tuple  # words of the answer
     changes: tuple = ()  # pairs (old, new)
-    suite: bool = False  # differs in kind: in the suite, not the table alone
     resumes: bool = False
 
     @property
@@ -416,12 +415,12 @@ class Case:
                 f"{self.mistake or 'right'}")
 
 
-def right(style, *says, suite=False, resumes=False):
-    return Case(style, "", says, (), suite, resumes)
+def right(style, *says, resumes=False):
+    return Case(style, "", says, (), resumes)
 
 
-def wrong(style, mistake, says, *changes, suite=False, resumes=False):
-    return Case(style, mistake, (says,), changes, suite, resumes)
+def wrong(style, mistake, says, *changes, resumes=False):
+    return Case(style, mistake, (says,), changes, resumes)
 
 
 def outcome(case, folder):
@@ -471,14 +470,113 @@ AS_ONE = "gradients agree with a single process"
 WEIGHTS = "weights, relative to how far they have moved, agree"
 MULTIPLIED = "an update has 16 samples, with one process 8"
 
-CASES = [
+SUITE = [  # one of each kind
     right("DDP", "an update has 32 samples, as with one process",
           "gradients are the mean of the ranks' own", AS_ONE, WEIGHTS,
-          "dropout: it was switched off", suite=True),
+          "dropout: it was switched off"),
     wrong("DDP", "all read the same", SAME_SAMPLES,
           ("loader = DataLoader(dataset, batch_size=32 // size, "
            "sampler=sampler)",
-           "loader = DataLoader(dataset, batch_size=32 // size)"), suite=True),
+           "loader = DataLoader(dataset, batch_size=32 // size)")),
+    wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
+          "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", "")),
+    wrong("DDP", "all write", "FAIL  several ranks write log.txt",
+          (STEP, STEP + "        open('log.txt', 'a').write('x')\n")),
+    wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
+          (ZERO, ZERO
+           + "        if rank == 0 and size > 1: dist.barrier()\n")),
+    wrong("DDP", "the order of a set", "warn  what the model is given depends "
+          "on Python's hashes", ("torch.randn(640, 10, generator=g)",
+                                 "torch.randn(640, 10, generator=g)[:, "
+                                 "list(map(int, set('0123456789')))]")),
+    right("NumPy", "the ranks read different samples (16 each)",
+          "other samples each time that it is started"),
+    right("token mean", AS_ONE),
+    right("token mean, more", "the loss is the mean over all targets of all "
+          "ranks", AS_ONE),
+    wrong("token mean, more", "its own number", "warn  each rank's loss is "
+          "the mean over its own", ("        dist.all_reduce(count)\n", ""),
+          ("size / count", "1 / count")),
+    right("weighted mean", "warn  the gradients are a weighted mean of those "
+          "of 2 minibatches, with weights from 0.4", AS_ONE),
+    right("contrastive", "ranks gather something before backward()"),
+    wrong("DDP", "stepped by their number", "the learning rate is 0.098, with "
+          "one process 0.099, in update 1, as if its schedule were stepped 2 "
+          "times an update: after as many samples it is the same",
+          ("32 // size", "32"),
+          (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
+           "size / 1000\n")),
+    wrong("EMA", "on rank 0 alone", "warn  a copy of the model differs "
+          "between the ranks: 0.bias", ("mine.lerp_(", "rank or mine.lerp_(")),
+    right("files", AS_ONE),
+    right("rank as a flag", AS_ONE),
+    right("no seed", "warn  one process begins with other weights each time",
+          "an update has 32 samples, as with one process"),
+    wrong("few samples", "a constant epoch", "warn  set_epoch(0) is called in "
+          "several epochs", ("set_epoch(epoch)", "set_epoch(0)")),
+    wrong("split", "datasets that differ", "warn  rank 1 does not read its "
+          "part of what one process reads, and rank 0 does",
+          ("manual_seed(3)", "manual_seed(3 + rank)")),
+    wrong("noise", "the same on all ranks", "warn  all ranks draw the same "
+          "random numbers in each update: PyTorch's",
+          ("torch.manual_seed(1 + rank)\n", "")),
+    wrong("by hand", "summed", "FAIL  in update 0 the gradients are the sum "
+          "over all ranks, not the mean",
+          ("            weight.grad /= size\n", "")),
+    wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
+          "they are reduced\n        -> reduce first: the norm is that of the "
+          "mean\n  ok    weights are equal",
+          (CLIP, ""), (BACKWARD, BACKWARD + CLIP)),
+    right("taken", "gradients are the mean of the ranks' own, before",
+          "0 wrong, 1 to look at"),
+    right("by step", "gradients are reduced by the optimizer, in its step()",
+          WEIGHTS),
+    right("on GPUs alone", "without a GPU each process trains alone: a CPU "
+          "stands in for GPUs", AS_ONE),
+    right("local SGD", "warn  weights are averaged every 2 updates"),
+    wrong("nanoGPT", "the same seed", "samples are read by several ranks in "
+          "the same update",  # rank 0 alone evaluates, and then draws others
+          ("manual_seed(1337 + seed_offset)", "manual_seed(1337)")),
+    right("Lightning", MULTIPLIED, AS_ONE),
+    right("FSDP2", WEIGHTS,
+          "what each rank alone has computed of the gradients"),
+    right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
+    right("several alone", "warn  as one process rank 0 ended with an error: "
+          "AssertionError", "an update has 32 samples", "gradients are the "
+          "mean of the ranks' own", "it does not train as one"),
+    right("FSDP2, meta", "warn  all ranks have the same numbers in their "
+          "parts of 0.weight"),
+    right("tensor parallel", AS_ONE, "warn  all ranks read the same samples",
+          "whether gradients are reduced: with tensor parallelism"),
+    right("sharded by hand", "warn  3 parameters are smaller than with one "
+          "process, or others: up.weight, up.bias, down.weight",
+          "warn  all ranks read the same samples"),
+    right("images", "BatchNorm's running statistics differ between the ranks",
+          "BatchNorm takes the mean over the samples of one process"),
+    right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks"),
+    wrong("two optimizers", "one of them on rank 0",
+          "FAIL  rank 1 makes 4 updates",
+          ("[one.step() for one in self.optimizers]",
+           "[one.step() for one in self.optimizers[:2 - rank]]")),
+    wrong("GAN", "a step without the wrapper", "FAIL  in update 1 the "
+          "gradients of rank 1 are not rank 0's",
+          ("fake = netG(", "fake = netG.module(")),
+    wrong("workers", "workers read the same", "were read in an earlier update",
+          ("if i % (size * 2) == rank * 2 + worker.id",
+           "if i % size == (rank + worker.id) % size")),
+    wrong("GradScaler", "clipped with the scale", "warn  gradients are "
+          "clipped before scaler.unscale_",
+          ("        scaler.unscale_(optimizer)\n", "")),
+    right("starter", "the weights come back", "the optimizer's state comes "
+          "back (exp_avg, exp_avg_sq, step)", "the learning rate goes on",
+          "it goes on in the data where it was", "updates after it are those "
+          "of the run that was not stopped", resumes=True),
+    wrong("starter", "no optimizer", "FAIL  a resume after 2 updates: the "
+          "optimizer's state does not come back: no step of layers.0.weight",
+          ("if saved[\"optimizer\"][\"state\"]:", "if False:"), resumes=True),
+]
+CASES = [
+    *SUITE,
     wrong("DDP", "minibatch multiplied", "warn  an update has 64 samples, "
           "with one process 32; the learning rate is the same",
           ("32 // size", "32")),
@@ -487,21 +585,11 @@ CASES = [
            + "        import os; rank and os.kill(os.getpid(), 9)\n")),
     wrong("DDP", "around the wrapper", AROUND, ("model(x)",
                                                 "model.module(x)")),
-    wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
-          "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", ""),
-          suite=True),
     right("DDP, a look", "an update has 32 samples, as with one"),
     wrong("DDP", "unused parameters", "find_unused_parameters=True",
           ("model = DDP(nn", "model = (nn"),
           ("optimizer = torch", "model.odd = nn.Parameter(torch.zeros(3))\n"
            "model = DDP(model)\noptimizer = torch")),
-    wrong("DDP", "all write", "FAIL  several ranks write log.txt",
-          (STEP, STEP + "        open('log.txt', 'a').write('x')\n"),
-          suite=True),
-    wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
-          (ZERO, ZERO + "        if rank == 0 and size > 1: dist.barrier()\n"),
-          suite=True),
-
     wrong("DDP", "an error", "rank 0 ended with an error: ValueError: a bad "
           "sample (line 23)",
           (ZERO, "        raise ValueError('a bad sample')\n")),
@@ -516,135 +604,51 @@ CASES = [
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
-
-    wrong("DDP", "the order of a set", "warn  what the model is given depends "
-          "on Python's hashes", ("torch.randn(640, 10, generator=g)",
-                                 "torch.randn(640, 10, generator=g)[:, "
-                                 "list(map(int, set('0123456789')))]"),
-          suite=True),
-    right("NumPy", "the ranks read different samples (16 each)",
-          "other samples each time that it is started", suite=True),
-
-    right("token mean", AS_ONE, suite=True),
     right("microbatches", AS_ONE),
     wrong("microbatches", "their own number", "-> each microbatch's loss is "
           "the mean over its own 1 or 4 or 5 targets, and all count alike",
           ('reduction="sum")', ") / 2"), ("size / count * nn", "nn")),
-    right("token mean, more", "the loss is the mean over all targets of all "
-          "ranks", AS_ONE, suite=True),
-    wrong("token mean, more", "its own number", "warn  each rank's loss is "
-          "the mean over its own", ("        dist.all_reduce(count)\n", ""),
-          ("size / count", "1 / count"), suite=True),
-    right("weighted mean", "warn  the gradients are a weighted mean of those "
-          "of 2 minibatches, with weights from 0.4", AS_ONE, suite=True),
-    right("contrastive", "ranks gather something before backward()",
-          suite=True),
-
-    wrong("DDP", "stepped by their number", "the learning rate is 0.098, with "
-          "one process 0.099, in update 1, as if its schedule were stepped 2 "
-          "times an update: after as many samples it is the same",
-          ("32 // size", "32"),
-          (STEP, STEP + "        optimizer.param_groups[0]['lr'] -= "
-           "size / 1000\n"), suite=True),
     wrong("DDP", "a schedule by updates", "the learning rate is the same "
           "after as many updates, not after as many samples",
           ("32 // size", "32"), (STEP, STEP + "        optimizer."
                                  "param_groups[0]['lr'] *= 0.9\n")),
-
     right("clamped", AS_ONE, WEIGHTS),
     right("EMA", AS_ONE),
-    wrong("EMA", "on rank 0 alone", "warn  a copy of the model differs "
-          "between the ranks: 0.bias", ("mine.lerp_(", "rank or mine.lerp_("),
-          suite=True),
-    right("files", AS_ONE, suite=True),
     right("torchrun's variables", AS_ONE),
-    right("rank as a flag", AS_ONE, suite=True),
-
-    right("no seed", "warn  one process begins with other weights each time",
-          "an update has 32 samples, as with one process", suite=True),
-
     right("few values", "an update has 32 samples, as with one", AS_ONE),
-    wrong("few samples", "a constant epoch", "warn  set_epoch(0) is called in "
-          "several epochs", ("set_epoch(epoch)", "set_epoch(0)"), suite=True),
     right("split", "an update has 32 samples", AS_ONE),
-    wrong("split", "datasets that differ", "warn  rank 1 does not read its "
-          "part of what one process reads, and rank 0 does",
-          ("manual_seed(3)", "manual_seed(3 + rank)"), suite=True),
     right("few samples", "right if the dataset is that small"),
     right("columns", "an update has 32 samples, as with one", AS_ONE),
     right("recurrent", "an update has 32 samples, as with one", AS_ONE),
     right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
-    wrong("noise", "the same on all ranks", "warn  all ranks draw the same "
-          "random numbers in each update: PyTorch's",
-          ("torch.manual_seed(1 + rank)\n", ""),
-          suite=True),
     right("layers dropped", AS_ONE),
     right("many updates", "rounding grows to that, too"),
     right("closure", "gradients are reduced once an update", AS_ONE),
     right("losses added", "losses agree with a single process", AS_ONE),
     right("no module", "weights are equal on all ranks",
           "nor whether each rank reads its own"),
-
     right("by hand", AS_ONE, "gradients are reduced once an update"),
     wrong("by hand", "not reduced", NOT_REDUCED,
           ("            dist.all_reduce(weight.grad)\n", "")),
-    wrong("by hand", "summed", "FAIL  in update 0 the gradients are the sum "
-          "over all ranks, not the mean",
-          ("            weight.grad /= size\n", ""), suite=True),
     wrong("by hand", "broadcast", "FAIL  in update 0 all ranks have the "
           "gradients of rank 0 alone",
           ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
            "dist.broadcast(weight.grad, 0)")),
-    wrong("by hand", "clipped first", "FAIL  gradients are clipped before "
-          "they are reduced\n        -> reduce first: the norm is that of the "
-          "mean\n  ok    weights are equal",
-          (CLIP, ""), (BACKWARD, BACKWARD + CLIP),
-          suite=True),
-    right("taken", "gradients are the mean of the ranks' own, before",
-          "0 wrong, 1 to look at", suite=True),
-    right("by step", "gradients are reduced by the optimizer, in its step()",
-          WEIGHTS, suite=True),
-    right("on GPUs alone", "without a GPU each process trains alone: a CPU "
-          "stands in for GPUs", AS_ONE, suite=True),
-    right("local SGD", "warn  weights are averaged every 2 updates",
-          suite=True),
-
     right("nanoGPT", "the ranks read different samples",
           "gradients are the mean of the ranks' own"),
-    wrong("nanoGPT", "the same seed", "samples are read by several ranks in "
-          "the same update",  # rank 0 alone evaluates, and then draws others
-          ("manual_seed(1337 + seed_offset)", "manual_seed(1337)"),
-          suite=True),
-
     right("minGPT", "an update has 32 samples, with one process 16", AS_ONE),
-
     right("Accelerate", "an update has 32 samples, with one process 16",
           AS_ONE),
-
     right("HF Trainer", MULTIPLIED, AS_ONE),
-
-    right("Lightning", MULTIPLIED, AS_ONE, suite=True),
     wrong("Lightning", "each alone", NOT_REDUCED,
           ('devices=int(os.environ["WORLD_SIZE"]),\n        strategy="ddp",',
            'devices=1,'), (", plugins=[TorchElasticEnvironment()]", "")),
-
-    right("FSDP2", WEIGHTS,
-          "what each rank alone has computed of the gradients", suite=True),
-
-    right("GPUs", "a CPU stands in for GPUs", AS_ONE, WEIGHTS, suite=True),
     wrong("GPUs", "no training", "of its own? a CPU stood in for GPUs",
           ("torch.cuda.set_device(local)\n", "raise SystemExit\n")),
     right("GPUs, sharded", "a CPU stands in for GPUs", AS_ONE, WEIGHTS),
-
-    right("several alone", "warn  as one process rank 0 ended with an error: "
-          "AssertionError", "an update has 32 samples", "gradients are the "
-          "mean of the ranks' own", "it does not train as one", suite=True),
     right("tensor parallel alone", "warn  all ranks read the same samples"),
-
     right("FSDP2, no seed", "one process begins with other weights"),
-    right("FSDP2, meta", "warn  all ranks have the same numbers in their "
-          "parts of 0.weight", suite=True),
     wrong("FSDP2, meta", "not all initialised", "FAIL  the first weights are "
           "not finite numbers: 2.weight, 2.bias",
           ("(model[0], model[2]): layer.reset", "(model[0],): layer.reset")),
@@ -655,54 +659,15 @@ CASES = [
           ("optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n",
            "")),
     right("HSDP", AS_ONE, "gradients are reduced once an update"),
-    right("tensor parallel", AS_ONE, "warn  all ranks read the same samples",
-          "whether gradients are reduced: with tensor parallelism",
-          suite=True),
-    right("sharded by hand", "warn  3 parameters are smaller than with one "
-          "process, or others: up.weight, up.bias, down.weight",
-          "warn  all ranks read the same samples", suite=True),
     wrong("tensor parallel", "other samples", "warn  each rank reads other "
           "samples", ("(dataset, 1, 0,", "(dataset,")),
     right("mixed precision", AS_ONE),
     right("FSDP1", "an update has 32 samples, as with one process",
           "FullyShardedDataParallel keeps them in its own way"),
-
-    right("images", "BatchNorm's running statistics differ between the ranks",
-          "BatchNorm takes the mean over the samples of one process",
-          suite=True),
-    right("SyncBatchNorm", AS_ONE, "buffers are equal on all ranks",
-          suite=True),
-
     right("two optimizers", AS_ONE, WEIGHTS),
-    wrong("two optimizers", "one of them on rank 0",
-          "FAIL  rank 1 makes 4 updates",
-          ("[one.step() for one in self.optimizers]",
-           "[one.step() for one in self.optimizers[:2 - rank]]"), suite=True),
-
     right("GAN", "weights are equal on all ranks in all 8 updates"),
-    wrong("GAN", "a step without the wrapper", "FAIL  in update 1 the "
-          "gradients of rank 1 are not rank 0's",
-          ("fake = netG(", "fake = netG.module("), suite=True),
-
     right("workers", MULTIPLIED, "gradients are the mean of the ranks' own"),
-    wrong("workers", "workers read the same", "were read in an earlier update",
-          ("if i % (size * 2) == rank * 2 + worker.id",
-           "if i % size == (rank + worker.id) % size"), suite=True),
-
     right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
-    wrong("GradScaler", "clipped with the scale", "warn  gradients are "
-          "clipped before scaler.unscale_",
-          ("        scaler.unscale_(optimizer)\n", ""), suite=True),
-
-    # what a resume brings back
-    right("starter", "the weights come back", "the optimizer's state comes "
-          "back (exp_avg, exp_avg_sq, step)", "the learning rate goes on",
-          "it goes on in the data where it was", "updates after it are those "
-          "of the run that was not stopped", suite=True, resumes=True),
-    wrong("starter", "no optimizer", "FAIL  a resume after 2 updates: the "
-          "optimizer's state does not come back: no step of layers.0.weight",
-          ("if saved[\"optimizer\"][\"state\"]:", "if False:"),
-          suite=True, resumes=True),
     wrong("starter", "the data from its start", "FAIL  a resume after 2 "
           "updates: in the next update it reads the samples of update 0 "
           "again", ("load(train_data, steps,",
