@@ -87,6 +87,15 @@ def on(rank, **values):
     return lambda trial: trial.seen[rank].update(values)
 
 
+def having(**changes):
+    """A change of what a trial has: each a value, or a function of it."""
+    def apply(trial):
+        for name, value in changes.items():
+            setattr(trial, name, value(getattr(trial, name)) if callable(
+                value) else value)
+    return apply
+
+
 def each(what, change):
     """A change of what each rank has recorded of that."""
     def apply(trial):
@@ -105,16 +114,12 @@ def scaled(described, factor):
     return {**described, "flat": described["flat"] * factor}
 
 
-def half(trial):
-    """The gradients of all ranks are half as long, in one step."""
-    for seen in trial.seen:
-        seen["gradients"][3] = scaled(seen["gradients"][3], 0.5)
-
-
-def apart(trial):
-    """The last rank has other gradients: they were not reduced."""
-    gradients = trial.seen[-1]["gradients"]
-    gradients[2] = scaled(gradients[2], 1.1)
+def gradient(step, factor, rank=1):
+    """The gradients of these ranks, from this one on, in one step."""
+    def apply(trial):
+        for seen in trial.seen[rank:]:
+            seen["gradients"][step] = scaled(seen["gradients"][step], factor)
+    return apply
 
 
 def twice(trial):
@@ -131,18 +136,6 @@ def crashed(trial):
                         "line 12, in main\nKeyError: 'b'\n")]
 
 
-def endless(trial):
-    trial.gave_up = "endless"
-
-
-def short(trial):
-    del trial.rows[4:]
-
-
-def saved_late(trial):
-    trial.saved = trial.saved[1:]
-
-
 def other_checkpoint(trial):
     model = trial.state["model"]
     trial.state["model"] = {name: tensor * 1.01
@@ -152,10 +145,6 @@ def other_checkpoint(trial):
 def wrapped(trial):
     trial.state["model"] = {f"module.{name}": tensor for name, tensor
                             in trial.state["model"].items()}
-
-
-def no_checkpoint(trial):
-    trial.state = None
 
 
 def sleeps(trial):
@@ -195,22 +184,6 @@ def same_texts(trial):
     first, *texts = trial.ranks[0].out.split("\n> Hello, I'm a language")
     trial.ranks[0].out = "\n> Hello, I'm a language".join(
         [first] + texts[:1] * len(texts))
-
-
-def of_source(old, new):
-    def apply(trial):
-        assert trial.source.count(old) == 1
-        trial.source = trial.source.replace(old, new)
-    return apply
-
-
-def others_weights(trial):
-    trial.seen[1]["start"] = scaled(trial.seen[1]["start"], 1.001)
-
-
-def final_weights(trial):
-    for seen in trial.seen:
-        seen["weights"] = scaled(seen["weights"], 1.01)
 
 
 def untied(trial):
@@ -256,12 +229,17 @@ def kernels(**said):
     return apply
 
 
-def of_kernels(trial):
-    trial.stage = "kernels"
-
-
 def no_decay(optimizers):
     return [{**group, "weight_decay": 0.0} for group in optimizers]
+
+
+def larger(described):
+    return scaled(described, 1.01)
+
+
+def apart(trial):
+    """The last rank starts from other weights."""
+    trial.seen[1]["start"] = larger(trial.seen[1]["start"])
 
 
 CASES = [  # the stage, the column, the change; the question, its first words
@@ -269,8 +247,10 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "the optimizer updates the model", "rank 1's optimizer updates another"),
     ("ddp", "2", crashed, "it runs to its end",
      "rank 1 ended with an error: KeyError: 'b' (line 12)"),
-    ("ddp", "2", endless, "it runs to its end", "it continues after step 5"),
-    ("ddp", "2", short, "it runs to its end", "it ended after 4 of 6 steps"),
+    ("ddp", "2", having(gave_up="endless"), "it runs to its end",
+     "it continues after step 5"),
+    ("ddp", "2", having(rows=lambda rows: rows[:4]), "it runs to its end",
+     "it ended after 4 of 6 steps"),
     ("ddp", "2", sleeps, "it runs to its end",
      "it hangs: rank 0 after line 9, rank 1 after line 7"),
     ("ddp", "2", on(1, samples=[[0, 1]] * STEPS), "each step reads its",
@@ -279,14 +259,14 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "each step reads its", "samples of step 0: rank 0 reads"),
     ("ddp", "2", each("optimizers", no_decay), "the optimizer is the single",
      "the optimizer has weight_decay=0.0 for"),
-    ("ddp", "2", others_weights, "every rank starts from the same",
+    ("ddp", "2", apart, "every rank starts from the same",
      "rank 1 starts from other weights than rank 0"),
     ("ddp", "2", logged("lr", lambda rate: 2 * rate), "learning rates agree",
      "the learning rate of step 5 is"),
-    ("ddp", "2", half, "gradients are the single", "gradients of step 3 are "
-     "off by 50%"),
-    ("ddp", "2", apart, "gradients are the single", "gradients of step 2 "
-     "differ between rank 0 and rank 1"),
+    ("ddp", "2", gradient(3, 0.5, 0), "gradients are the single",
+     "gradients of step 3 are off by 50%"),
+    ("ddp", "2", gradient(2, 1.1), "gradients are the single",
+     "gradients of step 2 differ between rank 0 and rank 1"),
     ("ddp", "2", twice, "gradients are reduced once", "gradients are reduced "
      "2.0 times a step: right, but"),
     ("ddp", "2", logged("norm", lambda norm: 2 * norm), "gradient norms agree",
@@ -299,15 +279,16 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "no more is evaluated", ""),
     ("ddp", "2", logged("seconds", lambda _: 1e6), "the logged seconds",
      "the log says 10000"),
-    ("ddp", "2", final_weights, "final weights are", "the final weights are "
-     "off by up to"),
-    ("ddp", "2", saved_late, "its checkpoints are", "the checkpoints are of "
-     "steps 6, not 3 and 6"),
+    ("ddp", "2", each("weights", larger), "final weights are",
+     "the final weights are off by up to"),
+    ("ddp", "2", having(saved=["6"]), "its checkpoints are",
+     "the checkpoints are of steps 6, not 3 and 6"),
     ("ddp", "2", other_checkpoint, "its checkpoints are", "the checkpoint's "
      "weights are off by up to"),
     ("ddp", "2", wrapped, "its checkpoints are", "the checkpoint has other "
      "names (module."),
-    ("ddp", "2", no_checkpoint, "its checkpoints are", "there is no check"),
+    ("ddp", "2", having(state=None), "its checkpoints are",
+     "there is no check"),
     ("ddp", "2", writes, "rank 0 alone logs", "rank 1 writes"),
     ("ddp", "2", prints("| step 0"), "rank 0 alone logs", "rank 1 prints"),
     ("ddp", "2", prints("> Hello, I'm a language model,"),
@@ -317,11 +298,12 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "group is never left"),
     ("ddp", "2", asks("local_rank", 0), "each process asks for its own",
      "rank 1 takes device 0, but it has local rank 1"),
-    ("ddp", "2", of_source(b"device = use_device(hp.device, local_rank)",
-                           b"device = torch.device('cpu')"),
+    ("ddp", "2", having(source=lambda text: text.replace(
+        b"use_device(hp.device, local_rank)", b"torch.device('cpu')")),
      "each process asks for its own", "the device or its backend is always "
      "'cpu' (line "),
-    ("ddp", "2", of_source(b"run.finish()", b"runs.finish()"),
+    ("ddp", "2", having(source=lambda text: text.replace(
+        b"run.finish()", b"runs.finish()")),
      "every name that it uses", "runs is not defined (line "),
     ("ddp", "2", on(0, compiled="model"), "it is compiled if", "with "
      "--no-compile it is compiled"),
@@ -329,19 +311,17 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "precision", "with --precision fp32 it trains in bf16"),
     ("ddp", "2", asks("pytorch", "gelu"), "", ""),  # that is right
     ("ddp", "2", untied, "the embedding and lm_head", "wte.weight and lm_"),
-    ("ddp", "uneven", lambda trial: setattr(
-        trial, "ranks", [Rank(0, "", "")] * 2), "a minibatch that cannot",
-     "with a minibatch of 18 samples"),
-    ("ddp", "stopped", lambda trial: trial.rows.extend(
-        trial.rows[:1] * (STEPS - len(trial.rows))), "a signal to one rank",
-     "a signal to rank 0 does not end it"),
-    ("ddp", "stopped", no_checkpoint, "a signal to one rank",
+    ("ddp", "uneven", having(ranks=[Rank(0, "", "")] * 2),
+     "a minibatch that cannot", "with a minibatch of 18 samples"),
+    ("ddp", "stopped", having(rows=lambda rows: rows[:1] * STEPS),
+     "a signal to one rank", "a signal to rank 0 does not end it"),
+    ("ddp", "stopped", having(state=None), "a signal to one rank",
      "a signal ends it without a checkpoint"),
     ("ddp", "stopped", on(0, recomputed=False), "--recompute keeps few",
      "--recompute changes nothing"),
     ("ddp", "stopped", on(0, compiled=None), "it is compiled if",
      "with --compile the model that trains is not compiled"),
-    ("ddp", "resumed", others_weights, "every rank starts from the same",
+    ("ddp", "resumed", apart, "every rank starts from the same",
      "rank 1 starts from other weights"),
     ("lit", "2", forgets("fit"), "it trains with Lightning",
      "trainer.fit() is never called"),
@@ -358,7 +338,7 @@ CASES = [  # the stage, the column, the change; the question, its first words
     ("ddp", "1", kernels(gelu=["TypeError: no", [9], True]), "each operation "
      "computes", "gelu: TypeError: no (line 9)"),
     ("ddp", "1", kernels(gelu=""), "", ""),
-    ("ddp", "1", of_kernels, "it trains with kernels of its own",
+    ("ddp", "1", having(stage="kernels"), "it trains with kernels of its own",
      "it trains with PyTorch's"),
     ("tp", "1x1x2", whole_model, "each rank holds its part", "rank 0 keeps "
      "all of"),
