@@ -67,13 +67,6 @@ def test_other_names_are_no_difference():
     assert localise.rename(other, "total = comm.allreduce(part)\n") == other
 
 
-def said_of(script, tmp_path, capsys):
-    path = tmp_path / "train_gpt2.py"
-    path.write_text(script)
-    assert not main("ddp", path)
-    return capsys.readouterr().out
-
-
 def change(title):
     """The number and title of the lesson's change whose title begins so."""
     return next(f"change {number} ({change.title})" for number, change
@@ -88,7 +81,10 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
             "accumulation_steps", "turns"),
         ("self.position += self.stride", "self.position += self.B"),
         ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
-    out = said_of(script, tmp_path, capsys)
+    path = tmp_path / "train_gpt2.py"
+    path.write_text(script)
+    assert not main("ddp", path)
+    out = capsys.readouterr().out
     for title, line in (
             ("Move on past", "        self.position += self.B"),
             ("Average the losses",
@@ -97,14 +93,6 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         assert f"It is {change(title)}, line {number}" in out, out
     assert out.count("It is change") == 2
     assert out.index("It is change") < out.index("Not yet.")
-
-
-@pytest.mark.whole
-def test_what_a_single_mistake_is_called(tmp_path, capsys):
-    script = edit(STAGES["ddp"].solution.read_text(),
-                  ("if rank == 0 and save:", "if rank == 0:"))
-    out = said_of(script, tmp_path, capsys)
-    assert out.count("        It is ") == 1
 
 
 @pytest.mark.whole
