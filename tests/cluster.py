@@ -179,7 +179,6 @@ def wait_for(condition, timeout=500, explain=lambda: ""):
 
 @contextmanager
 def holding(file, text):
-    """With this text in the file."""
     kept = file.read_text()
     file.write_text(text)
     try:
@@ -198,7 +197,6 @@ def clone_course(clone):
 
 @contextmanager
 def start():
-    """Start such a cluster; it ends with the block."""
     needs("slurmctld", "munged", "git")
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)

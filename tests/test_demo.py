@@ -26,7 +26,6 @@ def documents(path, encoding):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The default dataset, built once."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
     succeeds("demo", "--out", folder)
     return folder

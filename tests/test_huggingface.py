@@ -37,7 +37,6 @@ def make(**config):
 
 
 def imported(folder, file):
-    """The checkpoint of a folder, written to the file."""
     import_folder(folder, file)
     return load_checkpoint(file)
 

@@ -121,11 +121,29 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
 
 
 @pytest.mark.whole
-def test_each_node_unpacks_an_archive(slurm, tmp_path):
-    """Both a job of a batch file and launch: each node has its own disk.
+def test_a_job_of_two_nodes(slurm):
+    """As typed in salloc's shell: its variables are not the step's options."""
+    run = slurm.repo / "runs" / "mine"
+    with slurm.counting("ddp"):
+        job = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
+                    "--gpus-per-node=2", "--ntasks-per-node=1",
+                    "--cpus-per-task=4", "--wrap", f"""
+            export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
+            '{sys.executable}' -m workshop launch ddp -- --max-steps 2 \
+                --run-dir '{run}'""", PYTHONPATH=str(slurm.repo)
+            ).stdout.strip()
+        slurm.wait(job)
+    assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
+    log = slurm.log(job)
+    assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
+                     + " ".join(slurm.nodes), log, re.M), log
+    assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
+    assert world(run) == (2, 4)
 
-    launch as typed in salloc's shell: its variables are not srun's options.
-    """
+
+@pytest.mark.whole
+def test_each_node_unpacks_an_archive(slurm, tmp_path):
+    """Both a job of a batch file and launch: each node has its own disk."""
     if slurm.mode != "ns":
         pytest.skip("the nodes share their disks here")
     venv, folder = tmp_path / "venv", slurm.repo.parent
@@ -151,7 +169,6 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
         cd '{slurm.repo}'
         sed -i '/^WORKSHOP_VENV=/d' site.sh
         . ./activate.sh
-        export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
         python -m workshop launch lit -- --max-steps 2 \\
             --run-dir runs/unpacked
         srun rm -r '{disk}/gpt2-workshop-{os.getuid()}'
@@ -168,6 +185,3 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
         assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
         assert slurm.log(job).count("unpacking") == 2  # once on each node
         assert world(slurm.repo / "runs" / run) == (2, 2)
-    log = slurm.log(by_hand)
-    assert f"\nplace     SLURM job {by_hand}: 2 x 1 processes, on " + " ".join(
-        slurm.nodes) in log and "\ncommand   srun --nodes=2 --ntasks=2 " in log

@@ -127,7 +127,7 @@ def test_a_job_that_trains(clone, tmp_path):
 
 @pytest.mark.whole
 def test_the_doctor_as_a_job(clone, tmp_path):
-    """All ranks are asked; what they answer is in test_slurm.py."""
+    """What mpiexec is to start; what ranks answer is in test_slurm.py."""
     program(tmp_path / "mpiexec", '#!/bin/sh\necho ran "$@"\n')
     done = run(clone, "", TWO, bin=str(tmp_path), file="doctor")
     assert re.search("^ran -n 2 .* python -m workshop doctor --ranks$",

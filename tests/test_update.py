@@ -25,7 +25,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def course(made, tmp_path):
-    """Where the course is developed."""
     return shutil.copytree(made, tmp_path / "course")
 
 
@@ -36,13 +35,11 @@ def clone(course, tmp_path):
 
 
 def commit(folder):
-    """Commit all that is there."""
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "the newest")
 
 
 def append(folder, text, *names):
-    """Add a line to these files."""
     for name in names:
         with open(folder / name, "a") as file:
             file.write(text)
