@@ -33,7 +33,10 @@ exec "$venv/bin/python" "$@"
 
 
 def find():
-    """The command that starts the workshop's Python, a list."""
+    """The command that starts the workshop's Python, a list.
+
+    Raises `UserError` if there is none.
+    """
     candidates = [[sys.executable]]
     if os.environ.get("VIRTUAL_ENV"):
         candidates.append([os.environ["VIRTUAL_ENV"] + "/bin/python"])
@@ -99,7 +102,8 @@ def sbatch_variables():
 def run(*arguments, on_line=None):
     """Run `python arguments...` there and print its output; its exit status.
 
-    on_line: a function of each line that takes it instead.
+    on_line: a function of each line that takes it instead. Raises `UserError`
+    if there is no environment.
     """
     with subprocess.Popen(
             [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
@@ -127,7 +131,8 @@ def start(*arguments):
     """Start `python arguments...` there: a process with pipes, for a dialogue.
 
     It is in a session of its own: Ctrl-C, or a kernel's stop button, does not
-    reach it. It has to end where its standard input does.
+    reach it. It has to end where its standard input does. Raises `UserError`
+    if there is no environment.
     """
     return subprocess.Popen(
         [*find(), *arguments], cwd=ROOT, env=variables(), text=True,

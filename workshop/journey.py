@@ -21,7 +21,10 @@ def done():
 
 
 def what_next():
-    """(a line about the script and what comes next, its lessons)."""
+    """(a line about the script and what comes next, its lessons).
+
+    Raises `UserError` if there is no script.
+    """
     script = Script(DESK)
     _, stage = nearest(script, read_stages())
     after = sorted((name for name in LESSONS if find(name).after == stage),

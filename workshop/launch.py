@@ -51,7 +51,10 @@ class Place:
 
 
 def find_place(env, count_devices):
-    """Where we are. count_devices: a function that counts this machine's."""
+    """Where we are. count_devices: a function that counts this machine's.
+
+    Raises a `UserError` if the job does not say how many processes it wants.
+    """
     require("RANK" not in env, "this is a rank of a launcher already (RANK is "
             "set): call it once, in the job's shell, or unset RANK")
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:

@@ -76,7 +76,10 @@ def notebook(name):
 
 
 def main(flags):
-    """Print a table as it goes; returns the exit status."""
+    """Print a table as it goes; returns the exit status.
+
+    Raises a `UserError` if there can be no clone.
+    """
     folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir="."))
     clone = folder.absolute() / "gpt2-workshop"
     try:

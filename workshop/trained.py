@@ -29,7 +29,10 @@ def find_checkpoint(run):
 
 
 def load_trained(file):
-    """A checkpoint's dictionary, and its model on the CPU, as stage std's."""
+    """A checkpoint's dictionary, and its model on the CPU, as stage std's.
+
+    Raises `Damaged` if it has not all that such a model needs.
+    """
     state = checkpoint.load_checkpoint(file)
     with reading(file):
         config, data = state["config"], state["hyperparameters"]["data"]

@@ -37,7 +37,10 @@ class Script:
     """The lines of a script, and which of them are code."""
 
     def __init__(self, path, data=None):
-        """data: the bytes to look at in place of those in the file."""
+        """data: the bytes to look at in place of those in the file.
+
+        Raises `UserError` if it cannot be read.
+        """
         self.path, name = Path(path), show_path(path)
         try:
             self.data = self.path.read_bytes() if data is None else data

@@ -11,11 +11,9 @@ COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
 CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
 
-def cadence(worlds=(1, 2, 4), microbatches=4, steps=3):
-    """Who takes which microbatch, and when, for each world size.
-
-    microbatches: in a minibatch; steps: how many of them are drawn.
-    """
+def cadence(worlds=(1, 2, 4)):
+    """Who takes which microbatch, and when, for each world size."""
+    microbatches, steps = 4, 3  # in a minibatch; and so many are drawn
     right = 64 + (microbatches + 1) * CELL  # where the time begins
     width = right + steps * microbatches * CELL + 36
     out, y = dataset(width, steps), 138
@@ -66,12 +64,9 @@ def dataset(width, steps):
     return out
 
 
-def samples_read(worlds=(2, 4), B=2, samples=16):
-    """Which rank reads which samples of a minibatch: offset and stride.
-
-    worlds: numbers of processes; B: the samples of a microbatch.
-    """
-    left = 84
+def samples_read():
+    """Which rank reads which samples of a minibatch: offset and stride."""
+    worlds, B, samples, left = (2, 4), 2, 16, 84
     right = left + samples * CELL + 12
     out, y, told = [], 14, []
     for world in worlds:
@@ -411,15 +406,14 @@ def tensors(shown, width=560, least=36):
     least: how wide a number is, at least.
     """
     times = max(map(len, shown))
-    longest = max(len(numbers or ()) for rank in shown
-                  for _, numbers, *_ in rank)
-    wide = max(least, 6 + 9 * max((len(number(value)) for rank in shown
-                            for _, numbers, *_ in rank
-                            for value in numbers or ()), default=0))
-    titled = max(len(title) for rank in shown for title, *_ in rank)
+    states = [state for rank in shown for state in rank]
+    longest = max(len(numbers or ()) for _, numbers, *_ in states)
+    wide = max(least, 6 + 9 * max((
+        len(number(value)) for _, numbers, *_ in states
+        for value in numbers or ()), default=0))
+    titled = max(len(title) for title, *_ in states)
     step = max(wide * max(longest, 1), 6.6 * titled) + 26
-    pitch = 44 if any(came is not None for rank in shown
-                      for _, _, came, _ in rank) else 30
+    pitch = 44 if any(came is not None for _, _, came, _ in states) else 30
     across = max(1, int((width - 54) // step))
     out, top, told = [], 0, []
     for begin in range(0, times, across):
@@ -428,9 +422,9 @@ def tensors(shown, width=560, least=36):
             titles = [rank[k][0] for rank in shown if k < len(rank)]
             out.append(text(x, top + 14, html.escape(titles[0]), "bold"))
             told.append(f"{titles[0]}:")
-            for rank, states in enumerate(shown):
+            for rank, mine in enumerate(shown):
                 _, numbers, came, source = (
-                    states[k] if k < len(states) else ("", None, None, None))
+                    mine[k] if k < len(mine) else ("", None, None, None))
                 y = top + 24 + pitch * rank + (pitch - 30)
                 if k == begin:
                     out.append(text(0, y + 16, f"rank {rank}"))
