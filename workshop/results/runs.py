@@ -225,7 +225,8 @@ def find(folders=()):
 
     Without folders, these are the runs in runs/ that train the same as the
     newest one; of several with the same stage, strategy and world size, the
-    newest. If runs/ holds none, they are the examples.
+    newest. If runs/ holds none, they are the examples. Raises `UserError` if
+    nothing can be shown.
     """
     named = [Path(folder) for folder in folders]
     results, notes = read_all(named or list_folders(RUNS))
@@ -301,7 +302,7 @@ def efficiency(results):
 class Model:
     """t_step = A * t_microbatch + t_optimizer + t_exposed, in seconds.
 
-    t_exposed = bytes / bandwidth is the part of the all-reduce that is not
+    t_exposed = traffic / bandwidth is the part of the all-reduce that is not
     hidden behind the backward pass. So this bandwidth is apparent: the links
     are slower. There is one inside a node, and another one as soon as there
     are several nodes. One that was not measured is taken to be like the other.
