@@ -24,7 +24,6 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Programs that say what a test lets them say."""
     def say(**texts):
         for name, text in texts.items():
             program(tmp_path / name, f"#!/bin/sh\necho '{text}'\n")

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.whole
 
 
 def site(slurm, line):
-    """With a line more in site.sh."""
     file = slurm.repo / "site.sh"
     return holding(file, f"{file.read_text()}{line}\n")
 
@@ -50,14 +49,6 @@ def test_slurm_accepts_every_file(slurm):
             assert f"\n    {flag.replace('-', '_')}: int" in script
 
 
-# A job's, a step's and what a portal's JupyterLab may have of its own job.
-INHERITED = {
-    "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3", "SLURM_EXACT": "1",
-    "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
-    "SLURM_GPUS_PER_NODE": "3", "SLURM_MEM_PER_NODE": "7",
-    "SLURM_TRES_PER_TASK": "cpu:3", "SLURM_STEP_NUM_TASKS": "3"}
-
-
 def test_sbatch_says_the_size(slurm):
     """Each GPU has a process, with its cores; what is inherited is not asked.
 
@@ -66,10 +57,12 @@ def test_sbatch_says_the_size(slurm):
     """
     whole = ["--exclusive", "--gpus-per-node=2"]
     with slurm.counting("mpi"), slurm.counting("3d"):
-        jobs = [slurm.submit(stage, "--max-steps", 1, options=options,
-                             **INHERITED) for stage, options in (
-            ("mpi", ["--nodes=2", "--gpus-per-node=h100:2"]),
-            ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
+        jobs = [slurm.submit(stage, "--max-steps", 1, options=options, **{
+            "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
+            "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
+            "SLURM_GPUS_PER_NODE": "3"}) for stage, options in (
+                ("mpi", ["--nodes=2", "--gpus-per-node=h100:2"]),
+                ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
         for job in jobs:
             assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     ports = set()
@@ -80,18 +73,6 @@ def test_sbatch_says_the_size(slurm):
         ports |= {port for _, port in said}
     assert len(ports) == 3  # for jobs that are on a node at the same time
     assert "--pipeline-parallel 2 --tensor-parallel 2" in slurm.log(job)
-    wait_for(lambda: not any(map(slurm.processes, jobs)))
-
-    # the log of the first begins with what runs where
-    run, log = slurm.repo / "runs" / f"mpi-{jobs[0]}", slurm.log(jobs[0])
-    assert world(run) == (2, 4)
-    commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
-    for what in (f"mpi {jobs[0]}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
-                 "solutions/train_gpt2_mpi.py --run-dir", "torch 2."):
-        assert what in log[:log.index("| step")]
-    files = list(run.glob("gpus-*.txt"))
-    assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
-    assert all("dmon" in file.read_text() for file in files)
 
 
 def test_a_job_from_a_shell_without_activate(slurm):
@@ -193,6 +174,36 @@ def test_srun_tells_mpi(slurm):
                 assert world(slurm.repo / f"runs/mpi-{job}") == (1, 2)
     assert states == ["COMPLETED", "FAILED"], slurm.log(job)
     assert "srun --mpi=list" in slurm.log(job)
+
+
+def test_from_inside_another_job(slurm):
+    """As from a portal's JupyterLab: its variables are not the new job's."""
+    file = slurm.repo / "batchfiles" / "batch-lit-2n2g.sh"
+    with slurm.counting("lit"):
+        outer = slurm("sbatch", "--parsable", "--output=outer.log",
+                      "--ntasks=3", "--mem-per-cpu=10", "--wrap", f"""
+            srun --ntasks=1 env SLURM_MEM_PER_NODE=7 SLURM_EXACT=1 \
+                SLURM_TRES_PER_TASK=cpu:3 SLURM_STEP_NUM_TASKS=3 \
+                sbatch --parsable --output=inner.log --cpus-per-gpu=2 \
+                '{file}' --max-steps 9
+            sleep 600""").stdout.strip()
+        said = slurm.repo.parent / "outer.log"
+        wait_for(lambda: said.exists() and said.read_text().strip())
+        job = said.read_text().strip()
+        end = slurm.wait(job)
+    slurm("scancel", outer)
+    log = (slurm.repo.parent / "inner.log").read_text()
+    assert end["JobState"] == "COMPLETED" and end["Restarts"] == "0", log
+    run = slurm.repo / "runs" / f"lit-2n2g-{job}"
+    assert world(run) == (2, 4)
+    commit = slurm("git", "-C", slurm.repo, "rev-parse", "--short", "HEAD")
+    for what in (f"lit-2n2g {job}: 2 x 2 GPUs, on", f" {commit.stdout[:-1]}",
+                 "solutions/train_gpt2_lit.py --run-dir", "torch 2."):
+        assert what in log[:log.index("| step")]
+    files = list(run.glob("gpus-*.txt"))
+    assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
+    assert all("dmon" in file.read_text() for file in files)
+    wait_for(lambda: not slurm.processes(job))
 
 
 def test_the_script_on_the_desk(slurm):
