@@ -13,19 +13,13 @@ from conftest import needs
 from stages import (
     GOLDEN,
     DieAfter,
-    Result,
     SignalAt,
     agree,
     edited,
     refused,
-    run_command,
     same_state,
-    tiny,
     train,
 )
-
-from workshop.processes import Rank
-from workshop.stages import STAGES
 
 FSDP2 = ("--strategy", "fsdp2")
 
@@ -216,15 +210,3 @@ def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
                    world_size=world_size)
     refused(result, message)
     assert not result.folder.exists()
-
-
-@pytest.mark.whole
-def test_python_starts_several_devices(data, single, tmp_path):
-    """Lightning starts the other processes itself."""
-    run = tmp_path / "run"
-    done = run_command(sys.executable, STAGES["lit"].solution, *tiny(
-        run, data, "--devices", 2))
-    assert done.stdout.count("preset tiny, data ") == 1
-    assert done.stdout.count("| step   19/20") == 1
-    agree(Result(run, [Rank(done.returncode, done.stdout, done.stderr)]),
-          single)
