@@ -103,12 +103,6 @@ def together(*changes):
     return lambda trials: [change(trials) for change in changes]
 
 
-def same_samples(trials):
-    for one, other in zip(*(of["updates"] for of in trials[2, ""].seen),
-                          strict=True):
-        other.update({key: one[key] for key in ("rows", "columns")})
-
-
 def one_sample(trials):
     for trial in trials.values():
         for of_rank in trial.seen:
@@ -118,7 +112,7 @@ def one_sample(trials):
 
 
 def shared(count):
-    """So many of its samples rank 1 shares with rank 0: a few by chance."""
+    """So many of its 16 samples rank 1 shares with rank 0."""
     def apply(trials):
         for one, other in zip(*(of["updates"] for of in trials[2, ""].seen),
                               strict=True):
@@ -193,7 +187,7 @@ CASES = [
      "rank 1 begins with other weights than rank 0: 0.weight"),
     (RIGHT, on_all(update=0, before=times(1.5)), "the ranks begin with",
      "they are not the first weights of one process"),
-    (RIGHT, same_samples, "the ranks read different samples", "all 2 ranks "
+    (RIGHT, shared(16), "the ranks read different samples", "all 2 ranks "
      "read the same samples"),
     (RIGHT, one_sample, "the ranks read different samples", "all samples are "
      "alike, with one process, too"),
