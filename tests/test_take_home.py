@@ -1,7 +1,7 @@
 """A stage taken home: its script and backstage/, and nothing else of ours.
 
-One stage of MPI's, of Lightning's and of PyTorch's; test_structure.py asks
-what backstage/ imports.
+Every launcher once, and Lightning; test_structure.py asks what backstage/
+imports.
 """
 
 import re
@@ -27,23 +27,23 @@ def home(tmp_path):
     return tmp_path
 
 
-def start(stage, home, *flags):
-    """Train there; a stage of MPI's on two processes."""
+def start(stage, home, *flags, launcher=()):
+    """Train there."""
     script = shutil.copy(STAGES[stage].solution, home / "my_train.py")
-    launcher = []
-    if STAGES[stage].launcher == "mpirun":
-        needs("mpirun")
-        launcher = ["mpirun", "-n", 2]
     return run_command(*launcher, sys.executable, script, *TINY, *flags,
                        folder=home)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("stage", "flags"), [
-    ("mpi", ()), ("lit", ("--devices", 2)), ("3d", ())])
-def test_it_trains_as_in_the_course(stage, flags, home):
+@pytest.mark.parametrize(("stage", "launcher", "flags"), [
+    ("mpi", ("mpirun", "-n", 2), ()),
+    ("ddp", ("torchrun", "--standalone", "--nproc-per-node", 2,
+             "--no-python"), ()),
+    ("lit", (), ("--devices", 2))])
+def test_it_trains_as_in_the_course(stage, launcher, flags, home):
     """Also on the processes that Lightning starts itself."""
-    done = start(stage, home, "--data", GOLDEN, *flags)
+    needs(*launcher[:1])
+    done = start(stage, home, "--data", GOLDEN, *flags, launcher=launcher)
     assert done.returncode == 0, done.stderr
     for line in ("preset tiny, data ", "| step    1/2 "):
         assert done.stdout.count(line) == 1
