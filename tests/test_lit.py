@@ -99,13 +99,13 @@ class DeepSpeedOnCPU(SignalAt):
     def __call__(self, log):
         super().__call__(log)
         import deepspeed
-        from deepspeed.comm import torch as comm
         from lightning.pytorch.accelerators import CPUAccelerator
         from lightning.pytorch.strategies import deepspeed as strategy
 
         from backstage import zero
 
-        comm.build_shm_op = lambda: None  # no GPU's; compiled for a minute
+        # no GPU's, and compiled for a minute; the package has another torch
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         zero.DEVICES.add("cpu")
         strategy.CUDAAccelerator = CPUAccelerator
         strategy._validate_device_index_selection = lambda devices: None
