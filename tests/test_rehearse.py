@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 
 import pytest
@@ -132,27 +131,19 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.whole
-def test_the_hour_on_slurm(slurm, monkeypatch, capsys):
-    """With a job that counts, so without what needs the script of the stage:
-    other tests have an attendee train, check and submit it.
-    """
+def test_the_hour_on_slurm(slurm):
+    """In a clone without a dataset, which activate.sh makes."""
+    git(slurm.repo, "rm", "-rq", "fineweb/demo")
     copy_course(slurm.repo, "example-logs")  # which results draws
-    shutil.copytree(ROOT / "fineweb" / "demo", slurm.repo / "fineweb" / "demo",
-                    dirs_exist_ok=True)
-    (slurm.repo / "solutions" / "train_gpt2_ddp.py").write_text(COUNTS)
-    git(slurm.repo, "add", "-A")
-    git(slurm.repo, "commit", "-qm", "a job that counts")
-    steps = rehearse.steps
-    monkeypatch.setattr(rehearse, "steps", lambda flags: [
-        step for step in steps(flags)
-        if step.name not in ("start", "diff", "reset", "check")])
-    monkeypatch.setattr(rehearse, "ROOT", slurm.repo)
-    monkeypatch.chdir(slurm.repo.parent)
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm.env[name])
-    status = rehearse.main(["--max-steps", "2"])
-    out, err = capsys.readouterr()
-    assert status == 0, out + err
-    assert re.findall(r"^(\w+) +\d+ s +\d+\.\d s +(?:yes|slow)$", out, re.M
-                      ) == ["activate", "doctor", "job", "results"]
+    git(slurm.repo, "add", "example-logs")
+    git(slurm.repo, "commit", "-qm", "no data")
+    done = slurm(sys.executable, "-m", "workshop", "rehearse", "--",
+                 "--preset", "tiny", "--device", "cpu", "--max-steps", 2,
+                 check=False, PYTHONPATH=str(slurm.repo))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +\d+ s +\d+\.\d s +(yes|slow)$", done.stdout,
+                      re.M)
+    assert [name for name, _ in rows] == [
+        "activate", "doctor", "start", "diff", "reset", "check", "job",
+        "results"]
     assert not [*slurm.repo.parent.glob(".rehearsal-*")]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from cluster import COUNTS, FLAGS, holding, wait_for, world
 from conftest import needs
-from stages import agree
 
 from backstage import ROOT
 from workshop.stages import STAGES, batch_files
@@ -140,17 +139,6 @@ def test_all_sizes(slurm):
 
 
 # ------------------------------------------------------------ to their end
-
-
-def test_lightning_on_two_nodes(slurm, single):
-    """It would know SLURM by itself; test_slurm_ends.py has DDP."""
-    job = slurm.submit("lit-2n1g", *FLAGS, options=["--cpus-per-gpu=1"])
-    end = slurm.wait(job)
-    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "0"), (
-        slurm.log(job))
-    result = slurm.result("lit-2n1g", job)
-    agree(result, single)
-    assert world(result.folder) == (2, 2) and "world size 2" in slurm.log(job)
 
 
 JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import wait_for
+from cluster import FLAGS, wait_for, world
+from stages import agree, train
 
 from backstage import ROOT
 
@@ -45,6 +46,14 @@ class Starts:
                 if node == self.slurm.nodes[1])
         os.kill(pid, number)
 
+    def lose_a_node(self):
+        """To a job that is urgent, and short."""
+        urgent = self.slurm(
+            "sbatch", "--parsable", "--partition=urgent",
+            f"--nodelist={self.slurm.nodes[1]}", "--exclusive", "--wrap",
+            "true").stdout.strip()
+        assert self.slurm.wait(urgent)["JobState"] == "COMPLETED", self.log
+
     def cancel(self):
         self.slurm("scancel", self.job)
         assert self.slurm.wait(self.job)["JobState"] == "CANCELLED"
@@ -54,6 +63,22 @@ class Starts:
         assert self.log.count("resuming after step") == times
         steps = self.result.column("step")
         assert steps == list(range(len(steps)))
+
+
+def test_preempted(slurm, data, tmp_path):
+    """Lightning, which knows SLURM and its signals by itself, goes on as if
+    nothing had happened when an urgent job takes a node.
+    """
+    flags = ("--max-steps", 40, "--minibatch-size", 32, "--eval-every", 20,
+             "--generate-every", 40, "--learning-rate", 2e-4)
+    job = Starts(slurm, "lit-2n1g", *FLAGS, *flags)
+    job.get_going()
+    job.lose_a_node()
+    assert slurm.wait(job.job)["JobState"] == "COMPLETED", job.log
+    job.has_lost_nothing(1)
+    assert world(job.result.folder) == (2, 2)
+    assert "stopped by SIGTERM, checkpoint saved" in job.log
+    agree(job.result, train("std", tmp_path / "alone", *flags, data=data))
 
 
 def test_preempted_and_out_of_time(slurm):
@@ -66,11 +91,8 @@ def test_preempted_and_out_of_time(slurm):
     with slurm.counting("ddp"):
         job = Starts(slurm, "ddp-2n1g", "--max-steps", 10**6)
         job.get_going()
-        urgent = slurm("sbatch", "--parsable", "--partition=urgent",
-                       f"--nodelist={slurm.nodes[1]}", "--exclusive", "--wrap",
-                       "true").stdout.strip()
+        job.lose_a_node()
         job.get_going()
-        assert slurm.job(urgent)["JobState"] == "COMPLETED"
         assert "stopped by SIGTERM" in job.log
         for minutes in 2, 10:
             slurm("scontrol", "update", f"JobId={job.job}",
