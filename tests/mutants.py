@@ -94,7 +94,7 @@ EQUIVALENT = (
      "slower, or wrong only where torch.compile does not work"),
     ("fsdp tp", r"-> .*(mer\.h(:|, raw_m)|\bmodel\.set_req|_step\(raw_m)",
      "it is the same: a list's children, a model whose blocks are compiled"),
-    ("tp 3d", r"-> norm = clip_grad_norm\(model,", "the same, as above"),
+    ("tp 3d", r"-> norm = (clip_grad_norm\(model,|norm$)", "the same"),
     ("tp 3d", "-> copies = ranks // parts", "the same number"),
     ("fsdp", r"norm.full_tensor\(\).item\(\).*-> norm = norm.item\(\)",
      "a DTensor's item() puts the parts together itself"),
