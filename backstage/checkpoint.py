@@ -209,7 +209,7 @@ def load_checkpoint(file, verify=True):
         require(not broken, f"the checksum of {broken} is wrong")
         state = torch.load(
             file, map_location="cpu", weights_only=True, mmap=True)
-        found = int(state["format"])
+        found = int({**state}["format"])  # a tensor is no mapping
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
