@@ -87,6 +87,8 @@ EQUIVALENT = (
     ("3d", r"-> ends = mesh.mesh\[\[-1, 0\]\]", "a group has no order"),
     ("3d", r"-> self\.\w+, self.group = part", "nothing asks for that name"),
     ("3d", r"-> .*world_size / pp_size\)", "the same number"),
+    ("3d", r"-> if self\.transformer\.wpe:|device=y\.device\)",
+     "they are in the same place"),
     ("3d", r"-> run\(.* target=x,", "the model has computed the loss"),
     ("fsdp lit", r"-> .*fully_shard\(\w+\)",
      "FSDP's own mesh has all ranks, too"),
