@@ -158,7 +158,7 @@ class Board:
         """HTML of {question: {trial: verdict}}."""
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
-            f'{"…" * (self.right is None and name == self.trial)}</th>'
+            f'{"…" if self.is_running(name) else ""}</th>'
             for name in self.columns)
         rows = "".join(
             f'<tr><th scope="row">{html.escape(title)}</th>'
@@ -174,6 +174,9 @@ class Board:
         mesh = next((name for name in self.columns if "x" in name[1:2]), "")
         return legend({kind: sign for kind, (_, sign) in SIGNS.items()}) + (
             f" {mesh}: pipeline x data x tensor parallel." if mesh else "")
+
+    def is_running(self, name):
+        return self.right is None and name == self.trial
 
     def cell(self, verdicts, name):
         kind, sign = SIGNS.get(verdicts.get(name), ("", ""))

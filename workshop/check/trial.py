@@ -134,10 +134,7 @@ class Trial:
         for rank in range(self.mesh.size):
             file = observed / f"{rank}.pt"
             self.seen.append(torch.load(file) if file.exists() else None)
-            file = observed / f"{rank}.jsonl"
-            lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
-            # the complete ones
-            self.events.append([json.loads(line) for line in lines[:-1]])
+            self.events.append(read_events(observed / f"{rank}.jsonl"))
 
     def tree(self):
         return ast.parse(self.source)
@@ -294,6 +291,11 @@ def watch(stage, mesh, script, flags, seen, say, budget, **options):
     trial.seconds = time.monotonic() - begin
     trial.read(seen)
     return trial
+
+
+def read_events(file):
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]  # the complete ones
 
 
 def make_dataset(folder):

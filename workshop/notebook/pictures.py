@@ -521,10 +521,11 @@ def sample_box(x, y, sample, owners, whole=True):
     colours = [COLOURS[k % len(COLOURS)] for k in owners]
     if whole and len(owners) == 1:
         return cell(x, y, sample, owners[0] % len(COLOURS))
+    style = {"fill": "#fff"} if colours else {}
     return (stripes(x, y, CELL - 2, 20, colours)
             + rect(x, y, CELL - 2, rx=3, fill="none", stroke="currentColor",
                    stroke_width=1.5, stroke_dasharray="3 2")
-            + in_cell(x, y, sample, **{"fill": "#fff"} if colours else {}))
+            + in_cell(x, y, sample, **style))
 
 
 def errors(single, losses, allowed=1e-5):

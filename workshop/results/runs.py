@@ -104,7 +104,8 @@ def show_progress(folder):
     The batch files use it to find out whether there is something left to do.
     """
     files = sorted(Path(folder, "checkpoints").glob("step_*.pt"))
-    step, steps = int(files[-1].stem.rpartition("_")[2]) if files else 0, None
+    step = int(files[-1].stem.rpartition("_")[2]) if files else 0
+    steps = None
     with suppress(FileNotFoundError, UserError):  # it has not started yet
         steps = read_started(folder)["max_steps"]
     print(f"{step} of {'?' if steps is None else steps} steps are saved")

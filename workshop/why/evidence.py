@@ -129,8 +129,9 @@ def descendants(root):
     """A process and all that it has started, itself first."""
     children = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        for parent in witness.read_stat(folder.name)[1:2]:  # [] at its end
-            children.setdefault(int(parent), []).append(int(folder.name))
+        stat = witness.read_stat(folder.name)
+        if stat:  # else it has ended
+            children.setdefault(int(stat[1]), []).append(int(folder.name))
     found = [root]
     for pid in found:
         found += children.get(pid, [])
@@ -307,8 +308,7 @@ def look(pid, alone=False):
         "stack": stack, "state": witness.read_state(pid), "calls": None,
         "joined": joined, "connecting": witness.connecting(pid),
         "oom_kills": 0, "written": time.time(), "message": None,
-        "sees_crashes": True,
-        "still": 0, "looks": [], "children": witness.see_workers(pid),
+        "sees_crashes": True, "still": 0, "children": witness.see_workers(pid),
         "answer": "" if joined else witness.try_meeting(*master)}
 
 
