@@ -122,7 +122,7 @@ def parse(Hyperparameters, presets, models):
             why += ["no bf16 arithmetic"]
         why = f" ({', '.join(why)})" if why else ""
         other = [f"{name} {value}" for name, value in vars(hp).items()
-                 if name not in SAID
+                 if name not in (*SAID, "resume")
                  and value != getattr(presets[preset], name)]
         print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
               f"device {device.type}, {hp.precision}, "

@@ -183,6 +183,7 @@ def test_resume_on_one_process_is_exact(stage, recorded, tmp_path):
         texts=False)
     assert again.status == 0, again.err
     assert "| step    3/" in again.out and "| step    2/" not in again.out
+    assert "resume True" not in again.out  # which is no hyperparameter
     for column in ("step", "loss", "val_loss", "lr", "norm"):
         assert again.column(column) == whole.column(column)
     for part in ("model", "optimizer"):
