@@ -28,7 +28,7 @@ from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
-GOLDEN = FOLDER / "golden"  # tokens, and what was computed from them
+GOLDEN = FOLDER / "golden"  # what was once computed from the dataset
 CORE = ("std", "ddp", "lit", "starter")  # `pytest` tries all of it
 STARTER = ROOT / "starter" / "train.py"  # the tests call it stage "starter"
 

@@ -15,16 +15,16 @@ from workshop.notebook import batch
 
 
 @pytest.fixture
-def data(tmp_path):
+def letters(tmp_path):
     """Letters that are learned at once: mostly one of them."""
-    letters = np.random.default_rng(0).integers(0, 8, 5_000)
-    letters[letters < 7] = 97
-    np.save(tmp_path / "test_train_000001.npy", letters.astype(np.uint16))
+    tokens = np.random.default_rng(0).integers(0, 8, 5_000)
+    tokens[tokens < 7] = 97
+    np.save(tmp_path / "test_train_000001.npy", tokens.astype(np.uint16))
     return tmp_path
 
 
-def test_eight_times_the_minibatch(data):
-    curves = batch.eightfold(data, samples=128)
+def test_eight_times_the_minibatch(letters):
+    curves = batch.eightfold(letters, samples=128)
     steps = [len(curve.losses) for curve in curves.values()]
     assert steps == [32, 4, 4, 4, 4]
     rates = [curve.rate / batch.RATE for curve in curves.values()]
@@ -40,8 +40,8 @@ def test_eight_times_the_minibatch(data):
 
 
 @pytest.mark.whole
-def test_the_way_to_a_loss(data, capsys):
-    curves = batch.critical(data, sizes=(2, 8), target=4.5, samples=400)
+def test_the_way_to_a_loss(letters, capsys):
+    curves = batch.critical(letters, sizes=(2, 8), target=4.5, samples=400)
     few, many = (len(curve.losses) for curve in curves)
     assert many < few and [curve.S for curve in curves] == [2, 8]
     assert all(curve.smooth[-1] < 4.5 < curve.losses[0] for curve in curves)
@@ -50,7 +50,7 @@ def test_the_way_to_a_loss(data, capsys):
     assert f"2 samples a step: {few} steps, {2 * few:,} samples" in said
     assert "critical minibatch" in said and "the critical minib" in drawn
     with pytest.raises(UserError, match="with 2 samples a step, none is at"):
-        batch.critical(data, sizes=(2,), target=1e-3, samples=20)
+        batch.critical(letters, sizes=(2,), target=1e-3, samples=20)
 
 
 def test_the_fit_finds_what_was_planted():
@@ -100,9 +100,9 @@ def test_it_is_the_ratio_of_the_means_and_not_the_mean_of_the_ratios():
         (0.99 * 6 + 14) / (0.99 * -2 + 2))
 
 
-def test_the_noise_scale_of_preset_tiny():
+def test_the_noise_scale_of_preset_tiny(data):
     """It is measured on what the stages train."""
-    curve = batch.noise(GOLDEN, steps=20, warm_up=4)
+    curve = batch.noise(data, steps=20, warm_up=4)
     with open(GOLDEN / "metrics.csv", newline="") as file:
         expected = [float(row["loss"]) for row in csv.DictReader(file)]
     assert curve.losses == pytest.approx(expected, rel=1e-5)

@@ -63,7 +63,7 @@ def name(value):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(data, tmp_path_factory):
     """recorded(stage, mesh, *flags): a whole run, which several tests see.
 
     What its probes see is in the folder `seen` beside its own.
@@ -75,7 +75,7 @@ def recorded(tmp_path_factory):
         if "--minibatch-size" in flags:  # nor do its texts get long
             script = edited(folder, stage, ("(idx, 32, ", "(idx, 4, "))
         return train(
-            stage, folder / "run", *flags, data=GOLDEN, mesh=mesh,
+            stage, folder / "run", *flags, data=data, mesh=mesh,
             script=script, log=folder / "seen",
             probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES))
 
@@ -169,14 +169,14 @@ def test_the_same_training(stage, mesh, recorded):
 @pytest.mark.parametrize(("stage",), places(
     (stage,) for stage in (*STAGES, "starter")
     if stage not in ("kernels", "fsdp", "tp")))
-def test_resume_on_one_process_is_exact(stage, recorded, tmp_path):
+def test_resume_on_one_process_is_exact(stage, recorded, data, tmp_path):
     """Bit for bit, after an odd step, in the middle of an epoch.
 
     The lines of kernels are those of std, those of fsdp and tp in 3d, too.
     """
     flags, run = fewer_steps(stage), tmp_path / "run"
     whole = recorded(stage, (1, 1, 1), *flags)
-    train(stage, run, *flags, "--checkpoint-every", 3, data=GOLDEN,
+    train(stage, run, *flags, "--checkpoint-every", 3, data=data,
           texts=False, probes=[DieAfter(3)])
     again = train(stage, run, "--resume", *(
         flags if stage == "starter" else ()),  # a stage keeps its flags
@@ -192,13 +192,14 @@ def test_resume_on_one_process_is_exact(stage, recorded, tmp_path):
 
 @pytest.mark.parametrize("stages", [CORE[:3], pytest.param(
     ("mpi", "fsdp", "tp", "3d"), marks=pytest.mark.whole)], ids=name)
-def test_stages_resume_each_other_and_stop(stages, recorded, tmp_path):
+def test_stages_resume_each_other_and_stop(
+        stages, recorded, data, tmp_path):
     """With its optimizer, in another world, with another accumulation.
 
     One run goes through the stages, and std ends it. In each a signal reaches
     the last rank alone, in its first step: after it all of them stop.
     """
-    run, flags, data = tmp_path / "run", (), GOLDEN
+    run, flags = tmp_path / "run", ()
     for step, stage in enumerate(stages, 1):
         mesh = SMALLER.get(stage, (1, 2, 1))
         result = train(stage, run, *flags, data=data, mesh=mesh, probes=[
@@ -227,13 +228,13 @@ def test_a_signal_to_the_last_rank_stops_the_starter(tmp_path):
 @pytest.mark.parametrize(("stage", "mesh"), [
     ("ddp", (1, 2, 1)), ("mpi", (1, 2, 1)), ("lit", (1, 2, 1)),
     ("3d", (2, 2, 1)), ("starter", (1, 3, 1))], ids=name)
-def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
+def test_a_killed_rank_ends_the_others(stage, mesh, data, tmp_path):
     """Also without a launcher that ends them: the connection breaks.
 
     The loops of fsdp and tp wait for it as that of ddp, and 3d shards, too.
     """
     run = tmp_path / "run"
-    launch = start_stage(stage, run, "--max-steps", 5000, data=GOLDEN,
+    launch = start_stage(stage, run, "--max-steps", 5000, data=data,
                          mesh=mesh, texts=False)
     wait_for_rows(run, 3)
     launch.signal(signal.SIGKILL, -1)
@@ -255,10 +256,10 @@ def test_a_killed_rank_ends_the_others(stage, mesh, tmp_path):
 
 @pytest.mark.parametrize(("stage",), places(
     (stage,) for stage in ("std", "mpi", "ddp", "lit", "tp")))
-def test_an_error_of_the_script_is_one_line(stage, tmp_path):
+def test_an_error_of_the_script_is_one_line(stage, data, tmp_path):
     """test_std.py has those of the backstage."""
     result = train(stage, tmp_path / "run", "--microbatch-size", 3,
-                   data=GOLDEN, mesh=(1, min(2, STAGES[stage].meshes[-1][1]),
+                   data=data, mesh=(1, min(2, STAGES[stage].meshes[-1][1]),
                                       1))
     if STAGES[stage].launcher == "mpirun":  # it kills the others
         first, *others = [rank.status for rank in result.ranks]
@@ -271,13 +272,13 @@ def test_an_error_of_the_script_is_one_line(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", [
     "ddp", "lit", pytest.param("mpi", marks=pytest.mark.whole)])
-def test_python_in_a_slurm_shell_is_one_process(stage, tmp_path):
+def test_python_in_a_slurm_shell_is_one_process(stage, data, tmp_path):
     """A portal's JupyterLab runs inside an allocation."""
     variables = {"PROCID": "0", "NTASKS": "8", "LOCALID": "0", "JOB_ID": "1",
                  "NNODES": "2", "NTASKS_PER_NODE": "4", "NODEID": "0",
                  "JOB_NODELIST": "node[1-2]", "NODELIST": "node[1-2]"}
     result = train(
-        stage, tmp_path / "run", "--max-steps", 2, data=GOLDEN,
+        stage, tmp_path / "run", "--max-steps", 2, data=data,
         env=os.environ | {f"SLURM_{name}": value
                           for name, value in variables.items()})
     assert result.status == 0 and len(result.rows) == 2, result.err

@@ -12,7 +12,7 @@ import train_gpt2_3d as three_d
 import train_gpt2_ddp as ddp
 import train_gpt2_tp as tp
 from conftest import edit
-from stages import GOLDEN, Result, refused, train
+from stages import Result, refused, train
 
 from backstage import device, flags, flops, process, world
 from backstage.errors import UserError, explain
@@ -61,9 +61,9 @@ def test_what_says_that_there_is_a_gpu(
 
 
 @no_accelerator
-def test_a_gpu_job_does_not_train_on_the_cpu(tmp_path, monkeypatch):
+def test_a_gpu_job_does_not_train_on_the_cpu(data, tmp_path, monkeypatch):
     gpus = {**os.environ, "SLURM_GPUS_ON_NODE": "4"}
-    words = ("--preset", "tiny", "--data", GOLDEN,
+    words = ("--preset", "tiny", "--data", data,
              "--run-dir", tmp_path / "run")
     start = partial(launch, STAGES["std"].solution, preload=modules_of("std"))
     refused(Result(None, start(*words, env=gpus)),
@@ -213,24 +213,28 @@ def test_an_error_on_one_rank_ends_all_at_once(tmp_path):
 # ---------------------------------------------------------- the microbatch
 
 
-def parsed(monkeypatch, *words, script=ddp):
-    monkeypatch.setattr(sys, "argv", ["x", "--data", str(GOLDEN), *words])
-    return flags.parse(
-        script.Hyperparameters, script.PRESETS, script.MODELS)
+@pytest.fixture
+def parsed(data, monkeypatch):
+    """A function: the hyperparameters that a script reads from its flags."""
+    def parsed(*words, script=ddp):
+        monkeypatch.setattr(sys, "argv", ["x", "--data", str(data), *words])
+        return flags.parse(
+            script.Hyperparameters, script.PRESETS, script.MODELS)
+    return parsed
 
 
 @pytest.mark.parametrize("gibibytes, size", [
     (139.8, 64), (44.4, 32), (39.4, 32), (22.0, 16), (15.7, 8)])
 def test_the_microbatch_is_what_fits_into_the_device(
-        monkeypatch, capsys, gpu, gibibytes, size):
+        parsed, capsys, gpu, gibibytes, size):
     gpu(gibibytes=gibibytes)
-    assert parsed(monkeypatch).microbatch_size == size
+    assert parsed().microbatch_size == size
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("preset gpt2") and (
         f"microbatches of {size}" in line)
-    hp = parsed(monkeypatch, "--precision", "fp32")
+    hp = parsed("--precision", "fp32")
     assert hp.microbatch_size == size // 2
-    assert parsed(monkeypatch, "--microbatch-size", "3").microbatch_size == 3
+    assert parsed("--microbatch-size", "3").microbatch_size == 3
 
 
 @pytest.mark.parametrize("script, words, world_size, gibibytes, size", [
@@ -254,52 +258,53 @@ def test_the_microbatch_is_what_fits_into_the_device(
           ("gpt2", 12, 12, 4),  # the next below 512 / 96 that divides
           ("nano", 2, 2, 1)))])  # of 8 samples: 4 for each of the two
 def test_the_microbatch_divides(
-        monkeypatch, gpu, script, words, world_size, gibibytes, size):
+        parsed, monkeypatch, gpu, script, words, world_size, gibibytes,
+        size):
     gpu(gibibytes=gibibytes)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    hp = parsed(monkeypatch, *words.split(), script=script)
+    hp = parsed(*words.split(), script=script)
     assert hp.microbatch_size == size
 
 
-def test_a_gpu_that_emulates_bf16_trains_in_fp32(monkeypatch, capsys, gpu):
+def test_a_gpu_that_emulates_bf16_trains_in_fp32(parsed, capsys, gpu):
     """Such as a T4: torch says that it supports bf16."""
     gpu(name="Tesla T4", gibibytes=14.6, bf16=False)
-    assert parsed(monkeypatch).precision == "fp32"
+    assert parsed().precision == "fp32"
     said = capsys.readouterr()
     assert "no bf16 arithmetic), device cuda, fp32, " in said.out
     assert not said.err
-    assert parsed(monkeypatch, "--precision", "bf16").precision == "bf16"
+    assert parsed("--precision", "bf16").precision == "bf16"
     (line,) = capsys.readouterr().err.splitlines()
     assert "Tesla T4 only emulates bf16" in line and "fp32" in line
     gpu()
-    assert parsed(monkeypatch).precision == "bf16"
+    assert parsed().precision == "bf16"
 
 
-def test_lightning_shards_where_compiling_is_the_default(monkeypatch, gpu):
+def test_lightning_shards_where_compiling_is_the_default(parsed, gpu):
     gpu(gibibytes=139.8)
     script = pytest.importorskip("train_gpt2_lit")
-    hp = parsed(monkeypatch, "--strategy", "fsdp2", script=script)
+    hp = parsed("--strategy", "fsdp2", script=script)
     assert hp.preset == "gpt2" and hp.compile
     assert script.lit.get_world(hp) == (0, 0, 1, 1)
 
 
-def test_a_resumed_run_keeps_its_microbatch(monkeypatch, single):
+def test_a_resumed_run_keeps_its_microbatch(parsed, monkeypatch, single):
     """As far as it divides in the new world; a flag wins."""
     words = "--resume", "--run-dir", str(single.folder)  # of 2 samples
     for size, world_size, *more in (
             (2, "1"), (1, "8"), (4, "1", "--microbatch-size", "4")):
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert parsed(monkeypatch, *words, *more).microbatch_size == size
+        assert parsed(*words, *more).microbatch_size == size
 
 
-def test_devices_of_different_memory_are_named(tmp_path):
+def test_devices_of_different_memory_are_named(data, tmp_path):
     """Each rank chooses for itself, before they know each other."""
     script = tmp_path / "train_gpt2.py"
     line = '    world_size = int(os.environ["WORLD_SIZE"])\n'
     script.write_text(edit(
         STAGES["ddp"].solution.read_text(),
         (line, line + "    hp.microbatch_size = 1 + rank\n")))
-    result = train("ddp", tmp_path / "run", data=GOLDEN, world_size=2,
+    result = train("ddp", tmp_path / "run", data=data, world_size=2,
                    script=script)
     refused(result, "1 to 2 samples", "add --microbatch-size 1")
 
@@ -357,14 +362,14 @@ def test_the_memory_of_a_device(monkeypatch, gpu, tmp_path):
 # --------------------------------------------------------------- the copy
 
 
-def test_one_copy_from_pinned_memory(monkeypatch):
-    data = ddp.DataIterator(ddp.get_shards(GOLDEN, "train"), 2, 32, 0, 1)
-    assert next(data).shape == (2, 2, 32)
+def test_one_copy_from_pinned_memory(data, monkeypatch):
+    samples = ddp.DataIterator(ddp.get_shards(data, "train"), 2, 32, 0, 1)
+    assert next(samples).shape == (2, 2, 32)
     pinned, copies = [], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory",
                         lambda tensor: pinned.append(tensor) or tensor)
-    batch = next(data)
+    batch = next(samples)
     assert pinned == [batch] and batch.is_contiguous()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     monkeypatch.setattr(torch.Tensor, "to", lambda *args, **options: (

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from stages import GOLDEN, make_dataset, refused, same_state, train
+from stages import make_dataset, refused, same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
 from backstage import ROOT
@@ -82,7 +82,7 @@ def test_the_logits_are_theirs(prefix, tmp_path):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A checkpoint of theirs, with the vocabulary of the golden tokens."""
+    """A checkpoint of theirs, with the vocabulary of the dataset."""
     folder = tmp_path_factory.mktemp("theirs")
     make(**TINY | {"vocab_size": 257}).save_pretrained(folder)
     import_folder(folder, folder / "our.pt")
@@ -90,12 +90,12 @@ def file(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_a_stage_starts_from_it(file, tmp_path):
+def test_a_stage_starts_from_it(file, data, tmp_path):
     """All load it as --resume does, which test_contract.py tries."""
     result = train("ddp", tmp_path / "run", "--init", file, "--max-steps", 1,
-                   data=GOLDEN, world_size=2)
+                   data=data, world_size=2)
     assert result.status == 0, result.err
-    tokens = torch.from_numpy(np.load(GOLDEN / "test_train_000001.npy")
+    tokens = torch.from_numpy(np.load(data / "test_train_000001.npy")
                               .astype(np.int64))
     x, y = tokens[:8 * 32].view(8, 32), tokens[1:8 * 32 + 1].view(8, 32)
     loss = our_model(load_checkpoint(file))(x, y).item()

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import pytest
 from conftest import needs, python
-from stages import GOLDEN, refused, run_command, start_stage
+from stages import refused, run_command, start_stage
 
 from backstage import ROOT, process
 from backstage.errors import UserError
@@ -157,8 +157,8 @@ def test_rank_0_is_not_where_it_is_said(host, words):
         "mpirun -n 8 python -m workshop.as_torchrun"))
       for stage in ("std", "ddp"))], ids=str)
 def test_a_stage_that_cannot_know_its_rank_says_so(
-        stage, env, words, tmp_path):
-    refused(start_stage(stage, tmp_path / "run", data=GOLDEN, env={
+        stage, env, words, data, tmp_path):
+    refused(start_stage(stage, tmp_path / "run", data=data, env={
         **os.environ, **env}).result(tmp_path), *words)
     assert not (tmp_path / "run").exists()
 
@@ -172,9 +172,9 @@ def test_the_other_ranks_leave_it_to_rank_0(monkeypatch):
 
 
 @pytest.mark.whole
-def test_a_script_that_joins_nobody_does_not_train_twice(tmp_path):
+def test_a_script_that_joins_nobody_does_not_train_twice(data, tmp_path):
     ranks = start_stage(
-        "std", tmp_path / "run", data=GOLDEN, world_size=2,
+        "std", tmp_path / "run", data=data, world_size=2,
         env={**os.environ, "TORCHELASTIC_RUN_ID": "none"}).wait()
     lines = [line for rank in ranks for line in rank.err.splitlines()]
     assert [rank.status for rank in ranks] == [1, 1] and len(lines) == 1

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import needs
 from stages import (
-    GOLDEN,
     DieAfter,
     SignalAt,
     agree,
@@ -177,17 +176,17 @@ class KeptBytes(DeepSpeedOnCPU):
 
 
 @pytest.mark.whole
-def test_what_a_stage_of_zero_keeps(tmp_path):
+def test_what_a_stage_of_zero_keeps(data, tmp_path):
     """In fp32, as the lesson says; bytes for each parameter."""
     needs("deepspeed")
     flags = ("--preset", "nano", "--precision", "fp32", "--sequence-length",
              32, "--minibatch-size", 4, "--microbatch-size", 1,
              "--max-steps", 2, "--eval-minibatches", 1)
-    alone = train("std", tmp_path / "alone", *flags, data=GOLDEN, texts=False)
+    alone = train("std", tmp_path / "alone", *flags, data=data, texts=False)
     for number, kept in ((1, 14.0), (2, 12.1), (3, 10.2)):
         result = train(
             "lit", tmp_path / f"{number}", *flags, "--strategy",
-            f"deepspeed_stage_{number}", data=GOLDEN, world_size=2,
+            f"deepspeed_stage_{number}", data=data, world_size=2,
             script=edited(tmp_path, "lit", ("(idx, 32, ", "(idx, 2, ")),
             preload=["deepspeed"], probes=[KeptBytes(0, 0)])
         found, = re.findall("kept (.*)", result.out)

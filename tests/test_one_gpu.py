@@ -6,7 +6,6 @@ import sys
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from stages import GOLDEN
 
 from backstage import dataset
 from backstage.flags import DEMO, parse
@@ -24,9 +23,9 @@ def flags(name, device=CPU):
     return " ".join(one_gpu.flags_of(name, device, one_gpu.sizes(device)))
 
 
-def test_each_row_has_one_change_more(monkeypatch, gpu):
+def test_each_row_has_one_change_more(data, monkeypatch, gpu):
     gpu()
-    monkeypatch.setenv("WORKSHOP_DATA", str(GOLDEN))
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
     rows, compiled = [flags(name, GPU) for name in one_gpu.STEPS], []
     for row in rows:  # as the stage reads it
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *row.split()])
@@ -51,10 +50,10 @@ def test_each_row_has_one_change_more(monkeypatch, gpu):
 
 
 def test_the_limit_is_that_of_the_rows_dataset(
-        tmp_path, monkeypatch, capsys, gpu):
+        data, tmp_path, monkeypatch, capsys, gpu):
     gpu()
-    own = dataset.vocabulary_size(GOLDEN)
-    for folder, size in ((GOLDEN, own), (tmp_path, 50257)):
+    own = dataset.vocabulary_size(data)
+    for folder, size in ((data, own), (tmp_path, 50257)):
         monkeypatch.setenv("WORKSHOP_DATA", str(folder))
         one_gpu.limit(GPU, tmp_path / "one_gpu.json")
         config = std.replace(std.MODELS["gpt2"], vocab_size=size)

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from cluster import COUNTS, clone_course, holding
 from conftest import needs, program
-from stages import GOLDEN, Result
+from stages import Result
 
 from workshop.processes import OPEN_MPI
 
-FLAGS = f"--preset tiny --device cpu --data {GOLDEN} --microbatch-size 1"
+FLAGS = "--preset tiny --device cpu --microbatch-size 1"
 TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node
 
 QSTAT = """#!/bin/sh
@@ -113,13 +113,13 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
 
 
 @pytest.mark.whole
-def test_a_job_that_trains(clone, tmp_path):
+def test_a_job_that_trains(clone, data, tmp_path):
     """With mpi, which asks its own launcher. Open MPI binds nothing."""
     needs("mpiexec")
     done = run(clone, "mpi", TWO, WORKSHOP_RUN=str(tmp_path / "run"),
                OMPI_MCA_hwloc_base_binding_policy="core:overload-allowed",
                OMPI_MCA_hwloc_base_report_bindings="1", NCPUS="2",
-               FLAGS=f"{FLAGS} --max-steps 3")
+               FLAGS=f"{FLAGS} --data {data} --max-steps 3")
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "run" / "hyperparameters.json").read_text())
     assert said["world_size"] == 2 == done.stderr.count(" is not bound (")

@@ -6,7 +6,7 @@ import time
 from statistics import mean
 
 import pytest
-from stages import GOLDEN, train
+from stages import train
 
 from backstage import device
 from backstage.errors import UserError
@@ -40,9 +40,9 @@ def check(result, steps):
 
 
 @pytest.mark.whole
-def test_one_process_is_recorded_and_drawn(tmp_path, capsys):
+def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
     result = train("std", tmp_path / "run", "--profile", 3, "--max-steps", 8,
-                   "--eval-every", 1, data=GOLDEN)
+                   "--eval-every", 1, data=data)
     parts, = check(result, range(5, 8))
     assert parts["waiting"] == parts["all-reduce"] == 0
     assert min(parts[part] for part in (
@@ -67,9 +67,9 @@ def test_one_process_is_recorded_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.whole
-def test_a_run_that_goes_on_and_one_that_is_short(tmp_path):
+def test_a_run_that_goes_on_and_one_that_is_short(data, tmp_path):
     run = tmp_path / "run"
-    short = train("std", run, "--max-steps", 5, "--profile", 1, data=GOLDEN)
+    short = train("std", run, "--max-steps", 5, "--profile", 1, data=data)
     assert short.status == 0 and "recorded nothing" in short.err
     assert "no step of these runs" in themed(
         lambda ax: PANELS["parts"](ax, [results.read(run)]))
@@ -149,10 +149,10 @@ def test_kernels_are_charged_to_the_part_that_asked_for_them():
 
 
 @pytest.mark.whole
-def test_a_slow_rank_is_charged_and_the_other_waits(tmp_path):
+def test_a_slow_rank_is_charged_and_the_other_waits(data, tmp_path):
     ranks = check(train(
         "ddp", tmp_path / "run", "--profile", 3, "--max-steps", 9,
-        data=GOLDEN, mesh=(1, 2, 1), probes=[slow_data]), range(5, 8))
+        data=data, mesh=(1, 2, 1), probes=[slow_data]), range(5, 8))
     fast, slow = ranks
     # rank 1 begins to read while rank 0 still logs: not all of it counts
     assert slow["data"] > DELAY / 2 > fast["data"]
@@ -163,9 +163,9 @@ def test_a_slow_rank_is_charged_and_the_other_waits(tmp_path):
 @pytest.mark.parametrize("stage, mesh", [
     ("lit", (1, 2, 1)), ("mpi", (1, 2, 1)), ("fsdp", (1, 2, 1)),
     ("3d", (2, 1, 1))])
-def test_other_stages_are_recorded(stage, mesh, tmp_path, capsys):
+def test_other_stages_are_recorded(stage, mesh, data, tmp_path, capsys):
     result = train(stage, tmp_path / "run", "--profile", 1, "--max-steps", 6,
-                   "--eval-minibatches", 1, data=GOLDEN, mesh=mesh,
+                   "--eval-minibatches", 1, data=data, mesh=mesh,
                    texts=False)
     ranks = check(result, [5])
     profile.main(result.folder)

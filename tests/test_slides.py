@@ -26,8 +26,6 @@ from workshop.lesson import render
 from workshop.notebook import pictures
 from workshop.stages import LESSONS
 
-GOLDEN = ROOT / "tests" / "golden"
-
 
 @functools.cache
 def decks():
@@ -135,9 +133,9 @@ def commands(decks):
     return list(filter(None, found))
 
 
-def test_a_command_has_a_script_and_its_flags(monkeypatch):
+def test_a_command_has_a_script_and_its_flags(data, monkeypatch):
     """Of each command on a slide: other tests run such ones."""
-    monkeypatch.setenv("WORKSHOP_DATA", str(GOLDEN))
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
     for command in commands(decks()):
         words = shlex.split(command.partition(" #")[0])
         at = next((k for k, word in enumerate(words) if word.startswith((

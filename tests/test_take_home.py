@@ -40,10 +40,10 @@ def start(stage, home, *flags, launcher=()):
     ("ddp", ("torchrun", "--standalone", "--nproc-per-node", 2,
              "--no-python"), ()),
     ("lit", (), ("--devices", 2))])
-def test_it_trains_as_in_the_course(stage, launcher, flags, home):
+def test_it_trains_as_in_the_course(stage, launcher, flags, data, home):
     """Also on the processes that Lightning starts itself."""
     needs(*launcher[:1])
-    done = start(stage, home, "--data", GOLDEN, *flags, launcher=launcher)
+    done = start(stage, home, "--data", data, *flags, launcher=launcher)
     assert done.returncode == 0, done.stderr
     for line in ("preset tiny, data ", "| step    1/2 "):
         assert done.stdout.count(line) == 1

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from conftest import needs
-from stages import GOLDEN, train
+from stages import train
 
 from backstage import track
 from backstage.errors import UserError
@@ -31,10 +31,10 @@ def test_a_line_of_the_log_fits_a_screen(each, mfu, val_loss, memory, words):
     assert len(line) <= 165 and words in line
 
 
-def test_the_log_and_the_metrics_of_two_devices(tmp_path):
+def test_the_log_and_the_metrics_of_two_devices(data, tmp_path):
     """With memory: a CPU's is the process's own; and which rank's is most."""
     flags = ("--max-steps", 3, "--eval-every", 3)
-    result = train("ddp", tmp_path / "run", *flags, data=GOLDEN,
+    result = train("ddp", tmp_path / "run", *flags, data=data,
                    mesh=(1, 2, 1))
     assert result.status == 0, result.err
     assert result.out.splitlines()[0].endswith(
@@ -64,9 +64,9 @@ def test_the_log_and_the_metrics_of_two_devices(tmp_path):
                      result.out, re.M)
 
 
-def test_an_older_run_goes_on_without_a_memory(tmp_path):
+def test_an_older_run_goes_on_without_a_memory(data, tmp_path):
     run, flags = tmp_path / "run", ("--max-steps", 4, "--checkpoint-every", 2)
-    train("std", run, *flags, data=GOLDEN)
+    train("std", run, *flags, data=data)
     (run / "checkpoints" / "step_00000004.pt").unlink()
     file = run / "metrics.csv"
     rows = file.read_text().splitlines()
@@ -92,15 +92,14 @@ def test_a_tool_that_is_not_installed_is_a_line(name, monkeypatch):
         track.check(name)
 
 
-def test_tensorboard_has_the_numbers_of_metrics_csv(tmp_path):
+def test_tensorboard_has_the_numbers_of_metrics_csv(data, tmp_path):
     needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
 
     run, flags = tmp_path / "run", ("--track", "tensorboard")
-    result = train("std", run, "--max-steps", 4, *flags,
-                   data=GOLDEN)
+    result = train("std", run, "--max-steps", 4, *flags, data=data)
     assert result.status == 0, result.err
     events = EventAccumulator(str(run)).Reload()
     names = set(events.Tags()["scalars"])
