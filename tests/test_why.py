@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed  # noqa: F401 the witness looks there
-from conftest import edit, needs, python
+from cluster import wait_for
+from conftest import edit, needs, program, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -25,8 +26,7 @@ from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import Launch, free_port
 from workshop.results.runs import PUBLISHED
-from workshop.why import evidence, slow, witness
-from workshop.why.command import main as ask_why
+from workshop.why import command, evidence, slow, witness
 from workshop.why.evidence import collect
 from workshop.why.judge import ADVICE, RULES, SIGNS, judge
 from workshop.why.ranks import PATIENCE, Place, Rank
@@ -56,24 +56,8 @@ def launch(tmp_path):
         one.clear()
 
 
-def records(folder):
-    return {rank.rank: rank for rank in collect(folder, [])}
-
-
-def wait_for(folder, condition, timeout=240):
-    """Until the ranks' records fulfil a condition, as `why` would see them."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        found = records(folder) if folder.exists() else {}
-        if condition(found):
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"not within {timeout} s: {found}")
-
-
 def answer(folder, alive=True):
-    ranks = list(records(folder).values())
-    return judge(ranks, alive)
+    return judge(collect(folder, []), alive)
 
 
 def lose_patience(monkeypatch, seconds):
@@ -130,21 +114,21 @@ def test_what_every_site_has_prints_what_the_lesson_shows(tmp_path):
         "as dist\n", "as dist; dist.set_debug_level_from_env()\n")))
     blocks = re.findall("```text\n(.*?)```", text, re.S)
     env = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    for command, shown in re.findall(
+    for line, shown in re.findall(
             r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(blocks).replace(
                 "\\\n    ", ""), re.M):
-        fault = command.split()[-1]
+        fault = line.split()[-1]
         if fault in ("other", "late"):  # torchrun adds nothing to them
             job = Launch(tmp_path / "lost.py", fault, world_size=2, env=env)
             said = (look_at_ranks(job) if fault == "late" else
                     "".join(rank.err for rank in job.wait()))
-        elif "py-spy" not in command:  # that has looked at both already
+        elif "py-spy" not in line:  # that has looked at both already
             said = subprocess.run(
-                ["bash", "-c", command], cwd=tmp_path, text=True,
+                ["bash", "-c", line], cwd=tmp_path, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
-        for line in shown.splitlines():
+        for words in shown.splitlines():
             assert re.search(".*".join(map(
-                re.escape, line.split("..."))), said), (line, said)
+                re.escape, words.split("..."))), said), (words, said)
 
 
 def look_at_ranks(job):
@@ -163,43 +147,20 @@ def look_at_ranks(job):
 
 
 @pytest.mark.whole
-def test_a_rank_that_never_comes(launch, tmp_path, monkeypatch, capsys):
-    """Asked before that is certain, it looks again."""
-    lose_patience(monkeypatch, 25)
-    monkeypatch.setattr("workshop.why.command.STILL", 0)
-    launch([(REDUCE, "        if rank == 1 and step == 3:\n"
-             "            time.sleep(1000)\n" + REDUCE)])
-    wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
-        rank.calls for rank in found.values()))
-    assert ask_why(str(tmp_path)) == 1
-    found, said = capsys.readouterr()
-    assert re.match("a rank is late: rank 1 is in line .*time.sleep", found)
-    assert "looking again" in said
-
-
-def test_an_error(launch, tmp_path):
-    job = launch([(REDUCE, "        if rank == 1 and step == 3:\n"
-                   "            raise ValueError('a bad sample')\n" + REDUCE)])
-    job.wait(240)
-    found = answer(tmp_path / "why", alive=False)
-    assert found.kind == "a rank ended"
-    assert [rank.rank for rank in found.ranks] == [1]
-    assert "ValueError: a bad sample" in found.text
-
-
-@pytest.mark.whole
 def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     """Unless somebody stops its processes, as Ctrl-Z does."""
     launch((), "--pause", 1)
-    wait_for(tmp_path / "why", lambda found: len(found) == 3 and all(
-        len(rank.calls) > 8 for rank in found.values()))
-    assert answer(tmp_path / "why").kind == ""
+    folder = tmp_path / "why"
+    wait_for(lambda: folder.exists() and [
+        len(rank.calls or ()) > 8 for rank in collect(folder, [])
+        ] == [True] * 3, 240)
+    assert answer(folder).kind == ""
     record = json.loads((
         ROOT / "example-logs" / "ddp-2" / "hyperparameters.json").read_text())
     (tmp_path / "hyperparameters.json").write_text(json.dumps(record | {
         "hosts": ["gpu01"], "backend": "nccl", "scheduler": "SLURM job 7",
         "launcher": "srun", "command": "python x", "startup": 6.7}))
-    assert ask_why(str(tmp_path / "why")) == 0
+    assert command.main(str(folder)) == 0
     said = capsys.readouterr().out
     assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
             "srun: python x; startup 6.7 s\n") in said
@@ -207,10 +168,10 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "
                      r"\d+ of their_train.py: time.sleep\(args.pause\)", said,
                      re.DOTALL)
-    for rank in records(tmp_path / "why").values():
+    for rank in collect(folder, []):
         os.kill(rank.pid, signal.SIGSTOP)
     monkeypatch.setattr(evidence, "ANSWER", 1)
-    assert ask_why(str(tmp_path / "why")) == 1
+    assert command.main(str(folder)) == 1
     assert capsys.readouterr().out.startswith(
         "a stopped process: ranks 0, 1, 2 on ")
 
@@ -235,7 +196,7 @@ def test_a_script_that_knows_nothing_of_us(tmp_path, monkeypatch, capsys):
         # one that starts late is named first
         while not found.startswith("different"):
             assert time.monotonic() < end, found
-            status = ask_why(str(ranks[0].pid))
+            status = command.main(str(ranks[0].pid))
             found = capsys.readouterr().out.partition("\n")[0]
     finally:
         for rank in ranks:
@@ -298,8 +259,7 @@ def test_a_stuck_job_ends_by_itself(launch, tmp_path, monkeypatch):
 
 def run_watched(folder, text, *words, **variables):
     """Run this as a rank, with the hook; its status, and what it leaves."""
-    script = folder / "script.py"
-    script.write_text(text)
+    script = program(folder / "script.py", text)
     hook = os.pathsep.join([str(HOOK), str(ROOT)])
     end = python(folder, *words, script, PYTHONPATH=hook, **{
         "WORKSHOP_WHY": "why", **variables})
@@ -329,8 +289,7 @@ print("peak", int(status[status.index("VmHWM:") + 1]) >> 18)
 
 def test_memory_and_destructors_stay_as_they_are(tmp_path):
     """`del` frees at once, while the hook looks, too."""
-    script = tmp_path / "script.py"
-    script.write_text(WATCHED)
+    script = program(tmp_path / "script.py", WATCHED)
     rank = {"RANK": "0", "WORLD_SIZE": "1"}
     plain = python(tmp_path, script, 0, **rank)
     watched = python(tmp_path, script, 3, **rank, PYTHONPATH=str(HOOK),
@@ -496,8 +455,7 @@ def test_torchrun_names_a_folder_for_each_start(tmp_path):
     tools = tmp_path / "workshop" / "why"
     shutil.copytree(HOOK.parent, tools)
     (tmp_path / "activate.sh").touch()  # it is a clone
-    script = tmp_path / "script.py"
-    script.write_text("print('trained')\n")
+    script = program(tmp_path / "script.py", "print('trained')\n")
     done = python(tmp_path, "-m", "torch.distributed.run", "--standalone",
                   script, PYTHONPATH=str(tools / "hook"))
     assert "trained" in done.stdout, done.stderr
@@ -537,6 +495,9 @@ def test_how_a_script_of_others_ends(last, status, error, tmp_path):
     assert record["ended"]["status"] == status
     assert end == (3 if status is None else status)
     assert record["ended"].get("error") == error
+    if error:  # where it was, and what it said
+        assert find_line(record["ended"]["stack"])[0].endswith("script.py")
+        assert "zero" in record["ended"]["message"]
 
 
 def test_what_a_rank_starts_is_not_watched_and_no_launcher(tmp_path):
@@ -753,17 +714,18 @@ LOST_IT = {"status": 1, "time": 7, "error": "RuntimeError",
 IN_RECV = [*IN_REDUCE[:-1], [IN_REDUCE[-1][0], 8, "recv"]]
 IN_PIPELINE = [*AT_WORK, [TORCH + "distributed/pipelining/schedules.py", 8,
                           "_wait_batch_p2p"]]
+MEETS = {"joined": False, "stack": IN_MEETING}
+WORKS = {"stack": AT_WORK}
+LOST, DONE = {"ended": LOST_IT}, {"ended": {"status": 0, "time": 5}}
 GONE = {"alive": False}
 STACK = ("Stack (most recent call first):\n"
          '  File "/home/me/train.py", line 41 in train\n')
 TOLD = {**GONE, "last": STACK}
-
-
 WAITS = {"group": [0, 1], "name": "data", "number": 7, "call": "all_reduce",
          "sizes": [[3]], "types": ["Float"], "waits": True, "p2p": False,
          "time": 70, "line": None}
 IN_7 = {"calls": [WAITS]}
-SPAWNED = {"joined": False, "stack": IN_MEETING, "world_size": None}
+SPAWNED = {**MEETS, "world_size": None}
 LATE = {"status": 1, "time": 79, "error": "RuntimeError", "message":
         "Timed out waiting 20000ms", "stack": IN_REDUCE}
 SEND = WAITS | {"call": "Send", "p2p": True}
@@ -803,21 +765,20 @@ class NamesOf(dict):
     ({}, {"connecting": ["10.0.0.7:4711"]}, "the network", "10.0.0.7:4711"),
     ({"stack": IN_RECV}, {"stack": IN_RECV}, "all send, or all receive",
      "needs a send"),
-    ({"ended": LOST_IT}, {**GONE, "oom_kills": 1}, "a rank was killed",
+    (LOST, {**GONE, "oom_kills": 1}, "a rank was killed",
      "the kernel of that node ended 1 process(es)"),
-    ({"ended": LOST_IT}, {**GONE, "host": "node2"},
-     "dead node, or a killed rank",
+    (LOST, {**GONE, "host": "node2"}, "dead node, or a killed rank",
      "scontrol show node node2"),
-    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+    (LOST, {"ended": LOST_IT | {
         "error": "OutOfMemoryError", "message": "CUDA out of memory."}},
      "out of memory", "a smaller microbatch"),
-    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+    (LOST, {"ended": LOST_IT | {
         "message": "can't allocate memory: Error code 12 (Cannot allocate "
                    "memory)"}}, "out of memory", "a smaller microbatch"),
-    ({"ended": LOST_IT}, {"ended": {"status": "the loss is NaN", "time": 5,
-                                    "stack": AT_WORK}}, "a rank ended",
-     "in line 30 of train.py, with status 'the loss is NaN'"),
-    ({"ended": LOST_IT}, {"ended": LOST_IT | {  # of a data loader's worker
+    (LOST,
+     {"ended": {"status": "the loss is NaN", "time": 5, "stack": AT_WORK}},
+     "a rank ended", "in line 30 of train.py, with status 'the loss is NaN'"),
+    (LOST, {"ended": LOST_IT | {  # of a data loader's worker
         "message": 'Caught it.\nOriginal Traceback:\n'
                    '  File "/lib/python3/x.py", line 9, in fetch\n'
                    '  File "/home/me/data.py", line 7, in get\n'
@@ -828,36 +789,29 @@ class NamesOf(dict):
         "stack": [*AT_WORK, ["src/mpi4py/MPI.src/Comm.pyx", 9, "x"]]}}, GONE,
      "different collectives",
      "in line 30 of train.py; rank 1 last wrote from line 41"),
-    ({"ended": LOST_IT}, {"last": "Fatal Python error: Segmentation fault\n"
-                          '  File "/home/me/train.py", line 5 in step'},
+    (LOST, {"last": "Fatal Python error: Segmentation fault\n"
+                    '  File "/home/me/train.py", line 5 in step'},
      "a rank crashed", "line 5 of train.py: Segmentation fault"),
     ({"last": "Fatal Python error: Aborted\n" + "".join(
         f'  File "{file}", line {line} in {name}\n'
         for file, line, name in reversed(IN_REDUCE))},
-     {"ended": LOST_IT | {"stack": AT_WORK}}, "different collectives",
+     {"ended": LOST_IT | WORKS}, "different collectives",
      "ended rank 0, which received in line 41 of train.py what it did not "
      "expect: rank 1 is in line 30"),
-    ({"ended": {"status": 0, "time": 5}}, {}, "a rank ended early",
-     "rank 0 ended with status 0"),
-    ({"ended": LOST_IT}, {"ended": {"status": 0, "time": 5}},
-     "a rank ended early", "rank 1 ended with status 0, and left rank 0"),
+    (DONE, {}, "a rank ended early", "rank 0 ended with status 0"),
+    (LOST, DONE, "a rank ended early",
+     "rank 1 ended with status 0, and left rank 0"),
     (GONE, GONE, "ended from outside", "SIGKILL"),
     (TOLD, TOLD, "ended from outside", "SIGTERM"),
     ({"ended": {"status": "timeout", "time": 9}, "still": 0},
-     {**TOLD, "still": 0}, "a rank is late",
-     "rank 1 on node1 last wrote"),
-    ({"ended": LOST_IT, "still": 0},
-     {"ended": LOST_IT | {"time": 3}, "still": 0}, "a rank ended",
-     "rank 1 was the first to end"),
-    ({"joined": False, "stack": IN_MEETING},
-     {"joined": False, "stack": IN_MEETING, "connecting": ["10.1.2.3:99"]},
+     {**TOLD, "still": 0}, "a rank is late", "rank 1 on node1 last wrote"),
+    ({**LOST, "still": 0}, {"ended": LOST_IT | {"time": 3}, "still": 0},
+     "a rank ended", "rank 1 was the first to end"),
+    (MEETS, {**MEETS, "connecting": ["10.1.2.3:99"]},
      "wrong network interface", "10.1.2.3:99"),
-    ({"joined": False, "stack": IN_MEETING},
-     {"joined": False, "stack": IN_MEETING, "host": "node2",
-      "answer": "no answer"}, "blocked port",
+    (MEETS, {**MEETS, "host": "node2", "answer": "no answer"}, "blocked port",
      "cannot be reached from rank 1 on node2"),
-    ({"joined": False, "stack": IN_MEETING, "answer": "no such host"},
-     {"joined": False, "stack": IN_MEETING}, "wrong MASTER_ADDR",
+    ({**MEETS, "answer": "no such host"}, MEETS, "wrong MASTER_ADDR",
      "export MASTER_ADDR=node1"),
     # a collective to which one has not come, whatever it does instead
     (IN_7, {"stack": IN_RECV, "still": 50}, "a rank is late",
@@ -874,40 +828,33 @@ class NamesOf(dict):
     ({**IN_7, "still": 9}, {"written": 69, "still": 9}, "", "move on"),
     ({"message": SEND}, {"message": SEND}, "all send, or all receive",
      "Sendrecv"),
-    ({"joined": False, "stack": IN_MEETING}, {"joined": False,
-                                              "stack": AT_WORK},
-     "a rank is late", "rank 1 has not come to init_process_group() yet: runs "
-     "in line 30"),
+    (MEETS, {"joined": False, "stack": AT_WORK}, "a rank is late",
+     "rank 1 has not come to init_process_group() yet: runs in line 30"),
     # which still imports, and has the launcher's address meanwhile
-    ({"joined": False, "stack": IN_MEETING},
-     {"joined": False, "stack": AT_WORK, "master": ["laptop", "29500"]},
+    (MEETS, {"joined": False, "stack": AT_WORK, "master": ["laptop", "29500"]},
      "a rank is late", "rank 1 has not come to init_process_group() yet"),
-    ({"joined": False, "stack": IN_MEETING},
-     {"joined": False, "stack": IN_MEETING, "master": ["node2", "29500"]},
-     "different addresses", "is node2:29500 on rank 1, and node1:29500 on"),
-    ({"joined": False, "stack": IN_MEETING, **TOLD}, {
-        "joined": False, "ended": LOST_IT | {"message": "no such file"}},
+    (MEETS, {**MEETS, "master": ["node2", "29500"]}, "different addresses",
+     "is node2:29500 on rank 1, and node1:29500 on"),
+    ({**MEETS, **TOLD},
+     {"joined": False, "ended": LOST_IT | {"message": "no such file"}},
      "a rank ended", "RuntimeError: no such file"),
-    ({"joined": False, "stack": IN_MEETING},
-     {"rank": 0, "joined": False, "stack": IN_MEETING},
-     "a rank is there twice",
+    (MEETS, {**MEETS, "rank": 0}, "a rank is there twice",
      "the same rank: 0 (process 100 on node1), 0 (process 101 on node1)"),
     ({}, {"alive": None, "fresh": False, "host": "node2"},
      "a rank does not answer", "py-spy dump --native --pid 101"),
-    ({"ended": LOST_IT}, {**GONE, "sees_crashes": False},
-     "a rank was killed, or crashed", "Fatal Python error"),
-    ({"ended": LOST_IT}, {"ended": {"status": None, "time": 5}},
-     "a rank ended early", "a status that is not known, and left rank 0"),
-    ({"ended": {"status": None, "time": 5}},
-     {"ended": {"status": 0, "time": 5}}, "", "not known"),
+    (LOST, {**GONE, "sees_crashes": False}, "a rank was killed, or crashed",
+     "Fatal Python error"),
+    (LOST, {"ended": {"status": None, "time": 5}}, "a rank ended early",
+     "a status that is not known, and left rank 0"),
+    ({"ended": {"status": None, "time": 5}}, DONE, "", "not known"),
     # what a SIGTERM has left, in a rank that went on
     ({}, {"stack": AT_WORK, "last": STACK}, "a rank is late", "line 30"),
     # ranks without a record of their messages
     ({"stack": [["/home/me/train.py", 44, "main"], IN_REDUCE[1]]},
      {"stack": [*AT_WORK, [TORCH + "_tensor.py", 9, "backward"]]},
      "different lines", "rank 1 has stood in line 30"),
-    ({"stack": [["/home/me/train.py", 41, "main"]]}, {"stack": AT_WORK},
-     "nobody moves", "rank 0 is in line 41 of train.py, rank 1 is in line 30"),
+    ({"stack": [["/home/me/train.py", 41, "main"]]}, WORKS, "nobody moves",
+     "rank 0 is in line 41 of train.py, rank 1 is in line 30"),
     # everybody waits for a lock, or one has it and works
     ({"stack": IN_LOCK}, {"stack": IN_LOCK}, "a lock file",
      "ranks 0, 1 have waited in line 30 of train.py for 60 s"),
@@ -927,7 +874,7 @@ class NamesOf(dict):
         *AT_WORK, ["<frozen importlib._bootstrap>", 7, "_load"]]}, "", "on"),
     # of mp.spawn on two nodes, each of which counts from 0
     (SPAWNED, {**SPAWNED, "rank": 0, "host": "node2"}, "nobody moves", "60 s"),
-    ({"ended": LOST_IT}, {"ended": LOST_IT | {
+    (LOST, {"ended": LOST_IT | {
         "error": "KeyError", "message": "'x'", "stack": AT_WORK,
         "then": [[IN_REDUCE, "ValueError: bad"]]}}, "a rank ended",
      "in line 30 of train.py, with KeyError: 'x'; then ValueError: bad, in "
@@ -950,19 +897,19 @@ class NamesOf(dict):
      "a rank at work", "at work in line 30"),
     ({}, {"stack": AT_WORK, "fresh": False, "state": "R"},  # in C, with
      "a rank at work", ""),  # Python's lock
-    ({"joined": False, "stack": IN_MEETING},  # reads data before it joins
+    (MEETS,  # reads data before it joins
      {"joined": False, "stack": AT_WORK, "still": 3}, "a rank at work", ""),
     ({"joined": False, "stack": AT_WORK, "still": 3},  # so does rank 0
-     {"joined": False, "stack": IN_MEETING, "answer": "nobody listens there"},
-     "a rank at work", "rank 0 is at work"),
-    ({"joined": False, "stack": IN_MEETING},  # imports from a slow disk
-     {"joined": False, "stack": IMPORTS}, "a rank at work", ""),
+     {**MEETS, "answer": "nobody listens there"}, "a rank at work",
+     "rank 0 is at work"),
+    (MEETS, {"joined": False, "stack": IMPORTS},  # from a slow disk
+     "a rank at work", ""),
     # all of them do something, of which nothing more is known
-    ({"stack": AT_WORK}, {"stack": AT_WORK}, "nobody moves",
+    (WORKS, WORKS, "nobody moves",
      "no rank has moved for 60 s: ranks 0, 1 are in line 30 of train.py"),
     ({"stack": IN_LOADER, "workers": [[7, "D", True]]},  # the first batch
      {"stack": IN_LOADER, "workers": [[8, "R", True]]}, "nobody moves", ""),
-    ({"stack": IN_LOCK}, {"stack": AT_WORK},  # a rank makes it for all
+    ({"stack": IN_LOCK}, WORKS,  # a rank makes it for all
      "nobody moves", "so long?"),
     ({"stack": IMPORTS}, {"stack": AT_WORK, "still": 0}, "", "move on"),
     # and those in which all of them wait for a short time, or work
@@ -973,8 +920,7 @@ class NamesOf(dict):
      "ranks 0, 1 on node1 have not answered yet"),
     ({"stack": AT_WORK, "still": 0}, {"stack": AT_WORK, "still": 0}, "",
      "the ranks move on"),
-    ({"ended": {"status": 0, "time": 5}}, {"ended": {"status": 0, "time": 5}},
-     "", "all ranks have ended with status 0")])
+    (DONE, DONE, "", "all ranks have ended with status 0")])
 def test_what_the_judge_says(first, second, fault, words):
     ranks = [make_rank(0, **first), make_rank(1, **second)]
     found = judge(ranks, any(rank.alive for rank in ranks))
@@ -1001,7 +947,7 @@ def test_the_page_has_a_row_for_each_fault():
 
 def test_who_is_deaf_is_said_when_rank_0_has_tried():
     """Else a wrong address looks like a port that is blocked."""
-    out = {"joined": False, "stack": IN_MEETING, "still": 5, "age": 20}
+    out = {**MEETS, "still": 5, "age": 20}
     ranks = [make_rank(0, **out), make_rank(1, **out, answer="no answer")]
     assert judge(ranks).kind == ""
     # nor is one missing after 20 s, whatever the clock has done since
@@ -1010,6 +956,20 @@ def test_who_is_deaf_is_said_when_rank_0_has_tried():
     assert judge(ranks).kind == "blocked port"
     ranks[0].answer = "no answer"
     assert judge(ranks).kind == "wrong MASTER_ADDR"
+
+
+def test_asked_before_it_is_certain_it_looks_again(monkeypatch, capsys):
+    looks = iter((20, PATIENCE + 1))
+
+    def collect(*_):
+        still = next(looks)
+        return [make_rank(0, still=still),
+                make_rank(1, still=still, stack=AT_WORK)]
+
+    monkeypatch.setattr(command, "collect", collect)
+    _, found = command.look("", None, [])
+    assert found.kind == "a rank is late"
+    assert "stood still for 20 s: looking again" in capsys.readouterr().err
 
 
 def test_no_word_on_ranks_that_are_not_seen():
