@@ -3,18 +3,8 @@
 import json
 import os
 
-from conftest import edit
-
 from workshop.check.board import Board
 from workshop.check.command import main
-from workshop.stages import STAGES
-
-
-def plant(folder, *changes):
-    """DDP's solution with these changes, as a script there."""
-    script = folder / "train_gpt2.py"
-    script.write_text(edit(STAGES["ddp"].solution.read_text(), *changes))
-    return script
 
 
 def board_of(script, capsys):

@@ -12,7 +12,7 @@ import run as benchmark
 import speed
 import torch
 import turns
-from conftest import needs
+from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -150,8 +150,7 @@ def test_after_a_failure_the_next_item_follows(bench, capsys, tmp_path):
     def leave_out(bench):
         raise first_gpu.LeftOut("it needs a GPU")
 
-    script = tmp_path / "waits.py"
-    script.write_text("import time\ntime.sleep(1000)\n")
+    script = program(tmp_path / "waits.py", "import time\ntime.sleep(1000)\n")
     now = time.monotonic()
     for name, seconds, call, end in (
             ("one", 60, fail, now + 60), ("two", 60, leave_out, now + 60),

@@ -4,8 +4,9 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from checks import FORWARD, board_of, plant
+from checks import FORWARD, board_of
 from conftest import linear_light
+from stages import edited
 
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.lesson import render
@@ -15,7 +16,7 @@ from workshop.notebook import pictures
 @pytest.mark.whole
 def test_a_table_of_a_wrong_script(tmp_path, capsys):
     """And what is drawn beside it: the losses, and the samples."""
-    board = board_of(plant(tmp_path, FORWARD), capsys)
+    board = board_of(edited(tmp_path, "ddp", FORWARD), capsys)
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]
     gradients = board.answers["gradients are the single device's"]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from check_cases import CASES, outcome, problem
-from checks import FORWARD, left_by, left_in, plant
+from checks import FORWARD, left_by, left_in
 from cluster import wait_for
 from conftest import needs, program
 from shells import mount as mount  # a fixture
+from stages import edited
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -57,7 +58,7 @@ def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
         told.append(words), tell(*words)))
     monkeypatch.setattr(Check, "localise", lambda self: None)
     monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path))
-    assert not main("ddp", plant(tmp_path, FORWARD))
+    assert not main("ddp", edited(tmp_path, "ddp", FORWARD))
     wait_for(lambda: classroom.read(tmp_path))
     person, = classroom.read(tmp_path)
     assert person.right is False
@@ -99,7 +100,7 @@ def number_of(stage, title):
 
 
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
-    script = plant(tmp_path, FORWARD)
+    script = edited(tmp_path, "ddp", FORWARD)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
     assert main("ddp", script, change=made)
     assert f"Change {made} is made as the" in capsys.readouterr().out
@@ -150,8 +151,9 @@ def test_a_signal_ends_it_at_once(
     check is shown as wrong there.
     """
     events, place = not long, temporary / ("long" * 25 * long)
+    script = edited(tmp_path, "ddp", HANG)
     code = ("from workshop.check.command import main\n"
-            f"main('ddp', {str(plant(tmp_path, HANG))!r}, events={events})")
+            f"main('ddp', {str(script)!r}, events={events})")
     place.mkdir(exist_ok=True)
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, text=True,
@@ -184,8 +186,7 @@ def bench_of(stage, script, folder):
 
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
-    script = tmp_path / "train_gpt2.py"
-    script.write_text("while True:\n    pass\n")
+    script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
     one = trial.watch("ddp", trial.Mesh(), script, (), tmp_path / "seen",
                       print, {"steps": trial.STEPS, "allowed": 0.5})
     assert one.gave_up == "busy"
@@ -201,8 +202,7 @@ def test_a_kernel_of_the_table(name, tmp_path):
     """Its operations alone: the model takes the interpreter half a minute."""
     needs("triton")
     case, = (case for case in CASES if case.name == name)
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(case.script())
+    script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
     row, *_ = bench.plan(False)
     said = [finding.text for _, finding in ask(
@@ -218,7 +218,8 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     """
     seen = []
     monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
-    script = plant(tmp_path, ("import math\n", "import math\nimport mine\n"))
+    script = edited(tmp_path, "ddp", (
+        "import math\n", "import math\nimport mine\n"))
     data = script.read_bytes()
     (tmp_path / "mine.py").write_text(
         f"open({str(script)!r}, 'w').write('raise SystemExit(3)')\n")
@@ -238,7 +239,7 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
 def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     """One line, whether it is full at once or in the middle of a check."""
     mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", temporary)
-    script = plant(tmp_path, ("import math\n", (
+    script = edited(tmp_path, "ddp", ("import math\n", (
         f"import math\nwith open('{temporary}/full', 'wb') as file:\n"
         "    while True:\n        file.write(bytes(2**16))\n")))
     with pytest.raises(UserError, match=f"^{temporary} is full: make room "
@@ -289,8 +290,9 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
     the script, and nothing is left.
     """
     first = server.get_server()
-    script = plant(tmp_path, ("import math\n", "import math\nimport os\n"
-                              f"os.kill({killed}, 9)\nos._exit(1)\n"))
+    script = edited(tmp_path, "ddp", (
+        "import math\n", "import math\nimport os\n"
+        f"os.kill({killed}, 9)\nos._exit(1)\n"))
     with pytest.raises(UserError, match="the system ended a process, most "
                        "likely because the memory"):
         main("ddp", script)

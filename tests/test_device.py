@@ -11,8 +11,8 @@ import torch
 import train_gpt2_3d as three_d
 import train_gpt2_ddp as ddp
 import train_gpt2_tp as tp
-from conftest import edit
-from stages import Result, refused, train
+from conftest import program
+from stages import Result, attempt, edited, refused
 
 from backstage import device, flags, flops, process, world
 from backstage.errors import UserError, explain
@@ -201,8 +201,7 @@ run_main(main)
 
 
 def test_an_error_on_one_rank_ends_all_at_once(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
+    script = program(tmp_path / "fails.py", FAILS)
     ranks = launch(script, world_size=2, timeout=50)
     assert [rank.status for rank in ranks] == [1, 1]
     assert "error (rank 1): rank 1 has enough" in ranks[1].err
@@ -299,13 +298,11 @@ def test_a_resumed_run_keeps_its_microbatch(parsed, monkeypatch, single):
 
 def test_devices_of_different_memory_are_named(data, tmp_path):
     """Each rank chooses for itself, before they know each other."""
-    script = tmp_path / "train_gpt2.py"
     line = '    world_size = int(os.environ["WORLD_SIZE"])\n'
-    script.write_text(edit(
-        STAGES["ddp"].solution.read_text(),
-        (line, line + "    hp.microbatch_size = 1 + rank\n")))
-    result = train("ddp", tmp_path / "run", data=data, world_size=2,
-                   script=script)
+    script = edited(tmp_path, "ddp", (
+        line, line + "    hp.microbatch_size = 1 + rank\n"))
+    result = attempt("ddp", tmp_path / "run", data=data, world_size=2,
+                     script=script)
     refused(result, "1 to 2 samples", "add --microbatch-size 1")
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import program
 
 from backstage.errors import UserError
 from workshop.check import endings
@@ -49,8 +50,7 @@ DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
 
 
 def test_a_deep_expression_is_no_mistake(tmp_path):
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(DEEP)
+    script = program(tmp_path / "train_gpt2.py", DEEP)
     ast.parse(DEEP)  # Python runs it
     one = trial(Rank(0, "", ""), script=script, asked=[], compiled=None)
     for question in QUESTIONS:
@@ -84,8 +84,7 @@ def test_a_byte_order_mark_is_no_difference(tmp_path):
 
 
 def test_a_large_script_is_a_line_at_once(tmp_path):
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(f"data = {'1' * 900_000!r}\n")
+    script = program(tmp_path / "train_gpt2.py", f"data = {'1' * 900_000!r}\n")
     with pytest.raises(UserError, match="900 kB are too much"):
         main("ddp", script)
     data = b"x = 1\n" * 80_000

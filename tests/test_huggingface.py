@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from stages import make_dataset, refused, same_state, train
+from stages import attempt, make_dataset, refused, same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
 from backstage import ROOT
@@ -94,7 +94,6 @@ def test_a_stage_starts_from_it(file, data, tmp_path):
     """All load it as --resume does, which test_contract.py tries."""
     result = train("ddp", tmp_path / "run", "--init", file, "--max-steps", 1,
                    data=data, world_size=2)
-    assert result.status == 0, result.err
     tokens = torch.from_numpy(np.load(data / "test_train_000001.npy")
                               .astype(np.int64))
     x, y = tokens[:8 * 32].view(8, 32), tokens[1:8 * 32 + 1].view(8, 32)
@@ -129,7 +128,7 @@ def test_another_vocabulary_is_one_line(file, tmp_path):
     data = make_dataset(tmp_path / "data")
     for part in data.glob("vocabulary.*"):  # then it is GPT-2's
         part.unlink()
-    refused(train("std", tmp_path / "run", "--init", file, data=data),
+    refused(attempt("std", tmp_path / "run", "--init", file, data=data),
             str(file), "holds another model")
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import fields
 
 import pytest
-from conftest import needs, python
+from conftest import needs, program, python
 from stages import refused, run_command, start_stage
 
 from backstage import ROOT, process
@@ -210,8 +210,7 @@ def test_torchrun_restarts_after_a_killed_rank(tmp_path):
     """The README's command, with --max-restarts; nobody knows the machine."""
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (
         ROOT / "activate.sh").read_text()  # as run_command
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
+    script = program(tmp_path / "dies.py", DIES)
     done = run_command(
         *TORCH, "--standalone", "--local-addr", "nowhere.invalid",
         "--nproc-per-node", 2, "--max-restarts", 1, script)

@@ -14,6 +14,7 @@ from stages import (
     DieAfter,
     SignalAt,
     agree,
+    attempt,
     edited,
     refused,
     same_state,
@@ -29,7 +30,6 @@ def test_one_process_is_the_single_device_bit_for_bit(data, tmp_path):
     std, lit = (train(stage, tmp_path / stage, "--precision", "bf16",
                       "--max-steps", 6, "--warmup-steps", 6, data=data)
                 for stage in ("std", "lit"))
-    assert lit.status == 0, lit.err
     for column in ("loss", "val_loss", "lr", "norm"):
         assert lit.column(column) == std.column(column)
     assert same_state(lit.checkpoint()["model"], std.checkpoint()["model"])
@@ -43,7 +43,6 @@ def test_stopped_and_resumed_are_the_rows_of_one_run(
     run = tmp_path / "run"
     result = train("lit", run, data=data, texts=False,
                    probes=[SignalAt(step, signal.SIGUSR1)])
-    assert result.status == 0, result.err
     assert result.column("step") == list(range(step))
     validated = [row["step"] for row in result.rows if row["val_loss"]]
     assert validated == [last for last in (9, 19) if last < step]
@@ -84,7 +83,6 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
     result = train(
         "lit", tmp_path / "run", "--max-steps", 50, *flags, data=data,
         world_size=2, texts=False, probes=[SignalAllTheStart()], timeout=120)
-    assert result.status == 0, result.err
     assert len(result.rows) == 1 == result.checkpoint()["step"]
     assert "signals: " in result.out
 
@@ -128,14 +126,13 @@ def test_strategies_go_on_from_others_and_they_from_it(data, tmp_path, links):
     flags = ("--max-steps", 16, "--minibatch-size", 12, "--microbatch-size", 2,
              "--eval-every", 2, "--eval-minibatches", 1)
     alone = train("std", tmp_path / "alone", *flags, data=data)
-    train("std", run, *flags, "--checkpoint-every", 3, data=data,
-          probes=[DieAfter(3)])
+    attempt("std", run, *flags, "--checkpoint-every", 3, data=data,
+            probes=[DieAfter(3)])
     for strategy, world_size in links:
         result = train(
             "lit", run, "--resume", "--strategy", strategy,
             world_size=world_size, preload=preload,
             probes=[probe(3, signal.SIGUSR1, 0)])
-        assert result.status == 0, result.err
         assert "stopped by SIGUSR1" in result.out
         assert "Warning" not in result.err
     agree(train("ddp", run, "--resume", world_size=2), alone)
@@ -203,7 +200,7 @@ def test_what_a_stage_of_zero_keeps(data, tmp_path):
     (("--devices", "-1"), None, "--devices must be 0 or more"),
 ])
 def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
-    result = train("lit", tmp_path / "run", *flags, data=data,
-                   world_size=world_size)
+    result = attempt("lit", tmp_path / "run", *flags, data=data,
+                     world_size=world_size)
     refused(result, message)
     assert not result.folder.exists()

@@ -1,7 +1,7 @@
 """The check names the change that makes a script wrong."""
 
 import pytest
-from conftest import edit
+from conftest import edit, program
 
 from workshop.check import localise
 from workshop.check.command import main
@@ -81,8 +81,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
             "accumulation_steps", "turns"),
         ("self.position += self.stride", "self.position += self.B"),
         ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
-    path = tmp_path / "train_gpt2.py"
-    path.write_text(script)
+    path = program(tmp_path / "train_gpt2.py", script)
     assert not main("ddp", path)
     out = capsys.readouterr().out
     for title, line in (

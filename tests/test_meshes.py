@@ -9,6 +9,7 @@ from conftest import needs
 from stages import (
     SignalAt,
     agree,
+    attempt,
     edited,
     make_dataset,
     refused,
@@ -31,7 +32,6 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
         stage, tmp_path / stage, "--precision", "bf16", "--max-steps", 2,
         "--eval-minibatches", 1, data=data, mesh=mesh, texts=False)
         for stage, mesh in (("std", (1, 1, 1)), ("3d", (2, 1, 2))))
-    assert result.status == 0, result.err
     for column, tolerance in (("loss", 1e-3), ("norm", 2e-2)):
         assert result.column(column) == pytest.approx(
             single.column(column), rel=tolerance)
@@ -69,7 +69,6 @@ def test_compiled(data, tmp_path):
         probes=[SignalAt(3, signal.SIGUSR1)], **options)
         for name, flags, options in (("std", (), {}), (
             "tp", ("--compile",), {"mesh": (1, 1, 2), "timeout": 290})))
-    assert result.status == 0, result.err
     assert "does not work here" not in result.err
     assert result.column("loss") == pytest.approx(
         single.column("loss"), rel=1e-4)
@@ -112,7 +111,6 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     """And the pipeline says who writes its texts."""
     result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
                    mesh=(2, 1, 2), probes=[messages_of_save])
-    assert result.status == 0, result.err
     sizes = {kind: [*map(int, re.findall(rf"message {kind} (\d+)",
                                          result.out))]
              for kind in ("cpu", "gpu")}
@@ -143,8 +141,8 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
 ], ids=lambda value: value[0] if isinstance(value, list) else str(value))
 def test_sizes_that_do_not_fit_are_one_line(
         data, tmp_path, stage, size, flags, words):
-    refused(train(stage, tmp_path / "run", *flags, data=data,
-                  world_size=size if size > 1 else None), *words)
+    refused(attempt(stage, tmp_path / "run", *flags, data=data,
+                    world_size=size if size > 1 else None), *words)
 
 
 @pytest.mark.parametrize(("cause", "words"), [

@@ -102,8 +102,7 @@ run_main(main)
 @pytest.mark.whole
 def test_all_leave_mpi(tmp_path, enter, mpich):
     """Of 20 programs that only finalized MPI, 13 waited for ever."""
-    script = tmp_path / "late.py"
-    script.write_text(LATE)
+    script = program(tmp_path / "late.py", LATE)
     words = ["mpiexec.mpich", "-launcher", "ssh", "-launcher-exec", enter,
              "-hosts", "node1,node2", "-n", 2, sys.executable, script]
     # without UCX_TLS it would find that both nodes are the same machine
@@ -141,8 +140,7 @@ def test_on_two_nodes(data, single, tmp_path, enter):
 @pytest.mark.whole
 def test_ranks_without_mpi_meet_on_two_nodes(tmp_path, enter):
     needs("mpirun")
-    script = tmp_path / "meets.py"
-    script.write_text(MEETS)
+    script = program(tmp_path / "meets.py", MEETS)
     done = on_two_nodes(enter, 4, "-m", "workshop.as_torchrun", "-v", script)
     said = re.findall(r"rank (\d) of 4, on node(\d) local rank (\d) of 2, as "
                       r"Open MPI says; rank 0 is at node1:\d+", done.stdout)

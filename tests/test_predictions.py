@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from conftest import program
 
 from backstage import ROOT
 from workshop.check.command import Check, find_reference, main
@@ -90,8 +91,7 @@ def test_the_check_says_what_the_answer_quotes(
         quoted, stage, number, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many trials."""
     monkeypatch.setattr(Check, "localise", lambda self: None)
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(make())
+    script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert not main(stage, script, change=number)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import wait_for
+from conftest import program
 
 from backstage import ROOT
 from workshop import processes
@@ -37,8 +38,7 @@ def test_a_number_that_the_system_gives_again(tmp_path):
 
 def test_a_stopped_process_is_not_asleep(tmp_path):
     """A rank, or the server of the ranks: what waits for them waits on."""
-    script = tmp_path / "script.py"
-    script.write_text("import time\ntime.sleep(60)\n")
+    script = program(tmp_path / "script.py", "import time\ntime.sleep(60)\n")
     launch = processes.Launch(script)
     try:
         for pid in launch.jobs[0].pid, launch.jobs[0].server.process.pid:

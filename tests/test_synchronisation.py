@@ -67,10 +67,9 @@ REPORT = ["reduce", "wait tolist", "wait item"]
 def test_a_step_waits_for_the_device_once_its_report_is_reduced(
         data, tmp_path, stage, world_size, expected):
     """In all steps but the first and the last, which save and evaluate."""
-    ended = train(stage, tmp_path / "run", "--max-steps", 3,
-                  "--eval-minibatches", 1, data=data, world_size=world_size,
-                  texts=False, probes=[partial(waits, tmp_path)])
-    assert ended.status == 0, ended.err
+    train(stage, tmp_path / "run", "--max-steps", 3, "--eval-minibatches", 1,
+          data=data, world_size=world_size, texts=False,
+          probes=[partial(waits, tmp_path)])
     microbatches = 4 // (world_size or 1)
     step = ["backward"] * microbatches + expected
     for rank in range(world_size or 1):
