@@ -5,18 +5,29 @@ from xml.etree import ElementTree
 
 import pytest
 from checks import FORWARD, board_of
+from cluster import wait_for
 from conftest import linear_light
 from stages import edited
 
+from workshop import classroom
 from workshop.check.board import MEANING, SIGNS, Board
 from workshop.lesson import render
 from workshop.notebook import pictures
 
 
 @pytest.mark.whole
-def test_a_table_of_a_wrong_script(tmp_path, capsys):
-    """And what is drawn beside it: the losses, and the samples."""
+def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
+    """And what is drawn beside it: the losses, and the samples. The class is
+    told what is wrong, if somebody takes part.
+    """
+    shared = tmp_path / "class"
+    shared.mkdir()
+    monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
     board = board_of(edited(tmp_path, "ddp", FORWARD), capsys)
+    wait_for(lambda: classroom.read(shared))
+    (person,) = classroom.read(shared)
+    assert person.right is False
+    assert person.mistake == "gradients are the single device's"
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]
     gradients = board.answers["gradients are the single device's"]

@@ -20,9 +20,9 @@ from stages import edited
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import classroom, patience, server
+from workshop import patience, server
 from workshop.check import endings, trial
-from workshop.check.command import Check, main
+from workshop.check.command import main
 from workshop.check.questions import ask
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
@@ -48,27 +48,6 @@ def test_a_script_of_the_table(case):
     passed, says, out = outcome(case)
     assert not problem(case, passed, says), out
     assert out.count("FAIL") == (not case.right)  # one diagnosis
-
-
-@pytest.mark.whole
-def test_what_follows_is_folded(tmp_path, capsys, monkeypatch):
-    """And the class is told what is wrong, if somebody takes part."""
-    told, tell = [], Check.tell
-    monkeypatch.setattr(Check, "tell", lambda *words: (
-        told.append(words), tell(*words)))
-    monkeypatch.setattr(Check, "localise", lambda self: None)
-    monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path))
-    assert not main("ddp", edited(tmp_path, "ddp", FORWARD))
-    wait_for(lambda: classroom.read(tmp_path))
-    person, = classroom.read(tmp_path)
-    assert person.right is False
-    assert person.mistake == "gradients are the single device's"
-    folded = capsys.readouterr().out
-    assert folded.count("FAIL") == 1 and "more follow from it)" in folded
-    told[-1][0].verbose = True
-    tell(*told[-1])
-    out = capsys.readouterr().out
-    assert out.count("FAIL") == 1 and "  and   the final" in out
 
 
 @pytest.mark.parametrize(("stage", "title", "says"), [

@@ -14,7 +14,7 @@ from workshop.check.command import Check, Mistake, Quiet, lines_as_in, main
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
 from workshop.check.trial import Mesh, Trial
-from workshop.findings import Line
+from workshop.findings import Finding, Line
 from workshop.lesson.diff import Diff
 from workshop.parts import assemble, describe
 from workshop.processes import Rank
@@ -67,20 +67,34 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
 # ------------------------------------------------------------ odd scripts
 
 
+def check_of(script):
+    """A `Check` that tries nothing, and the list of what it says."""
+    out, said = Quiet(), []
+    out.say = said.append
+    bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
+    return Check(bench, False, out, None, str), said
+
+
 def test_a_byte_order_mark_is_no_difference(tmp_path):
     """Notepad writes one. What is wrong is said, as of any script."""
-    class Out(Quiet):
-        def __init__(self):
-            self.said = []
-            self.say = self.said.append
-
-    script, out = tmp_path / "train_gpt2.py", Out()
+    script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
-    bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
-    check = Check(bench, False, out, None, str)
+    check, said = check_of(script)
     check.wrong = Mistake("losses agree", "that of step 0 is 5", set(), "")
     check.localise()
-    assert "changes are left" in out.said[0]
+    assert "changes are left" in said[0]
+
+
+def test_what_follows_is_folded():
+    found = [Finding(verdict, [text], []) for verdict, text in (
+        ("ok", "it ends"), ("FAIL", "off by 5"), ("and", "so is the loss"))]
+    for verbose, lines in ((False, [
+            "  FAIL  off by 5", "        (1 more follows from it)"]), (True, [
+            "  ok    it ends", "  FAIL  off by 5", "  and   so is the loss"])):
+        check, said = check_of("")
+        check.verbose = verbose
+        check.tell(found, 1.0)
+        assert said == lines
 
 
 def test_a_large_script_is_a_line_at_once(tmp_path):

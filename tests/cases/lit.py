@@ -3,7 +3,6 @@
 from cases.case import right, wrong
 
 FIT = "    trainer.fit(LitGPT(model, hp), train_data, val_data)\n"
-TRAINER = "    trainer = L.Trainer(\n"
 LOSS = "return self.model(*batch)"
 MODULE = """class LitGPT(L.LightningModule):
     def __init__(self, model, hp):
@@ -25,12 +24,6 @@ def loaders(arguments):
     return (FIT, STREAM + f"    loaders = [torch.utils.data.DataLoader("
             f"{arguments})\n               for data in (train_data, val_data)]"
             "\n    trainer.fit(LitGPT(model, hp), *loaders)\n")
-
-
-def with_callback(body):
-    """Changes that put methods of a subclass in the callback's place."""
-    return ((TRAINER, f"    class Own(lit.LitRun):\n{body}\n" + TRAINER),
-            ("callbacks=[lit.LitRun(", "callbacks=[Own("))
 
 
 CASES = (
