@@ -1,7 +1,8 @@
 """What the tests of the check share."""
 
 import json
-import os
+
+from conftest import all_processes
 
 from workshop.check.board import Board
 from workshop.check.command import main
@@ -28,13 +29,5 @@ def left_in(temporary):
 
 def left_by(temporary):
     """The processes that have this folder for temporary files."""
-    mark, found = f"TMPDIR={temporary}".encode(), []
-    for folder in os.listdir("/proc"):
-        if folder.isdigit():
-            try:
-                with open(f"/proc/{folder}/environ", "rb") as file:
-                    if mark in file.read():
-                        found.append(folder)
-            except OSError:
-                pass
-    return found
+    return [pid for pid, _, variables in all_processes()
+            if any(one.startswith(f"TMPDIR={temporary}") for one in variables)]

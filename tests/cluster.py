@@ -10,7 +10,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import ENVIRONMENT, copy_course, git, needs, program
+from conftest import (
+    ENVIRONMENT,
+    all_processes,
+    copy_course,
+    git,
+    needs,
+    program,
+)
 from stages import Result, make_dataset
 
 from backstage import ROOT
@@ -142,20 +149,12 @@ class Slurm:
 
     def processes(self, job):
         """The processes of a job, on any node: (pid, node, command)."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                env, command = ((folder / name).read_text(
-                    errors="replace").split("\0")
-                    for name in ("environ", "cmdline"))
-            except OSError:  # it has ended
-                continue
-            env = dict(item.split("=", 1) for item in env if "=" in item)
-            if env.get("SLURM_JOB_ID") == job and (
-                    env.get("SLURM_CONF") == self.env["SLURM_CONF"]):
-                found.append((int(folder.name),
-                              env.get("SLURMD_NODENAME"), command))
-        return found
+        mine = {f"SLURM_JOB_ID={job}", f"SLURM_CONF={self.env['SLURM_CONF']}"}
+        return [(pid, next((one.partition("=")[2] for one in variables
+                            if one.startswith("SLURMD_NODENAME=")), None),
+                 command)
+                for pid, command, variables in all_processes()
+                if mine <= {*variables}]
 
     def ranks(self, job):
         """Those of them that train: (pid, node)."""

@@ -1,5 +1,6 @@
 """What the tests share."""
 
+import contextlib
 import json
 import os
 import re
@@ -114,24 +115,28 @@ def pytest_sessionfinish(session):
         return
     while (left := list(left_behind())) and time.monotonic() < end:
         time.sleep(0.2)
-    for pid, command in left:
-        print(f"\nleft behind by a test: process {pid}, {command}")
+    for pid, words in left:
+        print(f"\nleft behind by a test: process {pid}, {' '.join(words)}")
         os.kill(pid, signal.SIGKILL)
     if left and not session.exitstatus:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def left_behind():
-    """(process, its command line) of those that tests have started."""
-    mark = f"WORKSHOP_TESTS={os.getpid()}".encode()
+    """(process, its words) of those that tests have started."""
+    return ((pid, words) for pid, words, variables in all_processes()
+            if f"WORKSHOP_TESTS={os.getpid()}" in variables
+            and any(words) and pid != os.getpid())
+
+
+def all_processes():
+    """(number, its words, its variables) of each that this user may look at.
+    """
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            mine = mark in (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-        except OSError:  # it has ended, or is another user's
-            continue
-        if mine and command and int(folder.name) != os.getpid():
-            yield int(folder.name), command.decode(errors="replace")
+        with contextlib.suppress(OSError):  # it has ended, or is another's
+            yield int(folder.name), *(
+                (folder / name).read_text(errors="replace").split("\0")
+                for name in ("cmdline", "environ"))
 
 
 def needs(*names):

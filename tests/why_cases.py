@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cluster
-from conftest import MPICH, edit
+from conftest import MPICH, all_processes, edit
 from stages import make_dataset
 
 from backstage import ROOT
@@ -221,18 +221,11 @@ class Plain:
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(3)
-        for pid in left_of(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid, words, _ in all_processes():  # in sessions of their own
+            if any(str(self.folder) in word for word in words):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.log.close()
-
-
-def left_of(folder):
-    """The processes that a launcher has put into sessions of their own."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.fsencode(folder) in (process / "cmdline").read_bytes():
-                yield int(process.name)
 
 
 class Job:
