@@ -1,8 +1,8 @@
 """verify's questions: what right scripts' runs saw is changed, as a mistake
 would change it.
 
-No process is started for a question. `python tests/verify_cases.py` has the
-mistakes themselves.
+No process is started for a question. verify_cases.py has the mistakes
+themselves.
 """
 
 import copy

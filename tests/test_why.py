@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed  # noqa: F401 the witness looks there
+import why_cases
 from cluster import wait_for
 from conftest import edit, needs, program, python
 
@@ -101,6 +102,16 @@ def test_the_faults_of_the_lesson(number, tmp_path, monkeypatch):
     assert [rank.rank for rank in found.ranks] == blamed
     if number in (1, 2, 3, 7, 9):
         assert " of their_" in found.text
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("stage", "launcher", "fault", "others"), [
+    pytest.param(*how, id=name) for name, how in why_cases.cases()])
+def test_a_job_of_the_table(
+        stage, launcher, fault, others, tmp_path, request):
+    job = (why_cases.Plain(tmp_path) if launcher != "srun" else
+           why_cases.Job(tmp_path, request.getfixturevalue("slurm")))
+    why_cases.try_out(job, stage, launcher, fault, others)
 
 
 @pytest.mark.whole

@@ -1,8 +1,7 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    python tests/why_cases.py             all of them, one after the other
-    python tests/why_cases.py fsdp        those whose name has this pattern
-    python tests/why_cases.py '^sound'
+    pytest --tables tests/test_why.py -k of_the_table      all, for hours
+    pytest --tables tests/test_why.py -k "of_the_table and sound"
 
 Each fault is planted in a copy of a stage's script or of somebody else's
 (tests/foreign), which torchrun, mpirun or srun starts as two processes; srun
@@ -13,19 +12,14 @@ complain. What came of it stands in docs/tables.md.
 """
 
 import contextlib
-import datetime
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from textwrap import indent
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cluster
 from conftest import MPICH, all_processes, edit
@@ -294,7 +288,7 @@ def wait_for_sign(job):
 
 
 def name_fault(job, fault, launcher):
-    """(right, what `why` said first, after how many seconds)."""
+    """Check that the first complaint of `why` is the right one."""
     begin = wait_for_sign(job)
     if fault == "dead node" and isinstance(job, Job):
         job.crash()
@@ -310,20 +304,17 @@ def name_fault(job, fault, launcher):
     pattern, words = FAULTS[fault]
     if "os.kill" in AT_STEP.get(fault, "") or "memory" in fault:
         pattern, words = KILLED.get(launcher, (pattern, words))
-    right = bool(re.match(f"(?:{pattern}): .*{words}", line))
-    return right and seconds <= MINUTE, line, seconds
+    assert re.match(f"(?:{pattern}): .*{words}", line), line
+    assert seconds <= MINUTE, (line, seconds)
 
 
 def stay_silent(job):
-    """(right, what `why` said, after how many seconds)."""
-    begin = wait_for_sign(job)
+    """Check that `why` does not complain."""
+    wait_for_sign(job)
     for _ in range(ASKED):
         said = job.why()
-        if said.returncode:
-            break
+        assert not said.returncode, said.stdout or said.stderr
         time.sleep(4)
-    return (not said.returncode, (said.stdout or said.stderr).partition(
-        "\n")[0], time.time() - begin)
 
 
 @contextlib.contextmanager
@@ -382,45 +373,16 @@ def little_memory():
         GROUP.rmdir()
 
 
-def attempt(stage, launcher, fault, others, slurm):
-    """What came of it: (right, what `why` said, after how many seconds)."""
-    with tempfile.TemporaryDirectory(prefix="why") as folder:
-        folder = Path(folder)
-        job = (Job(folder, slurm()) if launcher == "srun" else Plain(folder))
+def try_out(job, stage, launcher, fault, others):
+    """Start the job, and ask `why`, which has to be right."""
+    memory = (little_memory() if fault == "killed for memory" else
+              contextlib.nullcontext())
+    with memory, busy(others):
         try:
-            with busy(others):
-                job.start(stage, launcher, fault)
-                return (name_fault(job, fault, launcher) if fault in FAULTS
-                        else stay_silent(job))
-        except AssertionError as error:
-            return False, f"{error}", 0
+            job.start(stage, launcher, fault)
+            if fault in FAULTS:
+                name_fault(job, fault, launcher)
+            else:
+                stay_silent(job)
         finally:
             job.clear()
-
-
-def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # it clears up
-    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
-    found, begin = [], time.monotonic()
-    with little_memory(), contextlib.ExitStack() as stack:
-        clusters = []
-
-        def slurm():
-            if not clusters:
-                clusters.append(stack.enter_context(cluster.start()))
-            return clusters[0]
-
-        for case, how in cases():
-            if not re.search(pattern, case):
-                continue
-            right, said, seconds = attempt(*how, slurm)
-            found.append(right)
-            print(f"{'yes' if right else 'NO '} {case} ({seconds:.0f} s)\n"
-                  f"    {said}", flush=True)
-    print(f"{datetime.date.today()}: {sum(found)} of {len(found)} as "
-          f"expected, {(time.monotonic() - begin) / 60:.0f} minutes")
-    return int(not all(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
