@@ -13,8 +13,8 @@ from pathlib import Path
 from conftest import (
     ENVIRONMENT,
     all_processes,
+    commit_all,
     copy_course,
-    git,
     needs,
     program,
 )
@@ -205,8 +205,7 @@ def start():
     program(repo / "bin" / "nvidia-smi", NVIDIA_SMI)
     (repo / "site.sh").write_text(
         f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
-    for command in ("init -q", "add -A", "commit -qm x"):
-        git(repo, *command.split())
+    commit_all(repo)
     make_dataset(folder / "data")
     cluster = Slurm(folder / "lab", repo)
     try:

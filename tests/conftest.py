@@ -50,6 +50,11 @@ def is_plain(config):
     return config.args_source is not pytest.Config.ArgsSource.ARGS
 
 
+def is_quick(config):
+    """Whether the tests that are marked `whole` are left out."""
+    return is_plain(config) and not config.option.whole
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads them
 def pytest_cmdline_main(config):
     """All tests: three files at a time, as most wait for processes."""
@@ -70,39 +75,30 @@ def pytest_addoption(parser):
         "takes long or needs programs such as SLURM, MPI, a browser")
     parser.addoption(
         "--tables", action="store_true", help="run all of the tables, too: "
-        "scripts with mistakes that the check has to name, for an hour")
+        "scripts and jobs with mistakes that the tools have to name; hours")
 
 
 def pytest_collection_modifyitems(config, items):
     """`pytest` alone leaves out marked tests; naming a file runs all of it."""
     items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
-    config.left_out = is_plain(config) and not config.option.whole and (
-        leave_out("whole", config, items))
-    if is_worker(config):
-        config.workeroutput["left_out"] = config.left_out
+    if is_quick(config):
+        leave_out("whole", config, items)
     if not config.option.tables:
         leave_out("table", config, items)
 
 
 def leave_out(marker, config, items):
-    """Take the tests with this marker out; how many."""
+    """Take the tests with this marker out."""
     some = [item for item in items if item.get_closest_marker(marker)]
     items[:] = [item for item in items if not item.get_closest_marker(marker)]
     config.hook.pytest_deselected(items=some)
-    return len(some)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    node.config.left_out = getattr(node, "workeroutput", {}).get("left_out")
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    left_out = getattr(config, "left_out", 0)
-    if left_out:
+    if is_quick(config):
         terminalreporter.write_line(
-            f"{left_out} tests were left out, which take long or need SLURM, "
-            "MPI, a compiler or a browser: `pytest --whole` runs them too")
+            "Left out is what takes long or needs SLURM, MPI, a compiler or a "
+            "browser: `pytest --whole` runs it, too")
 
 
 @pytest.hookimpl(trylast=True)  # when the workers have ended
@@ -172,6 +168,20 @@ def copy_desk(clone, *more, stage="std"):
     return clone
 
 
+def link_package(name, site):
+    """Put a package of ours, and those that it needs, into a site-packages."""
+    names = [name]
+    for name in names:  # which grows
+        package = metadata.distribution(name)
+        for top in {file.parts[0] for file in package.files} - {
+                "..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(package.locate_file(top))
+        needed = map(Requirement, package.requires or [])
+        names += {one.name for one in needed if not one.marker
+                  or one.marker.evaluate({"extra": ""})} - {*names}
+
+
 def read_book(path):
     """nbformat is imported late: that takes two seconds of every process."""
     import nbformat
@@ -214,6 +224,12 @@ def git(folder, *words, **variables):
     return subprocess.run(["git", *who, *words], cwd=folder, check=True,
                           env=os.environ | variables, capture_output=True,
                           text=True).stdout
+
+
+def commit_all(folder):
+    """Make a repository of a folder, with all that is in it."""
+    for words in ("init -q", "add -A", "commit -qm all"):
+        git(folder, *words.split())
 
 
 def edit(text, *pairs):
@@ -392,21 +408,7 @@ def portal(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder],
                    check=True)
     site, = folder.glob("lib/python*/site-packages")
-    todo, done = ["ipykernel"], set()
-    while todo:
-        name = todo.pop()
-        if name in done:
-            continue
-        done.add(name)
-        package = metadata.distribution(name)
-        for top in {file.parts[0] for file in package.files} - {
-                "..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(package.locate_file(top))
-        for text in package.requires or []:
-            needed = Requirement(text)
-            if not needed.marker or needed.marker.evaluate({"extra": ""}):
-                todo.append(needed.name)
+    link_package("ipykernel", site)
     kernel = folder / "share" / "jupyter" / "kernels" / "python3"
     kernel.mkdir(parents=True)
     python = folder / "bin" / "python"

@@ -5,7 +5,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -84,6 +87,21 @@ def command(repo, then="", before="", shell="bash"):
     return [*SHELLS[shell], "-c", f"{before}\n"
             f"source {shlex.quote(str(repo / 'activate.sh'))}\n"
             f"echo status=$?\n{then}"]
+
+
+def killed(words, moment, env, number=signal.SIGKILL):
+    """Start a shell, and send this signal to all that runs at a moment."""
+    shell = subprocess.Popen(
+        words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL))
+    try:
+        while not moment():
+            assert shell.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.killpg(shell.pid, number)
+        shell.wait()
 
 
 def source(repo, then="", before="", shell="bash", **changes):

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from conftest import git, needs, program
+from conftest import commit_all, git, needs, program
 from packaging.specifiers import SpecifierSet
 from shells import (
     CLOSED,
@@ -24,6 +23,7 @@ from shells import (
     SHELLS,
     command,
     environment,
+    killed,
     named,
     refused,
     source,
@@ -43,21 +43,6 @@ YES = {"WORKSHOP_INSTALL": "yes"}
 def desk(tmp_path_factory, set_up):
     """A clone that is set up; a test that changes it puts it back."""
     return set_up(tmp_path_factory.mktemp("desk"))[0]
-
-
-def killed(repo, moment):
-    """Kill a set-up at this moment of the environment that it builds."""
-    new = repo / ".venv.workshop-new"
-    shell = subprocess.Popen(
-        command(repo), env=environment(repo), stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        while not moment(new):
-            assert shell.poll() is None
-            time.sleep(0.01)
-    finally:
-        os.killpg(shell.pid, signal.SIGKILL)
-        shell.wait()
 
 
 def beside(venv):
@@ -308,7 +293,8 @@ def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path):
     What pip is told does not send the new packages elsewhere.
     """
     (repo, venv), elsewhere = set_up(tmp_path), tmp_path / "elsewhere"
-    stays, old = plant(venv), repo / ".venv.workshop-old"
+    stays = plant(venv)
+    old, new = (repo / f".venv.workshop-{name}" for name in ("old", "new"))
     needing(repo, "one", "nowhere-to-be-had")
     ran = source(repo, **NO_NETWORK | {"PIP_RETRIES": "1"})
     refused(ran, "nowhere-to-be-had.*network")
@@ -317,7 +303,8 @@ def test_an_interrupted_change_leaves_the_old_one(set_up, tmp_path):
     needing(repo, "one", "three")
     made = (venv / "workshop-base").read_text()
     for moment in "workshop-base", "lib/python*/site-packages/three.py":
-        killed(repo, lambda new: list(new.glob(moment)))  # noqa: B023
+        killed(command(repo), lambda: list(new.glob(moment)),  # noqa: B023
+               environment(repo))
         if not venv.exists() or imports(venv, "three"):
             break  # it was faster than this loop
         assert (venv / "workshop-base").read_text() == made
@@ -386,8 +373,7 @@ def test_the_filter_of_notebooks_goes_into_no_other_repository(
     assert not has_it(tmp_path)
     (repo / ".gitattributes").write_text("*.ipynb filter=nbstripout\n")
     (repo / "one.ipynb").write_text("{}")
-    for words in ("init -q", "add -A", "commit -qm x"):
-        git(repo, *words.split())
+    commit_all(repo)
     os.utime(repo / "one.ipynb", (1, 1))  # as if git did not know the time
     ask = (f"unset GIT_DIR GIT_WORK_TREE; cd '{repo}'; "
            "git describe --always --dirty")
@@ -554,7 +540,8 @@ def test_a_folder_that_cannot_have_neighbours(tmp_path, mount):
     subprocess.run(["mount", "-o", "remount,ro", top], check=True)
     repo = tiny_clone(tmp_path)
     named(repo, venv)
-    killed(repo, lambda _: (venv / ".workshop-new/pyvenv.cfg").exists())
+    killed(command(repo), (venv / ".workshop-new/pyvenv.cfg").exists,
+           environment(repo))
     assert not (venv / "bin").exists()
     out = works(repo, f"{PACKAGES}; pip --version")
     assert f"from {venv}/lib" in out

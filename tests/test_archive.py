@@ -6,14 +6,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from cluster import wait_for
 from conftest import program
-from shells import PACKAGES, environment, refused, source, tiny_clone
+from shells import (
+    PACKAGES,
+    command,
+    environment,
+    killed,
+    refused,
+    source,
+    tiny_clone,
+)
 from shells import mount as mount  # a fixture
 
 pytestmark = pytest.mark.whole
@@ -128,17 +134,9 @@ def test_what_a_killed_one_has_left_goes(archives, node):
             "open(sys.argv[2] + '/begun', 'w')\n"
             "time.sleep(1000)\n")
     for number in (signal.SIGINT, signal.SIGKILL):
-        shell = subprocess.Popen(
-            ["bash", "-c", f"source '{node.repo}/activate.sh'"],
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-            start_new_session=True, stderr=subprocess.DEVNULL,
-            env=environment(node.repo, TMPDIR=str(node.disk), PATH=(
-                f"{slow.parent}:{os.environ['PATH']}")))
-        while not [*node.disk.glob("*/*/begun")]:
-            assert shell.poll() is None
-            time.sleep(0.01)
-        os.killpg(shell.pid, number)
-        shell.wait()
+        killed(command(node.repo), lambda: [*node.disk.glob("*/*/begun")],
+               environment(node.repo, TMPDIR=str(node.disk), PATH=(
+                   f"{slow.parent}:{os.environ['PATH']}")), number)
         if number == signal.SIGINT:
             wait_for(lambda: not node.left())  # a trap's work
     left, = node.disk.glob("*/*.new*")

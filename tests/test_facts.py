@@ -1,11 +1,10 @@
 """The tables in the lessons are those that are computed."""
 
-import json
 import re
 
 import pytest
 
-from backstage import ROOT
+from slides.text import cells
 from workshop.arithmetic import of_step
 
 TINY = {"block_size": 32, "n_layer": 4, "n_head": 4, "n_embd": 32}
@@ -22,18 +21,12 @@ TABLES = {  # a lesson's table: (split, mesh, A, B), the rows' collectives
 }
 
 
-def read(notebook):
-    """The texts of its cells."""
-    return "\n".join("".join(cell["source"]) for cell in json.loads(
-        (ROOT / notebook).read_text())["cells"])
-
-
 @pytest.mark.parametrize("lesson", TABLES)
 def test_the_byte_tables_name_their_model(lesson):
     """Of each vocabulary in their heads; test_traffic.py counts the same."""
     split, mesh, A, B, rows = TABLES[lesson]
     head, table = re.search(r"^(\| .*V = .*)\n\|[-:| ]+\n((?:\|.*\n)+)",
-                            read(f"notebooks/{lesson}.ipynb"), re.M).groups()
+                            "\n".join(cells(lesson)), re.M).groups()
     sizes = [int(size.replace(",", "")) for size in
              re.findall(r"V = ([\d,]+)", head)]
     assert 2048 in sizes  # the demo dataset's, which attendees have

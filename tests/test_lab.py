@@ -13,6 +13,7 @@ import pytest
 from cluster import FLAGS, wait_for
 from conftest import (
     ENVIRONMENT,
+    commit_all,
     copy_course,
     copy_desk,
     git,
@@ -146,8 +147,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
     script = repo / "code" / "train_gpt2.py"
     script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
-    for command in ("init -q", "add -A", "commit -qm all"):
-        git(repo, *command.split())
+    commit_all(repo)
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     url = lab(home, SHELL="/bin/bash",
               JUPYTER_PATH=str(portal / "share" / "jupyter"))

@@ -29,10 +29,8 @@ def table(text, heading):
 
 
 def test_the_notebook_has_the_same_plan():
-    cells = json.loads((ROOT / "notebooks" / "start_here.ipynb").read_text())
-    text = "\n".join("".join(cell["source"]) for cell in cells["cells"])
-    links = re.sub(r"\]\(", "](notebooks/", "\n" + text).replace(
-        "notebooks/../", "")
+    links = re.sub(r"\]\(", "](notebooks/", "\n" + "\n".join(
+        slides.cells("start_here"))).replace("notebooks/../", "")
     for heading in ("60 min | 90 min | 120 min", "path"):
         assert table(links, heading) == table(README, heading)
 

@@ -3,9 +3,7 @@
 `--tables` runs all of them; without it, those that differ in kind.
 """
 
-import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import edit, needs
+from conftest import edit, link_package, needs
 from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
@@ -108,15 +106,9 @@ def test_outside_the_course(tmp_path):
         [sys.executable, "-m", "pip", "install", "-q", "--no-index",
          "--no-build-isolation", "--target", tmp_path / "ours",
          tmp_path / "clone"], check=True)
-    theirs, names = tmp_path / "theirs", ["torch"]
+    theirs = tmp_path / "theirs"
     theirs.mkdir()
-    for name in names:  # which grows
-        package = importlib.metadata.distribution(name)
-        for top in {file.parts[0] for file in package.files} - {".."}:
-            if not (theirs / top).exists():
-                (theirs / top).symlink_to(package.locate_file(top))
-        names += {re.match(r"[\w.-]+", line)[0] for line
-                  in package.requires or [] if ";" not in line} - {*names}
+    link_package("torch", theirs)
     (tmp_path / "work").mkdir()
     shutil.copy(ROOT / "tests" / "foreign" / "ddp.py", tmp_path / "work")
     for words, says in ((["verify", "--", "ddp.py"], "0 wrong"),
