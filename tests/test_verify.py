@@ -95,6 +95,26 @@ def test_what_others_put_beside_it_stays(tmp_path, monkeypatch):
         "runs", "runs/theirs", "text"]
 
 
+def test_what_the_script_has_moved_stays(tmp_path):
+    """Its name is new, as where a log is rotated, but not what it holds."""
+    (tmp_path / "log").write_text("theirs")
+    subprocess.run([sys.executable, "-c", """\
+import os
+from types import SimpleNamespace
+from workshop.verify.command import tidy
+from workshop.watch import files, log
+seen = log.Log(None, 0)
+seen.seen["updates"] = []
+files.made(seen)
+os.rename("log", "log.1")
+open("log.part", "w").close()
+os.rename("log.part", "log")
+seen.tell("end")
+tidy("xk3pq9zw", [SimpleNamespace(seen=[seen.seen])])
+"""], cwd=tmp_path, check=True)
+    assert os.listdir(tmp_path) == ["log.1"]
+
+
 @pytest.mark.whole
 def test_outside_the_course(tmp_path):
     """Installed from a clone, beside torch and what that needs alone."""

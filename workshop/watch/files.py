@@ -68,7 +68,9 @@ def made(log):
         if event == "os.mkdir" or (
                 event == "open" and (args[2] or 0) & os.O_CREAT):
             makes(args[0])
-        if event in ("os.rename", "os.symlink", "os.link"):
+        if event in ("os.symlink", "os.link") or (
+                event == "os.rename"  # else what was there before is moved
+                and place(args[0]) in log.seen["new"]):
             makes(args[1])
         if event == "open" and isinstance(args[0], PATH) and not (
                 log.seen["updates"]
