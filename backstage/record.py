@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -63,7 +64,7 @@ def read_metrics(file):
 
     Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
     """
-    with reading(file), open(file, newline="", encoding="utf-8") as lines:
+    with reading(file), open(file, newline="", encoding="utf-8-sig") as lines:
         for cells in csv.DictReader(lines):
             row = {name: float(cell) for name, cell in cells.items() if cell}
             row["step"] = int(row["step"])
@@ -77,28 +78,30 @@ class Metrics:
 
     def __init__(self, file, step):
         """Keep the file's rows before `step`, and drop those after them."""
-        text, self.losses = io.StringIO(), []  # of all its rows
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(COLUMNS)
+        self.file, self.losses, self.last = io.StringIO(), [], -1
+        csv.writer(self.file, lineterminator="\n").writerow(COLUMNS)
         try:
             for row in read_metrics(file) if step else ():
-                if row["step"] == len(self.losses) < step:
-                    rows.writerow(
-                        [format_number(row[name]) for name in COLUMNS])
-                    self.losses.append(row["loss"])
+                if self.last < row["step"] < step:
+                    self.add(row)
         except (UserError, FileNotFoundError) as error:
             warn(explain(error))
-        if (kept := len(self.losses)) < step:
-            warn(f"{file} has lost the rows from step {kept} to {step - 1}")
-        write_atomically(file, text.getvalue().encode())
+        if self.last < step - 1:
+            kept = file.with_stem(time.strftime("metrics.%Y%m%d-%H%M%S"))
+            warn(f"{file} has lost steps {self.last + 1} to {step - 1}: if it "
+                 f"was there, it is {kept.name} now")
+            if file.exists():  # it may hold them, as a spreadsheet saves them
+                file.rename(kept)
+        write_atomically(file, self.file.getvalue().encode())
         self.file = open(file, "a", newline="")
 
     def add(self, row):
         """Write the values of `COLUMNS`, a dictionary."""
         csv.writer(self.file, lineterminator="\n").writerow(
-            map(format_number, row.values()))
+            format_number(row[name]) for name in COLUMNS)
         self.file.flush()
         self.losses.append(row["loss"])
+        self.last = row["step"]
 
 
 def format_number(value):

@@ -47,7 +47,6 @@ class Run:
             "device": device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
-        self.last_step = None  # on rank 0: the step that was logged last
         self.folder = Path(world.call_on_rank_0(self._make_folder))
         self.place = files.show_path(self.folder, Path.cwd())
         self.recorder = track.Recorder(hp.profile, self.folder, device)
@@ -209,8 +208,9 @@ class Run:
             describe_memory(memory, self.device), sum(seen) / len(seen)),
             flush=True)
         if self.tracker:
-            self.tracker.log(row)
-        self.last_step = step
+            self.tracker.log(step, {
+                name: value for name, value in row.items()
+                if value is not None and name != "step"})
 
     def save(self, step, model, optimizer):
         """Write the checkpoint after `step` updates.
@@ -250,7 +250,7 @@ class Run:
             if self.tracker:
                 self.tracker.close()
             os.close(self.lock)
-            if self.last_step == self.max_steps - 1:
+            if self.metrics.last == self.max_steps - 1:
                 print(f"finished: {self.place}")
             else:
                 by = (signal.Signals(self.signals.last).name if

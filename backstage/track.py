@@ -46,10 +46,9 @@ class TensorBoard:
             folder, purge_step=step or None, flush_secs=10)
         self.close = self.writer.close
 
-    def log(self, row):
-        for name, value in row.items():
-            if value is not None and name != "step":
-                self.writer.add_scalar(name, value, row["step"])
+    def log(self, step, metrics):
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
 
 
 class Wandb:
@@ -64,10 +63,8 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True))
         self.close = self.run.finish
 
-    def log(self, row):
-        self.run.log({name: value for name, value in row.items()
-                      if value is not None and name != "step"},
-                     step=row["step"])
+    def log(self, step, metrics):
+        self.run.log(metrics, step=step)
 
 
 TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # packages

@@ -40,7 +40,7 @@ from backstage.checkpoint import (
 from backstage.errors import UserError
 from backstage.files import Damaged
 from backstage.flags import parse
-from backstage.record import COLUMNS, RECORD, read_metrics
+from backstage.record import COLUMNS, RECORD, Metrics, read_metrics
 from solutions import train_gpt2_std as std
 from workshop import scratch
 from workshop.results import runs
@@ -313,6 +313,28 @@ def test_metrics_of_any_bytes(place, content):
     for row in one_line(lambda: [*read_metrics(file)]) or ():
         assert row["step"] >= 0 and isinstance(row["loss"], float)
         assert row.keys() >= {*COLUMNS}
+
+
+def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
+    """What can be read is kept; where rows are lost, so is the file."""
+    file = tmp_path / "metrics.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + ROWS.encode())  # a byte-order mark
+    metrics = Metrics(file, 3)
+    assert len(metrics.losses) == 3 and metrics.last == 2
+    assert not capsys.readouterr().err
+
+    damaged = ROWS.replace("5.5", "5,5").encode()
+    file.write_bytes(damaged)
+    metrics = Metrics(file, 3)
+    assert not metrics.losses
+    (kept,) = tmp_path.glob("metrics.2*.csv")
+    assert kept.read_bytes() == damaged
+    said = capsys.readouterr().err
+    assert "lost steps 0 to 2" in said and kept.name in said
+
+    # what follows the lost rows is kept when the run is resumed again
+    metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": 3})
+    assert Metrics(file, 4).last == 3
 
 
 def test_pipes_and_folders_are_no_files(tmp_path):
