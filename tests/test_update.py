@@ -276,6 +276,19 @@ def test_if_git_fails_the_script_is_there(course, clone):
     assert "# mine" in kept(clone, JOB).read_text()
 
 
+def test_a_merge_goes_on_where_it_was(course, clone):
+    """Without a conflict, too: git would forget what is being merged."""
+    renew(course, JOB)
+    git(clone, "switch", "-q", "-c", "side")
+    append(clone, "# mine\n", DESK)
+    commit(clone)
+    git(clone, "switch", "-q", "main")
+    git(clone, "merge", "-q", "--no-commit", "--no-ff", "side")
+    assert "a merge is not finished" in update(clone, status=1)
+    git(clone, "commit", "-q", "-m", "merged")
+    assert "# mine" in git(clone, "show", "HEAD^2:" + DESK)
+
+
 def test_without_edits_it_is_the_new_one_and_what_fails_is_one_line(
         course, clone, tmp_path):
     renew(course, DESK)

@@ -28,7 +28,8 @@ def main():
     source = git.says("rev-parse", "--abbrev-ref", "@{upstream}")
     require(source, "git does not know where this clone's branch comes from: "
             "`git switch main`, or `git branch --set-upstream-to origin/main`")
-    require(not git.names("diff", "--name-only", "--diff-filter=U"), "a merge "
+    require(not git.names("diff", "--name-only", "--diff-filter=U")
+            and not git.says("rev-parse", "--verify", "MERGE_HEAD"), "a merge "
             "is not finished here: `git merge --abort` goes back")
     fetch(source.split("/")[0])
     before, now = git.run("rev-parse", "HEAD"), time.strftime("%Y%m%d-%H%M%S")
