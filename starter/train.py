@@ -9,6 +9,7 @@ and the newest two checkpoints; when killed, it goes on with --resume.
 """
 
 import argparse
+import fcntl
 import math
 import os
 import signal
@@ -129,6 +130,13 @@ def open_run(folder, fixed, resume):
         if not resume and (metrics.exists() or checkpoints.exists()):
             return [], f"{folder} exists: add --resume, or another --run-dir"
         checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        try:  # until this process ends; its workers do not have the lock
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return [], f"{folder}: another process trains in this run"
+        except OSError:  # this file system has no locks
+            pass
         metrics.touch()
         if metrics.read_text()[: len(COLUMNS)] not in ("", COLUMNS):
             return [], f"{metrics} is of another program"

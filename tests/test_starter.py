@@ -245,6 +245,22 @@ def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):
         copy.name, "step_00000005.pt", "step_00000006.pt"]
 
 
+def test_one_process_at_a_time_trains_in_a_run(tmp_path):
+    """A second one would take the first one's metrics away."""
+    run = tmp_path / "run"
+    launch = start_stage("starter", run, "--max-steps", 10**6)
+    wait_for_rows(run, 3)
+    second = train("starter", run, "--resume")
+    launch.signal(signal.SIGTERM)
+    first = launch.result(run)
+    (line,) = second.err.splitlines()
+    assert second.status == 1 and "another process trains" in line
+    assert first.column("step") == [*range(len(first.rows))]
+    more = train("starter", run, "--resume", "--max-steps",
+                 len(first.rows) + 1)
+    assert more.status == 0, more.err
+
+
 @pytest.mark.parametrize("names", [
     {"RANK": "0"}, {"WORLD_SIZE": "4"}, {"RANK": "", "WORLD_SIZE": ""},
     {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
