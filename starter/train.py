@@ -130,7 +130,7 @@ def open_run(folder, fixed, resume):
         if not resume and (metrics.exists() or checkpoints.exists()):
             return [], f"{folder} exists: add --resume, or another --run-dir"
         checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:  # until this process ends; its workers do not have the lock
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
