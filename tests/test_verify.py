@@ -97,9 +97,10 @@ def test_what_others_put_beside_it_stays(tmp_path, monkeypatch):
 
 def test_what_the_script_has_moved_stays(tmp_path):
     """Its name is new, as where a log is rotated, but not what it holds."""
-    (tmp_path / "log").write_text("theirs")
+    for name in "log", "data", "best", "flags":
+        (tmp_path / name).write_text("theirs")
     subprocess.run([sys.executable, "-c", """\
-import os
+import os, shutil
 from types import SimpleNamespace
 from workshop.verify.command import tidy
 from workshop.watch import files, log
@@ -109,10 +110,19 @@ files.made(seen)
 os.rename("log", "log.1")
 open("log.part", "w").close()
 os.rename("log.part", "log")
+os.link("data", "data.1")
+os.unlink("data")
+shutil.copy("best", "best.1")
+open("best", "w").close()
+shutil.copy("flags", "flags.1")  # which are still in the other file
+seen.seen["updates"] = ["one"]
 seen.tell("end")
 tidy("xk3pq9zw", [SimpleNamespace(seen=[seen.seen])])
 """], cwd=tmp_path, check=True)
-    assert os.listdir(tmp_path) == ["log.1"]
+    assert sorted(file.name for file in tmp_path.iterdir()
+                  if file.read_text() == "theirs") == [
+        "best.1", "data.1", "flags", "log.1"]
+    assert len(os.listdir(tmp_path)) == 5  # and what it has put into "best"
 
 
 @pytest.mark.whole

@@ -1,6 +1,7 @@
 """Watches which files a process writes, makes and reads."""
 
 import contextlib
+import filecmp
 import os
 import re
 import sys
@@ -59,6 +60,7 @@ def made(log):
     saved-N in the log's folder, N being the number of its updates.
     """
     log.seen |= {"read": [], "results": [], "new": {}}
+    copies = {}
 
     def makes(path):
         if isinstance(path, PATH) and not os.path.lexists(path):
@@ -68,10 +70,12 @@ def made(log):
         if event == "os.mkdir" or (
                 event == "open" and (args[2] or 0) & os.O_CREAT):
             makes(args[0])
-        if event in ("os.symlink", "os.link") or (
-                event == "os.rename"  # else what was there before is moved
+        if event == "os.symlink" or (
+                event in ("os.rename", "os.link")  # of what it has made
                 and place(args[0]) in log.seen["new"]):
             makes(args[1])
+        if event == "shutil.copyfile":
+            copies[place(args[1])] = place(args[0])
         if event == "open" and isinstance(args[0], PATH) and not (
                 log.seen["updates"]
                 or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
@@ -84,7 +88,10 @@ def made(log):
     def find():
         for path in log.seen["new"]:
             with contextlib.suppress(OSError):
-                log.seen["new"][path] = os.lstat(path).st_ino
+                # else it holds what is no longer where it was copied from
+                if path not in copies or filecmp.cmp(
+                        path, copies[path], shallow=False):
+                    log.seen["new"][path] = os.lstat(path).st_ino
 
     sys.addaudithook(on_event)
     log.on("wrote", wrote)
