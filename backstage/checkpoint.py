@@ -132,18 +132,18 @@ def is_sharded(model):
 
 
 def write_checkpoint(folder, state):
-    """Write folder/step_<step>.pt atomically; keep the newest two.
+    """Write folder/step_<step>.pt atomically; keep it and the one before it.
 
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
+    file = folder / f"step_{state['step']:08d}.pt"
     try:
-        write_atomically(
-            folder / f"step_{state['step']:08d}.pt",
-            lambda file: torch.save({"format": FORMAT, **state}, file))
+        write_atomically(file, lambda part: torch.save(
+            {"format": FORMAT, **state}, part))
     except UserError as error:
         raise UserError(f"{error}. Mend that, and go on with --resume from an "
                         "earlier checkpoint") from error
-    for old in list_checkpoints(folder)[2:]:
+    for old in [one for one in list_checkpoints(folder) if one < file][1:]:
         if is_ours(old):
             old.unlink()
 

@@ -36,6 +36,7 @@ from backstage.checkpoint import (
     load_checkpoint,
     outline,
     spread_state,
+    write_checkpoint,
 )
 from backstage.errors import UserError
 from backstage.files import Damaged
@@ -313,6 +314,17 @@ def test_metrics_of_any_bytes(place, content):
     for row in one_line(lambda: [*read_metrics(file)]) or ():
         assert row["step"] >= 0 and isinstance(row["loss"], float)
         assert row.keys() >= {*COLUMNS}
+
+
+def test_damaged_files_of_later_steps_take_no_checkpoints_place(tmp_path):
+    """A run has gone on from one before them; what it saves now is there."""
+    later = [tmp_path / f"step_{step:08d}.pt" for step in (8, 9)]
+    for file in later:
+        file.write_bytes(b"half of it")
+    for step in (3, 4, 5):
+        write_checkpoint(tmp_path, {"step": step})
+    assert sorted(tmp_path.iterdir()) == [
+        tmp_path / "step_00000004.pt", tmp_path / "step_00000005.pt", *later]
 
 
 def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
