@@ -125,6 +125,11 @@ def begin(flags):
         require(not any(flags.out.glob("*.npy")), f"{flags.out} holds shards "
                 "from elsewhere: choose another --out")
         encoding = find_vocabulary(flags.vocabulary)
+        if made is None and (flags.out / dataset.SETTINGS).exists():
+            there = dataset.load_vocabulary(flags.out)  # of a killed process?
+            require(there._mergeable_ranks == encoding._mergeable_ranks,
+                    f"{flags.out} holds another vocabulary: choose another "
+                    "--out, or name it with --vocabulary")
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
         dataset.save_vocabulary(encoding, flags.out)

@@ -350,6 +350,12 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
             "fineweb", *flags, "--vocabulary", tmp_path)[1]
     # the empty folder that it has made goes, another's stays
     assert (tmp_path / "theirs").exists() and not (tmp_path / "out").exists()
+    # a vocabulary of somebody's own is not written anew
+    dataset.save_vocabulary(stages.BYTES, tmp_path / "theirs")
+    before = contents(tmp_path / "theirs")
+    assert "holds another vocabulary" in tool(
+        "fineweb", *corpus.flags, "--out", tmp_path / "theirs")[1]
+    assert contents(tmp_path / "theirs") == before
     (tmp_path / "pyarrow.py").write_text(  # as if it were not installed
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
     assert refuses(run("fineweb", *flags, env={"PYTHONPATH": str(tmp_path)}),
