@@ -846,6 +846,18 @@ class NamesOf(dict):
      "a rank is late", "rank 1 has not come to init_process_group() yet"),
     (MEETS, {**MEETS, "master": ["node2", "29500"]}, "different addresses",
      "is node2:29500 on rank 1, and node1:29500 on"),
+    # whose script is over, or which a signal met in another thread
+    ({**GONE, "last": "Stack (most recent call first):\n"
+      '  File "/venv/site-packages/torch/library.py", line 665 in _del\n'
+      '  File "/lib/python3.11/weakref.py", line 666 in _exitfunc\n'},
+     {"last": "Fatal Python error: Aborted\n\n"
+      "Thread 0x0007 (most recent call first):\n"
+      '  File "/home/me/data.py", line 3 in feed\n\n'
+      "Thread 0x0008 (most recent call first):\n" + "".join(
+          f'  File "{file}", line {line} in {name}\n'
+          for file, line, name in reversed(IN_REDUCE))},
+     "different collectives", "ended rank 1, which received in line 41 of "
+     "train.py what it did not expect: rank 0 is in a line that is not known"),
     ({**MEETS, **TOLD},
      {"joined": False, "ended": LOST_IT | {"message": "no such file"}},
      "a rank ended", "RuntimeError: no such file"),

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.why.witness import find_line
+from workshop.why.witness import LIBRARY, find_line
 
 PATIENCE = 30  # seconds without a move that are no longer normal
 # What an error says where another rank was the first to end
@@ -76,6 +76,10 @@ class Rank:
             self.stack = self.ended["stack"]
         elif last and self.ending != "runs":
             self.stack = find_frames(main_thread(last))[::-1] or self.stack
+            # another thread's, or Python's at its end: no line of the script
+            if all(name != "<module>" and LIBRARY.search(file)
+                   for file, _, name in self.stack):
+                self.stack.append(["?", 0, "?"])
 
     @property
     def ending(self):
@@ -334,7 +338,7 @@ def main_thread(text):
     """Of faulthandler's dump, the thread that was running."""
     parts = re.split(r"\n(?=Thread |Current thread |Stack )", text)
     found = next((part for part in parts if part.lstrip().startswith(
-        ("Current thread", "Stack"))), text)
+        ("Current thread", "Stack"))), parts[-1])
     # a signal that a library's thread got says nothing of Python's line
     return found if 'File "' in found else parts[-1]
 
