@@ -10,14 +10,19 @@ import functools
 import itertools
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
 from workshop.verify import command, questions
 from workshop.verify.questions import QUESTIONS
+from workshop.watch.model import Modules
+from workshop.watch.training import clipping
 
 RIGHT, MORE, AVERAGED = (
     "DDP: right", "DDP: minibatch multiplied", "local SGD: right")
@@ -262,6 +267,69 @@ def test_what_is_right_is_not_refused(answers):
     found = answers(RIGHT, together(one_sample, on_all(
         gradients=times(2.0), local=times(2.0)))).values()
     assert {finding.verdict for finding in found} == {"warn"}
+
+
+def test_a_factor_of_one_is_none(answers):
+    found = answers(RIGHT, on_all(update=0, gradients=times(1.002)))
+    assert "the gradients differ by 0.2% from" in found[
+        "losses, gradients and weights are those of one process"].text
+
+
+def read_rows(use):
+    """What `use(model, x, y)` lets a model be given, as its rows' hashes."""
+    log = SimpleNamespace(now=SimpleNamespace(stream=None, pending=[]))
+    probe = SimpleNamespace(log=log, seen={"batchnorm": False, "low": False})
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    model.register_forward_pre_hook(
+        lambda *given: Modules.on_root(probe, *given))
+    use(model, torch.randn(4, 3), torch.randn(4, 1))
+    return [rows for rows, _ in log.now.pending]
+
+
+def test_samples_within_a_transform():
+    """torch.func's tensors stand for others."""
+    def loss(weights, model, x, y):
+        return torch.nn.functional.mse_loss(
+            functional_call(model, weights, x), y)
+
+    def gradient(model, x, y):
+        grad(loss)(dict(model.named_parameters()), model, x, y)
+
+    def of_each(model, x, y):
+        vmap(grad(loss), (None, None, 0, 0))(
+            dict(model.named_parameters()), model, x, y)
+
+    plain = read_rows(lambda model, x, y: model(x))
+    assert len(plain[0]) == 4
+    assert read_rows(gradient) == read_rows(of_each) == plain
+
+
+def test_a_gradient_that_the_scripts_hook_has_used_up():
+    probe = SimpleNamespace(scale=1.0, log=SimpleNamespace(local={}))
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.register_post_accumulate_grad_hook(
+        lambda weight: setattr(weight, "grad", None))
+    weight.register_post_accumulate_grad_hook(
+        functools.partial(Modules.on_gradient, probe))
+    weight.sum().backward()
+    assert not probe.log.local
+
+
+def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
+    """Also where no module has shown that it is a parameter."""
+    for place in (torch.nn.utils, clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_",
+                     "clip_grads_with_norm_"):
+            monkeypatch.setattr(
+                place, name, getattr(torch.nn.utils, name), raising=False)
+    now = SimpleNamespace(scaled=False, unclipped={})
+    clipping(SimpleNamespace(now=now, parameters={}))
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), 4.0)
+    torch.nn.utils.clip_grad_value_(iter([weight]), 2.0)
+    torch.nn.utils.clip_grad_value_(weight, 1.0)
+    assert (now.unclipped[id(weight)], weight.grad) == (4, 1)
 
 
 def test_each_question_is_answered_with_a_no():

@@ -1,4 +1,4 @@
-"""Scripts in 56 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 58 styles for `verify`, each right, and each with mistakes.
 
     pytest --tables tests/test_verify.py            all of them, in minutes
     pytest --tables tests/test_verify.py -k "FSDP"  those so called
@@ -299,6 +299,29 @@ class Sharded(nn.Module):
         return Sum.apply(self.down(self.up(x).relu())) + self.bias
 torch.manual_seed(r"""), (NET, "model = Sharded()\n"),
     (CLIP, ""))
+FUNCTIONS = edit(
+    BY_HAND, ("nn.Linear(900, 1)))\n", """nn.Linear(900, 1)))
+weights = {name: weight.detach() for name, weight in model.named_parameters()}
+def loss_of(weights, x, y):
+    return nn.functional.mse_loss(
+        torch.func.functional_call(model, weights, x), y)
+"""), (LOSS + BACKWARD, """\
+        gradients, loss = torch.func.grad_and_value(loss_of)(weights, x, y)
+        for name, weight in model.named_parameters():
+            weight.grad = gradients[name]
+"""))
+IN_BACKWARD = edit(
+    BY_HAND, ("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", """\
+optimizers = {weight: torch.optim.SGD([weight], lr=0.1)
+              for weight in model.parameters()}
+def update(weight):
+    dist.all_reduce(weight.grad)
+    weight.grad /= size
+    optimizers[weight].step()
+    optimizers[weight].zero_grad()
+for weight in model.parameters():
+    weight.register_post_accumulate_grad_hook(update)
+"""), (ZERO, ""), (BACKWARD + REDUCE + CLIP + STEP, BACKWARD))
 STYLES = {"DDP": DDP, "token mean": TOKENS, "microbatches": MICROBATCHES,
           "sharded by hand": SHARDED,
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
@@ -349,6 +372,7 @@ rank, size = int(sys.argv[1])"""), ("32 // size", "int(sys.argv[2])")),
                 weight.main, weight.grad = weight.main + weight.grad, None
         for weight in model.parameters(): weight.grad = weight.main
 """), (STEP, "        model[3].bias.grad = None\n" + STEP)),
+          "functions": FUNCTIONS, "in backward": IN_BACKWARD,
           "by step": edit(
               DDP, ("model = DDP(nn", "model = (nn"), ("SGD(", "Reducing("),
               (CLIP, ""), ("optimizer = torch.optim.", """\
@@ -635,6 +659,12 @@ CASES = [
           "gradients of rank 0 alone",
           ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
            "dist.broadcast(weight.grad, 0)")),
+    right("functions", "an update has 32 samples", AS_ONE),
+    wrong("functions", "summed", "FAIL  in update 0 the gradients are 2 times "
+          "those of one process", ("            weight.grad /= size\n", "")),
+    right("in backward", "an update has 32 samples", AS_ONE, WEIGHTS),
+    wrong("in backward", "not reduced", NOT_REDUCED,
+          ("    dist.all_reduce(weight.grad)\n    weight.grad /= size\n", "")),
     right("nanoGPT", "the ranks read different samples",
           "gradients are the mean of the ranks' own"),
     right("minGPT", "an update has 32 samples, with one process 16", AS_ONE),

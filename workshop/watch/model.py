@@ -125,6 +125,8 @@ class Rows:
         if self.recorded:  # a closure may be called several times
             return
         self.recorded = True
+        if not log.row.counts:  # no loss.backward(), but autograd.grad()
+            take_pending(log)
         if log.told and not self.made:  # others are of a validation
             log.asked("epoch", any(log.told.values()))
         number = next((i for i, one in enumerate(self.optimizers)
@@ -256,10 +258,8 @@ class Modules:
                 len(rows) for rows, _ in now.pending) or 1
             row.counts.append(self.count)
             row.targets |= now.targets > 0
-            for rows, columns in now.pending:
-                row.rows += rows
-                row.columns += columns
-            now.pending, now.targets = [], 0
+            take_pending(log)
+            now.targets = 0
             return backward(loss, *args, **kwargs)
 
     def trains(self, module):
@@ -273,7 +273,9 @@ class Modules:
         from torch.distributed.tensor import DTensor
 
         log = self.log
-        if id(module) in log.modules:
+        # torch.func's transforms put others in the place of parameters
+        if id(module) in log.modules or (
+                torch._C._functorch.peek_interpreter_stack()):
             return
         before = "" if not log.modules else f"{type(module).__name__}."
         log.modules[id(module)] = module  # kept: so is its id
@@ -297,7 +299,8 @@ class Modules:
 
     def on_gradient(self, weight):
         """What this rank has computed, before it is reduced."""
-        self.log.local[id(weight)] = thin(weight.grad) / self.scale
+        if weight.grad is not None:  # a hook may have used it up already
+            self.log.local[id(weight)] = thin(weight.grad) / self.scale
 
     def on_root(self, module, arguments):
         """The outermost module of a forward pass, with all it is given.
@@ -315,12 +318,16 @@ class Modules:
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())
         now.stream = now.stream or id(module)
-        tensors = [one.detach().cpu() for one in tree_leaves(arguments)
-                   if isinstance(one, torch.Tensor) and one.dim()
-                   and not isinstance(one, nn.Parameter)
-                   and (one.is_leaf or not one.requires_grad)]
-        if tensors and now.stream == id(module):
-            now.pending.append([hash_each(tensors, axis) for axis in (0, 1)])
+        with torch._C._DisableFuncTorch():
+            tensors = [
+                one.detach().cpu() for one in map(
+                    unwrap, tree_leaves(arguments))
+                if isinstance(one, torch.Tensor) and one.dim()
+                and not isinstance(one, nn.Parameter)
+                and (one.is_leaf or not one.requires_grad)]
+            if tensors and now.stream == id(module):
+                now.pending.append([
+                    hash_each(tensors, axis) for axis in (0, 1)])
 
     def find_copies(self):
         """Modules like one that trains, with weights that do not: an average.
@@ -339,6 +346,22 @@ class Modules:
                 and not any(id(weight) in self.log.parameters
                             for weight in one.parameters())
                 and form(one) in forms]
+
+
+def take_pending(log):
+    """Note what the modules were given as the samples of this update."""
+    for rows, columns in log.now.pending:
+        log.row.rows += rows
+        log.row.columns += columns
+    log.now.pending = []
+
+
+def unwrap(value):
+    """The tensor in whose place a transform of torch.func has put another."""
+    while isinstance(value, torch.Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(value)):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
 
 
 def draw_anew():

@@ -23,13 +23,15 @@ def clipping(log):
     names = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
     @replace(nn.utils, *names)
-    def clip(clip, *args, **kwargs):
+    def clip(clip, parameters, *args, **kwargs):
         if log.now.scaled:
             log.asked("clipped", "scaled")
-        if not log.now.unclipped:
-            log.now.unclipped = {key: thin(weight.grad) for key, weight
-                                 in log.parameters.items()}
-        return clip(*args, **kwargs)
+        parameters = ([parameters] if isinstance(parameters, torch.Tensor)
+                      else [*parameters])  # what a generator gives only once
+        for weight in parameters:
+            if id(weight) not in log.now.unclipped:
+                log.now.unclipped[id(weight)] = thin(weight.grad)
+        return clip(parameters, *args, **kwargs)
 
     for name in names:
         setattr(clip_grad, name, getattr(nn.utils, name))

@@ -215,9 +215,10 @@ def gradient_error(case, updates, alone, step):
     first = [key for key, *pair in zip(
         keys, mine.split(sizes), good.split(sizes), strict=True)
         if off(*pair) > bound]
+    factor = f"{ratio_of(mine, good):.3g}"
     return whole, bound, (
-        f"the gradients are {ratio_of(mine, good):.3g} times those of one "
-        "process" if parallel(mine, good, bound)
+        f"the gradients are {factor} times those of one process"
+        if factor != "1" and parallel(mine, good, bound)
         else f"the gradients differ by {percent(whole)} from those of one "
         f"process, first {named(case, first or keys)}"), multiple_of(
             mine, good, case.size)
