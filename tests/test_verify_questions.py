@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from verify_cases import outcome
 
 from workshop.verify import command, questions
 from workshop.verify.questions import QUESTIONS
-from workshop.watch.model import Modules
+from workshop.watch.model import Modules, Rows
 from workshop.watch.training import clipping
 
 RIGHT, MORE, AVERAGED = (
@@ -178,6 +179,14 @@ def later(trials):
                 update[kind] = before[kind][8:] + update[kind][:8]
 
 
+def grows(trials):
+    """From its second update on, each rank reads twice as much."""
+    for of_rank in trials[2, ""].seen:
+        for update in of_rank["updates"][1:]:
+            for kind in ("rows", "columns"):
+                update[kind] += [f"another {row}" for row in update[kind]]
+
+
 # (script, what is changed, the question that sees it, what it says first)
 CASES = [
     (RIGHT, begins_with_the_last, "no run begins", "it begins with model.pt"),
@@ -201,6 +210,8 @@ CASES = [
     (MORE, later, "the ranks read different samples", "25% of the samples"),
     (MORE, lambda trials: None, "the ranks read different samples", "an "
      "update has 64 samples, with one process 32; the learning rate is the"),
+    (RIGHT, grows, "the ranks read different samples", "the first update has "
+     "32 samples, as with one process, but 4 updates have 224, with one "),
     (RIGHT, on_all(rates=[0.2]), "the ranks read different samples",
      "an update has 32 samples, as with one process; the learning rate is 2"),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1))), "the ranks' samplers",
@@ -316,6 +327,17 @@ def test_a_gradient_that_the_scripts_hook_has_used_up():
     assert not probe.log.local
 
 
+def test_sparse_gradients_are_counted():
+    """Of what is sent, the bytes; of the parameters, all elements."""
+    row = SimpleNamespace(mixed=False, calls=0, reduced=0, late=0, bytes=0)
+    probe = SimpleNamespace(seen={"low": False}, log=SimpleNamespace(
+        row=row, now=SimpleNamespace(pending=[], unclipped={})))
+    one = torch.sparse_coo_tensor(
+        [[7]], torch.ones(1, 5), (100, 5), check_invariants=True)
+    Rows.on_message(probe, "allreduce", [one, torch.ones(2)])
+    assert (row.reduced, row.bytes) == (502, 8 + 5 * 4 + 2 * 4)
+
+
 def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     """Also where no module has shown that it is a parameter."""
     for place in (torch.nn.utils, clip_grad):
@@ -330,6 +352,17 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     torch.nn.utils.clip_grad_value_(iter([weight]), 2.0)
     torch.nn.utils.clip_grad_value_(weight, 1.0)
     assert (now.unclipped[id(weight)], weight.grad) == (4, 1)
+
+
+def test_an_optimizer_that_reduces_nothing_more(recorded):
+    """As the second of two, after which a backward pass comes anew."""
+    trials = recorded(RIGHT)
+    for rank in (0, 1):
+        on(rank, update=3, calls=0)(trials)
+    found = questions.together.reductions(
+        questions.Case(trials[1, ""], trials[2, ""], 2))
+    assert re.fullmatch("gradients are reduced once an update, .* MB in 1 "
+                        "calls", found[0].text)
 
 
 def test_each_question_is_answered_with_a_no():

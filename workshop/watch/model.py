@@ -113,7 +113,9 @@ class Rows:
             row.calls += 1
             row.reduced += count
             row.late += count * bool(now.unclipped)  # after it was clipped
-            row.bytes += sum(tensor.nbytes for tensor in tensors)
+            row.bytes += sum(part.nbytes for tensor in tensors for part in (
+                [tensor._indices(), tensor._values()] if tensor.is_sparse
+                else [tensor]))
 
     def record(self, optimizer):
         """What led to an update: losses and samples since the last one.

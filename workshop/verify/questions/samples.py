@@ -105,6 +105,16 @@ def size_of_minibatch(case):
         return [ok(f"an update has {now} samples")]
     times = now / alone if alone else 1.0
     rate, factor = learning_rate(case)
+    keep = ("keep the minibatch: divide the batch size, or the accumulation "
+            "steps, by the number of processes; or choose another learning "
+            "rate")
+    both = list(zip(case.updates, case.single, strict=False))
+    total = sum(len(rows(updates)) for updates, _ in both)
+    good = sum(len(update["samples"]) for _, update in both)
+    if abs(times - 1) < 0.1 and abs(total - good) > 0.2 * good:
+        return [warn(f"the first update has {now} samples, as with one "
+                     f"process, but {len(both)} updates have {total}, with "
+                     f"one process {good}", keep)]
     if abs(times - 1) < 0.1:
         words = f"an update has {now} samples, as with one process; {rate}"
         return [ok(words) if factor == 1 else warn(
@@ -113,9 +123,7 @@ def size_of_minibatch(case):
     if factor and any(abs(factor / power - 1) < 0.1
                       for power in (times, times ** 0.5)):
         return [ok(words)]
-    return [warn(words, "keep the minibatch: divide the batch size, or "
-                 "the accumulation steps, by the number of processes; or "
-                 "choose another learning rate")]
+    return [warn(words, keep)]
 
 
 def learning_rate(case):

@@ -85,7 +85,8 @@ def reductions(case):
     once = times < 1.9  # copies of shards (HSDP) are reduced, too
     often = "once" if once else f"{times:.2g} times"
     words = (f"gradients are reduced {often} an update, "
-             f"{sent / 1e6:.3g} MB in {mine[-1]['calls']} calls")
+             f"{sent / 1e6:.3g} MB in "
+             f"{max(update['calls'] for update in mine)} calls")
     findings = [ok(words)] if once else [warn(
         words, "once is enough: all microbatches but the last under "
         "model.no_sync(), their forward pass, too; or does one loss take "
