@@ -30,7 +30,8 @@ AT_LEAST = {"seed": -LARGEST} | dict.fromkeys((
     "devices", "weight_decay", "learning_rate"), 0)  # 1 for all others
 OF_ONE_START = ("run_dir", "resume", "init", "profile", "devices",
                 "tensor_parallel", "pipeline_parallel")
-SAID = "preset", "data", "device", "precision", "microbatch_size", "run_dir"
+SAID = ("preset", "data", "device", "precision", "microbatch_size",
+        "run_dir", "resume")  # in another place of the log's first lines
 
 
 @dataclass
@@ -38,7 +39,7 @@ class RunFlags:
     """What a run reads, where it writes, and on which device."""
 
     data: str = ""  # folder of the shards
-    run_dir: str = ""  # the run's folder (default: runs/<date>-<time>-<stage>)
+    run_dir: str = ""  # the run's folder (empty: runs/<date>-<time>-<stage>)
     resume: bool = False  # continue from the last checkpoint in --run-dir
     init: str = ""  # start from the weights of this checkpoint
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
@@ -121,9 +122,8 @@ def parse(Hyperparameters, presets, models):
                      "slower than --precision fp32")
             why += ["no bf16 arithmetic"]
         why = f" ({', '.join(why)})" if why else ""
-        other = [f"{name} {value}" for name, value in vars(hp).items()
-                 if name not in (*SAID, "resume")
-                 and value != getattr(presets[preset], name)]
+        other = [f"{key} {value}" for key, value in vars(hp).items()
+                 if key not in SAID and value != getattr(presets[preset], key)]
         print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
               f"device {device.type}, {hp.precision}, "
               f"microbatches of {hp.microbatch_size}"

@@ -48,7 +48,7 @@ class Run:
             "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
         self.folder = Path(world.call_on_rank_0(self._make_folder))
-        self.place = files.show_path(self.folder, Path.cwd())
+        self.place = files.show_path(self.folder, Path.cwd())  # to type
         self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         if self.tokenizer:  # an empty prompt is the beginning of a document
@@ -88,7 +88,7 @@ class Run:
                  if (folder / name).exists()]
         require(self.hp.resume or not found, f"{folder} holds a run already "
                 f"(its {''.join(found[:1])}): continue it with --resume, or "
-                "name another")
+                "name another --run-dir")
         saved = checkpoint.list_checkpoints(folder / "checkpoints")
         ours = RECORD in found or any(map(checkpoint.is_ours, saved))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "

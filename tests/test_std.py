@@ -366,11 +366,14 @@ def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     assert "already finished" in again.out
     longer = train("std", run, "--resume", "--max-steps", 8)
     assert longer.column("step") == list(range(8))
+    assert longer.out.splitlines()[0].endswith(
+        "microbatches of 4; unlike the preset: max_steps 8")
     state = longer.checkpoint()
     assert state["hyperparameters"]["microbatch_size"] == 4
     assert (state["format"], state["stage"], state["step"]) == (2, "std", 8)
     (run / "hyperparameters.json").unlink()  # there are its checkpoints
-    refused(attempt("std", run, data=data), "holds a run already")
+    refused(attempt("std", run, data=data), "holds a run already",
+            "name another --run-dir")
     done = train("std", run, "--resume", "--preset", "tiny", "--max-steps", 9,
                  "--data", data)
     assert done.column("step") == list(range(9))
