@@ -33,7 +33,7 @@ PROPOSED = 4  # tokens by the assistant, before the large model is called
 class Flags:
     """Write continuations of a prompt."""
 
-    run_dir: str = ""  # folder of a run, or a checkpoint (default: newest run)
+    run_dir: str = ""  # folder of a run, or a checkpoint (empty: newest run)
     prompt: str = "Hello, I'm a language model,"  # the text to continue
     num_sequences: int = 4  # how many continuations
     max_new_tokens: int = 64  # tokens in each

@@ -32,7 +32,7 @@ class Flags:
     """Score a trained model with questions in HellaSwag's format."""
 
     file: str  # of questions, a line of JSON each
-    run_dir: str = ""  # folder of a run, or a checkpoint (default: newest run)
+    run_dir: str = ""  # folder of a run, or a checkpoint (empty: newest run)
     most: int = 0  # how many questions (0: all)
     device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator if any)
 
