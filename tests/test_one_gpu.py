@@ -1,15 +1,16 @@
 """The lesson about one fast device: its rows, at a small size."""
 
 import json
+import re
 import sys
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from backstage import dataset
+from backstage import ROOT, dataset
 from backstage.flags import DEMO, parse
-from backstage.flops import flops_per_token
+from backstage.flops import PEAKS, flops_per_token
 from workshop.notebook import one_gpu, printed
 from workshop.notebook.sharding import std
 from workshop.results import plot
@@ -47,6 +48,19 @@ def test_each_row_has_one_change_more(data, monkeypatch, gpu):
     monkeypatch.setattr(one_gpu, "has_bf16", lambda device: False)
     assert "stays in fp32" in one_gpu.lacks("bf16", CPU)
     assert "bf16" not in flags("recompute")
+
+
+def test_the_mfu_of_the_h200_is_that_of_the_demos_vocabulary():
+    notebook = (ROOT / "notebooks/one_gpu.ipynb").read_text("utf-8")
+    table = notebook.partition("On an H200 ")[2].partition("Predict")[0]
+    config = std.replace(std.MODELS["gpt2"], vocab_size=2048)
+    each, rows = flops_per_token(config, 1024), re.findall(
+        r"([\d,]+) \| ([\d,]+) \| (\d+)% \|", table)
+    assert len(rows) == 3 and "with the demo's vocabulary" in table
+    for row in rows:
+        speed, ms, percent = (int(cell.replace(",", "")) for cell in row)
+        assert speed * ms / 1000 == pytest.approx(64 * 1024, rel=2e-3)
+        assert percent == round(100 * speed * each / (PEAKS["H200"][0] * 1e12))
 
 
 def test_the_limit_is_that_of_the_rows_dataset(
