@@ -44,8 +44,8 @@ def gather_state(model, optimizer):
     However the model is wrapped or sharded, the parameters have the same
     names as in the plain model. If the model is sharded, all ranks that hold
     a part of it call this; if every rank holds all of it, rank 0 is enough.
-    A device never holds more of the others' parts than one tensor: the first
-    rank of each pipeline stage sends its state from memory to memory.
+    A device never holds more of the others' parts than one tensor: a whole
+    one goes to the CPU, and pipeline stages send theirs to rank 0 from there.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):  # evaluation may leave it gathered
@@ -167,7 +167,7 @@ def is_ours(file):
 def load_first(files, flag, config, model, optimizer=None):
     """The first of the files that a model can go on from: its name and state.
 
-    All ranks; rank 0 looks for it, and warns of others. flag: what named them.
+    All ranks; rank 0 looks, and warns of damaged ones. flag: what named them.
     """
     wanted, now = outline(model, optimizer), asdict(config)
 

@@ -29,7 +29,7 @@ LAUNCHERS = {
     "PMI": ("PMI_RANK", "PMI_SIZE"),
 }
 SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
-# torchrun's names. A process has all of them, or none of the first four.
+# torchrun's names: a process has all that are NEEDED, or none of SIZES.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
 

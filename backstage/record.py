@@ -20,7 +20,7 @@ RECORD = "hyperparameters.json"
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
            "tokens_per_second", "mfu", "samples_per_second",
            "tokens_per_second_per_device", "memory", "memory_reserved")
-ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"
+ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"  # in each row
 
 
 def read_record(folder, types):

@@ -10,7 +10,7 @@ from backstage.errors import silence
 
 
 class Signals:
-    """Notes which signal this process got last, None if it got none.
+    """Notes in `last` which signal came last, None if none came yet.
 
     Only the second Ctrl-C stops the program at once. An output that ends, as
     where `tee` was stopped or the terminal was closed, counts as SIGPIPE, and

@@ -67,7 +67,7 @@ class Wandb:
         self.run.log(metrics, step=step)
 
 
-TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # packages
+TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # by their packages
 
 
 # Steps that do not count: those that allocate and compile, one in which the

@@ -24,7 +24,7 @@ def load():
     words = " ".join(sys.argv).replace("=", " ")
     on_cpu = not torch.cuda.is_available() or "--device cpu" in words
     os.environ.setdefault("TRITON_INTERPRET", str(int(on_cpu)))
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it has been
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, it warns
     for name in [*sys.modules]:  # torch may have imported it already
         if f"{name}.".startswith("triton.") and "._C" not in name:
             del sys.modules[name]
