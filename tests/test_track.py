@@ -10,7 +10,7 @@ import pytest
 from conftest import needs
 from stages import train
 
-from backstage import track
+from backstage import ROOT, track
 from backstage.errors import UserError
 from backstage.record import COLUMNS, format_number
 from backstage.run import format_line
@@ -40,6 +40,12 @@ def test_the_log_and_the_metrics_of_two_devices(data, tmp_path):
         "unlike the preset: max_steps 3, eval_every 3")
     line = f"world size 2: 1 node x 2 cpu, {socket.gethostname()}; gloo, no "
     assert line in result.out
+    # an attendee whose job waits reads this one: it begins in the same way
+    example = (ROOT / "example-logs" / "job.txt").read_text("utf-8")
+    said, there = ({line.split()[0] for line in text.partition("| step")[0]
+                    .splitlines() if line[0].isalpha()}
+                   for text in (result.out, example))
+    assert said == {"preset", "world", "run", "startup"} and said <= there
     described = runs.describe(result.folder)
     assert described.startswith(line) and re.search(
         r"; startup \d+\.\d s$", described)
