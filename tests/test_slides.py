@@ -366,7 +366,8 @@ MEASURE = """() => {
   return [out, ...least, (Math.max(...ends) - frame.top) / frame.height];
 }"""
 MEASURED = set()  # the slides
-MAY_BE_SHORT = re.compile("_class: (lead|references)")
+# the second is as long as what this clone's site.sh says
+MAY_BE_SHORT = re.compile("_class: (lead|references)|## Your session")
 PLANT = """() => {
   const slide = document.querySelector(".bespoke-marp-active section");
   for (let i = 0; i < 60; i++) slide.append(
