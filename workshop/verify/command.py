@@ -83,8 +83,8 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
         out.say(f"        {text}")
     wrong = sum(finding.verdict == "FAIL" for finding in findings)
     warned = sum(finding.verdict == "warn" for finding in findings)
-    out.say(f"\n{wrong} wrong, {warned} to look at. "
-            + ("The first FAIL is often the cause of the others."
+    out.say(f"\n{wrong} wrong, {warned} to look at."
+            + (" The first FAIL is often the cause of the others."
                if wrong > 1 else ""))
     out.report(right=not wrong)
     return not wrong
