@@ -16,17 +16,16 @@ class Patience:
     they have used too many of those without a step. Says what it waits for.
     """
 
-    def __init__(self, launch, observed, say, steps, allowed, sleep=ASLEEP,
+    def __init__(self, launch, observed, say, allowed, sleep=ASLEEP,
                  endless=float("inf")):
         """What to allow each rank of a `Launch`, observed in that folder.
 
-        steps: how many it is to make. allowed: seconds of a CPU for one.
-        sleep: seconds in which nobody does anything. endless: steps, after
-        which it is taken for one that never ends.
+        allowed: seconds of a CPU for a step. sleep: seconds in which nobody
+        does anything. endless: steps, after which it is taken for one that
+        never ends.
         """
         self.launch, self.observed, self.say = launch, observed, say
-        self.steps, self.allowed = steps, allowed
-        self.sleep, self.endless = sleep, endless
+        self.allowed, self.sleep, self.endless = allowed, sleep, endless
         self.reason, self.cpu, self.spent = "", 0.0, 0.0
         self.begun = not launch.mpirun
         self.tasks, self.updates = {}, 0

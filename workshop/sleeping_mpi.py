@@ -26,25 +26,22 @@ LONGEST = 0.02  # seconds between two looks
 
 
 def install(nodes=1):
-    """Let MPI.COMM_WORLD sleep while it waits; returns its class.
+    """Let MPI.COMM_WORLD sleep while it waits.
 
     nodes: on how many nodes the ranks are to believe they are.
     """
     MPI.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
     SleepingComm.nodes = nodes
-    SleepingComm.world_size = MPI.COMM_WORLD.size
-    return SleepingComm
 
 
 class SleepingComm(MPI.Intracomm):
     """A communicator whose ranks sleep while they wait.
 
-    on_call: called with each call's (name, number of elements, group), where
-    the group is None for all ranks.
+    on_call: called with each call's name and its number of elements.
     """
 
-    on_call = staticmethod(lambda name, elements, group: None)
-    nodes = world_size = 1
+    on_call = staticmethod(lambda name, elements: None)
+    nodes = 1
 
     @classmethod
     def adopt(cls, comm):
@@ -55,11 +52,7 @@ class SleepingComm(MPI.Intracomm):
         return asleep
 
     def tell(self, name, args):
-        group = None
-        if self.size < self.world_size:
-            world = MPI.COMM_WORLD.Get_group()
-            group = self.Get_group().Translate_ranks(None, world)
-        self.on_call(name.lower(), count(args), group)
+        self.on_call(name.lower(), count(args))
 
     def meet(self, name, elements):
         """Sleep until all ranks have come to this collective."""

@@ -303,7 +303,7 @@ class Check:
 
         for part in localise.find(items, symptom):
             answer = seen[frozenset(map(id, part))].text
-            text = f"It is {localise.name(diff, part)}"
+            text = f"It is {localise.name(part)}"
             if answer != self.wrong.text:
                 text += f": {answer}"
             self.say(f"        {text}.")

@@ -143,7 +143,7 @@ def without(diff, items, among=None):
         return None
 
 
-def name(diff, part):
+def name(part):
     """What a part of the differences is called, with its lines."""
     return ", together with ".join(
         (f"change {item.number} ({item.title})" if item.number else

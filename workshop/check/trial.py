@@ -233,26 +233,24 @@ class Bench:
                                  else 20.0)
         run, seen = self.folder / name, self.folder / f"{name}-seen"
 
-        def start():
-            return watch(
+        for _ in range(2):
+            trial = watch(
                 self.stage, mesh, script, (
                     *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
                     run, *mesh.flags(), *flags), seen, self.say,
-                {"steps": STEPS, "allowed": allowed, "endless": 3 * STEPS},
+                {"allowed": allowed, "endless": 3 * STEPS},
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun",
                 probes=course.probes(run, terminated, self.lightning),
                 env=quiet_environment(self.folder / "tmp"),
                 preload=self.preload, place=self.place, within=self.folder)
-
-        trial = start()
-        if trial.gave_up == "unstarted":
             # in rare cases Open MPI 4 hangs before the script begins
-            trial = start()
-            require(trial.gave_up != "unstarted", "mpirun does not start "
-                    f"the processes: does `mpirun -n {mesh.size} hostname` "
-                    f"print {mesh.size} lines?")
+            if trial.gave_up != "unstarted":
+                break
+        require(trial.gave_up != "unstarted", "mpirun does not start the "
+                f"processes: does `mpirun -n {mesh.size} hostname` print "
+                f"{mesh.size} lines?")
         trial.source, trial.more = script.read_bytes(), flags
         self.collect(trial, run)
         shutil.rmtree(seen)

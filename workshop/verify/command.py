@@ -144,7 +144,7 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
     return watch(
         stage, Mesh(dp=size), script, [
             with_size(flag, size).replace("{run}", name) for flag in flags],
-        seen, say, {"steps": steps, "allowed": SECONDS, "sleep": SLEEP},
+        seen, say, {"allowed": SECONDS, "sleep": SLEEP},
         world_size=size,
         probes=model.probes(seen, size, steps, kind, gpus, device),
         env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})

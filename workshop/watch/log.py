@@ -123,6 +123,14 @@ def replace(owner, *names):
     return put
 
 
+def note(log, owner, name, what=""):
+    """Note that a function of the owner's is called, as `what` or its name."""
+    @replace(owner, name)
+    def noted(function, *args, **kwargs):
+        log.asked(what or name, None)
+        return function(*args, **kwargs)
+
+
 def around(function, visible):
     @functools.wraps(function)
     def replaced(*args, **kwargs):

@@ -12,7 +12,7 @@ NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
 
 
 def messages(log):
-    def say(name, elements, group=None):
+    def say(name, elements):
         log.say(call=name, elements=elements, lines=log.place()[:6],
                 update=log.updates)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backstage import device as devices
 from backstage import errors
-from workshop.watch.log import replace
+from workshop.watch.log import note, replace
 
 
 def process(log):
@@ -23,10 +23,11 @@ def process(log):
     torch.compiler.set_stance("force_eager")
     kept = []
 
+    note_groups(log)
+
     @replace(dist, "init_process_group")
     @replace(c10d, "init_process_group")
     def initialise(initialise, backend=None, *args, **kwargs):
-        log.asked("init_process_group", backend and str(backend))
         kwargs.pop("device_id", None)  # gloo has none
         if isinstance(backend, str) and "gloo" not in backend:
             backend = "gloo"  # what is no name PyTorch refuses
@@ -43,7 +44,6 @@ def process(log):
     @replace(DistributedDataParallel, "__init__")
     def wrap(wrap, ddp, module, device_ids=None, output_device=None,
              *args, **kwargs):
-        log.asked("DistributedDataParallel", None)
         if device_ids:  # a CPU has no number
             log.asked("device_ids", number(device_ids[0]))
         wrap(ddp, module, None, None, *args, **kwargs)
@@ -76,17 +76,14 @@ def on_gpu(log):
     """
     torch.compiler.set_stance("force_eager")
     torch.backends.cudnn.allow_tf32 = False
+    note_groups(log)
 
-    @replace(dist, "init_process_group")
-    @replace(c10d, "init_process_group")
-    def initialise(initialise, *args, **kwargs):
-        log.asked("init_process_group", None)
-        return initialise(*args, **kwargs)
 
-    @replace(DistributedDataParallel, "__init__")
-    def wrap(wrap, *args, **kwargs):
-        log.asked("DistributedDataParallel", None)
-        wrap(*args, **kwargs)
+def note_groups(log):
+    """That it makes a process group, or wraps a model in DDP."""
+    note(log, dist, "init_process_group")
+    note(log, c10d, "init_process_group")
+    note(log, DistributedDataParallel, "__init__", "DistributedDataParallel")
 
 
 def number(device):

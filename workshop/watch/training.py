@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
 from workshop.parts import thin
-from workshop.watch.log import replace
+from workshop.watch.log import note, replace
 
 
 def clipping(log):
@@ -128,15 +128,8 @@ def samplers(log):
 
 
 def sharding(log):
-    @replace(fsdp, "fully_shard")
-    def shard(shard, *args, **kwargs):
-        log.asked("fully_shard", None)
-        return shard(*args, **kwargs)
-
-    @replace(fsdp.FullyShardedDataParallel, "__init__")
-    def wrap(wrap, *args, **kwargs):
-        log.asked("FSDP1", None)
-        wrap(*args, **kwargs)
+    note(log, fsdp, "fully_shard")
+    note(log, fsdp.FullyShardedDataParallel, "__init__", "FSDP1")
 
     @replace(nn.Module, "to_empty")
     def empty(empty, module, *args, **kwargs):
