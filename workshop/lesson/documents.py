@@ -77,42 +77,32 @@ def parse(text, name):
 
     head, *sections = split(FOLDED.sub(  # the numbers of lines stay
         lambda found: "\n" * found[0].count("\n"), text))
-    require(head.heading.startswith("# "), head.line,
-            "a lesson begins with its title, '# ...'")
-    prose, blocks = head.parts()
-    require(prose and not blocks, head.line,
-            "after the title comes an introduction, in prose only")
-    require(sections, head.line, "there is no change, '## 1. ...'")
+    begins = head.heading.startswith("# ") and head.prose and not head.blocks
+    require(begins and sections, head.line, "a lesson begins with its title, "
+            "'# ...', an introduction in prose only, and change '## 1. ...'")
     changes = []
     for number, section in enumerate(sections, 1):
-        found = re.fullmatch(r"## (\d+)\. (\S.*)", section.heading)
+        found = re.fullmatch(rf"## {number}\. (\S.*)", section.heading)
         require(found, section.line,
                 f"a change begins with '## {number}. ' and its title")
-        require(int(found[1]) == number, section.line,
-                f"this is change {number}, not {found[1]}")
-        prose, blocks = section.parts()
-        asked = [part for part in prose if part.startswith((PREDICT, CHECK))]
-        answers = [part for part in prose if part.startswith(ANSWER)]
-        prose = [part for part in prose if part not in asked + answers]
+        asked = [part for part in section.prose
+                 if part.startswith((PREDICT, CHECK))]
+        answers = [part for part in section.prose if part.startswith(ANSWER)]
+        prose = [part for part in section.prose
+                 if part not in asked + answers]
         require(prose, section.line, "the change has no why")
-        require(len(asked) < 2, section.line, "the change asks to predict "
-                "more than one thing")
-        require(len(answers) <= len(asked), section.line,
-                "the change has an answer without a question")
-        require(len(answers) == len(asked), section.line,
-                f"the question has no answer, '{ANSWER}...'")
-        require(len(blocks) == 1, section.line, "a change has one block of "
-                f"anchors, {FENCE}diff ... {FENCE}, and this has "
-                f"{len(blocks)}")
-        (line, kind, closed, rows), = blocks
-        require(kind == "diff", line, f"the block has to begin with {FENCE}"
-                "diff")
-        require(closed, line, f"the block has no end, {FENCE}")
-        require(rows, line, "the block has no anchor")
+        require(len(answers) == len(asked) < 2, section.line, "a change asks "
+                f"one question or none, which has an answer, '{ANSWER}...'")
+        require(len(section.blocks) == 1, section.line, "a change has one "
+                f"block of anchors, {FENCE}diff ... {FENCE}, and this has "
+                f"{len(section.blocks)}")
+        (line, kind, closed, rows), = section.blocks
+        require(kind == "diff" and closed and rows, line, "the block of "
+                f"anchors begins with {FENCE}diff and ends with {FENCE}")
         for k, row in enumerate(rows, line + 1):
             require(row[:1] in ("+", "-") and row[1:].strip(), k,
                     "an anchor is a line of code after + or -")
-        changes.append(Change(found[2], "\n\n".join(prose), tuple(
+        changes.append(Change(found[1], "\n\n".join(prose), tuple(
             row[0] + row[1:].strip() for row in rows),
             *(part.split(".** ", 1)[1] for part in asked + answers),
             checked="".join(asked).startswith(CHECK)))
@@ -121,44 +111,38 @@ def parse(text, name):
 
 @dataclass
 class Section:
-    """A heading, and the lines below it."""
+    """A heading, and below it paragraphs and blocks.
+
+    blocks: lists [line, kind, whether it has an end, rows].
+    """
 
     line: int  # the heading's, from 1
     heading: str
-    body: list
-
-    def parts(self):
-        """The paragraphs, and the blocks (line, kind, closed, rows)."""
-        prose, blocks, fresh = [], [], True  # fresh: a paragraph begins
-        for number, row in enumerate(self.body, self.line + 1):
-            inside = blocks and not blocks[-1][2]
-            if row.startswith(FENCE) and not inside:
-                blocks.append([number, row[len(FENCE):].strip(), False, []])
-                fresh = True
-            elif row.rstrip() == FENCE:
-                blocks[-1][2] = True
-            elif inside:
-                blocks[-1][3].append(row)
-            elif not row.strip():
-                fresh = True
-            elif fresh:
-                prose.append(row.strip())
-                fresh = False
-            else:
-                prose[-1] += " " + row.strip()
-        return prose, blocks
+    prose: list
+    blocks: list
 
 
 def split(text):
     """The document's sections: each begins at a heading outside blocks."""
-    sections, inside = [Section(1, "", [])], False
+    sections, inside, fresh = [], False, True  # fresh: a paragraph begins
     for number, row in enumerate(text.splitlines(), 1):
-        if row.startswith(FENCE):  # followed by a word it closes none
-            inside = not inside or row.rstrip() != FENCE
-        if number == 1:
-            sections[0].heading = row
-        elif row.startswith("#") and not inside:
-            sections.append(Section(number, row, []))
+        if number == 1 or (row.startswith("#") and not inside):
+            section = Section(number, row, [], [])
+            sections.append(section)
+            fresh = True
+        elif row.startswith(FENCE) and not inside:
+            kind = row[len(FENCE):].strip()
+            section.blocks.append([number, kind, False, []])
+            inside = fresh = True
+        elif row.rstrip() == FENCE:
+            section.blocks[-1][2], inside = True, False
+        elif inside:
+            section.blocks[-1][3].append(row)
+        elif not row.strip():
+            fresh = True
+        elif fresh:
+            section.prose.append(row.strip())
+            fresh = False
         else:
-            sections[-1].body.append(row)
+            section.prose[-1] += " " + row.strip()
     return sections
