@@ -89,48 +89,40 @@ def why(job, flags):
     return main(job)
 
 
-class Commands:
-    """The commands in groups, as the help shows them."""
-
-    def __init__(self):
-        self.parser = Parser(
-            prog="python -m workshop", usage="%(prog)s COMMAND ...",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            description="The tools of the lessons. COMMAND --help says more "
-            "of each.")
-        self.commands = self.parser.add_subparsers(
-            dest="command", metavar="COMMAND", help=argparse.SUPPRESS,
-            prog=self.parser.prog)
-        self.parser.epilog = ""
-
-    def group(self, title):
-        self.parser.epilog += f"\n{title}:\n"
-
-    def add(self, name, function, text, more=""):
-        """text: for the help of all commands, too; more: for its own alone.
-        """
-        self.parser.epilog += textwrap.fill(
-            text, 79, initial_indent=f"  {name:10}",
-            subsequent_indent=12 * " ") + "\n"
-        return self.add_hidden(name, function, f"{text} {more}")
-
-    def add_hidden(self, name, function, text):
-        """What scripts call."""
-        command = self.commands.add_parser(name, description=text)
-        command.set_defaults(function=function)
-        return command
-
-
 def make_parser():
     """The parser, and that of each command by its name."""
-    commands = Commands()
-    add = commands.add
+    parser = Parser(
+        prog="python -m workshop", usage="%(prog)s COMMAND ...", epilog="",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="The tools of the lessons. COMMAND --help says more of "
+        "each.")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", help=argparse.SUPPRESS,
+        prog=parser.prog)
+
+    def group(title):
+        """The help of all commands shows those that follow below it."""
+        parser.epilog += f"\n{title}:\n"
+
+    def add(name, function, text, more=""):
+        """text: for the help of all commands, too; more: for its own alone.
+        """
+        parser.epilog += textwrap.fill(
+            text, 79, initial_indent=f"  {name:10}",
+            subsequent_indent=12 * " ") + "\n"
+        return add_hidden(name, function, f"{text} {more}")
+
+    def add_hidden(name, function, text):
+        """What scripts call."""
+        command = commands.add_parser(name, description=text)
+        command.set_defaults(function=function)
+        return command
 
     def add_stage(command):
         command.add_argument("stage", choices=LESSONS,
                              help="the stage that the lesson makes")
 
-    commands.group("the lesson")
+    group("the lesson")
     add("lab", "lab:main",
         "Open JupyterLab with your script and a lesson side by side.",
         "Further flags are JupyterLab's, such as --no-browser.").add_argument(
@@ -170,7 +162,7 @@ def make_parser():
     back.add_argument("--undo", action="store_true",
                       help="go back to your previous version")
 
-    commands.group("a job")
+    group("a job")
     start = add("launch", "launch:main", "Start a stage on all GPUs of this "
                 "job of SLURM or PBS, or of this machine.", "The command is "
                 "printed first. What follows -- are the script's own flags.")
@@ -201,7 +193,7 @@ def make_parser():
         "from the traces that --profile N has recorded.").add_argument(
             "run", help="its folder")
 
-    commands.group("your own model")
+    group("your own model")
     own = add("verify", "verify.command:main",
               "Run any training script as one process and "
               "as several for a few updates: does it train alike?")
@@ -230,7 +222,7 @@ def make_parser():
     ours.add_argument("run", help="folder of the run, or a checkpoint")
     ours.add_argument("folder", help="the folder to write")
 
-    commands.group("the course")
+    group("the course")
     add("update", "update:main", "Bring this clone to the newest "
         "state of the course; what you edited is kept.")
     add("answers", "answers:main", "For the "
@@ -248,15 +240,15 @@ def make_parser():
         "and say how long each step takes.", "What follows -- are the flags "
         "of the job's script, in place of --max-steps 100.")
 
-    commands.add_hidden(
+    add_hidden(
         "script", script, "Name the script that a batch file trains with: "
         "yours if it has passed the check.").add_argument(
             "stage", choices=STAGES, help="the stage of the batch file")
-    commands.add_hidden(
+    add_hidden(
         "progress", "results.runs:show_progress", "Show how far a run "
         "has got; the exit status is 0 if it is finished.").add_argument(
             "folder", metavar="run", help="its folder")
-    return commands.parser, commands.commands.choices
+    return parser, commands.choices
 
 
 def parse():
