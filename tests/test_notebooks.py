@@ -129,7 +129,7 @@ def test_committed_without_outputs_for_any_python3(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_headings_do_not_jump(path, monkeypatch):
     """Those of the texts, and those that the cells show below them."""
-    monkeypatch.setattr(cells, "follow_script", lambda view: view())
+    monkeypatch.setattr(following, "follow_script", lambda view: view())
     monkeypatch.setattr(cells, "DESK", STAGES["std"].solution)
     last = 0
     for cell in read_book(path).cells:
@@ -151,8 +151,7 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     """
     shown, scripts = [], iter(["mine", "mine", "another"])
     looks = chain(["old", "new", "new"], repeat("newer"))
-    for module in cells, following:
-        monkeypatch.setattr(module, "saved_at", lambda: next(looks))
+    monkeypatch.setattr(following, "saved_at", lambda: next(looks))
     monkeypatch.setattr(cells, "read_script", lambda: next(scripts))
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
@@ -177,7 +176,7 @@ def test_the_change_to_try_is_the_first_that_is_left(monkeypatch, tmp_path):
     desk, std, asked = tmp_path / "mine.py", STAGES["std"].solution, []
     monkeypatch.setattr(cells, "on_board", lambda *words, **_: (asked.append(
         words[4:]), (None, None))[1])
-    monkeypatch.setattr(cells, "saves", lambda seen: ())
+    monkeypatch.setattr(following, "saves", lambda seen: ())
     monkeypatch.setattr(cells, "Diff", lambda stage: Diff(stage, desk))
     for made in ([], [1, 2, 4], range(1, 14)):
         desk.write_text(Diff("ddp", std).apply(made))
@@ -347,12 +346,12 @@ def test_a_workspace_for_the_root_that_the_server_has(repo, monkeypatch):
     monkeypatch.setattr(opener, "ROOT", repo)
     file = repo / "notebooks" / "beside_ddp.jupyterlab-workspace"
     for root, inside in ((repo, ""), (repo.parent, f"{repo.name}/")):
-        monkeypatch.setattr(cells, "server_root", lambda root=root: root)
+        monkeypatch.setattr(following, "server_root", lambda root=root: root)
         assert cells.write_workspace("ddp") == file.name
         assert f'"notebook:{inside}notebooks/diff_ddp' in file.read_text()
         file.unlink()
     for root in (repo / "code", None):
-        monkeypatch.setattr(cells, "server_root", lambda root=root: root)
+        monkeypatch.setattr(following, "server_root", lambda root=root: root)
         assert not cells.write_workspace("ddp") and not file.exists()
         assert "side by side" not in cells.beside("ddp").html
 
@@ -438,7 +437,7 @@ def executed(execute, single, tmp_path_factory):
         patch.setattr(panels.results, "RUNS", repo / "runs")
         for call in plots:
             file = repo / "panel.svg"
-            patch.setattr(sys, "argv", ["", file, call.split('"')[1]])
+            patch.setattr(sys, "argv", ["", call.split('"')[1], file])
             panels.write_panel()
             made[call] = shown["results"][call] = cells.picture(
                 file.read_text()).html

@@ -221,7 +221,7 @@ def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
 
     def panel(name):
         monkeypatch.setattr(sys, "argv", [
-            "", "panel.svg", name, str(results.EXAMPLES / "ddp-2")])
+            "", name, str(results.EXAMPLES / "ddp-2"), "panel.svg"])
         panels.write_panel()
         return (tmp_path / "panel.svg").read_text()
 

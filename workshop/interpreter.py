@@ -99,31 +99,26 @@ def sbatch_variables():
             if name.startswith("SBATCH_")} | {"WORKSHOP": str(ROOT)}
 
 
-def run(*arguments, on_line=None):
-    """Run `python arguments...` there and print its output; its exit status.
+def run(*arguments, on_line):
+    """Run `python arguments...` there; returns its exit status.
 
-    on_line: a function of each line that takes it instead. Raises `UserError`
-    if there is no environment.
+    on_line: a function that gets each line that it prints, as it comes.
+    Raises `UserError` if there is no environment.
     """
     with subprocess.Popen(
             [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
             errors="replace", stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        def pass_on():
-            for line in process.stdout:
-                if on_line:
-                    on_line(line)
-                else:
-                    print(line, end="", flush=True)
-
         try:
-            pass_on()
+            for line in process.stdout:
+                on_line(line)
         except KeyboardInterrupt:  # the kernel's stop button
             process.terminate()
-            pass_on()  # a run saves a checkpoint, and says how to go on
+            for line in process.stdout:
+                on_line(line)  # a run saves a checkpoint, says how to go on
             print("interrupted")
     if process.returncode == -signal.SIGKILL:
-        (on_line or print)(f"error: {KILLED}")
+        on_line(f"error: {KILLED}")
     return process.returncode
 
 

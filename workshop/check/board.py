@@ -24,14 +24,8 @@ import html
 import json
 import textwrap
 
-from workshop.lesson.render import (
-    TERMINAL_BLUE,
-    TERMINAL_ORANGE,
-    folded,
-    paragraph,
-    quote,
-    scrolling,
-)
+from workshop.lesson import render
+from workshop.lesson.render import folded, paragraph, quote, scrolling
 
 MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
@@ -109,8 +103,8 @@ class Board:
                      for name in self.columns]
             cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
             if colour:
-                colours = [TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
-                           for mark in marks]
+                colours = [render.TERMINAL_BLUE if mark == "ok" else
+                           render.TERMINAL_ORANGE for mark in marks]
                 cells = [f"\033[{code}m{cell}\033[0m"
                          for code, cell in zip(colours, cells)]
             lines.append((f"{last:{room}}" + "".join(cells)).rstrip())

@@ -21,15 +21,7 @@ from workshop.check.board import Board
 from workshop.journey import done, what_next
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff, Script
-from workshop.notebook import magics, pictures, printed
-from workshop.notebook.following import (
-    alive,
-    follow_script,
-    pulse,
-    saved_at,
-    saves,
-    server_root,
-)
+from workshop.notebook import following, magics, pictures, printed
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -87,7 +79,7 @@ def diff(stage, hints=None, all=False):
         return Shown(render.to_html(changes, hints, all),
                      render.to_text(changes, hints=hints))
 
-    return follow_script(view)
+    return following.follow_script(view)
 
 
 @in_one_line
@@ -103,13 +95,13 @@ def check(stage, change=None):
         change = next((item.number for item in Diff(stage).left
                        if item.number), None)
         require(change, f'no change is left: check("{stage}") tries them all')
-    seen, script = saved_at(), read_script()
+    seen, script = following.saved_at(), read_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]),
                            link=render.link_lines)
 
     def follow():
-        for is_new in saves(seen):
+        for is_new in following.saves(seen):
             if is_new and read_script() != script:
                 board.is_old = True
                 return show(now=True)
@@ -132,7 +124,7 @@ def on_board(*arguments, link=str):
     function that shows it anew.
     """
     board = Board()
-    show = live(lambda: alive(Shown(
+    show = live(lambda: following.alive(Shown(
         render.box(link(board.to_html(check_pictures(board)))
                    + render.KEEP_IN_SIGHT * (board.right is not None
                                              and not board.is_old),
@@ -188,7 +180,7 @@ def write_workspace(stage):
 
     Returns the link from a lesson to it, or "" if there can be none.
     """
-    root = server_root()
+    root = following.server_root()
     if root is None:
         return ""
     try:
@@ -313,10 +305,10 @@ def load_ipython_extension(ipython):
     """Called by `%load_ext workshop.notebook.cells`."""
     ipython.register_magic_function(magics.ranks, "cell")
     ipython.register_magic_function(magics.mpi, "cell")
-    if pulse():
+    if following.pulse():
         from IPython.display import display
 
-        display(Shown(render.texts(pulse()), ""))
+        display(Shown(render.texts(following.pulse()), ""))
     with contextlib.suppress(UserError):  # the first cell will tell
         magics.warm.start()
 
@@ -362,10 +354,16 @@ def experiment(name):
 @in_one_line
 def measured(module, name):
     """Run workshop/notebook/MODULE.py; the picture that it draws, if any."""
+    drawn = drawn_by(f"notebook.{module}", name)
+    return picture(drawn) if drawn else None
+
+
+def drawn_by(module, *arguments):
+    """What workshop/MODULE.py writes into its last argument, a file; or ""."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
-        said_meanwhile("-m", f"workshop.notebook.{module}", name, str(output))
-        return picture(output.read_text("utf-8")) if output.exists() else None
+        said_meanwhile("-m", f"workshop.{module}", *arguments, str(output))
+        return output.read_text("utf-8") if output.exists() else ""
 
 
 def bills(loss):
@@ -407,12 +405,8 @@ def runs(*folders):
 def plot(panel, *folders):
     """One panel of the picture that `python -m workshop plot` makes."""
     results.find(folders)  # finds errors without starting a process
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "panel.svg")
-        said_meanwhile("-m", "workshop.results.plot", str(output), panel,
-                       *(str(Path(name).resolve()) for name in folders))
-        require(output.exists(), "there is no picture: what is printed says "
-                "why")
-        drawn = output.read_text("utf-8")
-        return picture(drawn) if drawn.startswith("<svg") else said(
-            f"There is no picture yet: {drawn}.")
+    drawn = drawn_by("results.plot", panel, *(
+        str(Path(name).resolve()) for name in folders))
+    require(drawn, "there is no picture: what is printed says why")
+    return picture(drawn) if drawn.startswith("<svg") else said(
+        f"There is no picture yet: {drawn}.")

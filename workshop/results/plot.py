@@ -1,6 +1,6 @@
 """The picture of the results: python -m workshop plot.
 
-    python -m workshop.results.plot FILE PANEL [RUN ...]    one panel, as SVG
+    python -m workshop.results.plot PANEL [RUN ...] FILE    one panel, as SVG
 """
 
 import functools
@@ -369,7 +369,7 @@ def write_panel():
     Where the runs in runs/ are too few for it, it shows the examples; where
     these are, too, the file says what is missing.
     """
-    output, name, *folders = sys.argv[1:]
+    name, *folders, output = sys.argv[1:]
     require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
 
