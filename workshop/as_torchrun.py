@@ -25,7 +25,12 @@ def main():
     require(words, "name a script: python -m workshop.as_torchrun SCRIPT")
     launcher = join_world()
     if verbose:
-        sys.stdout.write(introduce(launcher, os.environ))
+        env = os.environ
+        sys.stdout.write(
+            f"rank {env['RANK']} of {env['WORLD_SIZE']}, on "
+            f"{socket.gethostname()} local rank {env['LOCAL_RANK']} of "
+            f"{env['LOCAL_WORLD_SIZE']}, as {launcher} says; rank 0 is at "
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}\n")
         sys.stdout.flush()
     script = words[0]
     require(Path(script).is_file(), f"{script}: no such script: check the "
@@ -79,14 +84,6 @@ def find_rank_0(env):
         f"rank 0 is on {socket.gethostname()}, but all will look for it on "
         f"{host}: export MASTER_ADDR={socket.gethostname()}, or start rank 0 "
         f"on {host}")
-
-
-def introduce(launcher, env):
-    """One line: this process's rank and host, and where rank 0 is."""
-    return (f"rank {env['RANK']} of {env['WORLD_SIZE']}, on "
-            f"{socket.gethostname()} local rank {env['LOCAL_RANK']} of "
-            f"{env['LOCAL_WORLD_SIZE']}, as {launcher} says; rank 0 is at "
-            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ script, it does an all-reduce: the doctor starts that as several processes.
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -126,9 +127,8 @@ def name_driver(root=Path("/")):
     except OSError:
         return "no NVIDIA driver is loaded"
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
-    versions = [word for word in text.split() if word[0].isdigit()
-                and word.replace(".", "").isdigit() and "." in word]
-    return f"the NVIDIA driver is {versions[0] if versions else 'unknown'}"
+    found = re.search(r"\s(\d+(\.\d+)+)\s", text)
+    return f"the NVIDIA driver is {found[1] if found else 'unknown'}"
 
 
 def name_build():

@@ -169,8 +169,8 @@ def collect(folder, processes):
         ranks.append(Rank(record, may_run(record),
                           answered(folder, record, asked),
                           witness.read_text(stack_file(folder, record))))
-    if any(rank.rank is not None for rank in ranks):  # others start those
-        ranks = [rank for rank in ranks if rank.rank is not None]
+    # others have started those
+    ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
         if rank.rank is None:  # one process, which is no rank of several
             rank.rank, rank.world_size = 0, 1
