@@ -4,10 +4,11 @@
 uint16 token ids, in which `<|endoftext|>` precedes each document.
 """
 
+import fcntl
 import shutil
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import manifest
@@ -15,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from backstage.errors import UserError, require
-from backstage.files import write_atomically
+from backstage.files import PART, open_part, write_atomically
 
 SIZE = 100_000_000  # tokens: 200 MB
 BIN_MAGIC = 20240520  # with which the shards of llm.c begin
@@ -31,16 +32,32 @@ def new_folder(out):
     """Give a folder to fill, which appears as `out` once it is complete.
 
     An error leaves no trace. It is an `OSError` if `out` holds files by then.
+    What a killed process has left is removed by the next that makes `out`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
+    remove_abandoned(out)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    _, mark = open_part(scratch / out.name)  # locked while we live
     try:
-        folder = Path(scratch) / out.name
+        folder = scratch / out.name
         folder.mkdir()
         yield folder
         folder.rename(out)
     finally:
+        mark.close()  # NFS keeps a folder in which a file is open
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_abandoned(out):
+    """Remove the folders with our mark on which nobody has a lock any more.
+
+    Where the file system has no locks, they stay.
+    """
+    for mark in out.parent.glob(f".{out.name}.*/.{out.name}.*{PART}"):
+        with suppress(OSError):
+            with open(mark, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(mark.parent)
 
 
 def find(folder):

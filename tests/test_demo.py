@@ -1,6 +1,7 @@
 """The demo dataset: honest, the same every time, complete or absent."""
 
 import json
+import os
 import random
 import resource
 import signal
@@ -10,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import shards
 from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import ROOT, dataset
@@ -130,6 +132,25 @@ def test_two_at_once_and_killed_it_leaves_all_or_nothing(texts, tmp_path):
         assert not out.exists() or contents(out) == contents(whole)
         succeeds("demo", *texts, "--out", out, env={"PYTHONHASHSEED": "1"})
         assert contents(out) == contents(whole)
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_the_next_one_removes_what_a_killed_one_has_left(tmp_path):
+    """But no folder of somebody's, nor that of one which is at work."""
+    theirs, out = tmp_path / ".demo.notes", tmp_path / "demo"
+    theirs.mkdir()
+    (theirs / ".demo.1-0").touch()
+    child = os.fork()
+    if not child:
+        with shards.new_folder(out):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.glob(".*"))) == 2
+    with shards.new_folder(out) as at_work:
+        with shards.new_folder(out):
+            pass
+        assert at_work.exists()
+    assert list(tmp_path.glob(".*")) == [theirs]
 
 
 @pytest.mark.parametrize("text, flags, message", [
