@@ -268,7 +268,7 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
     """A rank, or the ranks' server, which is replaced: it is no verdict on
     the script, and nothing is left.
     """
-    first = server.get_server()
+    first = server.get_servers()
     script = edited(tmp_path, "ddp", (
         "import math\n", "import math\nimport os\n"
         f"os.kill({killed}, 9)\nos._exit(1)\n"))
@@ -276,4 +276,4 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
                        "likely because the memory"):
         main("ddp", script)
     assert not left_in(temporary)
-    assert (server.get_server() is first) == (killed == "os.getpid()")
+    assert (server.get_servers() == first) == (killed == "os.getpid()")

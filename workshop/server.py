@@ -149,19 +149,16 @@ def get_servers(preload=PRELOAD, size=1, hashes=None):
     preload: what they then import first. hashes: see `Start`; a seed that
     the user has set holds for all.
     """
-    if hashes is None or os.environ.get("PYTHONHASHSEED", "random") != (
-            "random"):
-        return [get_server(preload)]
-    return [get_server(preload, (hashes + rank) % SEEDS)
-            for rank in range(min(size, SEEDS))]
-
-
-def get_server(preload=PRELOAD, hashes=None):
-    server = the_servers.get(hashes)
-    if server is None or server.owner != os.getpid() or (
-            server.process.poll() is not None):
-        server = the_servers[hashes] = Server(preload, hashes)
-    return server
+    seeds = [None]
+    if hashes is not None and os.environ.get(
+            "PYTHONHASHSEED", "random") == "random":
+        seeds = [(hashes + rank) % SEEDS for rank in range(min(size, SEEDS))]
+    for seed in seeds:
+        server = the_servers.get(seed)
+        if server is None or server.owner != os.getpid() or (
+                server.process.poll() is not None):
+            the_servers[seed] = Server(preload, seed)
+    return [the_servers[seed] for seed in seeds]
 
 
 @atexit.register

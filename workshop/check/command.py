@@ -48,7 +48,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
                 out.report(right=True)
                 return True
         # it imports torch while this process does
-        server.get_server(processes.modules_of(stage))
+        server.get_servers(processes.modules_of(stage))
         from workshop.check import trial
 
         bench = trial.Bench(folder, stage, script, data, out.say)

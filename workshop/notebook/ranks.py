@@ -43,7 +43,7 @@ PRELOAD = ["torch", "torch.distributed", "workshop.notebook.overlap",
 
 def main():
     os.environ["COLUMNS"] = "54"  # of bars and tables: 62 after "rank 0: "
-    server.get_server(PRELOAD)  # imports torch meanwhile
+    server.get_servers(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
         try:

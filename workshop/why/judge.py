@@ -168,8 +168,8 @@ def wrong_address(job):
 def blocked_port(job):
     """a rank does not reach rank 0"""
     # while rank 0 has not come, or not tried, it is not known which it is
-    return (hasattr(job.first, "answer") or job.waited > PATIENCE) and (
-        job.first in job.meeting and job.deaf)
+    tried = job.first.answer is not None or job.waited > PATIENCE
+    return tried and job.first in job.meeting and job.deaf
 
 
 @begins("wrong network interface", "{unheard}, which a rank has named "

@@ -65,6 +65,7 @@ class Rank:
 
     running = collecting = 0  # threads, and a share of the time
     looks, workers, cores = (), (), ()
+    answer = None  # at rank 0's address: "" or the problem, if it has tried
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)
@@ -109,7 +110,7 @@ class Rank:
     @property
     def problem(self):
         """Why it does not reach rank 0, if it does not."""
-        return getattr(self, "answer", "") or "no answer"
+        return self.answer or "no answer"
 
     @property
     def runs(self):
@@ -275,8 +276,8 @@ class Job:
     @cached_property
     def deaf(self):
         """Those of them that reach nobody at rank 0's address."""
-        return Who(rank for rank in self.meeting if getattr(
-            rank, "answer", "") or self.first.address() in rank.connecting)
+        return Who(rank for rank in self.meeting if rank.answer
+                   or self.first.address() in rank.connecting)
 
     @cached_property
     def gone(self):
