@@ -18,6 +18,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from conftest import all_processes
+
 from workshop.stages import STAGES
 
 HERE = Path(__file__).resolve().parent
@@ -55,3 +57,15 @@ def problem(case, passed, says):
     if case.right and bool(says) != bool(case.says):
         return "another warning"
     return "" if case.says in says else "another first line"
+
+
+def left_in(temporary):
+    """The folders of ours in this folder for temporary files."""
+    return [file for file in temporary.iterdir()
+            if file.name.startswith(("check-", "ranks-", "pymp-"))]
+
+
+def left_by(temporary):
+    """The processes that have this folder for temporary files."""
+    return [pid for pid, _, variables in all_processes()
+            if any(one.startswith(f"TMPDIR={temporary}") for one in variables)]

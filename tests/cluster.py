@@ -170,10 +170,12 @@ def world(folder):
 
 
 def wait_for(condition, timeout=500, explain=lambda: ""):
+    """Until it is fulfilled: what it says then."""
     end = time.monotonic() + timeout
-    while not condition():
+    while not (said := condition()):
         assert time.monotonic() < end, explain()
         time.sleep(0.25)  # what it asks takes time, too
+    return said
 
 
 @contextmanager

@@ -34,6 +34,9 @@ LONG = [f"test_{name}.py" for name in (
     "predictions", "pbs", "nano", "std", "slides", "starter",
     "meshes", "kernels", "take_home", "stages")]
 
+# The tests that use these are marked `whole` by that.
+NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
+
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 ENVIRONMENT = (  # what activate.sh needs
     "activate.sh", "requirements.txt", "environment",
@@ -80,6 +83,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """`pytest` alone leaves out marked tests; naming a file runs all of it."""
+    for item in items:
+        if NEED_A_PROGRAM & {*item.fixturenames}:
+            item.add_marker("whole")
     items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
     if is_quick(config):
         leave_out("whole", config, items)

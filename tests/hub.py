@@ -42,22 +42,20 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, body):
+    def answer(self, body, status=200, **headers):
         body = body if isinstance(body, bytes) else body.encode()
-        etag = hashlib.sha1(body).hexdigest()
-        self.send_response(200)
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
+        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"',
+                   "X-Repo-Commit": COMMIT, "Content-Length": str(len(body)),
+                   **headers}
+        self.send_response(status)
+        for header in headers.items():
+            self.send_header(*header)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
 
     def refuse(self, code):
-        self.send_response(404)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer("", 404, **{"X-Error-Code": code})
 
     def log_message(self, *args):
         pass

@@ -40,7 +40,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from check_cases import outcome
+from check_cases import left_by, left_in, outcome
 
 from workshop.lesson.diff import differences, load_lesson
 
@@ -418,8 +418,6 @@ def work_in(parent):
 
 def try_out(mutant):
     """(kind, seconds, what the table says below it) of a mutant."""
-    from checks import left_by, left_in
-
     begin, odd = time.monotonic(), ""
     try:
         passed, says, out = outcome(mutant)

@@ -395,7 +395,6 @@ SPELLINGS = {
     "bind mount above": "{top}/mount above/venv", "case": "{top}/shared/VENV"}
 
 
-@pytest.mark.whole
 def test_every_spelling_is_the_same_environment(set_up, tmp_path, mount):
     top = tmp_path
     maker, venv = set_up(top, shared=True)
@@ -506,7 +505,6 @@ def test_two_clones_at_once(set_up, tmp_path):
     assert beside(venv) == ["venv", "venv.lock", *left]
 
 
-@pytest.mark.whole
 def test_a_full_disk(set_up, tmp_path, mount):
     """The old one works, and nothing new is left."""
     disk = tmp_path / "disk"
@@ -529,7 +527,6 @@ def test_a_full_disk(set_up, tmp_path, mount):
     stays()
 
 
-@pytest.mark.whole
 def test_a_folder_that_cannot_have_neighbours(tmp_path, mount):
     """It is a mount, and the folder around it can only be read."""
     top, venv = tmp_path / "shared", tmp_path / "shared" / "venv"

@@ -473,13 +473,11 @@ NUMBERS = st.integers() | st.floats() | st.sampled_from([2**63, 2**70, -2**70])
 def test_any_flags(data, pairs):
     words = [word for flag, value in pairs for word in (
         [f"{flag}={value}"] if value != "" else [flag])]
-    before = sys.argv
-    sys.argv = ["train_gpt2.py", "--preset=tiny", f"--data={data}", *words]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            hp = one_line(parse, std.Hyperparameters, std.PRESETS, std.MODELS)
-    finally:
-        sys.argv = before
+    with (pytest.MonkeyPatch.context() as patch,
+          contextlib.redirect_stdout(io.StringIO())):
+        patch.setattr(sys, "argv", [
+            "train_gpt2.py", "--preset=tiny", f"--data={data}", *words])
+        hp = one_line(parse, std.Hyperparameters, std.PRESETS, std.MODELS)
     if hp:
         assert not hp.resume and 0 <= hp.learning_rate < float("inf")
         assert 0 <= hp.warmup_steps < 2**31 > hp.minibatch_size > 0

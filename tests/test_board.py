@@ -1,16 +1,17 @@
 """The check's table: in a terminal and in a notebook, and its pictures."""
 
+import json
 import re
 from xml.etree import ElementTree
 
 import pytest
-from checks import FORWARD, board_of
 from cluster import wait_for
 from conftest import linear_light
 from stages import edited
 
 from workshop import classroom
 from workshop.check.board import MEANING, SIGNS, Board
+from workshop.check.command import main
 from workshop.lesson import render
 from workshop.notebook import pictures
 
@@ -23,7 +24,12 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     shared = tmp_path / "class"
     shared.mkdir()
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
-    board = board_of(edited(tmp_path, "ddp", FORWARD), capsys)
+    board, script = Board(), edited(tmp_path, "ddp", (
+        "loss = training_step(model, ", "loss = training_step(raw_model, "))
+    right = main("ddp", script, events=True)
+    for line in capsys.readouterr().out.splitlines():
+        board.update(json.loads(line))
+    assert board.right is right is False
     wait_for(lambda: classroom.read(shared))
     (person,) = classroom.read(shared)
     assert person.right is False

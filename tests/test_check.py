@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from check_cases import CASES, outcome, problem
-from checks import FORWARD, left_by, left_in
+from check_cases import CASES, left_by, left_in, outcome, problem
 from cluster import wait_for
 from conftest import needs, program
 from shells import mount as mount  # a fixture
@@ -79,7 +78,7 @@ def number_of(stage, title):
 
 
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
-    script = edited(tmp_path, "ddp", FORWARD)
+    script = edited(tmp_path, "ddp", HANG)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
     assert main("ddp", script, change=made)
     assert f"Change {made} is made as the" in capsys.readouterr().out
@@ -213,7 +212,6 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     assert script.read_bytes() != data and not left_in(temporary)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("size", ["6m", "70m"])
 def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     """One line, whether it is full at once or in the middle of a check."""

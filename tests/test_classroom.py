@@ -111,7 +111,6 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert "mkdir -m 1777" in done.stderr
 
 
-@pytest.mark.whole
 def test_nine_attendees_in_a_browser(tmp_path, browser):
     shared, page = tmp_path / "class", tmp_path / "page.html"
     shared.mkdir()

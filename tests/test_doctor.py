@@ -22,7 +22,7 @@ from workshop.processes import launch
 
 
 @pytest.fixture(autouse=True)
-def slurm(tmp_path, monkeypatch):
+def slurm_conf(tmp_path, monkeypatch):
     """A configuration of SLURM, in case its programs are installed."""
     for name in list(os.environ):
         if name.startswith(("SBATCH_", "SLURM_", "SALLOC_")):
@@ -211,7 +211,7 @@ def test_a_doctor_that_is_ended_leaves_nothing(number, monkeypatch):
         assert [*Path(name).iterdir()] == [other]
 
 
-def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
+def test_slurm_and_what_the_environment_names(monkeypatch, slurm_conf):
     needs("sbatch")
     assert re.match(r"slurm.* \d+\.\d+.*no account or partition",
                     doctor.ask_slurm())
@@ -219,7 +219,7 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm):
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert doctor.ask_slurm().endswith(
         ", SBATCH_ACCOUNT=course SBATCH_PARTITION=gpu")
-    slurm.write_text("nonsense\n")
+    slurm_conf.write_text("nonsense\n")
     with pytest.raises(UserError, match=r"^SLURM does not answer \([^\n]+\)\. "
                        "The lessons do not need SLURM: in a terminal, "
                        "`python -m workshop launch ddp -- --preset tiny`"):

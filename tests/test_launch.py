@@ -119,7 +119,6 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
         assert args.dry and args.flags == ["--preset", "tiny"]
 
 
-@pytest.mark.whole
 def test_a_job_of_two_nodes(slurm):
     """As typed in salloc's shell: its variables are not the step's options."""
     run = slurm.repo / "runs" / "mine"
@@ -140,7 +139,6 @@ def test_a_job_of_two_nodes(slurm):
     assert world(run) == (2, 4)
 
 
-@pytest.mark.whole
 def test_each_node_unpacks_an_archive(slurm, tmp_path):
     """Both a job of a batch file and launch: each node has its own disk."""
     if slurm.mode != "ns":

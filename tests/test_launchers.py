@@ -251,7 +251,6 @@ def test_torchrun_says_an_error_once(tmp_path):
     assert line == "error: not divisible"
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec.mpich"])
 @pytest.mark.parametrize("end", ["kill(os.getpid(), 9)", "_exit(3)"])
 def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path, mpich):

@@ -6,9 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
+from cluster import wait_for
 from conftest import MPICH, needs, program
 from stages import MEETS, Result, agree, run_command, tiny
 
@@ -62,11 +62,8 @@ def enter(tmp_path_factory):
                 [enter, f"node{number}", "ip", "address", "add",
                  f"10.79.0.{number}/24", "dev", "eth0;",
                  "ip", "link", "set", "eth0", "up"], check=True)
-        end = time.monotonic() + 30
-        while any(link(enter, node)["operstate"] != "UP"
-                  for node in ("node1", "node2")):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_for(lambda: all(link(enter, node)["operstate"] == "UP"
+                             for node in ("node1", "node2")), 30)
         yield enter
     finally:
         for node in nodes:
@@ -99,7 +96,6 @@ run_main(main)
 """
 
 
-@pytest.mark.whole
 def test_all_leave_mpi(tmp_path, enter, mpich):
     """Of 20 programs that only finalized MPI, 13 waited for ever."""
     script = program(tmp_path / "late.py", LATE)
@@ -120,7 +116,6 @@ def on_two_nodes(enter, size, *words):
         *words))))
 
 
-@pytest.mark.whole
 def test_on_two_nodes(data, single, tmp_path, enter):
     """Each has a network of its own: they talk over the cable."""
     needs("mpirun")
@@ -137,7 +132,6 @@ def test_on_two_nodes(data, single, tmp_path, enter):
     assert link(enter, "node1")["stats64"]["rx"]["bytes"] - before > sent
 
 
-@pytest.mark.whole
 def test_ranks_without_mpi_meet_on_two_nodes(tmp_path, enter):
     needs("mpirun")
     script = program(tmp_path / "meets.py", MEETS)
@@ -231,7 +225,6 @@ run_main(main)
 """]
 
 
-@pytest.mark.whole
 def test_what_is_wrong_is_one_line(mpich):
     """As stage mpi says it, when it joins the world of MPI."""
     needs("mpirun")

@@ -269,7 +269,6 @@ def test_a_log_shows_some_of_its_steps(tmp_path, monkeypatch):
     assert "30 invented texts" in said and "finished: here" in end
 
 
-@pytest.mark.whole
 def test_lesson_mpi_runs_with_the_environment_that_the_site_names(shown):
     needs("mpirun")
     shown = shown["diff_mpi"]
@@ -451,7 +450,6 @@ def shown(executed):
     return executed[-1]
 
 
-@pytest.mark.whole
 def test_collectives_are_run_for_real(shown):
     shown = shown["collectives"]
     # DDP's three optimisations: a message a weight, a bucket, a minibatch
@@ -509,7 +507,6 @@ def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
     assert warm.process.wait(20) == 0
 
 
-@pytest.mark.whole
 def test_sharding_measures_what_its_formulas_say(shown):
     shown = shown["sharding"]
     assert said_by(shown, "# yours").count("not yet") == 4
@@ -546,7 +543,6 @@ def test_sharding_measures_what_its_formulas_say(shown):
                 f"{kind}{number}" for kind, number in order(rank, 4, 8)]
 
 
-@pytest.mark.whole
 def test_hangs_are_named(shown):
     shown = shown["hangs"]
     assert "rank 0: step 20 loss" in shown["plant(1)"]
@@ -559,7 +555,6 @@ def test_hangs_are_named(shown):
         "first):\n<omitting python frames>\nframe #1: _start\n\n") == ["who"]
 
 
-@pytest.mark.whole
 def test_kernels_run_in_their_cells(shown):
     needs("triton")
     shown = shown["diff_kernels"]
@@ -567,7 +562,6 @@ def test_kernels_run_in_their_cells(shown):
     assert "rank 0: right" in said_by(shown, "tl.dot(")
 
 
-@pytest.mark.whole
 def test_your_model_says_what_its_answers_quote(shown, tmp_path):
     """In this process, whose servers then have transformers, too."""
     needs("transformers")
@@ -619,7 +613,6 @@ def test_the_finished_script_of_your_model_trains(tmp_path):
     assert next(iter(torch.load(saved))) == "features.0.weight"  # as alone
 
 
-@pytest.mark.whole
 def test_all_that_is_shown_can_be_read(executed, page, lab, tmp_path):
     """In a JupyterLab: the contrast, in both themes, and nothing is cut."""
     import nbformat
@@ -645,7 +638,6 @@ def test_all_that_is_shown_can_be_read(executed, page, lab, tmp_path):
     lesson.can_be_read(1000)
 
 
-@pytest.mark.whole
 def test_lessons_say_what_is_wrong_in_a_line(repo, execute, monkeypatch):
     """Without an environment, SLURM and a script that is Python."""
     programs = repo / "bin"

@@ -130,7 +130,6 @@ def test_the_job_on_pbs(tmp_path, monkeypatch, capsys):
         "job: stage: WORKSHOP_DATA is /nowhere, which does not exist")
 
 
-@pytest.mark.whole
 def test_the_hour_on_slurm(slurm):
     """In a clone without a dataset, which activate.sh makes."""
     git(slurm.repo, "rm", "-rq", "fineweb/demo")

@@ -401,7 +401,6 @@ def built(tmp_path_factory):
     return folder
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("deck", text.DECKS)
 def test_every_slide_fits_and_can_be_read(deck, built, browser):
     """Those that several decks have, once."""

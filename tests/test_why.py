@@ -377,18 +377,17 @@ def train(rank):
         "gloo", "tcp://127.0.0.1:{free_port()}", rank=rank, world_size=2)
 if __name__ == '__main__': mp.spawn(train, nprocs=2)
 """)
-    job, found, end = subprocess.Popen([sys.executable, script], env={
-        **os.environ, "PYTHONPATH": str(HOOK), "WORKSHOP_WHY": str(
-            tmp_path / "why")}), [], time.monotonic() + 120
+    why = tmp_path / "why"
+    job = subprocess.Popen([sys.executable, script], env={
+        **os.environ, "PYTHONPATH": str(HOOK), "WORKSHOP_WHY": str(why)})
     try:
-        while sorted(found) != [0, 1] and time.monotonic() < end:
-            found = [seen["rank"] for pid in evidence.descendants(job.pid)
-                     if (seen := evidence.look(pid))]
-        assert sorted(found) == [0, 1]
+        wait_for(lambda: sorted(
+            seen["rank"] for pid in evidence.descendants(job.pid)
+            if (seen := evidence.look(pid))) == [0, 1], 120)
         assert evidence.look(job.pid, alone=True)["world_size"] == 1
-        while len(found := collect(tmp_path / "why", [])) < 2 or not found[
-                0].inside("init_process_group"):
-            assert time.monotonic() < end
+        wait_for(lambda: len(found := collect(why, [])) == 2 and found[
+            0].inside("init_process_group"), 120)
+        found = collect(why, [])
         for rank in found:
             rank.still = PATIENCE + 1
         answer = judge(found)

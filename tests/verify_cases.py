@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from conftest import edit
 
 HERE = Path(__file__).resolve().parent
@@ -454,16 +455,12 @@ def outcome(case, folder):
     script = Path(folder, "their_train.py")
     text = edit(STYLES[case.style], *case.changes)
     script.write_text(text)
-    out = io.StringIO()
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(out):
-            right = verify([str(script), *FLAGS.get(case.style, [])], 2,
-                           STEPS.get(case.style, 4),
-                           RESUMES[case.style] if case.resumes else None)
-    finally:
-        os.chdir(before)
+    with (pytest.MonkeyPatch.context() as patch,
+          contextlib.redirect_stdout(io.StringIO()) as out):
+        patch.chdir(folder)
+        right = verify([str(script), *FLAGS.get(case.style, [])], 2,
+                       STEPS.get(case.style, 4),
+                       RESUMES[case.style] if case.resumes else None)
     assert script.read_text() == text
     left = os.listdir(folder)
     assert case.mistake or left == [script.name], left
