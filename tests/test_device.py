@@ -133,6 +133,13 @@ def test_peaks(gpu, name, bf16, fp32):
 # ----------------------------------------------------------------- errors
 
 
+def in_a_pipeline(cause):
+    """The error that a schedule raises in the place of any other."""
+    error = RuntimeError("[Stage 1] failed to run forward")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize("error, words", [
     (torch.AcceleratorError("CUDA error: an illegal memory access was "
                             "encountered\nCUDA kernel errors might be"),
@@ -170,6 +177,10 @@ def test_peaks(gpu, name, bf16, fp32):
         "NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\n"
         "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device"),
      "invalid usage ... Duplicate GPU detected"),
+    (in_a_pipeline(torch.OutOfMemoryError("CUDA out of memory")),
+     "--microbatch-size"),
+    (in_a_pipeline(RuntimeError("[gloo/pair.cc] closed by peer")),
+     "lost the other"), (in_a_pipeline(ValueError("a bug")), None),
 ], ids=lambda value: str(value)[:40])
 def test_errors_of_a_device(monkeypatch, error, words):
     line = explain(error)

@@ -82,34 +82,26 @@ def test_what_autocast_gives_bf16_stays_bf16(name, script):
 
 
 COMPILE = """\
-import inspect, runpy, sys
-script = runpy.run_path(sys.argv[1])
-triton = script["triton"]
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-SIZES = dict(TILE=4096, ROWS=4, COLUMNS=64, BLOCK=64)
-NAMED = dict(M="i32", N="i32", T="i32", D="i32", scale="fp32",
-             targets="*i64", dloss="*fp32", sums="*fp32", delta="*fp32")
-for name, kernel in script.items():
+import runpy, sys
+from workshop.notebook import kernels
+known = kernels.TYPES
+for name, kernel in runpy.run_path(sys.argv[1]).items():
     if not name.endswith(("_forward", "_backward", "_kv", "_q")):
         continue
-    attention, largest = name.startswith("attention"), name.endswith("_q")
-    for dtype in ["*bf16"] * attention + ["*fp32"] * (
-            largest or not attention):
-        types = {word: "constexpr" if word in SIZES else
-                 NAMED.get(word, dtype) for word in kernel.arg_names}
-        sizes = {word: SIZES[word] for word in types if word in SIZES}
-        made = triton.compile(ASTSource(kernel, types, sizes),
-                              target=GPUTarget("cuda", 80, 32))
-        assert made.metadata.shared <= 163 * 1024, name
-        print(name, dtype, made.metadata.shared)
+    attends, largest = name.startswith("attention"), name.endswith("_q")
+    for dtype in ["*bf16"] * attends + ["*fp32"] * (largest or not attends):
+        kernels.TYPES = dict.fromkeys(kernel.arg_names, dtype) | known
+        shared, _ = kernels.needs(kernel, attends)
+        assert shared <= kernels.SHARED, name
+        print(name, dtype, shared)
 """
 
 
 @pytest.mark.whole
 def test_the_kernels_compile_for_gpus(tmp_path, with_triton):
-    """For an A100, in whose shared memory their tiles have room: of those of
-    attention, which take long, the largest one's in fp32, too."""
+    """For an A100, as the lesson does it. Their tiles have room in its shared
+    memory: of those of attention, which take long, the largest's in fp32, too.
+    """
     end = python(ROOT, "-c", COMPILE, SCRIPT, TRITON_INTERPRET="0",
                  TRITON_CACHE_DIR=str(tmp_path))
     assert end.returncode == 0, end.stderr

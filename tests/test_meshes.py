@@ -18,7 +18,6 @@ from stages import (
 from torch import distributed as dist
 
 from backstage import checkpoint
-from backstage.errors import explain
 from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 
@@ -143,16 +142,3 @@ def test_sizes_that_do_not_fit_are_one_line(
         data, tmp_path, stage, size, flags, words):
     refused(attempt(stage, tmp_path / "run", *flags, data=data,
                     world_size=size if size > 1 else None), *words)
-
-
-@pytest.mark.parametrize(("cause", "words"), [
-    (torch.OutOfMemoryError("CUDA out of memory"), "--microbatch-size"),
-    (RuntimeError("[gloo/pair.cc] closed by peer"), "lost the other"),
-    (ValueError("a bug"), None)], ids=repr)
-def test_an_error_within_a_pipeline_is_explained(cause, words):
-    """A schedule raises an error of its own in the place of any other."""
-    try:
-        raise RuntimeError("[Stage 1] failed to run forward") from cause
-    except RuntimeError as error:
-        said = explain(error)
-    assert words in said if words else said is None
