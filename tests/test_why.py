@@ -328,6 +328,49 @@ def test_a_loop_that_only_asks_does_not_move():
     assert moves == [True, True, False, False, True, True]
 
 
+def test_an_answer_comes_at_once(monkeypatch):
+    """Where the time goes takes longer to tell, above all on a busy node."""
+    written, asks = [], iter((0, 1, 1))
+
+    def write(lines=False):
+        written.append(lines)
+        mine.ended = {} if lines else None
+
+    mine = SimpleNamespace(
+        ended=None, still=0, limit=99, place=(), write=write,
+        clock=lambda: 0, last_ask=lambda: next(asks), find_place=lambda: (),
+        reads_files=lambda: False, waits=lambda: False,
+        has_moved=lambda *_: False, forget_signal=lambda _: None,
+        note_error=lambda: None)
+    monkeypatch.setattr(witness, "POLL", 0)
+    Witness.watch_moves(mine)
+    assert written == [False, True]
+
+
+@pytest.mark.parametrize("looks", [{}, {"looks": [[1, []]]}])
+def test_an_answer_is_one_without_its_second_part(looks, tmp_path,
+                                                  monkeypatch):
+    """`why` waits for that, but not for ever."""
+    record = {
+        "rank": 0, "world_size": 1, "pid": os.getpid(), "calls": None,
+        "host": witness.name_host(os.environ), "ended": None, "oom_before": 0,
+        "began": 1, "written": 1, "start": [], "stack": []}
+    file = tmp_path / f"{record['host']}-{os.getpid()}.json"
+    file.write_text(json.dumps(record))
+    answers = [record | {"written": 2}, record | looks | {"written": 3}]
+
+    def pause(seconds):
+        if answers:
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(answers.pop(0)))
+            part.replace(file)
+
+    monkeypatch.setattr(evidence, "ANSWER", 0.2)
+    monkeypatch.setattr(time, "sleep", pause)
+    rank, = collect(tmp_path, [])
+    assert rank.fresh and rank.written == 3
+
+
 def test_what_workers_do():
     """One computes, one sleeps, one has ended."""
     words = ("while True: pass", "import time; time.sleep(99)", "")

@@ -156,8 +156,8 @@ def collect(folder, processes):
             (folder / "ask").touch()
             asked = before
     while asked is not None and time.monotonic() < end:
-        if all(answered(folder, record, asked) for record in read(folder)
-               if may_run(record) is not False):
+        if all(answered(folder, record, asked) and "looks" in record
+               for record in read(folder) if may_run(record) is not False):
             break
         time.sleep(0.5)
     ranks = []

@@ -271,6 +271,7 @@ class Witness(threading.Thread):
             if self.last_ask() != answered or self.still > due:
                 answered, asked_at = self.last_ask(), now
                 wait = 2 * max(wait, self.still)
+                self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
             if self.still > due:
                 due = 1.25 * self.still
