@@ -1,5 +1,6 @@
 """python -m workshop apply and reset, in a repository of their own."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 from conftest import copy_desk, edit, python, workshop
 
-from workshop.lesson import documents
+from workshop.lesson import desk, documents
 
 TITLES = [change.title for change in documents.load("ddp")]
 N = len(TITLES)
@@ -111,6 +112,20 @@ def test_reset_undo_and_back_by_date(repo):
     workshop(repo, "reset", first.name.split(".")[1])
     assert script(repo).read_bytes() == mine
     assert mine in [file.read_bytes() for file in backups(repo)]
+
+
+def test_the_backup_is_on_the_disk_before_the_script_is_replaced(
+        tmp_path, monkeypatch):
+    """After a power cut an empty one could be all that is left."""
+    mine, synced = tmp_path / "train_gpt2.py", []
+    mine.write_bytes(b"mine")
+    monkeypatch.setattr(desk, "DESK", mine)
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(
+        (os.stat(file if isinstance(file, int) else file.fileno()).st_ino,
+         mine.read_bytes())))
+    backup = desk.replace(b"new")
+    assert (backup.stat().st_ino, b"mine") in synced
+    assert backup.read_bytes() == b"mine" and mine.read_bytes() == b"new"
 
 
 def test_many_resets_within_a_second_lose_nothing(repo):

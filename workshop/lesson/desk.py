@@ -4,6 +4,7 @@ What was in the script is kept next to it, as a backup with the date in its
 name: `code/train_gpt2.20261231-235959.py`.
 """
 
+import os
 import re
 
 from backstage.errors import UserError, require
@@ -199,6 +200,8 @@ def back_up():
         try:
             with copy:
                 copy.write(DESK.read_bytes())
+                copy.flush()
+                os.fsync(copy)  # a power cut may follow the replacement
             return backup
         except OSError:
             backup.unlink()  # half a copy is no backup
