@@ -72,9 +72,10 @@ def test_it_is_unpacked_once(archives, node):
                     WORKSHOP_INSTALL="no")  # as in a job
     assert out.endswith(f"status=0\n{place}\n") and not err
     out = subprocess.run(
-        ["python3", "-c", "from workshop import interpreter as i\n"
+        ["python3", "-c", "import sys; from workshop import interpreter as i\n"
          "i.PACKAGES, i.HAS_PACKAGES = ('one',), 'import one'\n"
-         "i.run('-c', 'import sys; print(sys.prefix)')"],
+         "i.run('-c', 'import sys; print(sys.prefix)',"
+         " on_line=sys.stdout.write)"],
         cwd=node.repo, capture_output=True, text=True, check=True,
         env=environment(node.repo, TMPDIR=str(node.disk))).stdout
     assert out == f"{place}\n"

@@ -488,6 +488,29 @@ def test_a_clock_that_is_set_back(tmp_path, monkeypatch):
             ] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("imports", [False, True])
+def test_the_lines_of_a_record_import_nothing(imports, tmp_path):
+    """Half a torch._inductor is what a script got that imported it, too."""
+    script = tmp_path / "train.py"
+    script.write_text(f"""\
+import sys
+import torch
+from torch import distributed as dist
+from workshop.why.witness import read_record
+dist.init_process_group("gloo", "tcp://127.0.0.1:{free_port()}", rank=0,
+                        world_size=1)
+if {imports}:
+    import torch._inductor
+dist.barrier()
+print(read_record(True)["calls"][-1]["line"][1:])
+print("torch._inductor" in sys.modules, torch._inductor.__name__)
+""")
+    ended = python(tmp_path, script, PYTHONPATH=str(ROOT),
+                   TORCH_FR_BUFFER_SIZE="9")
+    assert ended.stdout == (
+        f"[9, '<module>']\n{imports} torch._inductor\n"), ended.stderr
+
+
 def test_another_clones_hook_is_none_of_the_sites(tmp_path):
     """A job's, and that of the shell which submitted it: the first is used."""
     far, site = tmp_path / "workshop" / "why", tmp_path / "site"

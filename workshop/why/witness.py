@@ -420,7 +420,7 @@ class Witness(threading.Thread):
 
     def write(self, lines=False):
         """lines: also where the time goes, and in which line each collective
-        was called. The first time, that takes PyTorch some four seconds.
+        was called.
         """
         if os.getpid() != self.owner:
             return
@@ -561,6 +561,29 @@ def find_dumps(suffix=""):
     return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
 
 
+@contextlib.contextmanager
+def without_lazy_imports():
+    """Let `import torch` load nothing more in this thread.
+
+    For the lines of a record PyTorch asks torch for _inductor, which imports
+    it: that takes seconds, and if the script does the same at that moment, it
+    may get a module that is only half there.
+    """
+    torch, mine = sys.modules["torch"], threading.get_ident()
+    load = torch.__getattr__
+
+    def find(name):
+        if threading.get_ident() == mine:
+            raise AttributeError(name)
+        return load(name)
+
+    torch.__getattr__ = find
+    try:
+        yield
+    finally:
+        torch.__getattr__ = load
+
+
 def read_record(lines):
     """The last collectives, oldest first: PyTorch's flight record, and ours.
     """
@@ -572,6 +595,8 @@ def read_record(lines):
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
+    with without_lazy_imports() if dumps else contextlib.nullcontext():
+        dumped = [pickle.loads(dump(True, lines, False)) for dump in dumps]
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -585,8 +610,7 @@ def read_record(lines):
             [frame["filename"], frame["line"], frame["name"]]
             for frame in reversed(entry["frames"])
         ]) if entry.get("frames") else None}
-        for entry in pickle.loads(dump(True, lines, False)).get(
-            "entries", [])] for dump in dumps]
+        for entry in record.get("entries", [])] for record in dumped]
     # each is in order, also where the clock was set back meanwhile
     calls = [*heapq.merge(calls, *records, key=lambda call: call["time"])]
     return {"calls": calls[-KEPT:]}
