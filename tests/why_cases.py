@@ -1,6 +1,6 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    pytest --tables tests/test_why.py -k of_the_table      all, for hours
+    pytest --tables tests/test_why.py -k of_the_table      all, in an hour
     pytest --tables tests/test_why.py -k "of_the_table and sound"
 
 Each fault is planted in a copy of a stage's script or of somebody else's
