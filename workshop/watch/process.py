@@ -21,9 +21,8 @@ def process(log):
     What torch.compile returns is called all the same.
     """
     torch.compiler.set_stance("force_eager")
-    kept = []
-
     note_groups(log)
+    kept = []
 
     @replace(dist, "init_process_group")
     @replace(c10d, "init_process_group")

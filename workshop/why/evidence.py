@@ -169,7 +169,7 @@ def collect(folder, processes):
         ranks.append(Rank(record, may_run(record),
                           answered(folder, record, asked),
                           witness.read_text(stack_file(folder, record))))
-    # others have started those
+    # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
         if rank.rank is None:  # one process, which is no rank of several

@@ -561,14 +561,16 @@ def find_dumps(suffix=""):
     return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
 
 
-@contextlib.contextmanager
-def without_lazy_imports():
-    """Let `import torch` load nothing more in this thread.
+def read_dump(dump, lines):
+    """What PyTorch's flight record holds.
 
-    For the lines of a record PyTorch asks torch for _inductor, which imports
-    it: that takes seconds, and if the script does the same at that moment, it
-    may get a module that is only half there.
+    For its lines PyTorch asks torch for _inductor, which imports it: that
+    takes seconds, and if the script does the same at that moment, it may get a
+    module that is only half there. This thread, the only one that wants lines,
+    gets none.
     """
+    if not lines:
+        return pickle.loads(dump(True, False, False))
     torch, mine = sys.modules["torch"], threading.get_ident()
     load = torch.__getattr__
 
@@ -579,7 +581,7 @@ def without_lazy_imports():
 
     torch.__getattr__ = find
     try:
-        yield
+        return pickle.loads(dump(True, True, False))
     finally:
         torch.__getattr__ = load
 
@@ -595,8 +597,6 @@ def read_record(lines):
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
-    with without_lazy_imports() if dumps else contextlib.nullcontext():
-        dumped = [pickle.loads(dump(True, lines, False)) for dump in dumps]
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -610,7 +610,8 @@ def read_record(lines):
             [frame["filename"], frame["line"], frame["name"]]
             for frame in reversed(entry["frames"])
         ]) if entry.get("frames") else None}
-        for entry in record.get("entries", [])] for record in dumped]
+        for entry in read_dump(dump, lines).get("entries", [])]
+        for dump in dumps]
     # each is in order, also where the clock was set back meanwhile
     calls = [*heapq.merge(calls, *records, key=lambda call: call["time"])]
     return {"calls": calls[-KEPT:]}
