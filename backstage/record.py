@@ -87,11 +87,11 @@ class Metrics:
         except (UserError, FileNotFoundError) as error:
             warn(explain(error))
         if self.last < step - 1:
-            kept = file.with_stem(time.strftime("metrics.%Y%m%d-%H%M%S"))
-            warn(f"{file} has lost steps {self.last + 1} to {step - 1}: if it "
-                 f"was there, it is {kept.name} now")
+            warn(f"{file} has lost steps {self.last + 1} to {step - 1}")
             if file.exists():  # it may hold them, as a spreadsheet saves them
+                kept = file.with_stem(time.strftime("metrics.%Y%m%d-%H%M%S"))
                 file.rename(kept)
+                warn(f"what it was is kept as {kept.name}")
         write_atomically(file, self.file.getvalue().encode())
         self.file = open(file, "a", newline="")
 
