@@ -280,6 +280,15 @@ def test_what_is_right_is_not_refused(answers):
     assert {finding.verdict for finding in found} == {"warn"}
 
 
+def test_samples_that_one_process_does_not_show(answers):
+    """With what is not seen, nothing is compared."""
+    def hides(trials):
+        for update in trials[1, ""].seen[0]["updates"]:
+            update.update(rows=[], columns=[])
+
+    assert "the ranks read different samples" not in answers(RIGHT, hides)
+
+
 def test_a_factor_of_one_is_none(answers):
     found = answers(RIGHT, on_all(update=0, gradients=times(1.002)))
     assert "the gradients differ by 0.2% from" in found[

@@ -111,12 +111,13 @@ def size_of_minibatch(case):
     both = list(zip(case.updates, case.single, strict=False))
     total = sum(len(rows(updates)) for updates, _ in both)
     good = sum(len(update["samples"]) for _, update in both)
-    if abs(times - 1) < 0.1 and abs(total - good) > 0.2 * good:
+    if alone and abs(times - 1) < 0.1 and abs(total - good) > 0.2 * good:
         return [warn(f"the first update has {now} samples, as with one "
                      f"process, but {len(both)} updates have {total}, with "
                      f"one process {good}", keep)]
     if abs(times - 1) < 0.1:
-        words = f"an update has {now} samples, as with one process; {rate}"
+        same = "" if now and not alone else ", as with one process"
+        words = f"an update has {now} samples{same}; {rate}"
         return [ok(words) if factor == 1 else warn(
             words, "with the same minibatch it need not change")]
     words = f"an update has {now} samples, with one process {alone}; {rate}"
