@@ -56,9 +56,10 @@ class Start:
     `Log` before the script begins; log: the folder in which it is kept.
     preload: what is imported once for all of them, if no earlier launch has
     done so. place: the folder that the script imports from, its own by
-    default. within: where the folder of what they print is made. hashes: the
-    seed of Python's hashes in the first rank, if each is to have its own, as
-    under a real launcher; there are four.
+    default. cwd: the current folder, this process's by default. within: where
+    the folder of what they print is made. hashes: the seed of Python's hashes
+    in the first rank, if each is to have its own, as under a real launcher;
+    there are four.
     """
 
     script: str
@@ -73,6 +74,7 @@ class Start:
     threads: int = 1
     preload: tuple = PRELOAD
     place: str | None = None
+    cwd: str | None = None
     within: str | None = None
     hashes: int | None = None
 
@@ -104,7 +106,7 @@ class Launch:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
                     start, rank, port, f"{self.folder}/{rank}",
-                    preload=start.preload))
+                    preload=start.preload, cwd=start.cwd))
             if start.by_mpirun:
                 self.mpirun = start_mpirun(size, self.folder, start.env)
         except BaseException:

@@ -82,10 +82,10 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *arguments, preload):
+    def fork(self, *arguments, preload, cwd=None):
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((number, preload, os.getcwd(), list(sys.path),
+        self.link.send((number, preload, cwd or os.getcwd(), list(sys.path),
                         pickle.dumps(arguments)))
         while number == len(self.jobs):
             self.listen(60)

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import classroom, processes, server
+from workshop import classroom, processes, sandbox, server
 from workshop.check import localise
 from workshop.check.board import Board
 from workshop.findings import number
@@ -36,7 +36,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     """
     if STAGES[stage].launcher == "mpirun":
         processes.require_mpirun()
-    out = Events() if events else Terminal()
+    out, files = Events() if events else Terminal(), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
         require(len(data) <= LARGEST, f"{show_path(script)}: "
@@ -51,9 +51,12 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         server.get_servers(processes.modules_of(stage))
         from workshop.check import trial
 
+        files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
         check = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = check.run()
+        if changed := files.changed():
+            out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
     if change is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from backstage.errors import require
+from workshop import sandbox
 from workshop.interpreter import KILLED
 from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
@@ -143,7 +144,8 @@ class Trial:
 class Bench:
     """A folder for trials, with a dataset and the script as it was read."""
 
-    def __init__(self, folder, stage, script, data, say=print):
+    def __init__(self, folder, stage, script, data, say=print, copy=None):
+        """copy: the `Sandbox` in which its ranks run, a new one if None."""
         self.folder, self.stage, self.say = folder, stage, say
         self.place = Path(script).resolve().parent
         (self.folder / "script").mkdir()
@@ -157,6 +159,7 @@ class Bench:
         (self.folder / "data").mkdir()
         make_dataset(self.folder / "data")
         self.reference, self.parts = None, 0
+        self.copy = copy or sandbox.make(folder, "copy", self.script)
 
     def with_script(self, data, stage=None):
         """Another one, in a folder within this one, for another script."""
@@ -165,7 +168,7 @@ class Bench:
         folder = self.folder / f"p{self.parts}"
         folder.mkdir()
         bench = Bench(folder, stage or self.stage, self.script, data,
-                      lambda text: None)
+                      lambda text: None, self.copy)
         bench.place = STAGES[stage].solution.parent if stage else self.place
         bench.reference = self.reference
         return bench
@@ -242,9 +245,12 @@ class Bench:
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
                 mpirun=STAGES[self.stage].launcher == "mpirun",
-                probes=course.probes(run, terminated, self.lightning),
+                probes=[self.copy, *course.probes(
+                    run, terminated, self.lightning)],
                 env=quiet_environment(self.folder / "tmp"),
-                preload=self.preload, place=self.place, within=self.folder)
+                preload=self.preload, place=self.place, within=self.folder,
+                cwd=str(self.copy.name(Path.cwd())))
+            self.copy.require_kept("Let it write into the run's folder.")
             # in rare cases Open MPI 4 hangs before the script begins
             if trial.gave_up != "unstarted":
                 break

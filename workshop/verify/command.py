@@ -1,17 +1,14 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
-import contextlib
-import os
 import re
 import shlex
 import shutil
-import stat
 from pathlib import Path
 
 from backstage.errors import require
-from workshop import scratch, server
+from workshop import sandbox, scratch, server
 from workshop.check.command import Events, Terminal
-from workshop.findings import Questions
+from workshop.findings import Questions, warn
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
@@ -20,6 +17,8 @@ PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
+REMEDY = ("Name another folder for what it writes: one below the current "
+          "folder, or one with {run} in it, which is another name each time.")
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
@@ -48,18 +47,17 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
     data, out = scratch.read_script(script), Events() if events else Terminal()
     preload = [*server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
+    files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         server.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
 
         (folder / "tmp").mkdir()
-        trials = []
+        files.changed()  # by others, while torch was imported
 
         def try_out(size, steps, kind="", more=(), gpus=False):
-            trials.append(run(
-                folder, script, [*program[1:], *more], size, steps, kind,
-                preload, out.say, gpus, device))
-            return trials[-1]
+            return run(folder, script, [*program[1:], *more], size, steps,
+                       kind, preload, out.say, gpus, device)
 
         more = Questions()
         if resume_with is not None:
@@ -71,7 +69,8 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
                 f"on the {device.upper()}")
         findings, not_seen = questions.verify(
             try_out, size, steps, more, device)
-        tidy(folder.name[-8:], trials)
+        if changed := files.changed():
+            findings.append(warn(changed, sandbox.BY_WHOM))
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
         out.say(f"  {finding.verdict:4}  {finding.text}")
@@ -90,33 +89,6 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
     return not wrong
 
 
-def tidy(name, trials):
-    """Remove the files that the script has made in this folder, or of a named
-    run, and the folders that it has made, once they are empty.
-
-    Not what it has read as well: that may be a dataset. Nor what is another
-    file by now, or what another program has put into such a folder. A run's
-    folder goes as a whole: nobody else knows its name.
-    """
-    seen = [one for trial in trials for one in trial.seen if one]
-    read = {path for one in seen for path in one["read"]}
-    made = {path: number for one in seen for path, number
-            in one["new"].items()}
-    for path in sorted(made, reverse=True):  # what is in a folder before it
-        if name in path or (path not in read and path.startswith(
-                os.getcwd() + os.sep)):
-            with contextlib.suppress(OSError):
-                now = os.lstat(path)
-                if now.st_ino != made[path]:
-                    continue
-                if not stat.S_ISDIR(now.st_mode):
-                    os.unlink(path)
-                elif name in path:
-                    shutil.rmtree(path)
-                else:
-                    os.rmdir(path)
-
-
 def with_size(flag, size):
     """{n} is the number of processes; {16/n} and {2*n} are calculated."""
     def value(found):
@@ -132,23 +104,34 @@ def with_size(flag, size):
 
 def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
     """Start the script once, under observation: a `Trial`."""
-    from workshop.check.trial import SECONDS, Mesh, watch
+    from workshop.check.trial import LITTLE, SECONDS, Mesh, watch
     from workshop.watch import model
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
     place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # new each time
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
             + f"-{place}" * bool(place))
+    copy = sandbox.make(folder, name, script)
     stage = next(name for name in STAGES  # it is started as these are
                  if STAGES[name].launcher == "torchrun")
-    return watch(
-        stage, Mesh(dp=size), script, [
+    trial = watch(
+        stage, Mesh(dp=size), copy.name(script), [
             with_size(flag, size).replace("{run}", name) for flag in flags],
         seen, say, {"allowed": SECONDS, "sleep": SLEEP},
         world_size=size,
-        probes=model.probes(seen, size, steps, kind, gpus, device),
+        probes=[copy, *model.probes(seen, size, steps, kind, gpus, device)],
         env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
                         if device == "gpu" else
                         scratch.quiet_environment(folder / "tmp") | {
             "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
-        preload=preload, within=folder, hashes=int(kind == "hashes"))
+        preload=preload, within=folder, cwd=str(copy.name(Path.cwd())),
+        hashes=int(kind == "hashes"))
+    copy.require_kept(REMEDY)
+    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+        raise scratch.full(folder.parent)  # where large checkpoints were saved
+    if kind != "saved":
+        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+    trial.script = script
+    for rank in trial.ranks:
+        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+    return trial
