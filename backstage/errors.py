@@ -53,8 +53,8 @@ def parse_flags(cls, **options):
 def run_main(main):
     """Call `main()`, then exit; say in one line what the user can fix.
 
-    The status is 0, that of a `SystemExit`, 130 after Ctrl-C, or 1. Bugs keep
-    their traceback.
+    The status is 0, that of a `SystemExit`, 130 after Ctrl-C, the error's
+    `status`, or 1. Bugs keep their traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
         sys.stdout.reconfigure(errors="replace")
@@ -82,7 +82,7 @@ def report(error):
     else:
         say_once(message)
         drop_output()
-    return 1
+    return getattr(error, "status", 1)
 
 
 def leave(status):

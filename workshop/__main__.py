@@ -204,6 +204,9 @@ def make_parser():
     own.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
                      help="where: cpu (the default), or gpu, one of this "
                      "machine for each process")
+    own.add_argument("--patience", type=float, default=120.0,
+                     metavar="SECONDS", help="how long it may be idle, as in "
+                     "a download, before it is given up (120)")
     own.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                      "resume brings back, with these flags of the "
                      'script: --resume-with="--resume"')

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backstage.errors import require
+from workshop.deadlock import read_line
 from workshop.server import PRELOAD, activity, folders, get_servers
 from workshop.stages import STAGES
 
@@ -100,7 +101,7 @@ class Launch:
         servers = get_servers(start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         folders.add(self.folder)
-        self.jobs, self.mpirun = [], None
+        self.script, self.jobs, self.mpirun = start.script, [], None
         port = free_port()
         try:
             for rank in range(size):
@@ -174,12 +175,18 @@ class Launch:
             return ""
         return data.decode(errors="replace")
 
+    def lines(self):
+        """The line of the script that each rank is in, None if in no line."""
+        return [read_line(self.text(rank, "stack"), self.script)
+                for rank in range(len(self.jobs))]
+
     def printed(self):
         """How many bytes the ranks have printed."""
         total = 0
-        for file in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # of a proxy
-                total += file.stat().st_size
+        for rank in range(len(self.jobs)):
+            for name in ("out", "err"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{self.folder}/{rank}.{name}").st_size
         return total
 
     def clear(self):

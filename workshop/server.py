@@ -140,6 +140,7 @@ def activity(servers, others):
 
 the_servers = {}  # by the seed of their hashes
 folders = set()  # of launches that have not been waited for
+LOOK = 2  # seconds between two looks at where a rank is
 SEEDS = 4  # of hashes, at most: each takes a server
 
 
@@ -272,6 +273,8 @@ def run_script(start, rank, port, output):
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
+    faulthandler.dump_traceback_later(
+        LOOK, repeat=True, file=open(f"{output}.stack", "w"))
     import torch
 
     from workshop.watch.log import Log

@@ -4,7 +4,6 @@
 import ast
 import contextlib
 import csv
-import json
 import shutil
 import signal
 import time
@@ -15,6 +14,7 @@ import torch
 
 from backstage.errors import require
 from workshop import sandbox
+from workshop.deadlock import read_events
 from workshop.interpreter import KILLED
 from workshop.patience import Patience
 from workshop.processes import Launch, modules_of
@@ -104,7 +104,7 @@ class Trial:
     ranks: list  # of workshop.processes.Rank
     source: bytes = b""  # of the script
     more: tuple = ()  # flags of this trial alone
-    gave_up: str = ""  # why it was ended: "asleep", "busy", "endless", "flood"
+    gave_up: str = ""  # why it was ended: "hangs", "waits", "busy", ...
     seen: list = field(default_factory=list)  # of each rank, None if it died
     events: list = field(default_factory=list)  # of each rank, in their order
     rows: list = field(default_factory=list)  # of metrics.csv
@@ -112,6 +112,7 @@ class Trial:
     saved: list = field(default_factory=list)  # the steps of all that are left
     first_step: int = 0
     resumed: dict | None = None  # the checkpoint that it goes on from
+    patience: float = 0.0  # seconds of idleness after which it is ended
     seconds: float = 0.0
     cpu: float = 0.0
 
@@ -206,7 +207,14 @@ class Bench:
         return rows
 
     def make(self, row):
-        """The `Trial` of a row of the plan."""
+        """The `Trial` of a row of the plan: of two, if the first one hangs."""
+        trial = self.make_once(row)
+        if trial.gave_up == "hangs":
+            shutil.rmtree(self.folder / row.column, ignore_errors=True)
+            trial = self.make_once(row)
+        return trial
+
+    def make_once(self, row):
         if row.kind == "operations":
             from workshop.check import operations
 
@@ -292,14 +300,10 @@ def watch(stage, mesh, script, flags, seen, say, budget, **options):
     patience = Patience(launch, seen, say, **budget)
     trial = Trial(stage, mesh, script, launch.wait(SECONDS, patience))
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
+    trial.patience = patience.patience
     trial.seconds = time.monotonic() - begin
     trial.read(seen)
     return trial
-
-
-def read_events(file):
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]  # the complete ones
 
 
 def make_dataset(folder):

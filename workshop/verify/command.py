@@ -5,10 +5,11 @@ import shlex
 import shutil
 from pathlib import Path
 
-from backstage.errors import require
+from backstage.errors import UserError, require
 from workshop import sandbox, scratch, server
 from workshop.check.command import Events, Terminal
 from workshop.findings import Questions, warn
+from workshop.patience import PATIENCE
 from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
@@ -19,17 +20,25 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
-SLEEP = 10.0  # seconds in which no rank does anything: it hangs
+IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
-def main(program, size, steps, resume_with=None, events=False, device="cpu"):
+class NotCompared(UserError):
+    """The script was not seen to do anything that is right or wrong."""
+
+    status = 2
+
+
+def main(program, size, steps, resume_with=None, events=False, device="cpu",
+         patience=PATIENCE):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
     processes, {rank} the rank, and {run} the name of a run. steps: how many
     updates are watched. resume_with: flags, in one string, that resume a run.
     events: print JSON, for a `Board` elsewhere. device: "gpu" takes one of
-    this machine for each process.
+    this machine for each process. patience: seconds without an update, in
+    which the ranks may be idle; then it raises `NotCompared`.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -57,7 +66,7 @@ def main(program, size, steps, resume_with=None, events=False, device="cpu"):
 
         def try_out(size, steps, kind="", more=(), gpus=False):
             return run(folder, script, [*program[1:], *more], size, steps,
-                       kind, preload, out.say, gpus, device)
+                       kind, preload, out.say, gpus, device, patience)
 
         more = Questions()
         if resume_with is not None:
@@ -102,8 +111,10 @@ def with_size(flag, size):
     return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
 
 
-def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
+def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
+        patience):
     """Start the script once, under observation: a `Trial`."""
+    from workshop.check import endings
     from workshop.check.trial import LITTLE, SECONDS, Mesh, watch
     from workshop.watch import model
 
@@ -117,7 +128,8 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
     trial = watch(
         stage, Mesh(dp=size), copy.name(script), [
             with_size(flag, size).replace("{run}", name) for flag in flags],
-        seen, say, {"allowed": SECONDS, "sleep": SLEEP},
+        seen, say, {"allowed": SECONDS, "idle": IDLE,
+                     "patience": patience},
         world_size=size,
         probes=[copy, *model.probes(seen, size, steps, kind, gpus, device)],
         env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
@@ -127,6 +139,10 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
         preload=preload, within=folder, cwd=str(copy.name(Path.cwd())),
         hashes=int(kind == "hashes"))
     copy.require_kept(REMEDY)
+    if trial.gave_up == "waits":
+        raise NotCompared(f"{script.name}, {trial.mesh.words}: "
+                          + endings.explain(trial).text
+                          + ". If it needs longer: --patience SECONDS")
     if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
         raise scratch.full(folder.parent)  # where large checkpoints were saved
     if kind != "saved":
