@@ -143,9 +143,9 @@ def silence():
 
 def explain(error):
     """One line for an error that the user can fix, or None for a bug."""
-    if isinstance(error, UserError):
-        return str(error)
     kind = type(error).__name__  # torch's, without importing torch
+    if isinstance(error, UserError) or kind == "UserError":  # of a tool
+        return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
     if kind == "OutOfMemoryError" or (
             kind in ("RuntimeError", "AcceleratorError") and (

@@ -30,8 +30,8 @@ CASES = [replace(case, stage=stage) for stage in STAGES
 
 def outcome(case):
     """(whether it passed, its first FAIL or warning, all that was said)."""
-    from backstage.errors import UserError
     from workshop.check.command import main
+    from workshop.errors import UserError
 
     out = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="case-") as folder:

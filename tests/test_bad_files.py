@@ -43,7 +43,7 @@ from backstage.files import Damaged
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics, read_metrics
 from solutions import train_gpt2_std as std
-from workshop import scratch
+from workshop import errors, scratch
 from workshop.results import runs
 from workshop.trained import load_trained
 
@@ -66,7 +66,7 @@ def one_line(read, *arguments):
     """What it returns; None after a `UserError`, which has to be one line."""
     try:
         return read(*arguments)
-    except UserError as error:
+    except (UserError, errors.UserError) as error:
         assert len(str(error).splitlines()) == 1, error
         return None
 

@@ -18,15 +18,17 @@ from shells import mount as mount  # a fixture
 from stages import edited
 
 from backstage import ROOT
-from backstage.errors import UserError
+from backstage import errors as ours
 from workshop import patience, server
 from workshop.check import endings, trial
 from workshop.check.command import main
 from workshop.check.questions import ask
+from workshop.errors import UserError
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells
 from workshop.stages import STAGES
+from workshop.trial import Trial, watch
 
 SUITE = {"no Python": (), "a segmentation fault": pytest.mark.whole}
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
@@ -82,13 +84,13 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
     assert main("ddp", script, change=made)
     assert f"Change {made} is made as the" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"there is no change {last + 1}"):
+    with pytest.raises(ours.UserError, match=f"there is no change {last + 1}"):
         main("ddp", script, change=last + 1)
 
 
 def test_a_script_that_is_none(tmp_path, monkeypatch):
     """One line that says where, before anything is started."""
-    with pytest.raises(UserError, match="reset std"):
+    with pytest.raises(ours.UserError, match="reset std"):
         main("ddp", tmp_path / "moved.py")
     large = tmp_path / "large.py"
     large.write_bytes(b"#" * 20_000_000)
@@ -165,8 +167,7 @@ def bench_of(stage, script, folder):
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
-    one = trial.watch("ddp", trial.Mesh(), script, (), tmp_path / "seen",
-                      print, {"allowed": 0.5})
+    one = watch(Trial(script), (), tmp_path / "seen", print, {"allowed": 0.5})
     assert one.gave_up == "busy"
     assert "it never reaches step 0 but keeps running" in endings.explain(
         one).text
@@ -230,7 +231,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
 @pytest.mark.whole
 def test_the_script_of_another_stage_is_named(capsys):
     """As the list of changes does; and none of its changes is tried."""
-    with pytest.raises(UserError, match="This is the stage ddp, but "
+    with pytest.raises(ours.UserError, match="This is the stage ddp, but "
                        r"the lesson starts from std: .*reset std"):
         main("mpi", STAGES["ddp"].solution, change=3)
     assert not main("mpi", STAGES["ddp"].solution)

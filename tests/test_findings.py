@@ -13,7 +13,7 @@ from workshop.check import endings
 from workshop.check.command import Check, Mistake, Quiet, lines_as_in, main
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
-from workshop.check.trial import Mesh, Trial
+from workshop.check.trial import Mesh, StageTrial
 from workshop.findings import Finding, Line
 from workshop.lesson.diff import Diff
 from workshop.parts import assemble, describe
@@ -26,9 +26,10 @@ NAN, INF = torch.nan, torch.inf
 
 def trial(*ranks, script="their_train.py", **seen):
     """One that ended so, without an observer's record but for `seen`."""
-    return Trial("ddp", Mesh(dp=len(ranks)), Path(script), list(ranks),
-                 seen=[seen or None] * len(ranks),
-                 events=[[] for _ in ranks])
+    return StageTrial(Path(script), list(ranks), stage="ddp",
+                      mesh=Mesh(dp=len(ranks)),
+                      seen=[seen or None] * len(ranks),
+                      events=[[] for _ in ranks])
 
 
 @pytest.mark.parametrize(("err", "says"), [

@@ -13,9 +13,9 @@ from conftest import MPICH, needs, program
 from stages import MEETS, Result, agree, run_command, tiny
 
 from backstage import ROOT
-from backstage.errors import UserError
 from workshop import doctor
 from workshop.check import command
+from workshop.errors import UserError
 from workshop.notebook import ranks
 from workshop.processes import Rank
 from workshop.stages import STAGES

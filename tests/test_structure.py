@@ -40,36 +40,10 @@ HOUSES = {
         "commands": "__main__ rehearse update"}}
 # What is not so yet: these lists only get shorter.
 ABOVE = """
-check.board lesson.render
-check.endings check.trial
 notebook.shown rehearse
-processes backstage.errors
-processes stages
-scratch backstage.errors
-scratch backstage.files
-server backstage.errors
-server backstage.mpi
-server interpreter
-verify.command backstage.errors
-verify.command check.command
-verify.command check.trial
-verify.command stages
-watch.files backstage.files
-watch.process backstage.__init__
-watch.process backstage.device
-watch.process backstage.errors
-why.command backstage.errors
-why.command results.runs
-why.command why.slow
-why.evidence backstage.__init__
-why.evidence backstage.errors
-why.start backstage.__init__
-why.start backstage.errors
 """
 PACKAGES = {  # besides torch
-    "check.trial": {"numpy", "tiktoken"},
-    "sleeping_mpi": {"mpi4py"},
-    "watch.course": {"lightning"}}
+    "sleeping_mpi": {"mpi4py"}}
 LARGE = """lesson.diff lesson.render notebook.pictures why.judge
     why.witness""".split()
 TOOLS = {name.removeprefix("workshop."): path for name, path

@@ -84,7 +84,7 @@ def why(job, flags):
         from workshop.why.start import run
 
         run(flags)
-    from workshop.why.command import main
+    from workshop.why.slow import main
 
     return main(job)
 

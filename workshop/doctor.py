@@ -18,7 +18,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, explain, require, run_main
 from backstage.process import count_cores
-from workshop import git
+from workshop import errors, git
 from workshop.as_torchrun import join_world
 from workshop.interpreter import PACKAGES
 
@@ -47,7 +47,8 @@ def main(ranks=False):
             sign, answer = "ok", ask()
         except ModuleNotFoundError as error:
             sign, answer = "TO DO", f"{error.name} is missing, see packages"
-        except (UserError, OSError, ImportError, RuntimeError) as error:
+        except (UserError, errors.UserError, OSError, ImportError,
+                RuntimeError) as error:
             sign = "TO DO"  # the last two: torch does not fit this machine
             answer = explain(error) or str(error).strip().partition("\n")[0]
         status |= sign != "ok"
@@ -200,7 +201,7 @@ def ask_mpi():
 
     try:
         require_mpirun()
-    except UserError as error:
+    except errors.UserError as error:
         return f"{error}; only the lesson mpi needs it"
     return start_ranks(4, "by MPI", mpirun=True)
 

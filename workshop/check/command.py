@@ -1,27 +1,23 @@
 """The check: trials on each mesh of a stage, and one diagnosis."""
 
-import json
-import os
 import re
-import shutil
-import sys
-import textwrap
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import classroom, processes, server
 from workshop.check import localise
-from workshop.check.board import Board
+from workshop.check.board import Events, Quiet, Terminal
 from workshop.findings import number
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import LARGEST, Diff
 from workshop.lesson.render import advice
 from workshop.scratch import read_script, remove, scratch_folder
-from workshop.stages import DESK, FIRST, STAGES
+from workshop.stages import DESK, FIRST, STAGES, modules_of
 
 references = {}  # script -> Trial
 
@@ -36,6 +32,9 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     """
     if STAGES[stage].launcher == "mpirun":
         processes.require_mpirun()
+    require(Path(script).exists(), f"{show_path(script)} is not there: was it "
+            f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
+            "place")
     out = Events() if events else Terminal()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
@@ -48,7 +47,7 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
                 out.report(right=True)
                 return True
         # it imports torch while this process does
-        server.get_servers(processes.modules_of(stage))
+        server.get_servers(modules_of(stage))
         from workshop.check import trial
 
         bench = trial.Bench(folder, stage, script, data, out.say)
@@ -112,57 +111,6 @@ class Mistake:
     text: str  # what the attendee reads
     lines: set  # that it names, of the script that was tried
     error: str  # with which that ended, without the numbers in it
-
-
-class Quiet:
-    """Prints nothing."""
-
-    more, interrupted = "", b"\ninterrupted\n"
-    say = report = show_table = lambda self, *_, **event: None
-
-
-class Terminal(Quiet):
-    """Prints lines, and the table at the end."""
-
-    more = " With -v it tells all that it saw."
-
-    def __init__(self):
-        self.board = Board()
-        self.tty = sys.stdout.isatty()
-        self.width = shutil.get_terminal_size().columns if self.tty else 79
-
-    def say(self, text=""):
-        """Print a line; in a terminal a long one is wrapped between words."""
-        for line in text.split("\n"):
-            if self.tty:
-                indent = " " * (len(line) - len(line.lstrip()))
-                if line.startswith(("  FAIL", "  warn", "  and", "  ok")):
-                    indent = " " * 8
-                line = textwrap.fill(
-                    line, self.width, subsequent_indent=indent,
-                    break_long_words=False, break_on_hyphens=False)
-            print(line, flush=True)
-
-    def report(self, **event):
-        self.board.update(event)
-
-    def show_table(self):
-        colour = self.tty and "NO_COLOR" not in os.environ
-        self.say()
-        print(self.board.to_text(colour, self.width), flush=True)
-        self.say()
-
-
-class Events(Quiet):
-    """Prints events, a line of JSON for each."""
-
-    interrupted = b""
-
-    def say(self, text=""):
-        self.report(say=text)
-
-    def report(self, **event):
-        print(json.dumps(event), flush=True)
 
 
 class Check:

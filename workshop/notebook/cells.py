@@ -123,7 +123,7 @@ def on_board(*arguments, link=str):
     link: a function that makes links in the HTML. Returns the `Board`, and the
     function that shows it anew.
     """
-    board = Board()
+    board = Board(render.as_calls)
     show = live(lambda: following.alive(Shown(
         render.box(link(board.to_html(check_pictures(board)))
                    + render.KEEP_IN_SIGHT * (board.right is not None

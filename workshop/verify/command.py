@@ -8,11 +8,10 @@ import shutil
 import stat
 from pathlib import Path
 
-from backstage.errors import require
 from workshop import scratch, server
-from workshop.check.command import Events, Terminal
+from workshop.check.board import Events, Terminal
+from workshop.errors import require
 from workshop.findings import Questions
-from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("workshop.watch.model", "workshop.watch.training")
@@ -132,17 +131,15 @@ def with_size(flag, size):
 
 def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
     """Start the script once, under observation: a `Trial`."""
-    from workshop.check.trial import SECONDS, Mesh, watch
+    from workshop.trial import SECONDS, Trial, watch
     from workshop.watch import model
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
     place = "saved" if kind == "resumed" else kind  # it goes on there
     name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # new each time
             + f"-{place}" * bool(place))
-    stage = next(name for name in STAGES  # it is started as these are
-                 if STAGES[name].launcher == "torchrun")
     return watch(
-        stage, Mesh(dp=size), script, [
+        Trial(script), [
             with_size(flag, size).replace("{run}", name) for flag in flags],
         seen, say, {"allowed": SECONDS, "sleep": SLEEP},
         world_size=size,

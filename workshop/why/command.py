@@ -3,21 +3,31 @@
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
-from backstage.errors import require
-from workshop.results.runs import describe as describe_run
+from workshop.errors import require
 from workshop.why.evidence import ask_about, collect, find
 from workshop.why.judge import judge
 from workshop.why.ranks import PATIENCE, Job, Place, is_waiting
-from workshop.why.slow import explain
 from workshop.why.witness import find_line
 
 STILL = 5  # seconds without a move that are worth a word
 
 
-def main(target):
-    """Print the answer; returns the exit status, 1 if something is wrong."""
-    folder, processes = find(target)
+def unknown(folder):
+    """Nothing is known of a run in that folder."""
+    return ""
+
+
+def main(target, runs=Path("runs"), describe_run=unknown,
+         explain_speed=unknown):
+    """Print the answer; returns the exit status, 1 if something is wrong.
+
+    runs: where a job's folder is looked for by its number. describe_run: says
+    in a line how the run in a folder was started, explain_speed: in several,
+    what its steps' time goes to; both nothing if they do not know it.
+    """
+    folder, processes = find(target, runs)
     if target is None:
         target = str(folder)
         print(f"what was started last: {target}")
@@ -41,7 +51,7 @@ def main(target):
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
     if folder and answer.kind in ("", "straggler"):
-        for line in explain(run if about else folder.parent):
+        for line in explain_speed(run if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
 
