@@ -10,7 +10,8 @@ from conftest import program
 
 from backstage.errors import UserError
 from workshop.check import endings
-from workshop.check.command import Check, Mistake, Quiet, lines_as_in, main
+from workshop.check.board import Quiet
+from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
 from workshop.check.trial import Mesh, StageTrial
@@ -101,7 +102,7 @@ def test_what_follows_is_folded():
 def test_a_large_script_is_a_line_at_once(tmp_path):
     script = program(tmp_path / "train_gpt2.py", f"data = {'1' * 900_000!r}\n")
     with pytest.raises(UserError, match="900 kB are too much"):
-        main("ddp", script)
+        check("ddp", script)
     data = b"x = 1\n" * 80_000
     assert lines_as_in(data, bytes([*data]))(Line(7)) == "line 7"
 

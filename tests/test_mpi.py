@@ -188,7 +188,7 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
             {"cell": "", "ranks": 2, "seconds": 20, "mpirun": True}) + "\n")
     assert json.loads(done.stdout)["error"].startswith("there is no mpirun")
     with pytest.raises(UserError, match="there is no mpirun here: load"):
-        command.main("mpi", STAGES["mpi"].solution)
+        command.check("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
     assert doctor.ask_mpi().startswith("there is no mpirun here: load")
 

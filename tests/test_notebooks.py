@@ -38,7 +38,7 @@ from workshop.notebook import (
 from workshop.processes import launch
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
-from workshop.verify.command import main as verify
+from workshop.verify.command import verify
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAUGHT = [stage for stage in LESSONS if (  # in a notebook
@@ -362,7 +362,7 @@ def test_a_home_that_cannot_be_written_is_a_line(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/proc")
     with pytest.raises(UserError, match="cannot write to /proc/"):
-        opener.main("ddp", [])
+        opener.main(SimpleNamespace(stage="ddp", flags=[]))
 
 
 @pytest.mark.parametrize("stage", TAUGHT)

@@ -20,7 +20,7 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "errors findings html parts",
+        "tools": "command_line errors findings html parts",
         "watch": "watch.*",
         "report": "check.endings check.board",
         "why": "why.*",
@@ -37,7 +37,7 @@ HOUSES = {
         "check": "check.* watch.course",
         "notebook": "notebook.* lab",
         "code": "huggingface trained",
-        "commands": "__main__ rehearse update"}}
+        "commands": "__main__ lesson.command rehearse update"}}
 # What is not so yet: these lists only get shorter.
 ABOVE = """
 notebook.shown rehearse

@@ -17,8 +17,7 @@ from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from workshop.errors import UserError
-from workshop.verify.command import main as verify
-from workshop.verify.command import tidy
+from workshop.verify.command import tidy, verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 

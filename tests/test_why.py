@@ -171,7 +171,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     (tmp_path / "hyperparameters.json").write_text(json.dumps(record | {
         "hosts": ["gpu01"], "backend": "nccl", "scheduler": "SLURM job 7",
         "launcher": "srun", "command": "python x", "startup": 6.7}))
-    assert slow.main(str(folder)) == 0
+    assert slow.main(SimpleNamespace(job=str(folder))) == 0
     said = capsys.readouterr().out
     assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
             "srun: python x; startup 6.7 s\n") in said
@@ -182,7 +182,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     for rank in collect(folder, []):
         os.kill(rank.pid, signal.SIGSTOP)
     monkeypatch.setattr(evidence, "ANSWER", 1)
-    assert slow.main(str(folder)) == 1
+    assert slow.main(SimpleNamespace(job=str(folder))) == 1
     assert capsys.readouterr().out.startswith(
         "a stopped process: ranks 0, 1, 2 on ")
 
@@ -207,7 +207,7 @@ def test_a_script_that_knows_nothing_of_us(tmp_path, monkeypatch, capsys):
         # one that starts late is named first
         while not found.startswith("different"):
             assert time.monotonic() < end, found
-            status = command.main(str(ranks[0].pid))
+            status = command.why(str(ranks[0].pid))
             found = capsys.readouterr().out.partition("\n")[0]
     finally:
         for rank in ranks:

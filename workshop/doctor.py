@@ -26,9 +26,15 @@ ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
-def main(ranks=False):
+def add_arguments(parser):
+    parser.add_argument("--ranks", action="store_true", help="ask all "
+                        "processes that a launcher has started: do they reach "
+                        "each other, how fast?")
+
+
+def main(args):
     """Print the answers; return 1, the exit status, if anything is to do."""
-    if ranks:
+    if args.ranks:
         join_world()
         from workshop.doctor_ranks import ask_ranks
 

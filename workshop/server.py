@@ -4,6 +4,8 @@ The server and all that it forks are in a session of their own: Ctrl-C in the
 terminal does not reach them, and `end_all` ends them at once.
 """
 
+from __future__ import annotations  # for Python 3.9
+
 import atexit
 import contextlib
 import faulthandler
@@ -42,7 +44,7 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
 class Job:
     """A forked process; status is None while it lives."""
 
-    server: "Server"
+    server: Server
     pid: int
     status: int | None = None
 

@@ -1,5 +1,6 @@
 """The check: trials on each mesh of a stage, and one diagnosis."""
 
+import argparse
 import re
 import tokenize
 from collections import Counter
@@ -17,12 +18,30 @@ from workshop.lesson import checked, documents
 from workshop.lesson.diff import LARGEST, Diff
 from workshop.lesson.render import advice
 from workshop.scratch import read_script, remove, scratch_folder
-from workshop.stages import DESK, FIRST, STAGES, modules_of
+from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
 
 
-def main(stage, script=DESK, verbose=False, events=False, change=None):
+def add_arguments(parser):
+    parser.add_argument("stage", choices=LESSONS,
+                        help="the stage that the lesson makes")
+    parser.add_argument("change", nargs="?", type=int, metavar="number",
+                        help="try this change alone, as diff numbers it, with "
+                        "all others made")
+    parser.add_argument("-v", "--verbose", action="store_true",
+                        help="show every question, and what follows from a "
+                        "mistake")
+    parser.add_argument("--events", action="store_true",
+                        help=argparse.SUPPRESS)  # for a notebook
+
+
+def main(args):
+    return int(not check(args.stage, verbose=args.verbose, events=args.events,
+                         change=args.change))
+
+
+def check(stage, script=DESK, verbose=False, events=False, change=None):
     """Check a script; returns whether it is right. Prints as it goes.
 
     verbose: with every question, and what follows from a mistake. events:
@@ -51,12 +70,12 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
         from workshop.check import trial
 
         bench = trial.Bench(folder, stage, script, data, out.say)
-        check = Check(bench, verbose, out, change, lines_as_in(yours, data))
-        right = check.run()
+        trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
+        right = trials.run()
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
     if change is None:
-        title = check.wrong.title if check.wrong else ""
+        title = trials.wrong.title if trials.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right
 

@@ -1,5 +1,6 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import argparse
 import contextlib
 import os
 import re
@@ -22,7 +23,30 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
 SLEEP = 10.0  # seconds in which no rank does anything: it hangs
 
 
-def main(program, size, steps, resume_with=None, events=False, device="cpu"):
+def add_arguments(parser):
+    parser.add_argument("-n", type=int, default=2, dest="size", metavar="N",
+                        help="the number of processes (2)")
+    parser.add_argument("--steps", type=int, default=4,
+                        help="how many updates are watched (4)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
+                        help="where: cpu (the default), or gpu, one of this "
+                        "machine for each process")
+    parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
+                        "resume brings back, with these flags of the "
+                        'script: --resume-with="--resume"')
+    parser.add_argument("--events", action="store_true",
+                        help=argparse.SUPPRESS)  # for a notebook
+    parser.add_argument("program", nargs=argparse.REMAINDER,
+                        metavar="-- SCRIPT FLAGS", help="the script, which "
+                        "is not changed, and its own flags")
+
+
+def main(args):
+    return int(not verify(args.program, args.size, args.steps,
+                          args.resume_with, args.events, args.device))
+
+
+def verify(program, size, steps, resume_with=None, events=False, device="cpu"):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of

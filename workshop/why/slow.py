@@ -33,9 +33,13 @@ ADVICE = {
 }
 
 
-def main(target):
+add_arguments = command.add_arguments
+
+
+def main(args):
     """`why`, of a run of ours as well; returns the exit status."""
-    return command.main(target, RUNS, describe, explain)
+    return command.main(args, runs=RUNS, describe_run=describe,
+                        explain_speed=explain)
 
 
 def explain(folder):
