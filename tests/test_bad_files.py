@@ -27,6 +27,7 @@ from stages import (
     same_state,
     train,
 )
+from trained import load_trained
 
 from backstage import dataset
 from backstage.checkpoint import (
@@ -45,7 +46,6 @@ from backstage.record import COLUMNS, RECORD, Metrics, read_metrics
 from solutions import train_gpt2_std as std
 from workshop import errors, scratch
 from workshop.results import runs
-from workshop.trained import load_trained
 
 few = settings(max_examples=40, deadline=None, database=None,
                derandomize=True, suppress_health_check=[*HealthCheck])

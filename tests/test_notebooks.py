@@ -16,6 +16,7 @@ import pytest
 import torch
 from cluster import wait_for
 from conftest import calls, copy_desk, needs, program, python, read_book
+from huggingface import export_run
 from lab import Lesson
 
 from backstage import ROOT
@@ -23,7 +24,6 @@ from backstage.errors import UserError
 from slides import figures, schedules
 from workshop import journey
 from workshop import lab as opener
-from workshop.huggingface import export_run
 from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import (

@@ -337,7 +337,7 @@ def torchrun(*arguments):
 @in_one_line
 def export(run, folder):
     """Write a run's newest checkpoint in Hugging Face's format."""
-    said_meanwhile("-m", "workshop", "export", run, folder)
+    said_meanwhile("code/huggingface.py", "export", run, folder)
 
 
 def decisions():
