@@ -390,7 +390,7 @@ def executed(execute, single, tmp_path_factory):
     from nbformat.v4 import new_code_cell, new_output
 
     repo = copy_desk(tmp_path_factory.mktemp("ready"), "notebooks",
-                     "example-logs", stage="mpi")
+                     "example-logs", "code", stage="mpi")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     (repo / "fineweb").mkdir()
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
