@@ -53,8 +53,8 @@ def parse_flags(cls, **options):
 def run_main(main):
     """Call `main()`, then exit; say in one line what the user can fix.
 
-    The status is 0, that of a `SystemExit`, 130 after Ctrl-C, or 1. Bugs keep
-    their traceback.
+    The status is 0, that of a `SystemExit`, 130 after Ctrl-C, the error's
+    `status`, or 1. Bugs keep their traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
         sys.stdout.reconfigure(errors="replace")
@@ -78,11 +78,11 @@ def report(error):
     if isinstance(error, BrokenPipeError):  # for example, `| head` has ended
         drop_output()
     elif message is None:
-        traceback.print_exception(type(error), error, error.__traceback__)
+        traceback.print_exc()
     else:
         say_once(message)
         drop_output()
-    return 1
+    return getattr(error, "status", 1)
 
 
 def leave(status):
@@ -143,8 +143,8 @@ def silence():
 
 def explain(error):
     """One line for an error that the user can fix, or None for a bug."""
-    kind = type(error).__name__  # torch's, without importing torch
-    if isinstance(error, UserError) or kind == "UserError":  # of a tool
+    kind, *bases = (cls.__name__ for cls in type(error).__mro__)
+    if "UserError" in (kind, *bases):  # also a tool's own
         return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
     if kind == "OutOfMemoryError" or (

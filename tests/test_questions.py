@@ -149,7 +149,7 @@ def wrapped(trial):
 
 def sleeps(trial):
     """Rank 1 is in a barrier that rank 0 does not come to."""
-    trial.gave_up = "asleep"
+    trial.gave_up = "hangs"
     for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
         trial.events[rank] = [{"call": name, "elements": 1, "update": 1,
                                "lines": [[line, "main", name]]}]

@@ -22,9 +22,9 @@ HOUSES = {
     "rankcheck": {
         "tools": "command_line errors findings html parts",
         "watch": "watch.*",
-        "report": "check.endings check.board",
+        "report": "check.endings check.board deadlock",
         "why": "why.*",
-        "launch": "mpirun_proxy patience processes scratch server "
+        "launch": "mpirun_proxy patience processes sandbox scratch server "
                   "sleeping_mpi",
         "trial": "trial",
         "verify": "verify.*"},

@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from workshop.errors import UserError
-from workshop.verify.command import tidy, verify
+from workshop.verify.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
@@ -71,57 +69,6 @@ def test_an_error_in_another_file_names_it(tmp_path):
         ("g = torch.Gen", "import helper; helper.act()\ng = torch.Gen"),))
     status, out = outcome(case, tmp_path)
     assert not problem(case, status, out), out
-
-
-def test_what_others_put_beside_it_stays(tmp_path, monkeypatch):
-    """In a folder that the script has made, or in a file's place."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    ours = [tmp_path / name for name in ("runs", "runs/log", "text", "model")]
-    for file in ours[1:]:
-        file.touch()
-    seen = {"read": [], "new": {
-        str(file): file.lstat().st_ino for file in ours}}
-    (tmp_path / "runs" / "theirs").touch()
-    (tmp_path / "other").touch()
-    (tmp_path / "other").replace(tmp_path / "text")
-    run = tmp_path / "run-xk3pq9zw-2"  # verify's own, with all that is in it
-    run.mkdir()
-    seen["new"][str(run)] = run.lstat().st_ino
-    (run / "written by a compiled library").touch()
-    tidy("xk3pq9zw", [SimpleNamespace(seen=[seen, None])])
-    assert sorted(map(str, Path().glob("**/*"))) == [
-        "runs", "runs/theirs", "text"]
-
-
-def test_what_the_script_has_moved_stays(tmp_path):
-    """Its name is new, as where a log is rotated, but not what it holds."""
-    for name in "log", "data", "best", "flags":
-        (tmp_path / name).write_text("theirs")
-    subprocess.run([sys.executable, "-c", """\
-import os, shutil
-from types import SimpleNamespace
-from workshop.verify.command import tidy
-from workshop.watch import files, log
-seen = log.Log(None, 0)
-seen.seen["updates"] = []
-files.made(seen)
-os.rename("log", "log.1")
-open("log.part", "w").close()
-os.rename("log.part", "log")
-os.link("data", "data.1")
-os.unlink("data")
-shutil.copy("best", "best.1")
-open("best", "w").close()
-shutil.copy("flags", "flags.1")  # which are still in the other file
-seen.seen["updates"] = ["one"]
-seen.tell("end")
-tidy("xk3pq9zw", [SimpleNamespace(seen=[seen.seen])])
-"""], cwd=tmp_path, check=True)
-    assert sorted(file.name for file in tmp_path.iterdir()
-                  if file.read_text() == "theirs") == [
-        "best.1", "data.1", "flags", "log.1"]
-    assert len(os.listdir(tmp_path)) == 5  # and what it has put into "best"
 
 
 @pytest.mark.whole

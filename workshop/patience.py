@@ -3,7 +3,11 @@
 
 import time
 
-ASLEEP = 3.0  # seconds without anything to do after which it hangs
+from workshop.deadlock import hangs, read_events
+
+IDLE = 3.0  # seconds without anything to do after which it may hang
+PATIENCE = 120.0  # seconds without an update, in which it may wait
+SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before mpirun has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 
@@ -12,20 +16,23 @@ class Patience:
     """Whether to give the ranks up, by what they do and not by the clock.
 
     On a busy machine everything takes longer, but not more seconds of a CPU:
-    they are given up when all sleep, though nobody will wake them, or when
-    they have used too many of those without a step. Says what it waits for.
+    they are given up when they have used too many of those without a step,
+    when they hang for certain (see deadlock.py), or when they have been idle
+    for a long time. Says what it waits for.
     """
 
-    def __init__(self, launch, observed, say, allowed, sleep=ASLEEP,
-                 endless=float("inf")):
+    def __init__(self, launch, observed, say, allowed, idle=IDLE,
+                 endless=float("inf"), patience=PATIENCE):
         """What to allow each rank of a `Launch`, observed in that folder.
 
-        allowed: seconds of a CPU for a step. sleep: seconds in which nobody
-        does anything. endless: steps, after which it is taken for one that
-        never ends.
+        allowed: seconds of a CPU for a step. idle: seconds in which nobody
+        does anything, after which it is asked whether the ranks hang.
+        endless: steps, after which it is taken for one that never ends.
+        patience: seconds without a step, if nobody does anything then.
         """
         self.launch, self.observed, self.say = launch, observed, say
-        self.allowed, self.sleep, self.endless = allowed, sleep, endless
+        self.allowed, self.idle, self.endless = allowed, idle, endless
+        self.patience = patience
         self.reason, self.cpu, self.spent = "", 0.0, 0.0
         self.begun = not launch.mpirun
         self.tasks, self.updates = {}, 0
@@ -43,10 +50,13 @@ class Patience:
         if updates > self.updates:
             self.updates, self.spent, self.stepped = updates, 0.0, now
         self.reason = self.look(now, updates)
-        if now - self.said > 5 and not self.reason:
+        if now - self.said > SAYS and not self.reason:
             self.said = now
+            lines = self.launch.lines()
             self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} updates made, over all ranks")
+                     f"{updates} updates made, over all ranks" + "".join(
+                         f", rank {rank} is in line {line}"
+                         for rank, line in enumerate(lines) if line))
         return bool(self.reason)
 
     def look(self, now, updates):
@@ -58,7 +68,7 @@ class Patience:
             return "endless"
         activity = self.launch.activity()
         if activity is None:  # no such figures on this system
-            return "asleep" if now - self.stepped > 60 else ""
+            return "waits" if now - self.stepped > self.patience else ""
         tasks, eager = activity
         used = sum(seconds - self.tasks.get(task, 0.0)
                    for task, seconds in tasks.items())
@@ -68,9 +78,21 @@ class Patience:
         self.looks.append((now, used, eager))
         if not self.begun and any(self.observed.glob("*.jsonl")):
             self.begun, self.looks = True, self.looks[-1:]
-        if self.sleeps(self.sleep if self.begun else UNSTARTED):
-            return "asleep" if self.begun else "unstarted"
+        if self.sleeps(self.idle if self.begun else UNSTARTED):
+            if not self.begun:
+                return "unstarted"
+            if self.hangs(size):
+                return "hangs"
+            if now - self.stepped > self.patience:
+                return "waits"
         return "busy" if self.spent > self.allowed * size else ""
+
+    def hangs(self, size):
+        return hangs(
+            [read_events(self.observed / f"{rank}.jsonl")
+             for rank in range(size)], self.launch.lines(),
+            {rank for rank, job in enumerate(self.launch.jobs)
+             if not job.is_alive()}, size)
 
     def sleeps(self, seconds):
         """Whether no rank has done or wanted to do anything for so long."""

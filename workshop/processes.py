@@ -5,7 +5,7 @@ from a server that has already imported torch. It is for the checks, the tests
 and benchmarks that time steps alone; a real run has a real launcher.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations  # Python 3.9 has no `int | None`
 
 import contextlib
 import os
@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.deadlock import read_line
 from workshop.errors import require
 from workshop.server import PRELOAD, activity, folders, get_servers
 
@@ -57,9 +58,10 @@ class Start:
     `Log` before the script begins; log: the folder in which it is kept.
     preload: what is imported once for all of them, if no earlier launch has
     done so. place: the folder that the script imports from, its own by
-    default. within: where the folder of what they print is made. hashes: the
-    seed of Python's hashes in the first rank, if each is to have its own, as
-    under a real launcher; there are four.
+    default. cwd: the current folder, this process's by default. within: where
+    the folder of what they print is made. hashes: the seed of Python's hashes
+    in the first rank, if each is to have its own, as under a real launcher;
+    there are four.
     """
 
     script: str
@@ -74,6 +76,7 @@ class Start:
     threads: int = 1
     preload: tuple = PRELOAD
     place: str | None = None
+    cwd: str | None = None
     within: str | None = None
     hashes: int | None = None
 
@@ -99,13 +102,13 @@ class Launch:
         servers = get_servers(start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         folders.add(self.folder)
-        self.jobs, self.mpirun = [], None
+        self.script, self.jobs, self.mpirun = start.script, [], None
         port = free_port()
         try:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
                     start, rank, port, f"{self.folder}/{rank}",
-                    preload=start.preload))
+                    preload=start.preload, cwd=start.cwd))
             if start.by_mpirun:
                 self.mpirun = start_mpirun(size, self.folder, start.env)
         except BaseException:
@@ -173,12 +176,18 @@ class Launch:
             return ""
         return data.decode(errors="replace")
 
+    def lines(self):
+        """The line of the script that each rank is in, None if in no line."""
+        return [read_line(self.text(rank, "stack"), self.script)
+                for rank in range(len(self.jobs))]
+
     def printed(self):
         """How many bytes the ranks have printed."""
         total = 0
-        for file in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # of a proxy
-                total += file.stat().st_size
+        for rank in range(len(self.jobs)):
+            for name in ("out", "err"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{self.folder}/{rank}.{name}").st_size
         return total
 
     def clear(self):

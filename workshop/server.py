@@ -4,7 +4,7 @@ The server and all that it forks are in a session of their own: Ctrl-C in the
 terminal does not reach them, and `end_all` ends them at once.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations  # Python 3.9 has no `int | None`
 
 import atexit
 import contextlib
@@ -81,10 +81,10 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *arguments, preload):
+    def fork(self, *arguments, preload, cwd=None):
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((number, preload, os.getcwd(), list(sys.path),
+        self.link.send((number, preload, cwd or os.getcwd(), list(sys.path),
                         pickle.dumps(arguments)))
         while number == len(self.jobs):
             self.listen(60)
@@ -139,6 +139,7 @@ def activity(servers, others):
 
 the_servers = {}  # by the seed of their hashes
 folders = set()  # of launches that have not been waited for
+LOOK = 2  # seconds between two looks at where a rank is
 SEEDS = 4  # of hashes, at most: each takes a server
 
 
@@ -286,6 +287,8 @@ def run_script(start, rank, port, output):
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
+    faulthandler.dump_traceback_later(
+        LOOK, repeat=True, file=open(f"{output}.stack", "w"))
     import torch
 
     from workshop.watch.log import Log

@@ -1,17 +1,18 @@
 """A trial: the script is started once, watched, and what came is collected.
 """
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from workshop.deadlock import read_events
 from workshop.patience import Patience
 from workshop.processes import Launch
 
 SECONDS = 900  # after which a trial is ended, whatever it does
+LITTLE = 1e6  # with no more than that left, a file may not be whole
 
 
 @dataclass
@@ -20,9 +21,10 @@ class Trial:
 
     script: Path  # which may have gone
     ranks: list = ()  # of workshop.processes.Rank
-    gave_up: str = ""  # why it was ended: "asleep", "busy", "endless", "flood"
+    gave_up: str = ""  # why it was ended: "hangs", "waits", "busy", ...
     seen: list = field(default_factory=list)  # of each rank, None if it died
     events: list = field(default_factory=list)  # of each rank, in their order
+    patience: float = 0.0  # seconds of idleness after which it is ended
     seconds: float = 0.0
     cpu: float = 0.0
     # what is known of the script
@@ -63,11 +65,7 @@ def watch(trial, flags, seen, say, budget, **options):
     patience = Patience(launch, seen, say, **budget)
     trial.ranks = launch.wait(SECONDS, patience)
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
+    trial.patience = patience.patience
     trial.seconds = time.monotonic() - begin
     trial.read(seen)
     return trial
-
-
-def read_events(file):
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]  # the complete ones

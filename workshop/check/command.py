@@ -10,7 +10,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import classroom, processes, server
+from workshop import classroom, processes, sandbox, server
 from workshop.check import localise
 from workshop.check.board import Events, Quiet, Terminal
 from workshop.findings import number
@@ -54,7 +54,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     require(Path(script).exists(), f"{show_path(script)} is not there: was it "
             f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
             "place")
-    out = Events() if events else Terminal()
+    out, files = Events() if events else Terminal(), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
         require(len(data) <= LARGEST, f"{show_path(script)}: "
@@ -69,9 +69,12 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
         server.get_servers(modules_of(stage))
         from workshop.check import trial
 
+        files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
         trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = trials.run()
+        if changed := files.changed():
+            out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
     if change is None:

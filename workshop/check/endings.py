@@ -5,9 +5,9 @@ import signal
 from itertools import zip_longest
 from pathlib import Path
 
+from workshop.deadlock import TO_ONE
 from workshop.findings import Line, fail
 
-TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
@@ -30,9 +30,12 @@ def explain(trial):
                                           range(len(trial.ranks))))
         return fail([f"it never reaches step {done} but keeps running: ",
                      *where(trial, 0)])
+    if trial.gave_up == "waits":
+        return fail([f"made no update in {trial.patience:.0f} s, and was idle:"
+                     " ", *where_all(trial)])
     bad = [rank for rank, one in enumerate(trial.ranks)
            if one.status or (one.status is None and not trial.gave_up)]
-    if not bad and trial.gave_up != "asleep":
+    if not bad and trial.gave_up != "hangs":
         return None
     said = {rank: last_words(trial, rank) for rank in bad}
     # that a connection was lost is what the others saw of an error
@@ -44,10 +47,8 @@ def explain(trial):
         last = said[first]
         return fail([f"rank {first} ", *last.sentence], ON_CPU * bool(
             NO_GPU.search(last.text)), last.error)
-    if trial.gave_up == "asleep":
-        return fail(["it hangs: ", *where(trial, 0)] + [
-            part for rank in range(1, len(trial.ranks))
-            for part in (", ", *where(trial, rank))], apart)
+    if trial.gave_up == "hangs":
+        return fail(["it hangs: ", *where_all(trial)], apart)
     return fail(apart)
 
 
@@ -109,6 +110,11 @@ def where(trial, rank):
     return [f"rank {rank} after ",
             Line(calls[-1]["lines"][0][0]) if calls else
             f"{trial.updates(rank)} steps"]
+
+
+def where_all(trial):
+    return [part for rank in range(len(trial.ranks)) for part in (
+        *[", "] * bool(rank), *where(trial, rank))]
 
 
 def part_ways(trial):

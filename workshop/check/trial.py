@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from workshop import sandbox
 from workshop.errors import KILLED, require
 from workshop.scratch import full, quiet_environment
 from workshop.stages import STAGES, modules_of
-from workshop.trial import Trial, watch
+from workshop.trial import LITTLE, Trial, watch
 from workshop.watch import course
 from workshop.watch.course import SAMPLES, T
 
@@ -35,8 +36,6 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 # what Triton's interpreter takes long for is each program of a kernel
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
-
-LITTLE = 1e6  # with no more than that left, a file may not be whole
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class StageTrial(Trial):
 class Bench:
     """A folder for trials, with a dataset and the script as it was read."""
 
-    def __init__(self, folder, stage, script, data, say=print):
+    def __init__(self, folder, stage, script, data, say=print, copy=None):
+        """copy: the `Sandbox` in which its ranks run, a new one if None."""
         self.folder, self.stage, self.say = folder, stage, say
         self.place = Path(script).resolve().parent
         (self.folder / "script").mkdir()
@@ -130,6 +130,7 @@ class Bench:
         (self.folder / "data").mkdir()
         make_dataset(self.folder / "data")
         self.reference, self.parts = None, 0
+        self.copy = copy or sandbox.make(folder, "copy", self.script)
 
     def with_script(self, data, stage=None):
         """Another one, in a folder within this one, for another script."""
@@ -138,7 +139,7 @@ class Bench:
         folder = self.folder / f"p{self.parts}"
         folder.mkdir()
         bench = Bench(folder, stage or self.stage, self.script, data,
-                      lambda text: None)
+                      lambda text: None, self.copy)
         bench.place = STAGES[stage].solution.parent if stage else self.place
         bench.reference = self.reference
         return bench
@@ -176,7 +177,14 @@ class Bench:
         return rows
 
     def make(self, row):
-        """The `Trial` of a row of the plan."""
+        """The `Trial` of a row of the plan: of two, if the first one hangs."""
+        trial = self.make_once(row)
+        if trial.gave_up == "hangs":
+            shutil.rmtree(self.folder / row.column, ignore_errors=True)
+            trial = self.make_once(row)
+        return trial
+
+    def make_once(self, row):
         if row.kind == "operations":
             from workshop.check import operations
 
@@ -214,9 +222,12 @@ class Bench:
                 {"allowed": allowed, "endless": 3 * STEPS},
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
-                probes=course.probes(run, terminated, self.lightning),
+                probes=[self.copy, *course.probes(
+                    run, terminated, self.lightning)],
                 env=quiet_environment(self.folder / "tmp"),
-                preload=self.preload, place=self.place, within=self.folder)
+                preload=self.preload, place=self.place, within=self.folder,
+                cwd=str(self.copy.name(Path.cwd())))
+            self.copy.require_kept("Let it write into the run's folder.")
             # in rare cases Open MPI 4 hangs before the script begins
             if trial.gave_up != "unstarted":
                 break

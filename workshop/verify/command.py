@@ -1,18 +1,16 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
 import argparse
-import contextlib
-import os
 import re
 import shlex
 import shutil
-import stat
 from pathlib import Path
 
-from workshop import scratch, server
+from workshop import sandbox, scratch, server
 from workshop.check.board import Events, Terminal
-from workshop.errors import require
-from workshop.findings import Questions
+from workshop.errors import UserError, require
+from workshop.findings import Questions, warn
+from workshop.patience import PATIENCE
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("workshop.watch.model", "workshop.watch.training")
@@ -20,7 +18,15 @@ PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
-SLEEP = 10.0  # seconds in which no rank does anything: it hangs
+REMEDY = ("Name another folder for what it writes: one below the current "
+          "folder, or one with {run} in it, which is another name each time.")
+IDLE = 10.0  # seconds in which no rank does anything: does it hang?
+
+
+class NotCompared(UserError):
+    """The script was not seen to do anything that is right or wrong."""
+
+    status = 2
 
 
 def add_arguments(parser):
@@ -31,6 +37,10 @@ def add_arguments(parser):
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
                         help="where: cpu (the default), or gpu, one of this "
                         "machine for each process")
+    parser.add_argument("--patience", type=float, default=PATIENCE,
+                        metavar="SECONDS", help="how long it may be idle, as "
+                        "in a download, before it is given up "
+                        f"({PATIENCE:.0f})")
     parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                         "resume brings back, with these flags of the "
                         'script: --resume-with="--resume"')
@@ -43,17 +53,20 @@ def add_arguments(parser):
 
 def main(args):
     return int(not verify(args.program, args.size, args.steps,
-                          args.resume_with, args.events, args.device))
+                          args.resume_with, args.events, args.device,
+                          args.patience))
 
 
-def verify(program, size, steps, resume_with=None, events=False, device="cpu"):
+def verify(program, size, steps, resume_with=None, events=False, device="cpu",
+           patience=PATIENCE):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
     processes, {rank} the rank, and {run} the name of a run. steps: how many
     updates are watched. resume_with: flags, in one string, that resume a run.
     events: print JSON, for a `Board` elsewhere. device: "gpu" takes one of
-    this machine for each process.
+    this machine for each process. patience: seconds without an update, in
+    which the ranks may be idle; then it raises `NotCompared`.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: python -m workshop verify -n 2 -- "
@@ -71,18 +84,17 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu"):
     data, out = scratch.read_script(script), Events() if events else Terminal()
     preload = [*server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
+    files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         server.get_servers(preload, size, 0)  # import torch meanwhile
         from workshop.verify import questions, resume
 
         (folder / "tmp").mkdir()
-        trials = []
+        files.changed()  # by others, while torch was imported
 
         def try_out(size, steps, kind="", more=(), gpus=False):
-            trials.append(run(
-                folder, script, [*program[1:], *more], size, steps, kind,
-                preload, out.say, gpus, device))
-            return trials[-1]
+            return run(folder, script, [*program[1:], *more], size, steps,
+                       kind, preload, out.say, gpus, device, patience)
 
         more = Questions()
         if resume_with is not None:
@@ -94,7 +106,8 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu"):
                 f"on the {device.upper()}")
         findings, not_seen = questions.verify(
             try_out, size, steps, more, device)
-        tidy(folder.name[-8:], trials)
+        if changed := files.changed():
+            findings.append(warn(changed, sandbox.BY_WHOM))
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
         out.say(f"  {finding.verdict:4}  {finding.text}")
@@ -113,33 +126,6 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu"):
     return not wrong
 
 
-def tidy(name, trials):
-    """Remove the files that the script has made in this folder, or of a named
-    run, and the folders that it has made, once they are empty.
-
-    Not what it has read as well: that may be a dataset. Nor what is another
-    file by now, or what another program has put into such a folder. A run's
-    folder goes as a whole: nobody else knows its name.
-    """
-    seen = [one for trial in trials for one in trial.seen if one]
-    read = {path for one in seen for path in one["read"]}
-    made = {path: number for one in seen for path, number
-            in one["new"].items()}
-    for path in sorted(made, reverse=True):  # what is in a folder before it
-        if name in path or (path not in read and path.startswith(
-                os.getcwd() + os.sep)):
-            with contextlib.suppress(OSError):
-                now = os.lstat(path)
-                if now.st_ino != made[path]:
-                    continue
-                if not stat.S_ISDIR(now.st_mode):
-                    os.unlink(path)
-                elif name in path:
-                    shutil.rmtree(path)
-                else:
-                    os.rmdir(path)
-
-
 def with_size(flag, size):
     """{n} is the number of processes; {16/n} and {2*n} are calculated."""
     def value(found):
@@ -153,23 +139,41 @@ def with_size(flag, size):
     return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
 
 
-def run(folder, script, flags, size, steps, kind, preload, say, gpus, device):
+def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
+        patience):
     """Start the script once, under observation: a `Trial`."""
-    from workshop.trial import SECONDS, Trial, watch
+    from workshop.check import endings
+    from workshop.trial import LITTLE, SECONDS, Trial, watch
     from workshop.watch import model
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
     place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # new each time
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
             + f"-{place}" * bool(place))
-    return watch(
-        Trial(script), [
+    copy = sandbox.make(folder, name, script)
+    trial = watch(
+        Trial(copy.name(script)), [
             with_size(flag, size).replace("{run}", name) for flag in flags],
-        seen, say, {"allowed": SECONDS, "sleep": SLEEP},
+        seen, say, {"allowed": SECONDS, "idle": IDLE,
+                     "patience": patience},
         world_size=size,
-        probes=model.probes(seen, size, steps, kind, gpus, device),
+        probes=[copy, *model.probes(seen, size, steps, kind, gpus, device)],
         env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
                         if device == "gpu" else
                         scratch.quiet_environment(folder / "tmp") | {
             "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
-        preload=preload, within=folder, hashes=int(kind == "hashes"))
+        preload=preload, within=folder, cwd=str(copy.name(Path.cwd())),
+        hashes=int(kind == "hashes"))
+    copy.require_kept(REMEDY)
+    if trial.gave_up == "waits":
+        raise NotCompared(f"{script.name}, {size} process{'es' * (size > 1)}: "
+                          + endings.explain(trial).text
+                          + ". If it needs longer: --patience SECONDS")
+    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+        raise scratch.full(folder.parent)  # where large checkpoints were saved
+    if kind != "saved":
+        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+    trial.script = script
+    for rank in trial.ranks:
+        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+    return trial

@@ -1,7 +1,5 @@
-"""Watches which files a process writes, makes and reads."""
+"""Watches which files a process writes and reads."""
 
-import contextlib
-import filecmp
 import os
 import sys
 from pathlib import Path
@@ -49,31 +47,16 @@ def opened(log, within="", without=(), finished=str):
         save(obj, f, *args, **kwargs)
 
 
-def made(log):
-    """new: {path: its inode} of the files and folders that it has made.
-    read: files that it has opened before its first update.
+def results(log):
+    """read: files that it has opened before its first update.
     results: those that it has written after that.
 
     Once it has saved something after its first update, there is a file
     saved-N in the log's folder, N being the number of its updates.
     """
-    log.seen |= {"read": [], "results": [], "new": {}}
-    copies = {}
-
-    def makes(path):
-        if isinstance(path, PATH) and not os.path.lexists(path):
-            log.seen["new"][place(path)] = None
+    log.seen |= {"read": [], "results": []}
 
     def on_event(event, args):
-        if event == "os.mkdir" or (
-                event == "open" and (args[2] or 0) & os.O_CREAT):
-            makes(args[0])
-        if event == "os.symlink" or (
-                event in ("os.rename", "os.link")  # of what it has made
-                and place(args[0]) in log.seen["new"]):
-            makes(args[1])
-        if event == "shutil.copyfile":
-            copies[place(args[1])] = place(args[0])
         if event == "open" and isinstance(args[0], PATH) and not (
                 log.seen["updates"]
                 or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
@@ -83,22 +66,11 @@ def made(log):
         if log.seen["updates"]:
             log.seen["results"].append(path)
 
-    def find():
-        for path in log.seen["new"]:
-            with contextlib.suppress(OSError):
-                # else it holds what is no longer where it was copied from
-                if path not in copies or filecmp.cmp(
-                        path, copies[path], shallow=False):
-                    log.seen["new"][path] = os.lstat(path).st_ino
-
     sys.addaudithook(on_event)
     log.on("wrote", wrote)
-    log.on("end", find)
 
     @replace(torch, "save")
     def save(save, obj, f, *args, **kwargs):
-        if isinstance(f, (str, Path)):  # not opened by Python
-            makes(f)
         save(obj, f, *args, **kwargs)
         if log.seen["updates"]:
             # the other ranks may be an update behind

@@ -1,10 +1,12 @@
 """What a process sends to others, as PyTorch's operators and MPI show it."""
 
+import contextlib
 import functools
 import sys
 import threading
 
 import torch
+from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
@@ -12,18 +14,32 @@ NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
 
 
 def messages(log):
-    def say(name, elements):
+    def say(name, elements, group=None):
         log.say(call=name, elements=elements, lines=log.place()[:6],
-                update=log.updates)
+                update=log.updates, group=group)
 
     def note(name, tensors, function, args):
-        say(name, sum(tensor.numel() for tensor in tensors))
+        say(name, sum(tensor.numel() for tensor in tensors), group_of(args))
         log.tell("message", name, tensors)
 
     Collectives(note).__enter__()
     mpi = sys.modules.get("workshop.sleeping_mpi")
     if mpi:  # `Launch` lets its ranks sleep
         mpi.SleepingComm.on_call = staticmethod(say)
+
+
+def group_of(args):
+    """(name, ranks) of the group among a collective's arguments, or None."""
+    for arg in args:
+        with contextlib.suppress(TypeError, RuntimeError, ValueError):
+            if isinstance(arg, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(arg)
+            elif isinstance(arg, str):  # of a functional collective
+                group = dist.distributed_c10d._resolve_process_group(arg)
+            else:
+                continue
+            return group.group_name, dist.get_process_group_ranks(group)
+    return None
 
 
 class Collectives:

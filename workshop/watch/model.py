@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from workshop import parts
 from workshop.parts import thin
-from workshop.watch.files import made, opened
+from workshop.watch.files import opened, results
 from workshop.watch.log import replace
 from workshop.watch.messages import messages
 from workshop.watch.process import on_gpu, process
@@ -49,7 +49,9 @@ def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     return [Rows(size, steps, kind), Modules(), use, Updates(),
             process if device == "cpu" else on_gpu, messages,
             *[stand_in] * on_gpus, partial(opened, without=(
-                os.path.dirname(folder), *NO_OUTPUT)), made]
+                str(folder), *(f"{os.path.dirname(folder)}/{name}/"
+                               for name in ("guard", "tmp")),
+                *NO_OUTPUT)), results]
 
 
 def use(log):

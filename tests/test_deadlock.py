@@ -1,0 +1,68 @@
+"""Ranks that are idle hang only if that is proven; else verify waits."""
+
+import pytest
+from conftest import edit
+from verify_cases import read
+
+from workshop.verify import command
+
+FIRST = "for epoch in"  # before it, a rank may wait
+
+
+def verified(tmp_path, before, patience=60):
+    """Whether verify finds nothing wrong with a right script that does this
+    first, on two ranks.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(edit(read("ddp"), (FIRST, f"""\
+import sys, time
+one = torch.ones(3)
+first, second = dist.new_group(), dist.new_group()
+if size == 2:
+{"".join(f"    {line}" for line in before.splitlines(True))}
+{FIRST}""")))
+    return command.verify([str(script)], 2, 2, patience=patience)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(command, "IDLE", 3)
+
+
+HANGS = {
+    "another collective": """\
+(dist.barrier if rank else lambda: dist.all_reduce(one))()""",
+    "another size": "dist.all_reduce(one[rank:])",
+    "it has ended": "if rank: sys.exit()\ndist.all_reduce(one)",
+    "both receive": "dist.recv(one, 1 - rank)",
+    "other groups first": """\
+for group in (first, second)[::1 - 2 * rank]:
+    dist.all_reduce(one, group=group)""",
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", HANGS)
+def test_what_can_never_go_on(name, tmp_path, capsys):
+    assert not verified(tmp_path, HANGS[name])
+    said = capsys.readouterr().out
+    assert any(words in said for words in (
+        "it hangs: rank 0 ", "the ranks part ways: ", "ended with an error"))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wait", [
+    "time.sleep(9)", "if rank: time.sleep(9)\ndist.all_reduce(one)",
+    "dist.all_reduce(one, group=first)\nif rank: time.sleep(9)"])
+def test_what_only_waits(wait, tmp_path, capsys):
+    assert verified(tmp_path, wait)
+    assert "0 wrong" in capsys.readouterr().out
+
+
+def test_what_waits_too_long(tmp_path):
+    """That is no mistake, and has a status of its own."""
+    with pytest.raises(command.NotCompared, match=r"2 processes: made no "
+                       r"update in 4 s, .*rank 1 is in line 2\d \(<mod.*"
+                       "longer: --patience") as caught:
+        verified(tmp_path, "time.sleep(99)", 4)
+    assert caught.value.status == 2

@@ -1,0 +1,190 @@
+"""A watched script changes no file that was there, however it writes."""
+
+import contextlib
+import functools
+import sqlite3
+from pathlib import Path
+
+import pytest
+from conftest import edit
+from verify_cases import read
+
+from workshop import sandbox
+from workshop.errors import UserError
+from workshop.processes import launch
+from workshop.verify.command import verify
+
+# Each writes to the file called `name`; after it comes what it needs first
+WAYS = {
+    "open": "open(name, 'w').write('new')",
+    "append": "print('new', file=open(name, 'a', 1))",
+    "update": "file = open(name, 'r+b'); file.write(b'new'); file.close()",
+    "pathlib": "Path(name).write_text('new')",
+    "bytes": "open(os.fsencode(name), 'w').write('new')",
+    "os.open": "os.write(os.open(name, os.O_WRONLY), b'new')",
+    "a folder's descriptor":
+        "os.remove(os.path.basename(name), dir_fd=os.open("
+        "os.path.dirname(name) or '.', os.O_RDONLY))",
+    "torch.save": "torch.save({}, name)",
+    "torch.save(Path)": "torch.save({}, Path(name))",
+    "numpy": "np.save(open(name, 'wb'), np.zeros(9))",
+    "tofile": "np.zeros(9).tofile(name)",
+    "memmap": "np.memmap(name, np.uint8)[:] = 0",
+    "gzip": "gzip.open(name, 'wb').write(b'new')",
+    "zipfile": "zipfile.ZipFile(name, 'w').writestr('a', 'new')",
+    "logging": "logging.FileHandler(name).emit(logging.makeLogRecord("
+               "{'msg': 'new'}))",
+    "os.replace": "Path('part').write_text('new'); os.replace('part', name)",
+    "move": "Path('part').write_text('new'); shutil.move('part', name)",
+    "move away": "shutil.move(name, 'part')",
+    "copy": "Path('part').write_text('new'); shutil.copy('part', name)",
+    "rotate": "os.rename(name, name + '.1'); open(name + '.1', 'w')",
+    "remove": "os.remove(name)",
+    "unlink": "Path(name).unlink()",
+    "truncate": "os.truncate(name, 1)",
+    "chmod": "os.chmod(name, 0o777)",
+    "touch": "os.utime(name)",
+    "hard link": "os.link(name, 'part'); open('part', 'w').write('new')",
+    "link": "os.symlink(name, 'part'); open('part', 'w').write('new')",
+    "sqlite": "base = sqlite3.connect(name); base.execute("
+              "'create table a (b)'); base.commit()",
+    "a thread": "thread = threading.Thread(target=lambda: open("
+                "name, 'w').write('new')); thread.start(); thread.join()",
+    "a fork": "pid = os.fork()\nif pid == 0:\n    open(name, 'w').write('new')"
+              "\n    os._exit(0)\nos.waitpid(pid, 0)",
+    "an error that is caught": "try:\n    open(name, 'w').write('new')\n"
+                               "except BaseException:\n    pass",
+}
+IMPORTS = """\
+import gzip, logging, os, shutil, sqlite3, subprocess, sys, threading, zipfile
+from pathlib import Path
+import numpy as np, torch
+"""
+TEXT = b"three weeks\n" * 9
+
+
+def look(folder):
+    """All that is in it: {path: (bytes, time, mode)}."""
+    return {path: (path.is_file() and path.read_bytes(),
+                   path.lstat().st_mtime_ns, path.lstat().st_mode)
+            for path in sorted(folder.rglob("*"))}
+
+
+@functools.cache
+def content(way, times=1):
+    if way != "sqlite":
+        return TEXT * times
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        base.execute("create table mine as select zeroblob(?)",
+                     [len(TEXT) * times])
+        return base.serialize()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Files of a user's, for each way one; home/mine is the current folder."""
+    mine = tmp_path / "home" / "mine"
+    for folder in (mine, mine / "out", mine.parent / "other"):
+        folder.mkdir(parents=True)
+        for i, way in enumerate(WAYS):
+            (folder / f"log{i}").write_bytes(content(way))
+            (folder / f"large{i}").write_bytes(content(way, 200))
+    (mine / "latest").symlink_to(mine / "out", True)
+    (mine / "link").symlink_to("out/log0")
+    monkeypatch.chdir(mine)
+    monkeypatch.setattr(sandbox, "SMALL", 20_000)
+    return mine.parent
+
+
+def run(folder, code):
+    """Run this code in a sandbox; returns (the rank, the sandbox)."""
+    script = folder / "script.py"
+    script.write_text(IMPORTS + code)
+    (folder / "ours").mkdir()
+    copy = sandbox.make(folder / "ours", "copy", script)
+    rank, = launch(copy.name(script), probes=[copy],
+                   cwd=str(copy.name(Path.cwd())))
+    return rank, copy
+
+
+@pytest.mark.parametrize("place", [
+    "log", "../other/large", *(pytest.param(place, marks=pytest.mark.whole)
+    for place in ("large", "out/log", "latest/log", "./out/../log"))])
+def test_what_it_writes_lands_in_the_copy(place, home, tmp_path):
+    before = look(home)
+    rank, copy = run(tmp_path, "\n".join(
+        f"name = {f'{place}{i}'!r}\n{way}\nPath('part').unlink(True)"
+        for i, way in enumerate(WAYS.values())))
+    assert rank.status == 0, rank.err
+    copy.require_kept("")
+    assert look(home) == before
+    for i, way in enumerate(WAYS):  # and the script sees what it has written
+        file = copy.name(f"{place}{i}")
+        assert way in (
+            "touch", "chmod", "hard link", "link") or (
+            not file.exists() or file.read_bytes() not in (
+                content(way), content(way, 200))), way
+
+
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=() if way in ("open", "torch.save", "os.replace")
+                 else pytest.mark.whole) for way in WAYS])
+def test_what_is_elsewhere_is_not_changed(way, home, tmp_path):
+    before = look(home)
+    rank, copy = run(tmp_path, f"name = {str(home / 'mine' / 'log0')!r}\n"
+                     f"{WAYS[way]}\nprint('went on')")
+    assert look(home) == before
+    if way == "link":  # which is its own, and is replaced
+        assert "went on" in rank.out
+        return
+    assert way == "a fork" or "went on" not in rank.out
+    with pytest.raises(UserError, match="mine/log0 was there before, and the "
+                       "script was about to change it"):
+        copy.require_kept("")
+
+
+def test_what_a_child_process_writes(home, tmp_path):
+    """Small files are copies already. Of others verify says it."""
+    before, files = look(home), sandbox.Kept()
+    sh = "subprocess.run(['sh', '-c', 'echo new > log0; echo >> out/log1{}'])"
+    rank, _ = run(tmp_path, sh.format(""))
+    assert rank.status == 0 and look(home) == before and not files.changed()
+    (tmp_path / "ours").rename(tmp_path / "before")
+    run(tmp_path, sh.format("; echo new > out/large2"))
+    assert files.changed() == "out/large2 changed meanwhile"
+
+
+def test_what_it_makes_is_its_own(home, tmp_path):
+    """Also by an absolute path, and for another rank, it can be changed."""
+    elsewhere = tmp_path / "elsewhere"
+    rank, copy = run(tmp_path, f"""\
+os.makedirs("out/new/deep"); open("out/new/deep/a", "w")
+shutil.rmtree("out"); os.mkdir("out"); open("link", "w")
+for place in "new", {str(elsewhere)!r}:
+    os.makedirs(place, exist_ok=True)
+    for _ in range(2):
+        open(f"{{place}}/a", "w").write("new")
+        shutil.copy(f"{{place}}/a", f"{{place}}/b")
+        os.replace(f"{{place}}/b", f"{{place}}/c")
+    shutil.rmtree(place)
+open("/dev/null", "w").write("new")
+Path({str(tmp_path / "lock")!r}).touch(); open({str(tmp_path / "lock")!r}, "a")
+""")
+    copy.require_kept("")
+    assert rank.status == 0, rank.err
+    assert (home / "mine" / "out" / "log0").read_bytes() == TEXT
+
+
+@pytest.mark.whole
+def test_verify_and_check_run_in_it(home, tmp_path):
+    """The script and what is beside it, in a folder with its real output."""
+    script = home / "mine" / "train.py"
+    script.write_text(edit(read("ddp"), ("for epoch in", """\
+import pathlib
+if rank == 0:
+    torch.save({}, pathlib.Path(__file__).resolve().parent / "log3")
+    open("log1", "w"); open("out/log2", "w")
+for epoch in""")))
+    before = look(home)
+    assert verify([str(script)], 2, 2)
+    assert look(home) == before
