@@ -303,8 +303,8 @@ class Kept:
     def changed(self):
         """Say which have changed, or are gone, since this was asked last."""
         now = self.look()
-        names = [show_path(path, Path.cwd()) for path, before in
-                 self.before.items() if now.get(path) != before]
+        names = [show_path(path) for path, before in self.before.items()
+                 if now.get(path) != before]
         self.before = now
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return names and f"{', '.join(names[:3])}{more} changed meanwhile"
