@@ -6,6 +6,7 @@ import sys
 from fnmatch import fnmatch
 
 import pytest
+from conftest import python
 
 from backstage import ROOT
 
@@ -27,7 +28,8 @@ HOUSES = {
         "launch": "mpirun_proxy patience processes sandbox scratch server "
                   "sleeping_mpi",
         "trial": "trial",
-        "verify": "verify.*"},
+        "verify": "verify.*",
+        "commands": "rankcheck"},
     "workshop": {
         "stages": "stages",
         "results": "results.* arithmetic profile why.slow",
@@ -156,6 +158,11 @@ def test_an_installed_clone_has_all_packages_and_what_they_read():
     for folder in folders:
         assert f'"{".".join(folder.relative_to(ROOT).parts)}"' in text, folder
     assert '"workshop.lesson" = ["page/*"]' in text
+    for name, module, function in re.findall(
+            r'^(\w+) = "([\w.]+):(\w+)"$', text, re.M):
+        end = python(ROOT, "-c", f"from {module} import {function}\n"
+                     f"{function}()", "--help")
+        assert end.returncode == 0 and name in end.stdout, end
 
 
 def test_the_map_has_a_line_for_each_module():
