@@ -354,15 +354,16 @@ def experiment(name):
 @in_one_line
 def measured(module, name):
     """Run workshop/notebook/MODULE.py; the picture that it draws, if any."""
-    drawn = drawn_by(f"notebook.{module}", name)
+    drawn = drawn_by(f"workshop.notebook.{module}", name)
     return picture(drawn) if drawn else None
 
 
 def drawn_by(module, *arguments):
-    """What workshop/MODULE.py writes into its last argument, a file; or ""."""
+    """What `python -m MODULE` writes into its last argument, a file; or "".
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
-        said_meanwhile("-m", f"workshop.{module}", *arguments, str(output))
+        said_meanwhile("-m", module, *arguments, str(output))
         return output.read_text("utf-8") if output.exists() else ""
 
 
@@ -405,7 +406,7 @@ def runs(*folders):
 def plot(panel, *folders):
     """One panel of the picture that `python -m workshop plot` makes."""
     results.find(folders)  # finds errors without starting a process
-    drawn = drawn_by("results.plot", panel, *(
+    drawn = drawn_by("workshop.results.plot", panel, *(
         str(Path(name).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")
     return picture(drawn) if drawn.startswith("<svg") else said(
