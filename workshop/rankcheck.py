@@ -23,6 +23,12 @@ def main():
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "status", 1))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"error: {sys.executable} has no torch: start rankcheck by the "
+              "Python that trains", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
