@@ -78,7 +78,7 @@ def report(error):
     if isinstance(error, BrokenPipeError):  # for example, `| head` has ended
         drop_output()
     elif message is None:
-        traceback.print_exception(error)
+        traceback.print_exc()
     else:
         say_once(message)
         drop_output()
@@ -143,9 +143,9 @@ def silence():
 
 def explain(error):
     """One line for an error that the user can fix, or None for a bug."""
-    if isinstance(error, UserError):
+    kind, *bases = (cls.__name__ for cls in type(error).__mro__)
+    if "UserError" in (kind, *bases):  # also a tool's own
         return str(error)
-    kind = type(error).__name__  # torch's, without importing torch
     first = (str(error).strip().splitlines() or [""])[0]
     if kind == "OutOfMemoryError" or (
             kind in ("RuntimeError", "AcceleratorError") and (

@@ -45,9 +45,9 @@ from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
 from workshop import interpreter
 from workshop.doctor import name_commit, name_driver, name_libraries
-from workshop.processes import Launch, modules_of
+from workshop.processes import Launch
 from workshop.results import runs
-from workshop.stages import STAGES
+from workshop.stages import STAGES, modules_of
 
 # NCCL takes each rank for one on a host of its own (see side.py), so that
 # several may share a GPU; they talk over the loopback interface.

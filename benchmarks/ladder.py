@@ -48,7 +48,7 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import interpreter, trained
+from workshop import interpreter
 from workshop.processes import Launch
 from workshop.results import runs as results
 
@@ -185,6 +185,9 @@ def train(path, seconds, model):
 
 def write_with_kernels():
     """In each process: generate.py, with the kernels' operations."""
+    sys.path.insert(0, str(WRITER.parent))
+    import trained
+
     script = trained.std = load(KERNELS)
     standard = F.scaled_dot_product_attention
     # with a cache the one new token looks at all: that is not their case

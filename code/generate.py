@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from trained import find_checkpoint, load_trained
 
 from backstage import dataset
 from backstage.device import use_device
 from backstage.errors import parse_flags, require, run_main
 from backstage.process import name_ranks, use_cores
 from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
-from workshop.trained import find_checkpoint, load_trained
 
 PROPOSED = 4  # tokens by the assistant, before the large model is called
 

@@ -30,8 +30,8 @@ CASES = [replace(case, stage=stage) for stage in STAGES
 
 def outcome(case):
     """(whether it passed, its first FAIL or warning, all that was said)."""
-    from backstage.errors import UserError
-    from workshop.check.command import main
+    from workshop.check.command import check
+    from workshop.errors import UserError
 
     out = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="case-") as folder:
@@ -39,7 +39,7 @@ def outcome(case):
         script.write_text(case.script())
         with contextlib.redirect_stdout(out):
             try:
-                passed = main(case.stage, script)
+                passed = check(case.stage, script)
             except UserError as error:
                 passed = False
                 print(f"  FAIL  {error}")

@@ -168,7 +168,7 @@ def copy_course(clone, *names):
 def copy_desk(clone, *more, stage="std"):
     """Copy what the tools work on, with this stage on the desk; the clone."""
     copy_course(clone, "backstage", "workshop", "solutions", *more)
-    (clone / "code").mkdir()
+    (clone / "code").mkdir(exist_ok=True)
     shutil.copy(clone / "solutions" / f"train_gpt2_{stage}.py",
                 clone / "code" / "train_gpt2.py")
     return clone

@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 
 from backstage import ROOT, dataset
 from backstage.run import Run
-from workshop.processes import OPEN_MPI, Launch, modules_of
-from workshop.stages import STAGES
+from workshop.processes import OPEN_MPI, Launch
+from workshop.stages import STAGES, modules_of
 from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 

@@ -232,14 +232,14 @@ def test_a_full_disk_keeps_the_script(repo):
 
 def test_a_wrong_word_is_one_line(repo):
     for words, complaint in (
-            (("dif", "ddp"), "invalid choice: 'dif'"),
+            (("dif", "ddp"), "there is no command dif"),
             (("check", "std"), "invalid choice: 'std'"),
             (("apply", "ddp"), "give the numbers of changes, or --all"),
             (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
             (("apply", "ddp", "x"), "invalid int value: 'x'"),
             (("launch", "ddp", "--preset", "tiny"),
              "tiny: the script's own come aft"),
-            (("reset",), "name a stage"),
+            (("reset",), "stage|DATE --list --undo is required"),
             (("reset", "../../x"), "choose from std, mpi, kernels, ddp"),
             (("reset", "20200101-000000"), "reset --list"),
             (("reset", "--undo"), "nothing to undo")):

@@ -27,6 +27,7 @@ from stages import (
     same_state,
     train,
 )
+from trained import load_trained
 
 from backstage import dataset
 from backstage.checkpoint import (
@@ -43,9 +44,8 @@ from backstage.files import Damaged
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics, read_metrics
 from solutions import train_gpt2_std as std
-from workshop import scratch
+from workshop import errors, scratch
 from workshop.results import runs
-from workshop.trained import load_trained
 
 few = settings(max_examples=40, deadline=None, database=None,
                derandomize=True, suppress_health_check=[*HealthCheck])
@@ -66,7 +66,7 @@ def one_line(read, *arguments):
     """What it returns; None after a `UserError`, which has to be one line."""
     try:
         return read(*arguments)
-    except UserError as error:
+    except (UserError, errors.UserError) as error:
         assert len(str(error).splitlines()) == 1, error
         return None
 

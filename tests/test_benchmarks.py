@@ -215,7 +215,7 @@ for owner in torch.cuda, torch.xpu, torch.accelerator:
 for name in [*sys.modules]:
     if name.startswith(("backstage", "workshop", "lightning")):
         del sys.modules[name]
-from workshop.processes import modules_of
+from workshop.stages import modules_of
 for name in modules_of("lit"):
     importlib.import_module(name)
 """)

@@ -11,7 +11,7 @@ from stages import edited
 
 from workshop import classroom
 from workshop.check.board import MEANING, SIGNS, Board
-from workshop.check.command import main
+from workshop.check.command import check
 from workshop.lesson import render
 from workshop.notebook import pictures
 
@@ -26,7 +26,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
     board, script = Board(), edited(tmp_path, "ddp", (
         "loss = training_step(model, ", "loss = training_step(raw_model, "))
-    right = main("ddp", script, events=True)
+    right = check("ddp", script, events=True)
     for line in capsys.readouterr().out.splitlines():
         board.update(json.loads(line))
     assert board.right is right is False

@@ -18,15 +18,17 @@ from shells import mount as mount  # a fixture
 from stages import edited
 
 from backstage import ROOT
-from backstage.errors import UserError
+from backstage import errors as ours
 from workshop import patience, server
 from workshop.check import endings, trial
-from workshop.check.command import main
+from workshop.check.command import check
 from workshop.check.questions import ask
+from workshop.errors import UserError
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells
 from workshop.stages import STAGES
+from workshop.trial import Trial, watch
 
 SUITE = {"no Python": (), "a segmentation fault": pytest.mark.whole}
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
@@ -62,7 +64,7 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     before = STAGES[STAGES[stage].after].solution.read_text()
     script.write_text(before)
     number = number_of(stage, title)
-    right = main(stage, script, change=number)
+    right = check(stage, script, change=number)
     out = capsys.readouterr().out
     assert says in out and f"Change {number} ({title}" in out
     assert right == ("Right" in out) and script.read_text() == before
@@ -80,24 +82,24 @@ def number_of(stage, title):
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = edited(tmp_path, "ddp", HANG)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
-    assert main("ddp", script, change=made)
+    assert check("ddp", script, change=made)
     assert f"Change {made} is made as the" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"there is no change {last + 1}"):
-        main("ddp", script, change=last + 1)
+    with pytest.raises(ours.UserError, match=f"there is no change {last + 1}"):
+        check("ddp", script, change=last + 1)
 
 
 def test_a_script_that_is_none(tmp_path, monkeypatch):
     """One line that says where, before anything is started."""
-    with pytest.raises(UserError, match="reset std"):
-        main("ddp", tmp_path / "moved.py")
+    with pytest.raises(ours.UserError, match="reset std"):
+        check("ddp", tmp_path / "moved.py")
     large = tmp_path / "large.py"
     large.write_bytes(b"#" * 20_000_000)
     with pytest.raises(UserError, match="20 MB are too large"):
-        main("ddp", large)
+        check("ddp", large)
     for text in "not " * 50_000 + "x", "x" + ".a" * 50_000:
         large.write_text(text)
         with pytest.raises(UserError, match="nested too deeply"):
-            main("ddp", large)
+            check("ddp", large)
         assert Diff("ddp", large).left  # which looks at lines
         monkeypatch.setattr(cells, "DESK", large)
         assert "nested too deeply" in str(cells.script_map())
@@ -130,8 +132,8 @@ def test_a_signal_ends_it_at_once(
     """
     events, place = not long, temporary / ("long" * 25 * long)
     script = edited(tmp_path, "ddp", HANG)
-    code = ("from workshop.check.command import main\n"
-            f"main('ddp', {str(script)!r}, events={events})")
+    code = ("from workshop.check.command import check\n"
+            f"check('ddp', {str(script)!r}, events={events})")
     place.mkdir(exist_ok=True)
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, text=True,
@@ -165,8 +167,7 @@ def bench_of(stage, script, folder):
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
-    one = trial.watch("ddp", trial.Mesh(), script, (), tmp_path / "seen",
-                      print, {"allowed": 0.5})
+    one = watch(Trial(script), (), tmp_path / "seen", print, {"allowed": 0.5})
     assert one.gave_up == "busy"
     assert "it never reaches step 0 but keeps running" in endings.explain(
         one).text
@@ -201,7 +202,7 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     data = script.read_bytes()
     (tmp_path / "mine.py").write_text(
         f"import os; os.system('echo \"raise SystemExit(3)\" > {script}')\n")
-    assert main("ddp", script) and seen == [("ddp", data)]
+    assert check("ddp", script) and seen == [("ddp", data)]
     out, _ = capfd.readouterr()
     assert "Right" in out.splitlines()[-1] and "  warn  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
@@ -222,7 +223,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     with pytest.raises(UserError, match=f"^{temporary} is full: make room "
                        "there, or name another folder for temporary files, "
                        r"export TMPDIR=\.\.\.$"):
-        main("ddp", script)
+        check("ddp", script)
     assert (temporary / "full").exists() == (size == "70m")
     assert not left_in(temporary)
 
@@ -230,10 +231,10 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
 @pytest.mark.whole
 def test_the_script_of_another_stage_is_named(capsys):
     """As the list of changes does; and none of its changes is tried."""
-    with pytest.raises(UserError, match="This is the stage ddp, but "
+    with pytest.raises(ours.UserError, match="This is the stage ddp, but "
                        r"the lesson starts from std: .*reset std"):
-        main("mpi", STAGES["ddp"].solution, change=3)
-    assert not main("mpi", STAGES["ddp"].solution)
+        check("mpi", STAGES["ddp"].solution, change=3)
+    assert not check("mpi", STAGES["ddp"].solution)
     said = capsys.readouterr().out
     assert "This is the stage ddp, but" in said and "Without" not in said
 
@@ -272,6 +273,6 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
         f"os.kill({killed}, 9)\nos._exit(1)\n"))
     with pytest.raises(UserError, match="the system ended a process, most "
                        "likely because the memory"):
-        main("ddp", script)
+        check("ddp", script)
     assert not left_in(temporary)
     assert (server.get_servers() == first) == (killed == "os.getpid()")

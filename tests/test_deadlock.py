@@ -21,7 +21,7 @@ first, second = dist.new_group(), dist.new_group()
 if size == 2:
 {"".join(f"    {line}" for line in before.splitlines(True))}
 {FIRST}""")))
-    return command.main([str(script)], 2, 2, patience=patience)
+    return command.verify([str(script)], 2, 2, patience=patience)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from stages import Result, attempt, edited, refused
 
 from backstage import device, flags, flops, process, world
 from backstage.errors import UserError, explain
-from workshop.processes import launch, modules_of
-from workshop.stages import STAGES
+from workshop.processes import launch
+from workshop.stages import STAGES, modules_of
 
 LAUNCHERS = ("SLURM_", "CUDA_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE")
 no_accelerator = pytest.mark.skipif(

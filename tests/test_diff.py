@@ -405,7 +405,7 @@ def test_runs_with_the_standard_library_alone():
 
 
 @pytest.mark.parametrize("words", [
-    "check ddp 3", "verify tests/foreign/ddp.py", "plot", "export a b"])
+    "check ddp 3", "verify tests/foreign/ddp.py", "plot"])
 def test_what_needs_a_package_says_so_in_a_line(words):
     end = python(ROOT, "-S", "-m", "workshop", *words.split())
     assert end.returncode == 1

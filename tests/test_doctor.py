@@ -9,6 +9,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
             "LOCAL_RANK", "0"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for ask in doctor.ask_device, partial(doctor.main, ranks=True):
+    for ask in doctor.ask_device, partial(
+            doctor.main, SimpleNamespace(ranks=True)):
         with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
             ask()
 

@@ -10,10 +10,11 @@ from conftest import program
 
 from backstage.errors import UserError
 from workshop.check import endings
-from workshop.check.command import Check, Mistake, Quiet, lines_as_in, main
+from workshop.check.board import Quiet
+from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
-from workshop.check.trial import Mesh, Trial
+from workshop.check.trial import Mesh, StageTrial
 from workshop.findings import Finding, Line
 from workshop.lesson.diff import Diff
 from workshop.parts import assemble, describe
@@ -26,9 +27,10 @@ NAN, INF = torch.nan, torch.inf
 
 def trial(*ranks, script="their_train.py", **seen):
     """One that ended so, without an observer's record but for `seen`."""
-    return Trial("ddp", Mesh(dp=len(ranks)), Path(script), list(ranks),
-                 seen=[seen or None] * len(ranks),
-                 events=[[] for _ in ranks])
+    return StageTrial(Path(script), list(ranks), stage="ddp",
+                      mesh=Mesh(dp=len(ranks)),
+                      seen=[seen or None] * len(ranks),
+                      events=[[] for _ in ranks])
 
 
 @pytest.mark.parametrize(("err", "says"), [
@@ -100,7 +102,7 @@ def test_what_follows_is_folded():
 def test_a_large_script_is_a_line_at_once(tmp_path):
     script = program(tmp_path / "train_gpt2.py", f"data = {'1' * 900_000!r}\n")
     with pytest.raises(UserError, match="900 kB are too much"):
-        main("ddp", script)
+        check("ddp", script)
     data = b"x = 1\n" * 80_000
     assert lines_as_in(data, bytes([*data]))(Line(7)) == "line 7"
 

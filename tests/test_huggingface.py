@@ -1,4 +1,4 @@
-"""GPT-2's weights in Hugging Face's format: python -m workshop import, export
+"""GPT-2's weights in Hugging Face's format: code/huggingface.py import, export
 
 transformers' model is GPT-2 as published: so is ours, if the logits agree.
 """
@@ -10,13 +10,13 @@ import re
 import numpy as np
 import pytest
 import torch
+from huggingface import export_run, import_folder
 from stages import same_state, train
 from train_gpt2_std import GPT, GPTConfig
 
 from backstage import ROOT
 from backstage.checkpoint import TIED, load_checkpoint
 from backstage.errors import UserError
-from workshop.huggingface import export_run, import_folder
 from workshop.processes import launch
 
 TINY = {"n_positions": 32, "vocab_size": 300, "n_layer": 4, "n_head": 4,
@@ -130,8 +130,8 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path):
     import transformers
 
     folder = tmp_path / "out"
-    said, = launch(ROOT / "workshop/__main__.py", "export", single.folder,
-                   folder)
+    said, = launch(ROOT / "code/huggingface.py", "export",
+                   single.folder, folder)
     assert said.status == 0, said.err
     state = single.checkpoint()
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()

@@ -10,13 +10,13 @@ import ladder
 import numpy as np
 import pytest
 import torch
+import trained
 from conftest import needs, python
 from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 from backstage import ROOT, dataset
 from backstage.errors import UserError
-from workshop import trained
 from workshop.results import plot
 from workshop.results import runs as results
 

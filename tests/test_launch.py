@@ -89,8 +89,9 @@ def test_the_doctor_is_launched_as_a_stage_is(
     programs(mpirun="HYDRA build details")
     for name in ("RANK", "SLURM_JOB_ID", "PBS_NODEFILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["workshop", "launch", "doctor"])
-    launch.main(workshop.parse().stage, [], dry=True)
+    monkeypatch.setattr(sys, "argv", [
+        "workshop", "launch", "doctor", "--dry-run"])
+    launch.main(workshop.parse())
     assert re.search(r"^command   mpirun -n \d+ python -m workshop doctor "
                      "--ranks$", capsys.readouterr().out, re.M)
 

@@ -4,7 +4,7 @@ import pytest
 from conftest import edit, program
 
 from workshop.check import localise
-from workshop.check.command import main
+from workshop.check.command import check
 from workshop.lesson import documents
 from workshop.stages import STAGES
 
@@ -82,7 +82,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         ("self.position += self.stride", "self.position += self.B"),
         ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
     path = program(tmp_path / "train_gpt2.py", script)
-    assert not main("ddp", path)
+    assert not check("ddp", path)
     out = capsys.readouterr().out
     for title, line in (
             ("Move on past", "        self.position += self.B"),
@@ -102,7 +102,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
                    "use_device(hp.device)"))
     path.write_bytes(f"# -*- coding: latin-1 -*-\n# é\n{script}".encode(
         "latin-1"))
-    assert not main("ddp", path)
+    assert not check("ddp", path)
     out = capsys.readouterr().out
     assert "rank 1 takes device 0" in out and "It is" not in out
     assert out.rstrip().endswith("Not yet. With -v it tells all that it saw.")

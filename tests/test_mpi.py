@@ -13,9 +13,9 @@ from conftest import MPICH, needs, program
 from stages import MEETS, Result, agree, run_command, tiny
 
 from backstage import ROOT
-from backstage.errors import UserError
 from workshop import doctor
 from workshop.check import command
+from workshop.errors import UserError
 from workshop.notebook import ranks
 from workshop.processes import Rank
 from workshop.stages import STAGES
@@ -188,7 +188,7 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
             {"cell": "", "ranks": 2, "seconds": 20, "mpirun": True}) + "\n")
     assert json.loads(done.stdout)["error"].startswith("there is no mpirun")
     with pytest.raises(UserError, match="there is no mpirun here: load"):
-        command.main("mpi", STAGES["mpi"].solution)
+        command.check("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
     assert doctor.ask_mpi().startswith("there is no mpirun here: load")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cluster import wait_for
 from conftest import calls, copy_desk, needs, program, python, read_book
+from huggingface import export_run
 from lab import Lesson
 
 from backstage import ROOT
@@ -23,7 +24,6 @@ from backstage.errors import UserError
 from slides import figures, schedules
 from workshop import journey
 from workshop import lab as opener
-from workshop.huggingface import export_run
 from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import (
@@ -38,7 +38,7 @@ from workshop.notebook import (
 from workshop.processes import launch
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
-from workshop.verify.command import main as verify
+from workshop.verify.command import verify
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAUGHT = [stage for stage in LESSONS if (  # in a notebook
@@ -362,7 +362,7 @@ def test_a_home_that_cannot_be_written_is_a_line(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/proc")
     with pytest.raises(UserError, match="cannot write to /proc/"):
-        opener.main("ddp", [])
+        opener.main(SimpleNamespace(stage="ddp", flags=[]))
 
 
 @pytest.mark.parametrize("stage", TAUGHT)
@@ -390,7 +390,7 @@ def executed(execute, single, tmp_path_factory):
     from nbformat.v4 import new_code_cell, new_output
 
     repo = copy_desk(tmp_path_factory.mktemp("ready"), "notebooks",
-                     "example-logs", stage="mpi")
+                     "example-logs", "code", stage="mpi")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     (repo / "fineweb").mkdir()
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")

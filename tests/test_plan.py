@@ -13,6 +13,7 @@ from backstage import ROOT
 from slides import text as slides
 from workshop import __main__ as workshop
 from workshop import answers
+from workshop.errors import UserError
 from workshop.lesson.diff import Diff, Script, differences, load_lesson
 from workshop.stages import STAGES
 
@@ -76,7 +77,7 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
             workshop.parse()  # raises an error if it is wrong
     assert found
     monkeypatch.setattr(sys, "argv", ["workshop", "reset"])
-    with pytest.raises(workshop.UserError):
+    with pytest.raises(UserError):
         workshop.parse()
 
 
@@ -149,7 +150,7 @@ def test_talk_reading_typing_and_waiting_fit_the_plan(length):
 
 def test_the_answer_key_is_whole(capsys):
     """Each answer of the lessons and notebooks, none of them folded."""
-    answers.main()
+    answers.show()
     key = capsys.readouterr().out
     lessons = "".join(path.read_text() for path in (
         ROOT / "workshop" / "lessons").glob("*.md"))
@@ -160,12 +161,12 @@ def test_the_answer_key_is_whole(capsys):
     assert min(asked, broken) > 20
     assert key.count("\n**Answer.**") == asked + broken
     assert "<summary>Answer" not in key
-    answers.main("ddp")
+    answers.show("ddp")
     of_one = capsys.readouterr().out.removeprefix("# The answers, for the "
                                                   "instructor\n")
     assert "\n# ddp\n" in of_one and of_one in key and "# lit" not in of_one
     with pytest.raises(workshop.UserError, match=r"is called dpd: .*ddp"):
-        answers.main("dpd")
+        answers.show("dpd")
 
 
 def test_the_site_file_is_handed_out_to_all_clones(tmp_path):

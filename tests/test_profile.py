@@ -52,7 +52,7 @@ def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
     assert min(part == "data" and end - begin for pieces in rank.pieces
                for begin, end, part in pieces) < 0.2 * sum(parts.values())
 
-    profile.main(result.folder)
+    profile.show(result.folder)
     table = capsys.readouterr().out.split(":\n")[1].splitlines()
     assert table[0].split() == ["rank", *profile.PARTS, "step"]
     assert table[1].split()[0] == "0" and "no step" not in table
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_and_one_that_is_short(data, tmp_path):
     assert profile.list_traces(run) == before  # it records with the flag alone
     before[0].unlink()
     with pytest.raises(UserError, match="--profile 10"):
-        profile.main(run)
+        profile.show(run)
 
 
 def zipped(data):
@@ -166,7 +166,7 @@ def test_other_stages_are_recorded(stage, mesh, data, tmp_path, capsys):
                    "--eval-minibatches", 1, data=data, mesh=mesh,
                    texts=False)
     ranks = check(result, [5])
-    profile.main(result.folder)
+    profile.show(result.folder)
     said = capsys.readouterr().out
     assert ("all counted as waiting" in said) == (stage == "3d")
     assert ("do not show the messages" in said) == (stage == "mpi")

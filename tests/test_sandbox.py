@@ -9,10 +9,10 @@ import pytest
 from conftest import edit
 from verify_cases import read
 
-from backstage.errors import UserError
 from workshop import sandbox
+from workshop.errors import UserError
 from workshop.processes import launch
-from workshop.verify.command import main as verify
+from workshop.verify.command import verify
 
 # Each writes to the file called `name`; after it comes what it needs first
 WAYS = {

@@ -2,6 +2,11 @@
 
 import ast
 import re
+import sys
+from fnmatch import fnmatch
+
+import pytest
+from conftest import python
 
 from backstage import ROOT
 
@@ -10,19 +15,57 @@ MODULES = {
     for package in ("backstage", "workshop")
     for path in (ROOT / package).rglob("*.py")}
 
+# rankcheck starts, watches and judges anybody's script; workshop is the
+# course, which uses it. The rooms of each, from the ground up: a module
+# imports from its own room and from those below it. A name without a star
+# goes before a pattern.
+HOUSES = {
+    "rankcheck": {
+        "tools": "command_line errors findings html parts",
+        "watch": "watch.*",
+        "report": "check.endings check.board deadlock",
+        "why": "why.*",
+        "launch": "mpirun_proxy patience processes sandbox scratch server "
+                  "sleeping_mpi",
+        "trial": "trial",
+        "verify": "verify.*",
+        "commands": "rankcheck"},
+    "workshop": {
+        "stages": "stages",
+        "results": "results.* arithmetic profile why.slow",
+        "lesson": "lesson.* answers backups journey",
+        "classroom": "classroom",
+        "jobs": "as_torchrun doctor doctor_ranks git interpreter launch",
+        "check": "check.* watch.course",
+        "notebook": "notebook.* lab",
+        "commands": "__main__ lesson.command rehearse update"}}
+# What is not so yet: these lists only get shorter.
+ABOVE = """
+notebook.shown rehearse
+"""
+PACKAGES = {  # besides torch
+    "sleeping_mpi": {"mpi4py"}}
+LARGE = """lesson.diff lesson.render notebook.pictures why.judge
+    why.witness""".split()
+TOOLS = {name.removeprefix("workshop."): path for name, path
+         in MODULES.items() if name.startswith("workshop")
+         and path.name != "__init__.py"}
+
+
+def names_in(path):
+    """The names that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
 
 def imported(path):
     """The modules of the course that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module] + [
-                f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name for name in names
-                  if name.split(".")[0] in ("backstage", "workshop")}
+    found = {name for name in names_in(path)
+             if name.split(".")[0] in ("backstage", "workshop")}
     packages = {name for name in found if name not in MODULES}
     return {name for name in found if name in MODULES} | {
         f"{name}.__init__" for name in packages
@@ -34,6 +77,47 @@ def test_the_backstage_does_not_know_the_tools():
         if name.startswith("backstage"):
             assert not {other for other in imported(path)
                         if other.startswith("workshop")}, name
+
+
+def find_room(tool):
+    """(its house, the number of its room from the ground up)."""
+    rooms = [(pattern, house, floor) for house, rooms in HOUSES.items()
+             for floor, patterns in enumerate(rooms.values())
+             for pattern in patterns.split()]
+    return next(room for pattern, *room in sorted(
+        rooms, key=lambda room: "*" in room[0]) if fnmatch(tool, pattern))
+
+
+def test_a_module_imports_from_the_rooms_below_it():
+    above = set()
+    for tool, path in TOOLS.items():
+        house, floor = find_room(tool)
+        for name in imported(path):
+            other = name.removeprefix("workshop.")
+            if name.startswith("backstage"):
+                wrong = house == "rankcheck"
+            elif other in TOOLS:
+                home, room = find_room(other)
+                wrong = (room > floor if home == house
+                         else house == "rankcheck")
+            else:
+                continue
+            if wrong:
+                above.add(f"{tool} {other}")
+    assert above == {*ABOVE.strip().splitlines()}
+
+
+@pytest.mark.parametrize("tool", [
+    tool for tool in TOOLS if find_room(tool)[0] == "rankcheck"])
+def test_rankcheck_needs_torch_alone(tool):
+    names = {name.split(".")[0] for name in names_in(TOOLS[tool])}
+    assert names - sys.stdlib_module_names - {
+        "torch", "backstage", "workshop"} == PACKAGES.get(tool, set())
+
+
+def test_no_module_is_large():
+    assert {tool for tool, path in TOOLS.items()
+            if path.read_text().count("\n") > 450} == {*LARGE}
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -74,6 +158,11 @@ def test_an_installed_clone_has_all_packages_and_what_they_read():
     for folder in folders:
         assert f'"{".".join(folder.relative_to(ROOT).parts)}"' in text, folder
     assert '"workshop.lesson" = ["page/*"]' in text
+    for name, module, function in re.findall(
+            r'^(\w+) = "([\w.]+):(\w+)"$', text, re.M):
+        end = python(ROOT, "-c", f"from {module} import {function}\n"
+                     f"{function}()", "--help")
+        assert end.returncode == 0 and name in end.stdout, end
 
 
 def test_the_map_has_a_line_for_each_module():
@@ -86,4 +175,4 @@ def test_the_map_has_a_line_for_each_module():
     for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),
-            *ROOT.glob("environment/*.py"))), line
+            *ROOT.glob("environment/*.py"), *ROOT.glob("code/*.py"))), line

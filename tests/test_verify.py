@@ -14,8 +14,8 @@ from conftest import edit, link_package, needs
 from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
-from backstage.errors import UserError
-from workshop.verify.command import main as verify
+from workshop.errors import UserError
+from workshop.verify.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 

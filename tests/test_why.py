@@ -22,7 +22,7 @@ from cluster import wait_for
 from conftest import edit, needs, program, python
 
 from backstage import ROOT
-from backstage.errors import UserError
+from workshop.errors import UserError
 from workshop.notebook import hangs
 from workshop.notebook.hangs import REDUCE
 from workshop.processes import Launch, free_port
@@ -171,7 +171,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     (tmp_path / "hyperparameters.json").write_text(json.dumps(record | {
         "hosts": ["gpu01"], "backend": "nccl", "scheduler": "SLURM job 7",
         "launcher": "srun", "command": "python x", "startup": 6.7}))
-    assert command.main(str(folder)) == 0
+    assert slow.main(SimpleNamespace(job=str(folder))) == 0
     said = capsys.readouterr().out
     assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
             "srun: python x; startup 6.7 s\n") in said
@@ -182,7 +182,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     for rank in collect(folder, []):
         os.kill(rank.pid, signal.SIGSTOP)
     monkeypatch.setattr(evidence, "ANSWER", 1)
-    assert command.main(str(folder)) == 1
+    assert slow.main(SimpleNamespace(job=str(folder))) == 1
     assert capsys.readouterr().out.startswith(
         "a stopped process: ranks 0, 1, 2 on ")
 
@@ -207,7 +207,7 @@ def test_a_script_that_knows_nothing_of_us(tmp_path, monkeypatch, capsys):
         # one that starts late is named first
         while not found.startswith("different"):
             assert time.monotonic() < end, found
-            status = command.main(str(ranks[0].pid))
+            status = command.why(str(ranks[0].pid))
             found = capsys.readouterr().out.partition("\n")[0]
     finally:
         for rank in ranks:
@@ -762,14 +762,14 @@ def test_what_has_ended_or_never_began(tmp_path, monkeypatch):
     (folder / "node1-99999999.json").touch()
     log.write_text("[c10d] The client socket has failed to connect to any "
                    "network address of (192.0.2.77, 29511).\n")
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    find = functools.partial(evidence.find, runs=tmp_path / "runs")
     monkeypatch.setattr(evidence, "ask_slurm",
                         lambda *_: f"JobId=4711\n   StdOut={log}\n")
-    assert evidence.find("99999999") == (folder, [])
+    assert find("99999999") == (folder, [])
     job = folder.parent.rename(folder.parent.with_name("ddp-1n4g-12")) / "why"
-    assert evidence.find("12") == evidence.find("12.server") == (job, [])
+    assert find("12") == find("12.server") == (job, [])
     with pytest.raises(UserError, match="does not reach 192"):
-        evidence.find("471100000")
+        find("471100000")
 
 
 # ------------------------------------------------- evidence made by hand

@@ -38,7 +38,15 @@ def unfolded(notebook):
             for text in texts if FOLDED.search(text)]
 
 
-def main(lesson=None):
+def add_arguments(parser):
+    parser.add_argument("lesson", nargs="?", help="ddp, collectives, ...")
+
+
+def main(args):
+    show(args.lesson)
+
+
+def show(lesson=None):
     """Print the answers of all lessons, or of one: a stage or a notebook."""
     texts = {}  # of each lesson: its questions
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):

@@ -223,8 +223,16 @@ def count_jobs():
             f"{states['RUNNING']} run.")
 
 
-def main(folder, output):
+def add_arguments(parser):
+    parser.add_argument("folder", help="the shared one that WORKSHOP_CLASS "
+                        "names")
+    parser.add_argument("-o", "--output", default="class.html",
+                        help="the page (class.html)")
+
+
+def main(args):
     """Write the page again and again, until Ctrl-C."""
+    folder, output = args.folder, args.output
     require(Path(folder).is_dir(), f"{folder} is no folder: make it with "
             f"`mkdir -m 1777 {folder}`, and let site.sh name it")
     print(f"open {output} in a browser: it changes every {EVERY} seconds, "

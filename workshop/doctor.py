@@ -18,7 +18,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, explain, require, run_main
 from backstage.process import count_cores
-from workshop import git
+from workshop import errors, git
 from workshop.as_torchrun import join_world
 from workshop.interpreter import PACKAGES
 
@@ -26,9 +26,15 @@ ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
-def main(ranks=False):
+def add_arguments(parser):
+    parser.add_argument("--ranks", action="store_true", help="ask all "
+                        "processes that a launcher has started: do they reach "
+                        "each other, how fast?")
+
+
+def main(args):
     """Print the answers; return 1, the exit status, if anything is to do."""
-    if ranks:
+    if args.ranks:
         join_world()
         from workshop.doctor_ranks import ask_ranks
 
@@ -47,7 +53,8 @@ def main(ranks=False):
             sign, answer = "ok", ask()
         except ModuleNotFoundError as error:
             sign, answer = "TO DO", f"{error.name} is missing, see packages"
-        except (UserError, OSError, ImportError, RuntimeError) as error:
+        except (UserError, errors.UserError, OSError, ImportError,
+                RuntimeError) as error:
             sign = "TO DO"  # the last two: torch does not fit this machine
             answer = explain(error) or str(error).strip().partition("\n")[0]
         status |= sign != "ok"
@@ -200,7 +207,7 @@ def ask_mpi():
 
     try:
         require_mpirun()
-    except UserError as error:
+    except errors.UserError as error:
         return f"{error}; only the lesson mpi needs it"
     return start_ranks(4, "by MPI", mpirun=True)
 

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
+from workshop.errors import KILLED
 
 PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
                 f"importlib.util.find_spec(name) for name in {PACKAGES}))")
-
-KILLED = ("the system ended a process, most likely because the memory is "
-          "full: end other programs and the kernels of other notebooks, or "
-          "ask for a session with more memory (a check needs 1.5 GB)")
 
 # What activate.sh does if everything is set up. The site's modules come first,
 # because the environment's Python may need their libraries.

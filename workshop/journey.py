@@ -11,6 +11,19 @@ from workshop.results import runs
 from workshop.stages import DESK, LESSONS, find
 
 
+def add_arguments(parser):
+    """It has none."""
+
+
+def main(args):
+    """Print what comes next, and the command that goes on."""
+    words, lessons = what_next()
+    print(words)
+    for name in lessons:
+        print(f"  python -m workshop lab {name:8}  {find(name).title}")
+    print("All commands: python -m workshop --help")
+
+
 def done():
     """Rows: each lesson, when its check was passed last, how many runs."""
     found, _ = runs.read_all(runs.list_folders(runs.RUNS))

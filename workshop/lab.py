@@ -16,16 +16,25 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.journey import what_next
-from workshop.stages import DESK
+from workshop.stages import DESK, LESSONS
 
 
-def main(stage, flags):
-    """Become JupyterLab. flags: JupyterLab's own.
+def add_arguments(parser):
+    parser.after, parser.passes_on = "JupyterLab's own flags", True
+    parser.description += (" Further flags are JupyterLab's, such as "
+                           "--no-browser.")
+    parser.add_argument("stage", nargs="?", choices=LESSONS, help="the stage "
+                        "that the lesson makes (left out: start_here)")
 
-    stage: its lesson is opened. If it is None, that is what was open last, or
-    else start_here. Where nothing has been trained yet, start_here is the tab
-    in front of the lesson.
+
+def main(args):
+    """Become JupyterLab. args.flags: JupyterLab's own.
+
+    args.stage: its lesson is opened. If it is None, that is what was open
+    last, or else start_here. Where nothing has been trained yet, start_here is
+    the tab in front of the lesson.
     """
+    stage, flags = args.stage, args.flags
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
     require_room()

@@ -21,7 +21,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop import interpreter
 from workshop.lesson import desk
-from workshop.stages import find
+from workshop.stages import STAGES, find
 from workshop.why.start import switch_on
 
 # Of a job's variables srun may see these. The others are options of whatever
@@ -133,8 +133,20 @@ def is_open_mpi(program):
     return "Open" in ask(program, "--version")
 
 
-def main(stage, flags, dry):
+def add_arguments(parser):
+    parser.after = "the script's own"
+    parser.description += (" The command is printed first. What follows -- "
+                           "are the script's own flags.")
+    parser.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage:"
+                        " your script if it has passed the check, else the "
+                        "solution; or the doctor, who asks all ranks")
+    parser.add_argument("--dry-run", action="store_true", dest="dry",
+                        help="only print the command")
+
+
+def main(args):
     """Print the command, and become it unless dry."""
+    stage, flags = args.stage, args.flags
     env = switch_on(os.environ)
     place = find_place(env, count_devices)
     if stage == "doctor":
@@ -154,7 +166,7 @@ def main(stage, flags, dry):
     print(f"place     {place}", why,
           *[f"first     {shlex.join(first)}"] * bool(first),
           f"command   {shlex.join(command)}", sep="\n", flush=True)
-    if dry:
+    if args.dry:
         return
     if place.scheduler == "SLURM" and command[0] == "srun":
         env = {name: value for name, value in env.items()

@@ -5,6 +5,8 @@ from a server that has already imported torch. It is for the checks, the tests
 and benchmarks that time steps alone; a real run has a real launcher.
 """
 
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
 import contextlib
 import os
 import secrets
@@ -18,10 +20,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from backstage.errors import require
 from workshop.deadlock import read_line
+from workshop.errors import require
 from workshop.server import PRELOAD, activity, folders, get_servers
-from workshop.stages import STAGES
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
 # another compute while they wait, in a container and as root, too. Its
@@ -219,11 +220,6 @@ def torchrun_variables(rank, size, nodes, port):
             "ROLE_NAME": "default", "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(devices),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def modules_of(stage):
-    """What to preload for a stage's processes."""
-    return [*PRELOAD, *["backstage.lightning"] * STAGES[stage].trainer]
 
 
 def launch(script, *flags, timeout=120, **options):

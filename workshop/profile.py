@@ -42,9 +42,16 @@ CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
 SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
 
-def main(run):
-    """Print where the time of the run's steps goes, and draw it."""
-    folder = Path(run)
+def add_arguments(parser):
+    parser.add_argument("run", help="its folder")
+
+
+def main(args):
+    show(Path(args.run))
+
+
+def show(folder):
+    """Print where the time of a run's steps goes, and draw it."""
     ranks = charge_steps(folder)
     require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
             "with --profile 10")

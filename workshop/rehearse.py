@@ -75,7 +75,13 @@ def notebook(name):
             f"notebooks/{name}.ipynb")
 
 
-def main(flags):
+def add_arguments(parser):
+    parser.after = "the script's own"
+    parser.description += (" What follows -- are the flags of the job's "
+                           "script, in place of --max-steps 100.")
+
+
+def main(args):
     """Print a table as it goes; returns the exit status.
 
     Raises a `UserError` if there can be no clone.
@@ -84,7 +90,7 @@ def main(flags):
     clone = folder.absolute() / "gpt2-workshop"
     try:
         make_clone(clone)
-        status = rehearse(steps(flags or ["--max-steps", "100"]), clone)
+        status = rehearse(steps(args.flags or ["--max-steps", "100"]), clone)
     except BaseException:
         shutil.rmtree(folder)
         raise

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from backstage.errors import UserError
-from backstage.files import show_path
+from workshop.errors import UserError, show_path
 
 SMALL = 1_000_000  # bytes of a file that is copied at once
 MOST = 2_000  # entries of a folder that is copied with all that is in it
@@ -304,8 +303,8 @@ class Kept:
     def changed(self):
         """Say which have changed, or are gone, since this was asked last."""
         now = self.look()
-        names = [show_path(path, Path.cwd()) for path, before in
-                 self.before.items() if now.get(path) != before]
+        names = [show_path(path) for path, before in self.before.items()
+                 if now.get(path) != before]
         self.before = now
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return names and f"{', '.join(names[:3])}{more} changed meanwhile"

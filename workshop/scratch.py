@@ -16,9 +16,8 @@ import threading
 import time
 from pathlib import Path
 
-from backstage.errors import UserError, require
-from backstage.files import show_path
 from workshop import server
+from workshop.errors import UserError, require, show_path
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
@@ -42,10 +41,6 @@ def read_script(script):
                 "for a script: is it another file?")
         data = script.read_bytes()
         ast.parse(data, script.name)
-    except FileNotFoundError:
-        raise UserError(f"{name} is not there: was it moved? `python -m "
-                        "workshop reset std` puts a new one in its place"
-                        ) from None
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:

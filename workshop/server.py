@@ -4,6 +4,8 @@ The server and all that it forks are in a session of their own: Ctrl-C in the
 terminal does not reach them, and `end_all` ends them at once.
 """
 
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
 import atexit
 import contextlib
 import faulthandler
@@ -27,15 +29,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from backstage.errors import UserError
 from workshop import mpirun_proxy
-from workshop.interpreter import KILLED
+from workshop.errors import KILLED, UserError
 
-PRELOAD = ("numpy", "tiktoken", "torch", "torch.distributed", "tyro",
-           "torch.nn.parallel", "torch.distributed.elastic.multiprocessing",
-           "torch._dynamo", "torch.distributed.pipelining",
-           "torch.distributed.tensor.parallel", "workshop.watch.course",
-           "backstage.run", "regex")
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
+           "torch.distributed.elastic.multiprocessing", "torch._dynamo",
+           "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 
 
 # ---------------------------------------------------------- from the outside
@@ -45,7 +44,7 @@ PRELOAD = ("numpy", "tiktoken", "torch", "torch.distributed", "tyro",
 class Job:
     """A forked process; status is None while it lives."""
 
-    server: "Server"
+    server: Server
     pid: int
     status: int | None = None
 
@@ -255,6 +254,21 @@ def become_rank(folder, path, arguments):
         os._exit(status)
 
 
+@contextlib.contextmanager
+def without_slurm():
+    """Inside this no variable of SLURM is set.
+
+    In an allocation's shell Open MPI would take a process that plain python
+    has started for one of srun's, and end it.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ)
+              if name.startswith("SLURM_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def run_script(start, rank, port, output):
     """What a process does: `script flags...` as if python had started it.
 
@@ -285,8 +299,6 @@ def run_script(start, rank, port, output):
     sys.path[0] = str(start.place or Path(start.script).parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if start.mpirun and start.sleeping:
-        from backstage.mpi import without_slurm
-
         # the script has its own words for a library that is missing
         with contextlib.suppress(ImportError, RuntimeError), without_slurm():
             from workshop import sleeping_mpi

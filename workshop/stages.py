@@ -77,6 +77,15 @@ def find(name):
     return STAGES[name]
 
 
+def modules_of(stage):
+    """What to import before a stage's processes are forked, as a list."""
+    from workshop.server import PRELOAD  # not for Python 3.9
+
+    return [*PRELOAD, "tiktoken", "tyro", "regex", "backstage.run",
+            "workshop.watch.course",
+            *["backstage.lightning"] * STAGES[stage].trainer]
+
+
 def batch_files():
     """The names of SLURM's batch files: "ddp-2n4g" for batch-ddp-2n4g.sh."""
     return sorted(path.stem[len("batch-"):] for path in

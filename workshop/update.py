@@ -22,7 +22,11 @@ from workshop.stages import DESK
 DESK_NAME = str(DESK.relative_to(ROOT))
 
 
-def main():
+def add_arguments(parser):
+    """It has none."""
+
+
+def main(args):
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
     git.require_clone()
     source = git.says("rev-parse", "--abbrev-ref", "@{upstream}")

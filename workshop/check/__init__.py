@@ -5,7 +5,7 @@ stage for a few steps of preset tiny, in fp32 on the CPU, and compares with
 `solutions/train_gpt2_std.py`: contract 1 of the course. Then it resumes a
 run, and sends a signal, as SLURM does.
 
-    trial       starts the script once, and collects what came
+    trial       what is tried, one start of the script after the other
     questions   what is asked about a trial, causes before effects
     endings     how a trial ended that did not end well
     localise    which change makes a script wrong

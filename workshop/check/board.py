@@ -22,10 +22,19 @@ Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 
 import html
 import json
+import os
+import shutil
+import sys
 import textwrap
 
-from workshop.lesson import render
-from workshop.lesson.render import folded, paragraph, quote, scrolling
+from workshop.html import (
+    TERMINAL_BLUE,
+    TERMINAL_ORANGE,
+    folded,
+    paragraph,
+    quote_text,
+    scrolling,
+)
 
 MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
@@ -42,7 +51,9 @@ FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
 class Board:
     """A check, as far as it has come."""
 
-    def __init__(self):
+    def __init__(self, words=str):
+        """words: a function that rewrites each text for a notebook."""
+        self.words = words
         self.columns, self.trial, self.answers = [], "", {}
         self.findings, self.pictures = [], {}  # of each trial
         self.causes = []
@@ -103,8 +114,8 @@ class Board:
                      for name in self.columns]
             cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
             if colour:
-                colours = [render.TERMINAL_BLUE if mark == "ok" else
-                           render.TERMINAL_ORANGE for mark in marks]
+                colours = [TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
+                           for mark in marks]
                 cells = [f"\033[{code}m{cell}\033[0m"
                          for code, cell in zip(colours, cells)]
             lines.append((f"{last:{room}}" + "".join(cells)).rstrip())
@@ -118,9 +129,9 @@ class Board:
         kind = {True: "good", False: "bad"}.get(self.right, "")
         out = [paragraph("Your script has changed since this check.", "ask")
                ] * self.is_old
-        out += [paragraph(f"<strong>{quote(self.last)}</strong>", kind)]
+        out += [paragraph(f"<strong>{self.quote(self.last)}</strong>", kind)]
         out += self.diagnoses("FAIL", "warn")
-        out += [paragraph(f"{quote(text)}. {quote(why)}", "ask")
+        out += [paragraph(f"{self.quote(text)}. {self.quote(why)}", "ask")
                 for text, why in self.causes]
         rows = {verdict: {} for verdict in WORST}
         for title, verdicts in self.answers.items():
@@ -178,10 +189,14 @@ class Board:
         return (f'<td class="{kind}" title="{about}"><span aria-hidden="true">'
                 f'{sign}</span><span class="unseen">{about}</span></td>')
 
+    def quote(self, text):
+        return quote_text(self.words(text))
+
     def diagnosis(self, verdict, text, hint):
-        out = paragraph(f"<strong>{verdict}</strong> {quote(text)}",
+        out = paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
                         "bad" if verdict == "FAIL" else "ask")
-        return out + (paragraph(f"→ {quote(hint)}", "hint") if hint else "")
+        return out + (paragraph(f"→ {self.quote(hint)}", "hint")
+                      if hint else "")
 
 
 def legend(signs):
@@ -189,3 +204,54 @@ def legend(signs):
     known = "; ".join(f"{sign} {MEANING[verdict]}"
                       for verdict, sign in signs.items())
     return f"{known}; empty: {NOT_ASKED}."
+
+
+class Quiet:
+    """Prints nothing."""
+
+    more, interrupted = "", b"\ninterrupted\n"
+    say = report = show_table = lambda self, *_, **event: None
+
+
+class Terminal(Quiet):
+    """Prints lines, and the table at the end."""
+
+    more = " With -v it tells all that it saw."
+
+    def __init__(self):
+        self.board = Board()
+        self.tty = sys.stdout.isatty()
+        self.width = shutil.get_terminal_size().columns if self.tty else 79
+
+    def say(self, text=""):
+        """Print a line; in a terminal a long one is wrapped between words."""
+        for line in text.split("\n"):
+            if self.tty:
+                indent = " " * (len(line) - len(line.lstrip()))
+                if line.startswith(("  FAIL", "  warn", "  and", "  ok")):
+                    indent = " " * 8
+                line = textwrap.fill(
+                    line, self.width, subsequent_indent=indent,
+                    break_long_words=False, break_on_hyphens=False)
+            print(line, flush=True)
+
+    def report(self, **event):
+        self.board.update(event)
+
+    def show_table(self):
+        colour = self.tty and "NO_COLOR" not in os.environ
+        self.say()
+        print(self.board.to_text(colour, self.width), flush=True)
+        self.say()
+
+
+class Events(Quiet):
+    """Prints events, a line of JSON for each."""
+
+    interrupted = b""
+
+    def say(self, text=""):
+        self.report(say=text)
+
+    def report(self, **event):
+        print(json.dumps(event), flush=True)

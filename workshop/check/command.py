@@ -1,32 +1,47 @@
 """The check: trials on each mesh of a stage, and one diagnosis."""
 
-import json
-import os
+import argparse
 import re
-import shutil
-import sys
-import textwrap
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import classroom, processes, sandbox, server
 from workshop.check import localise
-from workshop.check.board import Board
+from workshop.check.board import Events, Quiet, Terminal
 from workshop.findings import number
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import LARGEST, Diff
 from workshop.lesson.render import advice
 from workshop.scratch import read_script, remove, scratch_folder
-from workshop.stages import DESK, FIRST, STAGES
+from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
 
 
-def main(stage, script=DESK, verbose=False, events=False, change=None):
+def add_arguments(parser):
+    parser.add_argument("stage", choices=LESSONS,
+                        help="the stage that the lesson makes")
+    parser.add_argument("change", nargs="?", type=int, metavar="number",
+                        help="try this change alone, as diff numbers it, with "
+                        "all others made")
+    parser.add_argument("-v", "--verbose", action="store_true",
+                        help="show every question, and what follows from a "
+                        "mistake")
+    parser.add_argument("--events", action="store_true",
+                        help=argparse.SUPPRESS)  # for a notebook
+
+
+def main(args):
+    return int(not check(args.stage, verbose=args.verbose, events=args.events,
+                         change=args.change))
+
+
+def check(stage, script=DESK, verbose=False, events=False, change=None):
     """Check a script; returns whether it is right. Prints as it goes.
 
     verbose: with every question, and what follows from a mistake. events:
@@ -36,6 +51,9 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
     """
     if STAGES[stage].launcher == "mpirun":
         processes.require_mpirun()
+    require(Path(script).exists(), f"{show_path(script)} is not there: was it "
+            f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
+            "place")
     out, files = Events() if events else Terminal(), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
@@ -48,19 +66,19 @@ def main(stage, script=DESK, verbose=False, events=False, change=None):
                 out.report(right=True)
                 return True
         # it imports torch while this process does
-        server.get_servers(processes.modules_of(stage))
+        server.get_servers(modules_of(stage))
         from workshop.check import trial
 
         files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
-        check = Check(bench, verbose, out, change, lines_as_in(yours, data))
-        right = check.run()
+        trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
+        right = trials.run()
         if changed := files.changed():
             out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
     if change is None:
-        title = check.wrong.title if check.wrong else ""
+        title = trials.wrong.title if trials.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right
 
@@ -115,57 +133,6 @@ class Mistake:
     text: str  # what the attendee reads
     lines: set  # that it names, of the script that was tried
     error: str  # with which that ended, without the numbers in it
-
-
-class Quiet:
-    """Prints nothing."""
-
-    more, interrupted = "", b"\ninterrupted\n"
-    say = report = show_table = lambda self, *_, **event: None
-
-
-class Terminal(Quiet):
-    """Prints lines, and the table at the end."""
-
-    more = " With -v it tells all that it saw."
-
-    def __init__(self):
-        self.board = Board()
-        self.tty = sys.stdout.isatty()
-        self.width = shutil.get_terminal_size().columns if self.tty else 79
-
-    def say(self, text=""):
-        """Print a line; in a terminal a long one is wrapped between words."""
-        for line in text.split("\n"):
-            if self.tty:
-                indent = " " * (len(line) - len(line.lstrip()))
-                if line.startswith(("  FAIL", "  warn", "  and", "  ok")):
-                    indent = " " * 8
-                line = textwrap.fill(
-                    line, self.width, subsequent_indent=indent,
-                    break_long_words=False, break_on_hyphens=False)
-            print(line, flush=True)
-
-    def report(self, **event):
-        self.board.update(event)
-
-    def show_table(self):
-        colour = self.tty and "NO_COLOR" not in os.environ
-        self.say()
-        print(self.board.to_text(colour, self.width), flush=True)
-        self.say()
-
-
-class Events(Quiet):
-    """Prints events, a line of JSON for each."""
-
-    interrupted = b""
-
-    def say(self, text=""):
-        self.report(say=text)
-
-    def report(self, **event):
-        print(json.dumps(event), flush=True)
 
 
 class Check:

@@ -5,14 +5,13 @@ import signal
 from itertools import zip_longest
 from pathlib import Path
 
-from workshop.check.trial import STEPS
 from workshop.deadlock import TO_ONE
 from workshop.findings import Line, fail
 
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
-OURS = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # backstage/errors.py's
+SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
 TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
 NO_GPU = re.compile("CUDA|NVIDIA|NCCL|XPU|HIP|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
@@ -24,10 +23,11 @@ def explain(trial):
     if trial.gave_up == "flood":
         return fail(["it prints without end: ", *where(trial, 0)])
     if trial.gave_up == "endless":
-        return fail(f"it continues after step {STEPS - 1}, the last step")
+        return fail(f"it continues after step {trial.steps - 1}, the last "
+                    "step")
     if trial.gave_up == "busy":
         done = trial.first_step + min(map(trial.updates,
-                                          range(trial.mesh.size)))
+                                          range(len(trial.ranks))))
         return fail([f"it never reaches step {done} but keeps running: ",
                      *where(trial, 0)])
     if trial.gave_up == "waits":
@@ -40,8 +40,7 @@ def explain(trial):
     said = {rank: last_words(trial, rank) for rank in bad}
     # that a connection was lost is what the others saw of an error
     first = min(bad, default=None, key=lambda rank: (
-        trial.about.launcher == "mpirun"  # which ends the others
-        and (trial.ranks[rank].status or 0) < 0,
+        trial.mpirun and (trial.ranks[rank].status or 0) < 0,
         bool(EFFECT.search(said[rank].text))))
     apart = part_ways(trial)
     if first is not None and not (apart and EFFECT.search(said[first].text)):
@@ -59,14 +58,14 @@ def last_words(trial, rank):
     err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
                  flags=re.MULTILINE)
     lines = [line for line in err.splitlines() if line.strip()]
-    ours = [found[1] for found in map(OURS.match, lines) if found]
-    if (status or 0) < 0 and not ours:  # not by an error of Python
+    own = [found[1] for found in map(SAID.match, lines) if found]
+    if (status or 0) < 0 and not own:  # not by an error of Python
         name = {one.value: one.name for one in signal.Signals}.get(-status)
         name = f"{name or -status}" + (
             " (is the memory full?)" * (status == -signal.SIGKILL))
         return fail([f"was ended by {name}, ", *where(trial, rank)])
-    if ours:
-        return fail(f"ended with an error: {ours[-1]}")
+    if own:
+        return fail(f"ended with an error: {own[-1]}")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
@@ -114,7 +113,7 @@ def where(trial, rank):
 
 
 def where_all(trial):
-    return [part for rank in range(trial.mesh.size) for part in (
+    return [part for rank in range(len(trial.ranks)) for part in (
         *[", "] * bool(rank), *where(trial, rank))]
 
 
@@ -123,10 +122,10 @@ def part_ways(trial):
 
     Only where all of them take part in each, but what one sends another.
     """
-    if trial.mesh.dp < trial.mesh.size:
+    if not trial.alike:
         return []
     calls = [[call for call in trial.calls(rank) if call["call"] not in TO_ONE]
-             for rank in range(trial.mesh.size)]
+             for rank in range(len(trial.ranks))]
     for row in zip_longest(*calls):
         kinds = [call and (call["call"], call["elements"], call["lines"][:1])
                  for call in row]

@@ -1,25 +1,20 @@
-"""A trial: the script is started once, watched, and what came is collected.
-"""
+"""What the check tries: the script on each mesh, on a dataset of its own."""
 
 import ast
 import contextlib
 import csv
 import shutil
 import signal
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from backstage.errors import require
 from workshop import sandbox
-from workshop.deadlock import read_events
-from workshop.interpreter import KILLED
-from workshop.patience import Patience
-from workshop.processes import Launch, modules_of
+from workshop.errors import KILLED, require
 from workshop.scratch import full, quiet_environment
-from workshop.stages import STAGES
+from workshop.stages import STAGES, modules_of
+from workshop.trial import LITTLE, Trial, watch
 from workshop.watch import course
 from workshop.watch.course import SAMPLES, T
 
@@ -41,9 +36,6 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 # what Triton's interpreter takes long for is each program of a kernel
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
-
-SECONDS = 900  # after which a trial is ended, whatever it does
-LITTLE = 1e6  # with no more than that left, a file may not be whole
 
 
 @dataclass(frozen=True)
@@ -94,49 +86,27 @@ class Row:
     about: str = ""  # said of it, behind its processes
 
 
-@dataclass
-class Trial:
-    """What came of one start of a script. It can be pickled."""
+@dataclass(kw_only=True)
+class StageTrial(Trial):
+    """One of a stage's script: what its run's folder holds, too."""
 
     stage: str
     mesh: Mesh
-    script: Path  # which may have gone
-    ranks: list  # of workshop.processes.Rank
     source: bytes = b""  # of the script
     more: tuple = ()  # flags of this trial alone
-    gave_up: str = ""  # why it was ended: "hangs", "waits", "busy", ...
-    seen: list = field(default_factory=list)  # of each rank, None if it died
-    events: list = field(default_factory=list)  # of each rank, in their order
     rows: list = field(default_factory=list)  # of metrics.csv
     state: dict | None = None  # the last checkpoint
     saved: list = field(default_factory=list)  # the steps of all that are left
-    first_step: int = 0
     resumed: dict | None = None  # the checkpoint that it goes on from
-    patience: float = 0.0  # seconds of idleness after which it is ended
-    seconds: float = 0.0
-    cpu: float = 0.0
+
+    def __post_init__(self):
+        self.steps = STEPS
+        self.mpirun = self.about.launcher == "mpirun"
+        self.alike = self.mesh.dp == self.mesh.size
 
     @property
     def about(self):
         return STAGES[self.stage]
-
-    def asked(self, what, rank=0):
-        """The values with which a rank asked for it."""
-        seen = self.seen[rank]
-        return [value for name, value in seen["asked"] if name == what]
-
-    def calls(self, rank):
-        return [event for event in self.events[rank] if "call" in event]
-
-    def updates(self, rank):
-        return sum("call" not in event for event in self.events[rank])
-
-    def read(self, observed):
-        """Take in what the ranks' probes have seen."""
-        for rank in range(self.mesh.size):
-            file = observed / f"{rank}.pt"
-            self.seen.append(torch.load(file) if file.exists() else None)
-            self.events.append(read_events(observed / f"{rank}.jsonl"))
 
     def tree(self):
         return ast.parse(self.source)
@@ -246,13 +216,12 @@ class Bench:
 
         for _ in range(2):
             trial = watch(
-                self.stage, mesh, script, (
+                StageTrial(script, stage=self.stage, mesh=mesh), (
                     *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
                     run, *mesh.flags(), *flags), seen, self.say,
                 {"allowed": allowed, "endless": 3 * STEPS},
                 world_size=mesh.size if mesh.size > 1 else None,
                 nodes=mesh.nodes,
-                mpirun=STAGES[self.stage].launcher == "mpirun",
                 probes=[self.copy, *course.probes(
                     run, terminated, self.lightning)],
                 env=quiet_environment(self.folder / "tmp"),
@@ -275,7 +244,7 @@ class Bench:
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
         # mpirun kills the others of a rank that has failed
-        require(trial.about.launcher == "mpirun" or all(
+        require(trial.mpirun or all(
             one.status != -signal.SIGKILL for one in trial.ranks), KILLED)
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
@@ -286,24 +255,6 @@ class Bench:
         if files:
             with contextlib.suppress(Exception):  # whatever it may write there
                 trial.state = torch.load(files[-1], weights_only=True)
-
-
-def watch(stage, mesh, script, flags, seen, say, budget, **options):
-    """Run a script once, under observation: a `Trial`.
-
-    seen: the folder of what its probes see. budget: what it may take, see
-    `Patience`. options: of `workshop.processes.Start`.
-    """
-    begin = time.monotonic()
-    seen.mkdir(exist_ok=True)
-    launch = Launch(script, *flags, log=seen, **options)
-    patience = Patience(launch, seen, say, **budget)
-    trial = Trial(stage, mesh, script, launch.wait(SECONDS, patience))
-    trial.gave_up, trial.cpu = patience.reason, patience.cpu
-    trial.patience = patience.patience
-    trial.seconds = time.monotonic() - begin
-    trial.read(seen)
-    return trial
 
 
 def make_dataset(folder):

@@ -11,6 +11,16 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.files import show_path
+from workshop.html import (
+    BLUE,
+    ORANGE,
+    TERMINAL_BLUE,
+    TERMINAL_ORANGE,
+    folded,
+    paragraph,
+    quote_text,
+    scrolling,
+)
 from workshop.lesson import checked
 from workshop.stages import DESK, find
 
@@ -21,11 +31,8 @@ CONTEXT = 2  # unchanged lines shown above and below a change
 #
 # JupyterLab's variables follow its theme; other pages keep their own colours.
 # The numbers and signs are text, which cannot be selected: anyone who copies
-# from the view copies only code. Blue and orange differ for every eye, and
-# what is removed also has stripes.
-BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
-# The same in a terminal's 256 colours, for a light and for a dark ground
-TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
+# from the view copies only code. Where lines are removed there are stripes
+# beside the colour.
 PAGE = Path(__file__).with_name("page")
 
 
@@ -395,12 +402,6 @@ def everything(diff):
                     "All that differs") if edits else ""
 
 
-def folded(summary, content, attributes=""):
-    """HTML that a click unfolds."""
-    return (f"<details{attributes}><summary>{summary}</summary>{content}"
-            "</details>")
-
-
 def between(old, new):
     """The changes from a script's text to another's: (HTML, text).
 
@@ -448,29 +449,9 @@ def code_box(view, about):
                      'pre class="code"')
 
 
-def scrolling(content, about, tag='div class="wide"'):
-    """HTML that scrolls, for those who have only a keyboard, too."""
-    return (f'<{tag} tabindex="0" role="region" aria-label="{about}">'
-            f'{content}</{tag.split()[0]}>')
-
-
-def paragraph(text, kind=""):
-    """A paragraph of HTML; kind: "good", "bad" or ""."""
-    return f'<p class="{kind}">{text}</p>'
-
-
 def quote(text):
-    """HTML for a notebook: of `code`, **strong** and *emphasised* words."""
-    parts = html.escape(as_calls(text), quote=False).split("`")
-    if len(parts) % 2 == 0:  # one that closes nothing
-        parts[-2:] = ["`".join(parts[-2:])]
-    for i, part in enumerate(parts):
-        if i % 2:
-            parts[i] = f"<code>{part}</code>"
-            continue
-        part = re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", part)
-        parts[i] = re.sub(r"\*(\S[^*]*\S|\S)\*(?!\w)", r"<em>\1</em>", part)
-    return "".join(parts)
+    """HTML of a text, with calls in the place of terminal commands."""
+    return quote_text(as_calls(text))
 
 
 def as_calls(text):

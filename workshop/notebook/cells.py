@@ -123,7 +123,7 @@ def on_board(*arguments, link=str):
     link: a function that makes links in the HTML. Returns the `Board`, and the
     function that shows it anew.
     """
-    board = Board()
+    board = Board(render.as_calls)
     show = live(lambda: following.alive(Shown(
         render.box(link(board.to_html(check_pictures(board)))
                    + render.KEEP_IN_SIGHT * (board.right is not None
@@ -337,7 +337,7 @@ def torchrun(*arguments):
 @in_one_line
 def export(run, folder):
     """Write a run's newest checkpoint in Hugging Face's format."""
-    said_meanwhile("-m", "workshop", "export", run, folder)
+    said_meanwhile("code/huggingface.py", "export", run, folder)
 
 
 def decisions():
@@ -354,15 +354,16 @@ def experiment(name):
 @in_one_line
 def measured(module, name):
     """Run workshop/notebook/MODULE.py; the picture that it draws, if any."""
-    drawn = drawn_by(f"notebook.{module}", name)
+    drawn = drawn_by(f"workshop.notebook.{module}", name)
     return picture(drawn) if drawn else None
 
 
 def drawn_by(module, *arguments):
-    """What workshop/MODULE.py writes into its last argument, a file; or ""."""
+    """What `python -m MODULE` writes into its last argument, a file; or "".
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
-        said_meanwhile("-m", f"workshop.{module}", *arguments, str(output))
+        said_meanwhile("-m", module, *arguments, str(output))
         return output.read_text("utf-8") if output.exists() else ""
 
 
@@ -405,7 +406,7 @@ def runs(*folders):
 def plot(panel, *folders):
     """One panel of the picture that `python -m workshop plot` makes."""
     results.find(folders)  # finds errors without starting a process
-    drawn = drawn_by("results.plot", panel, *(
+    drawn = drawn_by("workshop.results.plot", panel, *(
         str(Path(name).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")
     return picture(drawn) if drawn.startswith("<svg") else said(

@@ -34,8 +34,9 @@ import traceback
 import warnings
 from pathlib import Path
 
-from backstage.errors import UserError, run_main
+from backstage.errors import run_main
 from workshop import processes, server
+from workshop.errors import UserError
 
 PRELOAD = ["torch", "torch.distributed", "workshop.notebook.overlap",
            "workshop.notebook.pipelines", "workshop.notebook.sharding"]

@@ -340,8 +340,17 @@ def about(ax):
             f"<desc>{html.escape('; '.join(words))}.</desc>")
 
 
-def main(output, folders=()):
+def add_arguments(parser):
+    parser.add_argument("folders", nargs="*", metavar="run",
+                        help="folders of runs (default: the newest in runs/ "
+                        "and those like it)")
+    parser.add_argument("-o", "--output", default="results.png",
+                        help="the file, .png, .svg or .pdf (results.png)")
+
+
+def main(args):
     """Draw all panels in one picture, and print which runs it shows."""
+    output, folders = args.output, args.folders
     require(not Path(output).is_dir(), f"{output} is a folder: name a file in "
             "it, .png, .svg or .pdf")
     runs, notes = results.find(folders)

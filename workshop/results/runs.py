@@ -98,11 +98,16 @@ def describe(folder):
     return ""
 
 
-def show_progress(folder):
+def add_progress(parser):
+    parser.add_argument("folder", metavar="run", help="its folder")
+
+
+def progress(args):
     """Print how many steps are saved; return 0 if it is all, else 1.
 
     The batch files use it to find out whether there is something left to do.
     """
+    folder = args.folder
     files = sorted(Path(folder, "checkpoints").glob("step_*.pt"))
     step = int(files[-1].stem.rpartition("_")[2]) if files else 0
     steps = None

@@ -1,16 +1,16 @@
 """python -m workshop verify -n 2 -- train.py --its-flags."""
 
+import argparse
 import re
 import shlex
 import shutil
 from pathlib import Path
 
-from backstage.errors import UserError, require
 from workshop import sandbox, scratch, server
-from workshop.check.command import Events, Terminal
+from workshop.check.board import Events, Terminal
+from workshop.errors import UserError, require
 from workshop.findings import Questions, warn
 from workshop.patience import PATIENCE
-from workshop.stages import STAGES
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("workshop.watch.model", "workshop.watch.training")
@@ -29,8 +29,36 @@ class NotCompared(UserError):
     status = 2
 
 
-def main(program, size, steps, resume_with=None, events=False, device="cpu",
-         patience=PATIENCE):
+def add_arguments(parser):
+    parser.add_argument("-n", type=int, default=2, dest="size", metavar="N",
+                        help="the number of processes (2)")
+    parser.add_argument("--steps", type=int, default=4,
+                        help="how many updates are watched (4)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
+                        help="where: cpu (the default), or gpu, one of this "
+                        "machine for each process")
+    parser.add_argument("--patience", type=float, default=PATIENCE,
+                        metavar="SECONDS", help="how long it may be idle, as "
+                        "in a download, before it is given up "
+                        f"({PATIENCE:.0f})")
+    parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
+                        "resume brings back, with these flags of the "
+                        'script: --resume-with="--resume"')
+    parser.add_argument("--events", action="store_true",
+                        help=argparse.SUPPRESS)  # for a notebook
+    parser.add_argument("program", nargs=argparse.REMAINDER,
+                        metavar="-- SCRIPT FLAGS", help="the script, which "
+                        "is not changed, and its own flags")
+
+
+def main(args):
+    return int(not verify(args.program, args.size, args.steps,
+                          args.resume_with, args.events, args.device,
+                          args.patience))
+
+
+def verify(program, size, steps, resume_with=None, events=False, device="cpu",
+           patience=PATIENCE):
     """Print the answers; returns whether nothing was found to be wrong.
 
     program: the script and its flags, in which {n} is the number of
@@ -115,7 +143,7 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
         patience):
     """Start the script once, under observation: a `Trial`."""
     from workshop.check import endings
-    from workshop.check.trial import LITTLE, SECONDS, Mesh, watch
+    from workshop.trial import LITTLE, SECONDS, Trial, watch
     from workshop.watch import model
 
     seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
@@ -123,10 +151,8 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
     name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
             + f"-{place}" * bool(place))
     copy = sandbox.make(folder, name, script)
-    stage = next(name for name in STAGES  # it is started as these are
-                 if STAGES[name].launcher == "torchrun")
     trial = watch(
-        stage, Mesh(dp=size), copy.name(script), [
+        Trial(copy.name(script)), [
             with_size(flag, size).replace("{run}", name) for flag in flags],
         seen, say, {"allowed": SECONDS, "idle": IDLE,
                      "patience": patience},
@@ -140,7 +166,7 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
         hashes=int(kind == "hashes"))
     copy.require_kept(REMEDY)
     if trial.gave_up == "waits":
-        raise NotCompared(f"{script.name}, {trial.mesh.words}: "
+        raise NotCompared(f"{script.name}, {size} process{'es' * (size > 1)}: "
                           + endings.explain(trial).text
                           + ". If it needs longer: --patience SECONDS")
     if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import signal
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +12,9 @@ import torch
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from backstage import device as devices
+from backstage import errors
+from backstage.files import PART
 from workshop.parts import describe, plain_name
 from workshop.watch.files import opened
 from workshop.watch.log import replace
@@ -28,7 +33,8 @@ def probes(run, ended=None, lightning=False):
     lightning: whether the script uses Lightning.
     """
     return [Course(), partial(terminated, rank=ended), Updates(), process,
-            messages, *[trainer] * lightning, partial(opened, within=str(run))]
+            backstage, messages, *[trainer] * lightning,
+            partial(opened, within=str(run), finished=finished)]
 
 
 class Course:
@@ -149,6 +155,27 @@ class Course:
         weights = self.model.named_parameters() if self.model else ()
         return describe((key, weight if name == "data" else weight.grad)
                         for key, weight in weights)
+
+
+def backstage(log):
+    """Notes which device the script asks for; any rank's error is said at
+    once, as no launcher will end this rank.
+    """
+    @replace(devices, "use_device")
+    def use(use, name="auto", local_rank=0):
+        log.asked("device", str(name))
+        log.asked("local_rank", local_rank if isinstance(
+            local_rank, int) else str(local_rank))
+        return use(name, local_rank)
+
+    def say_now(message):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+    errors.say_once = say_now
+
+
+def finished(name):
+    return re.sub(rf"^\.(.*)\.\d+-\d+{PART}$", r"\1", name)
 
 
 def terminated(log, rank):

@@ -1,13 +1,11 @@
 """Watches which files a process writes and reads."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
 import torch
 
-from backstage.files import PART
 from workshop.watch.log import replace
 
 PATH = (str, bytes, os.PathLike)  # and no number of an open file
@@ -18,18 +16,18 @@ def place(path):
     return os.path.abspath(os.fsdecode(path))
 
 
-def opened(log, within="", without=()):
+def opened(log, within="", without=(), finished=str):
     """written: files that were opened to write them.
 
-    Those with `within` in their path, and nothing of `without`.
+    Those with `within` in their path, and nothing of `without`. finished: a
+    function that gives the name that a file has once it is written.
     """
     written = log.seen["written"] = []
 
     def wrote(path):
         log.tell("wrote", path)
         folder, name = os.path.split(path)
-        name = re.sub(rf"^\.(.*)\.\d+-\d+{PART}$", r"\1", name)
-        path = os.path.join(folder, name)
+        path = os.path.join(folder, finished(name))
         if log.here and path not in written:
             written.append(path)
 

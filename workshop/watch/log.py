@@ -26,6 +26,7 @@ import torch
 from torch import distributed as dist
 
 HERE = f"{Path(__file__).parent}/"
+PROBES = set()  # other files, whose functions stand in the place of PyTorch's
 AROUND = ("wrapper", "inner", "decorate_context", "__call__",
           "_wrapped_call_impl", "_call_impl")  # what is called inside of these
 SAVE = torch.save  # a probe may put another in its place
@@ -88,8 +89,8 @@ class Log:
             code = frame.f_code
             if code.co_filename == self.script:
                 lines.append((frame.f_lineno, code.co_name, called))
-            if not code.co_filename.startswith(HERE) and (
-                    code.co_name not in AROUND):
+            if not (code.co_filename.startswith(HERE) or code.co_name in AROUND
+                    or code.co_filename in PROBES):
                 called = code.co_name
             frame = frame.f_back
         return lines
@@ -116,6 +117,7 @@ def replace(owner, *names):
     It gets the function that was there before its arguments.
     """
     def put(visible):
+        PROBES.add(visible.__code__.co_filename)
         for name in names:
             setattr(owner, name, around(getattr(owner, name), visible))
         return visible

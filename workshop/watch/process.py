@@ -3,15 +3,12 @@ for.
 """
 
 import re
-import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from backstage import device as devices
-from backstage import errors
 from workshop.watch.log import note, replace
 
 
@@ -47,13 +44,6 @@ def process(log):
             log.asked("device_ids", number(device_ids[0]))
         wrap(ddp, module, None, None, *args, **kwargs)
 
-    @replace(devices, "use_device")
-    def use(use, name="auto", local_rank=0):
-        log.asked("device", str(name))
-        log.asked("local_rank", local_rank if isinstance(
-            local_rank, int) else str(local_rank))
-        return use(name, local_rank)
-
     @replace(torch.accelerator, "current_accelerator")
     def no_accelerator(current, check_available=False):
         return None
@@ -62,11 +52,6 @@ def process(log):
     @replace(torch.cuda, "set_device")
     def set_device(function, device):
         log.asked("set_device", number(device))
-
-    def say_now(message):  # no launcher will end this rank
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-    errors.say_once = say_now
 
 
 def on_gpu(log):

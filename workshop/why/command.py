@@ -3,21 +3,49 @@
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
-from backstage.errors import require
-from workshop.results.runs import describe as describe_run
+from workshop.errors import require
 from workshop.why.evidence import ask_about, collect, find
 from workshop.why.judge import judge
 from workshop.why.ranks import PATIENCE, Job, Place, is_waiting
-from workshop.why.slow import explain
+from workshop.why.start import run
 from workshop.why.witness import find_line
 
 STILL = 5  # seconds without a move that are worth a word
 
 
-def main(target):
-    """Print the answer; returns the exit status, 1 if something is wrong."""
-    folder, processes = find(target)
+def add_arguments(parser):
+    parser.after = "the job's own words"
+    parser.description += (" `why run -- torchrun ...` starts a job so that "
+                           "this is known.")
+    parser.add_argument("job", nargs="?", metavar="RUN|JOBID|PID", help="its "
+                        "folder, SLURM's number of it, or a process's: the "
+                        "launcher's or a rank's; without it, the job that "
+                        "torchrun started last")
+
+
+def unknown(folder):
+    """Nothing is known of a run in that folder."""
+    return ""
+
+
+def main(args, **options):
+    """options: as `why` has them."""
+    if args.job == "run" and args.flags:
+        run(args.flags)
+    return why(args.job, **options)
+
+
+def why(target, runs=Path("runs"), describe_run=unknown,
+        explain_speed=unknown):
+    """Print the answer; returns the exit status, 1 if something is wrong.
+
+    runs: where a job's folder is looked for by its number. describe_run: says
+    in a line how the run in a folder was started, explain_speed: in several,
+    what its steps' time goes to; both nothing if they do not know it.
+    """
+    folder, processes = find(target, runs)
     if target is None:
         target = str(folder)
         print(f"what was started last: {target}")
@@ -29,8 +57,8 @@ def main(target):
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
     about = ""
-    for run in [*folder.parents][:2] if folder else ():
-        about = describe_run(run)
+    for place in [*folder.parents][:2] if folder else ():
+        about = describe_run(place)
         if about:
             print(f"  {about}")
             break
@@ -41,7 +69,7 @@ def main(target):
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
     if folder and answer.kind in ("", "straggler"):
-        for line in explain(run if about else folder.parent):
+        for line in explain_speed(place if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
 

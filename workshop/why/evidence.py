@@ -16,8 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from backstage import ROOT
-from backstage.errors import UserError, require
+from workshop.errors import UserError, require
 from workshop.why import witness
 from workshop.why.ranks import PATIENCE, Rank
 from workshop.why.start import STARTS
@@ -29,11 +28,11 @@ HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
 UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 
 
-def find(target):
+def find(target, runs):
     """(the folder with the evidence or None, the processes to look at).
 
     target: a run's folder, a job's id, or that of a process; None: what was
-    started last.
+    started last. runs: the folder of the runs' folders.
     """
     if target is None:
         starts = sorted(STARTS.glob("*/"))
@@ -42,7 +41,7 @@ def find(target):
         return starts[-1], []
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     if number.isdigit():
-        jobs = [*map(newest, sorted((ROOT / "runs").glob(f"*-{number}")))]
+        jobs = [*map(newest, sorted(runs.glob(f"*-{number}")))]
         if any(jobs):  # a process may have the same number as a job
             return [*filter(None, jobs)][-1], []
     if not target.isdigit():
@@ -62,11 +61,11 @@ def find(target):
             if folder:
                 return folder, processes
         return None, processes
-    left = [*(ROOT / "runs").glob(f"*/why/**/*-{target}.json"),
+    left = [*runs.glob(f"*/why/**/*-{target}.json"),
             *STARTS.glob(f"*/*-{target}.json")]
     if left:  # of a rank that has ended
         return max(left, key=lambda file: file.stat().st_mtime).parent, []
-    return find_job(target), []
+    return find_job(target, runs), []
 
 
 def newest(folder):
@@ -86,7 +85,7 @@ def find_writer(folder):
     return None
 
 
-def find_job(job):
+def find_job(job, runs):
     """The folder of a job's evidence, as its log names it."""
     text = ask_slurm("scontrol", "show", "job", job)
     log = re.search(r"StdOut=(.+)", text)
@@ -94,7 +93,7 @@ def find_job(job):
         words = Path(log[1]).read_text(errors="replace")
         said = re.findall(r"python -m workshop why (.+)", words)
         if said:
-            return find(shlex.split(said[-1])[0])
+            return find(shlex.split(said[-1])[0], runs)
         unmet = UNMET.findall(words)
         require(not unmet, f"no rank of {job} has begun: torchrun does not "
                 f"reach {':'.join((unmet or [''])[-1])}. Is MASTER_ADDR a "

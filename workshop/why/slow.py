@@ -1,4 +1,5 @@
-"""What a step's time goes to in a run of ours, and whether more nodes pay.
+"""python -m workshop why, with what a step's time goes to in a run of ours,
+and whether more nodes pay.
 
 By what the run's folder has: metrics.csv, the record of --profile, and the
 runs beside it that train the same on fewer nodes. What the network can do is
@@ -8,16 +9,16 @@ known from the last `doctor --ranks`.
 import json
 import statistics
 
-from backstage import ROOT
 from backstage.errors import UserError
 from backstage.files import reading, show_path
 from workshop.arithmetic import ring
 from workshop.profile import recorded_parts
-from workshop.results.runs import list_folders, read, read_all
+from workshop.results.runs import RUNS, describe, list_folders, read, read_all
 from workshop.stages import STAGES
+from workshop.why import command
 
 # Gigabytes/s inside and between nodes, as doctor --ranks has measured them
-NETWORK = ROOT / "runs" / "network.json"
+NETWORK = RUNS / "network.json"
 SHARE = 0.1  # of a step that a part may take which is not training
 # What to try first, by the part that takes more than that.
 ADVICE = {
@@ -30,6 +31,15 @@ ADVICE = {
     "waiting": "the ranks do not work equally long: what else runs on the "
                "node of the slowest?",
 }
+
+
+add_arguments = command.add_arguments
+
+
+def main(args):
+    """`why`, of a run of ours as well; returns the exit status."""
+    return command.main(args, runs=RUNS, describe_run=describe,
+                        explain_speed=explain)
 
 
 def explain(folder):

@@ -5,10 +5,10 @@ import shlex
 import time
 from pathlib import Path
 
-from backstage import ROOT
-from backstage.errors import UserError
+from workshop.errors import UserError
 
 HOOK = Path(__file__).resolve().parent / "hook"
+ROOT = HOOK.parents[2]
 # A folder for each start: in the clone, or in the home where pip has installed
 # this. The hook knows it, too.
 STARTS = (ROOT / ".why" if (ROOT / "activate.sh").exists()

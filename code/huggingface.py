@@ -1,7 +1,9 @@
 """GPT-2 in a folder as Hugging Face's transformers read and write it.
 
-    python -m workshop export RUN FOLDER   # our model for theirs
-    python -m workshop import FOLDER FILE  # theirs, a checkpoint of ours
+    python code/huggingface.py export RUN FOLDER   # our model for theirs
+    python code/huggingface.py import FOLDER FILE  # theirs, for --init
+
+RUN is the folder of a run, or a checkpoint; FILE the checkpoint to write.
 
 Three things differ from ours. Their linear layers are of a class of their own,
 Conv1D, whose weights are transposed. The rows of c_attn are ordered q, k, v,
@@ -11,18 +13,19 @@ each. And our vocabulary is padded to a multiple of 128 rows.
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from trained import find_checkpoint, load_trained, std
 
 from backstage import dataset
 from backstage.checkpoint import FORMAT, TIED, check_fit, outline
-from backstage.errors import UserError, require
+from backstage.errors import UserError, require, run_main
 from backstage.files import reading, write_atomically
 from backstage.flops import padded_vocab_size
 from workshop.arithmetic import is_count
-from workshop.trained import find_checkpoint, load_trained, std
 
 CONFIG, WEIGHTS, PICKLED = (
     "config.json", "model.safetensors", "pytorch_model.bin")
@@ -158,3 +161,15 @@ def export_run(run, folder):
         raise
     print(f"{file} is in {folder}: "
           f"GPT2LMHeadModel.from_pretrained({str(folder)!r})")
+
+
+def main():
+    commands = {"export": export_run, "import": import_folder}
+    command, *words = sys.argv[1:] or [""]
+    require(command in commands and len(words) == 2, "say what to do: python "
+            "code/huggingface.py export RUN FOLDER, or import FOLDER FILE")
+    commands[command](*words)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,29 @@
+"""Errors for people: one line that says what is wrong and what to do.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+import os
+from pathlib import Path
+
+KILLED = ("the system ended a process, most likely because the memory is "
+          "full: end other programs and the kernels of other notebooks, or "
+          "ask for a session with more memory (a check needs 1.5 GB)")
+
+
+class UserError(Exception):
+    """Something that the user can fix: shown as one line, no traceback."""
+
+
+def require(condition, message):
+    """Raise a `UserError` with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def show_path(path):
+    """The path as somebody would type it: short where it is inside of the
+    working folder.
+    """
+    path = os.path.abspath(path)
+    return path.removeprefix(str(Path.cwd() / "_")[:-1])

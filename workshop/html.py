@@ -1,0 +1,43 @@
+"""Makes the HTML that a notebook shows, of texts and parts of a page.
+
+Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
+"""
+
+import html
+import re
+
+# They differ for every eye
+BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
+# The same in a terminal's 256 colours, for a light and for a dark ground
+TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
+
+
+def folded(summary, content, attributes=""):
+    """HTML that a click unfolds."""
+    return (f"<details{attributes}><summary>{summary}</summary>{content}"
+            "</details>")
+
+
+def scrolling(content, about, tag='div class="wide"'):
+    """HTML that scrolls, for those who have only a keyboard, too."""
+    return (f'<{tag} tabindex="0" role="region" aria-label="{about}">'
+            f'{content}</{tag.split()[0]}>')
+
+
+def paragraph(text, kind=""):
+    """A paragraph of HTML; kind: "good", "bad" or ""."""
+    return f'<p class="{kind}">{text}</p>'
+
+
+def quote_text(text):
+    """HTML for a notebook: of `code`, **strong** and *emphasised* words."""
+    parts = html.escape(text, quote=False).split("`")
+    if len(parts) % 2 == 0:  # one that closes nothing
+        parts[-2:] = ["`".join(parts[-2:])]
+    for i, part in enumerate(parts):
+        if i % 2:
+            parts[i] = f"<code>{part}</code>"
+            continue
+        part = re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", part)
+        parts[i] = re.sub(r"\*(\S[^*]*\S|\S)\*(?!\w)", r"<em>\1</em>", part)
+    return "".join(parts)
