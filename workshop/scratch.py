@@ -19,6 +19,7 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import server
+from workshop.reader import read_regular
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
@@ -37,10 +38,9 @@ def read_script(script):
     """Its bytes, read once: what is saved meanwhile is not mixed in."""
     script, name = Path(script), show_path(script)
     try:
-        size = script.stat().st_size
-        require(size <= LARGEST, f"{name}: {size / 1e6:.0f} MB are too large "
-                "for a script: is it another file?")
-        data = script.read_bytes()
+        data = read_regular(script, LARGEST + 1)
+        require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
+                "bytes, too many for a script: is it another file?")
         ast.parse(data, script.name)
     except FileNotFoundError:
         raise UserError(f"{name} is not there: was it moved? `python -m "
