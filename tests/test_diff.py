@@ -217,7 +217,7 @@ def test_a_syntax_error_is_one_line_that_says_where(look):
     broken = edit(DDP, ("dist.all_reduce(report)", "dist.all_reduce(report"))
     diff = look(broken)
     line = broken[:broken.index("(report ")].count("\n") + 1
-    complaint = render.syntax(diff)
+    complaint = next(render.warnings(diff))
     assert f"line {line}" in complaint and "\n" not in complaint
     assert complaint in render.to_text(diff)
     assert numbers(diff) == [made_by("report = torch")] and not diff.others
