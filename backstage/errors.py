@@ -78,7 +78,7 @@ def report(error):
     if isinstance(error, BrokenPipeError):  # for example, `| head` has ended
         drop_output()
     elif message is None:
-        traceback.print_exception(error)
+        traceback.print_exc()
     else:
         say_once(message)
         drop_output()

@@ -5,6 +5,8 @@ from a server that has already imported torch. It is for the checks, the tests
 and benchmarks that time steps alone; a real run has a real launcher.
 """
 
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
 import contextlib
 import os
 import secrets

@@ -4,6 +4,8 @@ The server and all that it forks are in a session of their own: Ctrl-C in the
 terminal does not reach them, and `end_all` ends them at once.
 """
 
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
 import atexit
 import contextlib
 import faulthandler
@@ -45,7 +47,7 @@ PRELOAD = ("numpy", "tiktoken", "torch", "torch.distributed", "tyro",
 class Job:
     """A forked process; status is None while it lives."""
 
-    server: "Server"
+    server: Server
     pid: int
     status: int | None = None
 
