@@ -280,7 +280,7 @@ def main():
     torch.set_num_threads(1)  # such small matrices gain nothing by a second
     with tempfile.TemporaryDirectory() as folder:
         data = DEMO if measure is noise else letters(folder)
-        Path(output).write_text(draw(measure(data)), encoding="utf-8")
+        plot.write_new(output, draw(measure(data)))
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main():
         record = add(each, device)
         print(table(record), flush=True)
         if output:
-            Path(output[0]).write_text(draw(record), encoding="utf-8")
+            plot.write_new(output[0], draw(record))
 
 
 if __name__ == "__main__":
