@@ -249,8 +249,13 @@ def test_the_list_says_what_an_editor_has_saved_over(repo):
     workshop(repo, "apply", "ddp", "1", "2")
     workshop(repo, "apply", "ddp", WRAP)
     assert "any more" not in workshop(repo, "diff", "ddp")
+    # a change that is edited afterwards is not gone
+    made = script(repo).read_text()
+    script(repo).write_text(edit(made, ("gradient_as_bucket_view=True", "")))
+    assert "any more" not in workshop(repo, "diff", "ddp")
     # JupyterLab's Overwrite, of what the editor shows and an edit in it
-    script(repo).write_text(text.replace("import math\n", "import math\n\n"))
+    script(repo).write_text(edit(text, ("device = use_device(hp.device)",
+                                        "device = use_device('cpu')")))
     said = workshop(repo, "diff", "ddp")
     assert f"changes 1 2 {WRAP}. Did" in said
     again, = re.findall(r"`python -m workshop (apply [^`]+)`", said)

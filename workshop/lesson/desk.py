@@ -111,19 +111,22 @@ def now():
 
 
 def gone(diff):
-    """The changes that `apply` has made and that are as before, sorted.
+    """The changes that `apply` has made and that are left again, sorted.
 
-    An editor that shows an older version may have saved that.
+    An editor that shows an older version may have saved that: then one of them
+    is as it was, and what `apply` made later has gone with it.
     """
-    left, found = diff.texts(), set()
+    left, later, found = diff.texts(), set(), set()
     for backup in reversed(backups()):
         stage, numbers = applied_after(backup)
-        if stage != diff.stage or not left:
+        if stage != diff.stage:
             break
+        again = left.keys() & {*numbers}
+        later |= again
         with suppress(UserError):
-            before = Diff(stage, backup).texts()
-            found |= {number for number in numbers if number in left
-                      and left[number] == before.get(number)}
+            before = Diff(stage, backup).texts() if again else {}
+            if any(left[number] == before.get(number) for number in again):
+                found |= later
     return sorted(found)
 
 
