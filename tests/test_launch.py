@@ -42,6 +42,8 @@ def command(stage, env, devices=0):
     ({"SLURM_GPUS_ON_NODE": "4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "2"}, 2, 16),
+    ({"SLURM_GPUS_PER_NODE": "a100:1,h100:3"}, 4, 8),
+    ({"SLURM_GPUS_ON_NODE": "0", "SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4),
     ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4),
     ({"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "",
       "SLURM_JOB_CPUS_PER_NODE": "72,36"}, 4, 9)])  # in salloc's shell
@@ -84,6 +86,11 @@ def test_on_a_machine_without_a_job(programs, stage, devices, expected):
     assert command(stage, {}, devices) == f"{expected} --seed 1"
 
 
+def test_torchrun_takes_no_flag_from_a_variable():
+    assert command("ddp", {"PET_NNODES": "1", "PET_RDZV_ID": "7"}).startswith(
+        "env -u PET_NNODES -u PET_RDZV_ID torchrun --standalone")
+
+
 def test_the_doctor_is_launched_as_a_stage_is(
         programs, capsys, monkeypatch):
     programs(mpirun="HYDRA build details")
@@ -103,6 +110,11 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
             ({"RANK": "0"}, "a rank of a launcher already"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, r"2\(x2\),1 tasks"),
+            *((SLURM | {name: junk}, f"unset {name}$") for name in (
+                "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE",
+                "SLURM_TASKS_PER_NODE", "SLURM_CPUS_ON_NODE")
+              for junk in ("N/A", "-1", "4x", "1e3", "9" * 5000)),
+            ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4"),
             ({"PBS_NODEFILE": str(nodes)}, "not name all nodes equally")):
         with pytest.raises(UserError, match=words):
             command("ddp", env)
