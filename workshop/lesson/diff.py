@@ -275,7 +275,8 @@ class Diff:
                 for it in self.left}
 
     def require_change(self, number):
-        require(1 <= number <= self.total, f"there is no change {number}: "
+        require(number in range(1, self.total + 1),
+                f"there is no change {number}: "
                 f"{self.stage} has changes 1 to {self.total}")
 
     def _parts(self):

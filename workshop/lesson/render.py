@@ -428,7 +428,7 @@ def between(old, new):
         f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
         code_box(rows(old, new, some), "The changes there"))
         for name, some in places.items()]
-    view = list(rows(old, new, edits))
+    view = list(rows(old, new, edits)) if edits else []
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)
