@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import copy_desk, edit, python, workshop
@@ -292,6 +294,33 @@ def test_a_null_byte_or_no_script_is_one_line(repo):
         assert "reset std" in workshop(repo, *command, status=1)
     workshop(repo, "reset", "std")
     assert script(repo).read_bytes() == solution(repo, "std")
+
+
+NO_FILE = {
+    "FIFO": os.mkfifo, "folder": os.mkdir,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("kind", NO_FILE)
+def test_what_is_no_file_is_one_line_and_nobody_waits(repo, kind, monkeypatch):
+    monkeypatch.chdir(repo / "code")  # a socket's address is short
+    script(repo).unlink()
+    NO_FILE[kind](Path("train_gpt2.py"))
+    for words in (("diff", "ddp"), ("check", "ddp"), ("apply", "ddp", "3"),
+                  ("check", "ddp", "3"), ("reset", "std"),
+                  ("reset", "--undo"),
+                  ("verify", "code/train_gpt2.py")):
+        workshop(repo, *words, status=1)
+    for words in (("reset", "--list"), ("script", "ddp"),
+                  ("launch", "ddp", "--dry-run")):
+        assert "cannot be read" in workshop(repo, *words)
+    assert not script(repo).is_file()
+
+
+def test_a_record_of_checks_that_is_none_is_no_record(repo):
+    os.mkfifo(repo / "code" / ".checked.json")
+    assert "changes left" in workshop(repo, "diff", "ddp")
 
 
 def test_what_cannot_be_read_does_not_break_the_list(repo):

@@ -30,7 +30,5 @@ def may_replace(path, mark):
     """Whether a file is not there, or carries our mark, a text inside it."""
     try:
         return mark.encode() in read_regular(path, flags=os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return True
-    except OSError:  # somebody's link, folder, FIFO, or secret
-        return False
+    except OSError:  # else it is somebody's link, folder, FIFO, or secret
+        return not os.path.lexists(path)

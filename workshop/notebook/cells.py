@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import arithmetic, classroom, interpreter, lab
+from workshop import arithmetic, backups, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.journey import done, what_next
 from workshop.lesson import desk, render
@@ -33,6 +33,7 @@ from workshop.notebook.shown import (
     said_meanwhile,
     split_words,
 )
+from workshop.reader import read_regular
 from workshop.results import runs as results
 from workshop.stages import DESK, LESSONS, find
 
@@ -146,7 +147,7 @@ def on_board(*arguments, link=str):
 
 def read_script():
     try:
-        return DESK.read_bytes()
+        return read_regular(DESK)
     except OSError:
         return None
 
@@ -271,8 +272,7 @@ def script_map():
 @in_one_line
 def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
-    require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
-            "`python -m workshop reset std` makes a new one")
+    backups.read_script(DESK)  # a FIFO would be waited for
     status = said_meanwhile(str(DESK), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")

@@ -98,7 +98,7 @@ def log(lines=8):
     """
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
-            if path.stat().st_uid == os.getuid()]
+            if path.is_file() and path.stat().st_uid == os.getuid()]
     require(logs, "no job of yours has written a log yet (slurm-*.out): it "
             "begins where the job begins. example-logs/job.txt is one to read")
     require(lines in range(1, 10_000), "lines is a number from 1 on")
