@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import world
-from conftest import program
+from conftest import program, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -20,6 +20,11 @@ from workshop.stages import STAGES
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
          "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_CPUS_ON_NODE": "32"}
+
+
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1"}
 
 
 @pytest.fixture
@@ -121,6 +126,22 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
     programs(scontrol="n1\n' >&2; exit 1; echo '")
     with pytest.raises(UserError, match=r"^`scontrol .*` fails: [^\n]+$"):
         command("ddp", SLURM)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no PYTHONSAFEPATH")
+@pytest.mark.parametrize("words", [
+    "fineweb/countfineweb.py fineweb/demo", "code/hellaswag.py --help",
+    "code/train_gpt2.py --help", "benchmarks/ladder.py --help",
+    "-m workshop diff ddp", "-m workshop.as_torchrun {}/main.py"])
+def test_scripts_find_what_lies_beside_them_with_a_safe_path(words, tmp_path):
+    (tmp_path / "main.py").write_text("import beside, backstage\n"
+                                      "print(backstage.__file__)")
+    (tmp_path / "beside.py").touch()
+    end = python(ROOT, *words.format(tmp_path).split(), PYTHONSAFEPATH="1",
+                 PYTHONPATH=str(ROOT), **(RANK if "torchrun" in words else {}))
+    assert end.returncode == 0, end.stderr
+    if "torchrun" in words:
+        assert end.stdout.startswith(str(ROOT))
 
 
 def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
