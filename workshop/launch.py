@@ -89,8 +89,8 @@ def numbers(env, name):
     words = [word for word in env.get(name, "").split(",") if word]
     found = [re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
              for word in words]
-    require(all(found), f"{name} is {env[name]!r:.40}, which says no number: "
-            f"unset {name}")
+    require(all(found), f"{name} is {env.get(name)!r:.40}, which says no "
+            f"number: unset {name}")
     return [int(one[1]) for one in found]
 
 
