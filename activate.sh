@@ -106,10 +106,11 @@ _workshop_activate() {
     *) _workshop_venv=$_workshop_root/$_workshop_venv ;;
     esac
     case $_workshop_venv in *.tar | *.tar.*)
-        _workshop_venv=$(bash "$_workshop_root/environment/archive.sh" \
+        _workshop_venv=$(bash -p "$_workshop_root/environment/archive.sh" \
             unpack "$_workshop_venv") || return 1 ;;
     esac
-    bash "$_workshop_root/environment/setup.sh" "$_workshop_venv" \
+    # -p: without the functions that this shell has exported, such as a cd
+    bash -p "$_workshop_root/environment/setup.sh" "$_workshop_venv" \
         "$WORKSHOP_SITE_PACKAGES" || return 1
 
     # shellcheck disable=SC1091 # Python creates it
@@ -121,4 +122,4 @@ _workshop_activate() {
     echo "Next: python $_workshop_code/train_gpt2.py"
 }
 _workshop_activate "$(
-    CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"
+    CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"

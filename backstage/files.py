@@ -49,10 +49,11 @@ def reason(error):
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 
 
-def write_atomically(path, data):
+def write_atomically(path, data, last_look=None):
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
+    last_look: is called just before the file is replaced, and may raise.
     Raises `UserError` if they cannot be written.
     """
     path = Path(path)
@@ -60,14 +61,13 @@ def write_atomically(path, data):
     try:
         part, file = open_part(path)
         with file:
-            if callable(data):
-                data(file)
-            else:
-                file.write(data)
+            data(file) if callable(data) else file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():  # a script may be executable
             os.chmod(part, path.stat().st_mode)
+        if last_look:
+            last_look()
         os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:

@@ -32,11 +32,9 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import side
 import tiktoken
 import torch
 import tyro
-from turns import NEVER, SIDE, STEP, random_tokens
 
 from backstage import ROOT, dataset
 from backstage.device import device_name, find_device, memory_size
@@ -48,6 +46,9 @@ from workshop.doctor import name_commit, name_driver, name_libraries
 from workshop.processes import Launch
 from workshop.results import runs
 from workshop.stages import STAGES, modules_of
+
+import side
+from turns import NEVER, SIDE, STEP, random_tokens
 
 # NCCL takes each rank for one on a host of its own (see side.py), so that
 # several may share a GPU; they talk over the loopback interface.

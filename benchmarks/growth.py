@@ -10,7 +10,6 @@ from statistics import median
 import numpy as np
 import torch
 import train_gpt2_std as std
-from turns import column, show, summary, take_turns, train
 
 from backstage import dataset
 from backstage.checkpoint import (
@@ -20,6 +19,8 @@ from backstage.checkpoint import (
 )
 from backstage.flags import DEMO
 from workshop.stages import find
+
+from turns import column, show, summary, take_turns, train
 
 TOKENS = 1_000_000  # of a shard; they are mapped, not read
 

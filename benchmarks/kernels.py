@@ -16,11 +16,12 @@ from statistics import median
 
 import torch
 from torch.nn import functional as F
-from turns import processor
 
 from backstage import ROOT
 from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
+
+from turns import processor
 
 ROUNDS = 20
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"

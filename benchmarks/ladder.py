@@ -38,10 +38,8 @@ from typing import Literal
 import numpy as np
 import tiktoken
 import torch
-from combine import combine
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from turns import processor
 
 from backstage import ROOT, dataset
 from backstage.device import device_name
@@ -51,6 +49,9 @@ from backstage.process import count_cores
 from workshop import interpreter
 from workshop.processes import Launch
 from workshop.results import runs as results
+
+from combine import combine
+from turns import processor
 
 # The model, in the place of preset nano; what is trained, and how long.
 MODEL = {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384}

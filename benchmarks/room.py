@@ -24,13 +24,14 @@ from pathlib import Path
 
 import psutil
 from jupyter_client import KernelManager
-from shared import busy
-from turns import show
 
 from backstage import ROOT
 from backstage.errors import require
 from backstage.process import count_cores
 from workshop.stages import find
+
+from shared import busy
+from turns import show
 
 BUSY = 6
 COURSE = ("backstage", "workshop", "solutions", "code", "fineweb")

@@ -25,13 +25,14 @@ from typing import Literal
 
 import torch
 import tyro
-from turns import processor
 
 from backstage import ROOT
 from backstage.device import device_name, find_device
 from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
 from backstage.process import count_cores
+
+from turns import processor
 
 sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from turns import column, show, summary, take_turns, train
 
 from backstage.errors import require
 from backstage.flags import DEMO
@@ -23,6 +22,8 @@ from backstage.flops import num_parameters
 from backstage.process import count_cores
 from workshop.results.runs import fit
 from workshop.stages import find
+
+from turns import column, show, summary, take_turns, train
 
 NO_SYNC = "with nullcontext() if is_last_microbatch else model.no_sync():"
 STEPS = 25

@@ -18,9 +18,9 @@ from functools import partial
 from itertools import accumulate
 from statistics import mean, median
 
-from turns import show, summary, take_turns, train
-
 from workshop.stages import find
+
+from turns import show, summary, take_turns, train
 
 DEFAULT = {"BENCHMARK_DEFAULT": "1"}  # side.py: as torch does by itself
 SIDES = {"default": DEFAULT, "ours": {"GOMP_SPINCOUNT": "10000"},

@@ -12,6 +12,14 @@ from dataclasses import replace
 from statistics import median
 
 import train_gpt2_std as std
+
+from backstage import dataset
+from backstage import flags as stage_flags
+from backstage.device import has_bf16
+from backstage.errors import require
+from backstage.flops import flops_per_token, peak_flops
+from workshop.stages import find
+
 from turns import (
     SIDE,
     column,
@@ -21,13 +29,6 @@ from turns import (
     take_turns,
     train,
 )
-
-from backstage import dataset
-from backstage import flags as stage_flags
-from backstage.device import has_bf16
-from backstage.errors import require
-from backstage.flops import flops_per_token, peak_flops
-from workshop.stages import find
 
 BASE = "transformers, fp32"
 NOTE = ("transformers is not installed (pip install transformers): ratios are "

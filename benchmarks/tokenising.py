@@ -12,19 +12,20 @@ from functools import partial
 from pathlib import Path
 
 import demo
-import documents
-import manifest
 import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import rustbpe
 import tiktoken
-import tokenise
-from turns import show, summary, take_turns
 
 import fineweb
 from backstage import dataset
 from backstage.errors import UserError
+
+import documents
+import manifest
+import tokenise
+from turns import show, summary, take_turns
 
 SHARD = 10_000_000  # tokens
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from generate import load
 from torch.nn import functional as F
 
 from backstage.errors import parse_flags, require, run_main
 from backstage.process import name_ranks
 from backstage.world import on_every_rank
+
+from generate import load
 
 
 @dataclass

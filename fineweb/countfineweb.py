@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import manifest
-import shards
 import tyro
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
+
+import manifest
+import shards
 
 
 @dataclass

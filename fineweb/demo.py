@@ -20,11 +20,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-import manifest
 import tyro
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
+
+import manifest
 
 HERE = Path(__file__).resolve().parent
 SEED = 1337
@@ -246,6 +247,7 @@ def encode(documents, encoding):
 def write(out, source, train, val, encoding):
     """Make the folder `out` from the two splits, lists of documents."""
     import numpy as np
+
     import shards
 
     try:

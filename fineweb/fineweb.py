@@ -20,15 +20,16 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-import documents
-import manifest
 import numpy as np
-import shards
-import tokenise
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import lock_folder, remove_parts
+
+import documents
+import manifest
+import shards
+import tokenise
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"

@@ -11,12 +11,13 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import manifest
 import numpy as np
 from tqdm import tqdm
 
 from backstage.errors import UserError, require
 from backstage.files import PART, open_part, write_atomically
+
+import manifest
 
 SIZE = 100_000_000  # tokens: 200 MB
 BIN_MAGIC = 20240520  # with which the shards of llm.c begin

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import shards
 import tyro
 
 from backstage import dataset
 from backstage.errors import parse_flags, require, run_main
+
+import shards
 
 
 @dataclass

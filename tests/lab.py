@@ -124,9 +124,9 @@ class Lesson:
         wait_for(write, 30, shown)
         return cell
 
-    def run_instead(self, source, new):
+    def run_instead(self, source, new, key="Control+Enter"):
         self.write_instead(source, new)
-        return self.run(new)
+        return self.run(new, key=key)
 
     def type_over(self, line, new):
         """Replace the end of the line that ends with `line`."""

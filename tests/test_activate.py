@@ -131,6 +131,13 @@ def test_it_is_found_where_cd_looks_elsewhere(desk, tmp_path):
     assert out.endswith("\n0\n"), out
 
 
+def test_functions_of_the_shell_do_not_reach_what_it_starts(desk):
+    """As in many a .bashrc; they are exported to every bash."""
+    out = works(desk, "echo $?", before='cd() { builtin cd "$@" && ls; }; '
+                "ls() { echo mine; }; export -f cd ls")
+    assert out.endswith("\n0\n") and "not complete" not in out, out
+
+
 def test_a_module_added_later_is_found(desk):
     site, again = desk / "site.sh", shlex.quote(str(desk / "activate.sh"))
     try:

@@ -2,18 +2,21 @@
 
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import copy_desk, edit, python, workshop
 
-from workshop.lesson import desk, documents
+from workshop.lesson import documents
 
 TITLES = [change.title for change in documents.load("ddp")]
 N = len(TITLES)
 WRAP = str(1 + TITLES.index("Wrap the model in DDP"))
-BACKUP = r"train_gpt2\.20\d{6}-\d{6}(-\d+)?\.py"
+BACKUP = r"20\d{6}-\d{6}-\d+(\.apply-ddp(-\d+)+)?\.py"
 
 
 @pytest.fixture
@@ -30,17 +33,28 @@ def solution(repo, stage):
 
 
 def backups(repo):
-    files = sorted(set((repo / "code").iterdir())
-                   - {script(repo), repo / "code" / ".checked.json"})
-    for file in files:
-        assert re.fullmatch(BACKUP, file.name)  # and nothing half written
-    return files
+    """In their order; and nothing half written lies about."""
+    folder = repo / "code" / "backups"
+    assert {*(repo / "code").iterdir()} <= {
+        script(repo), folder, repo / "code" / ".checked.json"}
+    files = [*folder.iterdir()] if folder.exists() else []
+    assert all(re.fullmatch(BACKUP, file.name) for file in files)
+    return sorted(files, key=lambda file: int(number(file)))
+
+
+def date(backup):
+    return backup.name.split(".")[0]
+
+
+def number(backup):
+    return date(backup).split("-")[2]
 
 
 def test_apply_makes_one_change_and_keeps_what_was_there(repo):
     out = workshop(repo, "apply", "ddp", WRAP)
     assert f"made change {WRAP}: Wrap the model in DDP\n" in out
-    assert f"{N - 1} of {N} changes left" in out and out.startswith("Reopen")
+    assert f"{N - 1} of {N} changes left" in out
+    assert out.splitlines()[-1].startswith("Reopen")
     assert b"\n    model = DistributedDataParallel(" in script(
         repo).read_bytes()
     backup, = backups(repo)
@@ -97,10 +111,11 @@ def test_reset_undo_and_back_by_date(repo):
     out = workshop(repo, "reset", "ddp")
     assert script(repo).read_bytes() == solution(repo, "ddp")
     first, = backups(repo)
-    assert first.read_bytes() == mine and out.startswith("Reopen")
+    assert first.read_bytes() == mine
+    assert out.splitlines()[-1].startswith("Reopen")
     listed = workshop(repo, "reset", "--list")
     assert re.search(r"^code/train_gpt2\.py +ddp$", listed, re.MULTILINE)
-    assert re.search(rf"^{first.name.split('.')[1]} +std, with 1 lines? of "
+    assert re.search(rf"^{date(first)} +std, with 1 lines? of "
                      "code changed$", listed, re.MULTILINE)
     assert "already ddp" in workshop(repo, "reset", "ddp")
     assert backups(repo) == [first]
@@ -109,23 +124,102 @@ def test_reset_undo_and_back_by_date(repo):
     workshop(repo, "reset", "--undo")  # and forth
     assert script(repo).read_bytes() == solution(repo, "ddp")
     workshop(repo, "reset", "std")
-    workshop(repo, "reset", first.name.split(".")[1])
+    workshop(repo, "reset", date(first))
     assert script(repo).read_bytes() == mine
     assert mine in [file.read_bytes() for file in backups(repo)]
 
 
-def test_the_backup_is_on_the_disk_before_the_script_is_replaced(
-        tmp_path, monkeypatch):
+def on_sync(call, moment, then):
+    """Run `call`, and `then` just before it syncs for the moment-th time."""
+    return f"""if True:
+        import os, pathlib
+        from backstage.errors import run_main
+        from workshop.lesson import desk
+        script, sync, times = desk.DESK, os.fsync, []
+
+        def fsync(file):
+            times.append(file)
+            if len(times) == {moment}:
+                {then}
+            sync(file)
+
+        os.fsync = fsync
+        run_main(lambda: desk.{call})"""
+
+
+@pytest.mark.parametrize("call", ["apply('ddp', [3])", "reset('ddp')"])
+@pytest.mark.parametrize("links", [1, 2])
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_what_an_editor_saves_meanwhile_stays(repo, call, links, moment):
+    """While a slow disk writes the backup, its folder, or the new script."""
+    if links == 2:
+        os.link(script(repo), repo / "another")
+    end = python(repo, "-c", on_sync(
+        call, moment, "script.write_text('# saved meanwhile\\n')"))
+    if links == 2 and moment == 3:  # the new script was there before
+        assert end.returncode == 0
+    else:
+        assert end.returncode == 1
+        assert re.fullmatch(r"error: [^\n]+ was saved meanwhile [^\n]+\n",
+                            end.stderr), end.stderr
+        assert not backups(repo)
+    assert script(repo).read_text() == "# saved meanwhile\n"
+
+
+def test_the_backup_is_on_the_disk_before_the_script_is_replaced(repo):
     """After a power cut an empty one could be all that is left."""
-    mine, synced = tmp_path / "train_gpt2.py", []
-    mine.write_bytes(b"mine")
-    monkeypatch.setattr(desk, "DESK", mine)
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(
-        (os.stat(file if isinstance(file, int) else file.fileno()).st_ino,
-         mine.read_bytes())))
-    backup = desk.replace(b"new")
-    assert (backup.stat().st_ino, b"mine") in synced
-    assert backup.read_bytes() == b"mine" and mine.read_bytes() == b"new"
+    for moment in 1, 2, 3:
+        python(repo, "-c", on_sync("reset('ddp')", moment, "os._exit(1)"))
+        assert script(repo).read_bytes() == solution(repo, "std")
+    for backup in (repo / "code" / "backups").iterdir():
+        assert backup.read_bytes() == solution(repo, "std")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_link_stays_one_and_a_full_disk_leaves_what_was_there(repo, link):
+    mine = repo / "mine" / "training.py"
+    mine.parent.mkdir()
+    script(repo).rename(mine)
+    link(mine, script(repo))
+    workshop(repo, "reset", "lit")
+    assert mine.read_bytes() == solution(repo, "lit")
+    assert script(repo).samefile(mine)
+    workshop(repo, "reset", "--undo")
+    assert mine.read_bytes() == solution(repo, "std")
+    assert script(repo).is_symlink() == (link is os.symlink)
+    before = backups(repo)
+    end = python(repo, "-c", on_sync("reset('3d')", 2, (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, "
+        "signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, "
+        "2 * [script.stat().st_size + 99])")))
+    assert re.fullmatch(r"error: [^\n]+ is unchanged[^\n]*\n", end.stderr)
+    assert mine.read_bytes() == solution(repo, "std")
+    assert backups(repo) == before
+
+
+def test_a_link_to_a_solution_does_not_change_that(repo):
+    script(repo).unlink()
+    script(repo).symlink_to("../solutions/train_gpt2_std.py")
+    assert "`rm code/train_gpt2.py`" in workshop(
+        repo, "apply", "ddp", "1", status=1)
+
+
+def test_undo_goes_by_the_order_and_not_by_a_clock(repo):
+    """Nor do time zones, and backups from before they had numbers, matter."""
+    (repo / "code" / "train_gpt2.20990101-000001.py").write_text("# old 1\n")
+    (repo / "code" / "train_gpt2.20990101-000001-2.py").write_text("# old 2")
+    for version, zone in enumerate(("Asia/Tokyo", "UTC", "America/Lima")):
+        script(repo).write_text(f"# version {version}\n")
+        workshop(repo, "reset", "std", TZ=zone)
+    names = [line.split()[0] for line in workshop(
+        repo, "reset", "--list").splitlines()[2:-1]]
+    assert names[:2] == ["20990101-000001", "20990101-000001-2"]
+    assert [name.split("-")[2] for name in names[2:]] == ["1", "2", "3"]
+    workshop(repo, "reset", "--undo", TZ="America/Lima")
+    assert script(repo).read_text() == "# version 2\n"
+    shutil.rmtree(repo / "code" / "backups")
+    workshop(repo, "reset", "--undo")
+    assert script(repo).read_text() == "# old 2"
 
 
 def test_many_resets_within_a_second_lose_nothing(repo):
@@ -152,24 +246,25 @@ def test_applies_at_the_same_time_lose_no_change(repo):
         repo, "diff", "ddp")
 
 
-def test_what_an_editor_saves_meanwhile_stays(repo):
-    program = """if True:
-        from backstage.errors import run_main
-        from workshop.lesson import desk
-        back_up = desk.back_up
-
-        def save_and_back_up():
-            desk.DESK.write_text("# saved meanwhile\\n")
-            return back_up()
-
-        desk.back_up = save_and_back_up
-        run_main(lambda: desk.apply("ddp", [3]))"""
-    end = python(repo, "-c", program)
-    assert end.returncode == 1
-    assert re.fullmatch(r"error: [^\n]+ was saved meanwhile [^\n]+\n",
-                        end.stderr), end.stderr
-    assert script(repo).read_text() == "# saved meanwhile\n"
-    assert not backups(repo)
+def test_the_list_says_what_an_editor_has_saved_over(repo):
+    text = script(repo).read_text()
+    workshop(repo, "apply", "ddp", "1", "2")
+    workshop(repo, "apply", "ddp", WRAP)
+    assert "any more" not in workshop(repo, "diff", "ddp")
+    # a change that is edited afterwards is not gone
+    made = script(repo).read_text()
+    script(repo).write_text(edit(made, ("gradient_as_bucket_view=True", "")))
+    assert "any more" not in workshop(repo, "diff", "ddp")
+    # JupyterLab's Overwrite, of what the editor shows and an edit in it
+    script(repo).write_text(edit(text, ("device = use_device(hp.device)",
+                                        "device = use_device('cpu')")))
+    said = workshop(repo, "diff", "ddp")
+    assert f"changes 1 2 {WRAP}. Did" in said
+    again, = re.findall(r"`python -m workshop (apply [^`]+)`", said)
+    workshop(repo, *again.split())
+    assert "any more" not in workshop(repo, "diff", "ddp")
+    workshop(repo, "reset", "--undo")  # by which they go, too
+    assert "any more" not in workshop(repo, "diff", "ddp")
 
 
 def test_apply_says_which_lines_of_ones_own_gave_way(repo):
@@ -201,8 +296,36 @@ def test_a_null_byte_or_no_script_is_one_line(repo):
     assert script(repo).read_bytes() == solution(repo, "std")
 
 
+NO_FILE = {
+    "FIFO": os.mkfifo, "folder": os.mkdir,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("kind", NO_FILE)
+def test_what_is_no_file_is_one_line_and_nobody_waits(repo, kind, monkeypatch):
+    monkeypatch.chdir(repo / "code")  # a socket's address is short
+    script(repo).unlink()
+    NO_FILE[kind](Path("train_gpt2.py"))
+    for words in (("diff", "ddp"), ("check", "ddp"), ("apply", "ddp", "3"),
+                  ("check", "ddp", "3"), ("reset", "std"),
+                  ("reset", "--undo"),
+                  ("verify", "code/train_gpt2.py")):
+        workshop(repo, *words, status=1)
+    for words in (("reset", "--list"), ("script", "ddp"),
+                  ("launch", "ddp", "--dry-run")):
+        assert "cannot be read" in workshop(repo, *words)
+    assert not script(repo).is_file()
+
+
+def test_a_record_of_checks_that_is_none_is_no_record(repo):
+    os.mkfifo(repo / "code" / ".checked.json")
+    assert "changes left" in workshop(repo, "diff", "ddp")
+
+
 def test_what_cannot_be_read_does_not_break_the_list(repo):
     folder = repo / "code"
+    os.mkfifo(folder / "train_gpt2.20260101-000004.py")
     (folder / "train_gpt2.20260101-000001.py").write_bytes(b"a\0b\n")
     (folder / "train_gpt2.20260101-000002.py").symlink_to("nowhere")
     (folder / "train_gpt2.20260101-000003.py").write_bytes(
@@ -213,7 +336,8 @@ def test_what_cannot_be_read_does_not_break_the_list(repo):
             ("code/train_gpt2.py", "is not UTF-8"),
             ("20260101-000001", "null byte"),
             ("20260101-000002", "is not there"),
-            ("20260101-000003", "ddp")), 1):
+            ("20260101-000003", "ddp"),
+            ("20260101-000004", "not a regular file")), 1):
         assert lines[k].startswith(name) and what in lines[k]
     workshop(repo, "reset", "--undo")  # past those, to the newest
     assert script(repo).read_bytes() == solution(repo, "ddp")

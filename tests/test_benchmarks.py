@@ -11,12 +11,13 @@ import pytest
 import run as benchmark
 import speed
 import torch
-import turns
 from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop.processes import launch
+
+import turns
 
 sides_of = speed.sides_of
 

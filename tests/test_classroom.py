@@ -10,13 +10,16 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import copy_desk, program, python
+from conftest import all_processes, copy_desk, program, python
 
 from backstage import ROOT
 from workshop import classroom
 
 OTHERS = ('{"stage": "ddp"', "[]", '{"stage": "no", "time": 1}',
-          '{"stage": "ddp", "time": 1, "left": 7}', "[" * 100_000, "\0")
+          '{"stage": "ddp", "time": 1, "left": 7}', "[" * 100_000, "\0",
+          *(f'{{"stage": "ddp", "time": {time}, "left": [3]}}' for time in (
+              "-1e299", "1e299", "NaN", '"1"', "[[1]]", "true",
+              "9" * 400, "9" * 5000)))
 
 
 def write(folder, name, *lines):
@@ -42,27 +45,35 @@ def test_a_line_for_those_who_take_part(tmp_path):
     assert person.left == classroom.number_changes("ddp")
 
 
-@pytest.mark.parametrize("kind", ["missing", "file", "read-only", "full",
-                                  "does not answer"])
+@pytest.mark.parametrize("kind", ["missing", "file", "read-only", "link",
+                                  "hard link", "FIFO", "FIFO with a reader"])
 def test_a_bad_folder_disturbs_nobody(kind, tmp_path, monkeypatch, capfd):
-    shared = tmp_path / "class"
+    """Nor is what anybody has put under the predictable name written to."""
+    shared, other = tmp_path / "class", tmp_path / "other"
     mine = shared / f"{classroom.my_name()}.jsonl"
+    other.write_text("not a note\n")
     if kind == "file":
         shared.touch()
     elif kind == "read-only":
         shared = "/proc"  # for root, too
     elif kind != "missing":
         shared.mkdir()
-        if kind == "full":
-            mine.symlink_to("/dev/full")
-        else:
-            os.mkfifo(mine)  # who writes waits for a reader
+    if kind.endswith("link"):
+        (mine.symlink_to if kind == "link" else mine.hardlink_to)(other)
+    elif kind.startswith("FIFO"):
+        os.mkfifo(mine)
+    reader = kind.endswith("reader") and os.open(
+        mine, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
     classroom.note("ddp", left=[1])
     assert capfd.readouterr() == ("", "")
-    if kind == "does not answer":  # the line is on its way, all the same
-        assert '"left": [1]' in mine.read_text()
+    wait_for(lambda: not any(classroom.WRITE in words
+                             for _, words, _ in all_processes()))
+    assert other.read_text() == "not a note\n"
     assert kind != "missing" or not shared.exists()
+    if reader:
+        assert os.read(reader, 9) == b""
+        os.close(reader)
 
 
 def test_what_is_read_from_a_folder_that_all_may_write_to(tmp_path):
@@ -73,6 +84,8 @@ def test_what_is_read_from_a_folder_that_all_may_write_to(tmp_path):
     write(tmp_path, "c", "x" * (classroom.LARGEST + 1))
     os.mkfifo(tmp_path / "d.jsonl")
     (tmp_path / "e.jsonl").mkdir()
+    (tmp_path / "f.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "g.jsonl").symlink_to("/dev/zero")
     assert classroom.read(tmp_path) == [
         classroom.Person("ddp", [2, 9], 20, None, "")]
 
@@ -103,6 +116,15 @@ def test_the_jobs_of_the_course(tmp_path, monkeypatch):
     assert classroom.count_jobs() == "Jobs: 2 wait in the queue, 1 run."
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert classroom.count_jobs() == ""
+
+
+def test_a_page_that_is_not_ours_is_kept(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("my thesis")
+    done = python(ROOT, "-m", "workshop", "class", tmp_path, "-o", page)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "name another page with -o" in done.stderr
+    assert page.read_text() == "my thesis"
 
 
 def test_a_folder_that_is_not_there(tmp_path):

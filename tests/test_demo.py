@@ -11,10 +11,11 @@ import time
 
 import numpy as np
 import pytest
-import shards
 from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import ROOT, dataset
+
+import shards
 
 
 def documents(path, encoding):

@@ -23,11 +23,12 @@ import rustbpe
 import splitfineweb
 import stages
 import tiktoken
-import tokenise
 from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import dataset
 from backstage.errors import UserError
+
+import tokenise
 
 NAME = "HuggingFaceFW/fineweb-edu"
 SIZE = 50_000  # tokens in a shard

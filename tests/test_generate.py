@@ -2,13 +2,14 @@
 
 import re
 
-import generate
 import pytest
 import torch
 from stages import FOLDER, Result, refused
 
 from backstage import ROOT
 from workshop.processes import launch
+
+import generate
 
 SCRIPT = ROOT / "code" / "generate.py"
 

@@ -2,7 +2,6 @@
 
 import json
 
-import generate
 import hellaswag
 import pytest
 import torch
@@ -11,6 +10,8 @@ from backstage import ROOT
 from backstage.dataset import load_vocabulary
 from backstage.errors import UserError
 from workshop.processes import launch
+
+import generate
 
 SCRIPT = ROOT / "code" / "hellaswag.py"
 ENDINGS = ["the cat.", "sat on the mat, and then went", "an", "ran to him"]

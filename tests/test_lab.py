@@ -303,8 +303,32 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     # again, from the start
     workshop(repo, "reset", "std")
     lesson.expect(view).to_contain_text(everything)
-    backup = max((repo / "code").glob("train_gpt2.20*.py"))
+    backup = max((repo / "code" / "backups").iterdir(),
+                 key=lambda file: int(re.split("[-.]", file.name)[2]))
     assert backup.read_text() == ready
+
+
+@pytest.mark.parametrize("all_cells", [False, True])
+def test_how_to_reload_is_in_sight_and_what_overwrite_has_undone_is_said(
+        page, lab, repo, all_cells):
+    """By Shift+Enter, as the lesson says; with the list above, which follows.
+    """
+    lesson = Lesson(page, lab(repo, all_cells=all_cells))
+    lesson.run('diff("ddp")', key="Shift+Enter")
+    lesson.run_instead("# remove a #", 'apply("ddp", 1, 2, 3, 4, 13)',
+                       "Shift+Enter")
+    for words in "Reopen the script if", "throws these changes away.":
+        lesson.readable(words)
+    page.wait_for_timeout(1000)  # the list has followed
+    for words in "Reopen the script if", "throws these changes away.":
+        assert page.evaluate("readable", words), words
+    lesson.editor.click(position={"x": 200, "y": 5})
+    page.keyboard.type("# mine\n")
+    page.keyboard.press("Control+s")
+    page.locator(".jp-Dialog button", has_text="Overwrite").click()
+    lesson.expect(page.locator(".ws .bad", has_text="though apply made them: "
+                               "changes 1 2 3 4 13.")).to_contain_text(
+        'apply("ddp", 1, 2, 3, 4, 13) makes them again')
 
 
 def of_a_busy_kernel(route):

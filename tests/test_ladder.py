@@ -5,7 +5,6 @@ import re
 import sys
 from importlib.util import find_spec
 
-import combine
 import ladder
 import numpy as np
 import pytest
@@ -19,6 +18,8 @@ from backstage import ROOT, dataset
 from backstage.errors import UserError
 from workshop.results import plot
 from workshop.results import runs as results
+
+import combine
 
 
 @pytest.fixture(autouse=True)

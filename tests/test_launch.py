@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import world
-from conftest import program
+from conftest import program, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -20,6 +20,11 @@ from workshop.stages import STAGES
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
          "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_CPUS_ON_NODE": "32"}
+
+
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1"}
 
 
 @pytest.fixture
@@ -42,6 +47,8 @@ def command(stage, env, devices=0):
     ({"SLURM_GPUS_ON_NODE": "4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4, 8),
     ({"SLURM_GPUS_PER_NODE": "2"}, 2, 16),
+    ({"SLURM_GPUS_PER_NODE": "a100:1,h100:3"}, 4, 8),
+    ({"SLURM_GPUS_ON_NODE": "0", "SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4),
     ({"SLURM_TASKS_PER_NODE": "8(x2)"}, 8, 4),
     ({"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "",
       "SLURM_JOB_CPUS_PER_NODE": "72,36"}, 4, 9)])  # in salloc's shell
@@ -84,6 +91,11 @@ def test_on_a_machine_without_a_job(programs, stage, devices, expected):
     assert command(stage, {}, devices) == f"{expected} --seed 1"
 
 
+def test_torchrun_takes_no_flag_from_a_variable():
+    assert command("ddp", {"PET_NNODES": "1", "PET_RDZV_ID": "7"}).startswith(
+        "env -u PET_NNODES -u PET_RDZV_ID torchrun --standalone")
+
+
 def test_the_doctor_is_launched_as_a_stage_is(
         programs, capsys, monkeypatch):
     programs(mpirun="HYDRA build details")
@@ -104,12 +116,33 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
             ({"RANK": "0"}, "a rank of a launcher already"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, r"2\(x2\),1 tasks"),
+            *((SLURM | {name: junk}, f"unset {name}$") for name in (
+                "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE",
+                "SLURM_TASKS_PER_NODE", "SLURM_CPUS_ON_NODE")
+              for junk in ("N/A", "-1", "4x", "1e3", "9" * 5000)),
+            ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4"),
             ({"PBS_NODEFILE": str(nodes)}, "not name all nodes equally")):
         with pytest.raises(UserError, match=words):
             command("ddp", env)
     programs(scontrol="n1\n' >&2; exit 1; echo '")
     with pytest.raises(UserError, match=r"^`scontrol .*` fails: [^\n]+$"):
         command("ddp", SLURM)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no PYTHONSAFEPATH")
+@pytest.mark.parametrize("words", [
+    "fineweb/countfineweb.py fineweb/demo", "code/hellaswag.py --help",
+    "code/train_gpt2.py --help", "benchmarks/ladder.py --help",
+    "-m workshop diff ddp", "-m workshop.as_torchrun {}/main.py"])
+def test_scripts_find_what_lies_beside_them_with_a_safe_path(words, tmp_path):
+    (tmp_path / "main.py").write_text("import beside, backstage\n"
+                                      "print(backstage.__file__)")
+    (tmp_path / "beside.py").touch()
+    end = python(ROOT, *words.format(tmp_path).split(), PYTHONSAFEPATH="1",
+                 PYTHONPATH=str(ROOT), **(RANK if "torchrun" in words else {}))
+    assert end.returncode == 0, end.stderr
+    if "torchrun" in words:
+        assert end.stdout.startswith(str(ROOT))
 
 
 def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):

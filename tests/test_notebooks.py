@@ -22,7 +22,7 @@ from lab import Lesson
 from backstage import ROOT
 from backstage.errors import UserError
 from slides import figures, schedules
-from workshop import journey
+from workshop import journey, rehearse
 from workshop import lab as opener
 from workshop.lesson import checked, documents, render
 from workshop.lesson.diff import Diff
@@ -679,3 +679,25 @@ def test_a_message_in_a_cell_names_what_one_can_call_there():
              '`diff("ddp", hints=False)`'),
             ("`python -m workshop lab`", "`python -m workshop lab`")):
         assert render.as_calls(said) == shown
+
+
+@pytest.mark.parametrize("call", [
+    "diff()", "diff('std')", "diff(3)", "diff(['ddp'])", "diff('ddp', no=1)",
+    "apply('ddp', 10**30)", "apply('no', 1)", "apply('ddp', 2.5)",
+    "beside('../../x')", "bills('x')", "bills(-1)", "bills(float('nan'))",
+    "cadence(3)", "compare('std')", "compare('std', 'no')", "experiment()",
+    "plot(b'x')", "reset(5)", "runs(3)", "train('a\\0b')", "plant('x')",
+    "check('\\ud800')", "verify('un\"closed')", "verify(None)",
+    "magics.ranks('²', '')", "magics.ranks('9', '')", "magics.mpi('2 x', '')",
+    "magics.ranks('2 3 4', '')", f"magics.mpi('2 {'9' * 5000}', '')"])
+def test_a_cell_with_a_wrong_argument_says_so_in_a_line(call, capsys):
+    said = eval(call, vars(cells))
+    if call.startswith("magics"):  # which show it
+        text = capsys.readouterr().out.rstrip()
+    else:
+        text = said.more[rehearse.COMPLAINT]
+    assert text and "\n" not in text and len(text) < 200
+
+
+def test_two_equal_stages_have_no_changes():
+    assert cells.compare("std", "std").text == ""

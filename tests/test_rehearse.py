@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
-from cluster import COUNTS, clone_course
-from conftest import copy_course, git, needs, program
+from cluster import COUNTS, clone_course, wait_for
+from conftest import all_processes, copy_course, git, needs, program
 
 from backstage import ROOT
 from workshop import __main__ as tools
@@ -88,6 +90,30 @@ def test_a_job_that_does_not_end_is_cancelled(clone, capfd, monkeypatch):
     assert capfd.readouterr().err.startswith(
         "job: error: it had not ended after 2 s: try")
     assert (clone / "cancelled").read_text() == "17\n"
+
+
+@pytest.mark.parametrize("number", rehearse.ENDING)
+def test_an_ended_rehearsal_leaves_nothing(tmp_path, number):
+    """Here while it sources an activate.sh that ends only if it has to."""
+    clone = tmp_path / "clone"
+    copy_course(clone, "backstage", "workshop", "batchfiles", "code")
+    (clone / "activate.sh").write_text(
+        "trap '' TERM; touch ../begun; while sleep 0.1; do :; done\n")
+    for words in ("init", "-q"), ("add", "-A"), ("commit", "-qm", "all"):
+        git(clone, *words)
+    here = tmp_path / "here"
+    here.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from workshop import rehearse, __main__\n"
+         "rehearse.GRACE = 1; __main__.run_main(__main__.main)", "rehearse"],
+        cwd=here, env=os.environ | {"PYTHONPATH": str(clone)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    wait_for(lambda: [*here.glob("*/begun")])
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not [*here.iterdir()]
+    assert not [words for _, words, variables in all_processes()
+                if f"PWD={here}" in " ".join(variables)]
 
 
 @pytest.mark.parametrize(("program", "first"), [

@@ -206,14 +206,14 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
 
 def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    panels.main("all.png", EXAMPLES)
+    panels.draw_all("all.png", EXAMPLES)
     assert "all.png: std x 1, mpi x 2, ddp x 1" in capsys.readouterr().out
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
     # one run is enough; the MFU is shown if it is known
     shutil.copytree(results.EXAMPLES / "std-1", tmp_path / "run")
     rewrite(tmp_path / "run" / "metrics.csv", mfu=["0.415"] * 20)
-    panels.main("one.svg", ["run"])
+    panels.draw_all("one.svg", ["run"])
     svg = (tmp_path / "one.svg").read_text()
     for text in ("MFU 42%", "there are only runs on one process",
                  "needs one stage on three numbers", "no GPU metrics"):
@@ -221,9 +221,11 @@ def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
 
     def panel(name):
         monkeypatch.setattr(sys, "argv", [
-            "", name, str(results.EXAMPLES / "ddp-2"), "panel.svg"])
+            "", name, str(results.EXAMPLES / "ddp-2"), f"{name}.svg"])
         panels.write_panel()
-        return (tmp_path / "panel.svg").read_text()
+        with pytest.raises(FileExistsError):  # which is said in a line
+            panels.write_panel()
+        return (tmp_path / f"{name}.svg").read_text()
 
     svg = panel("loss")
     title, about, *_ = ElementTree.fromstring(svg)
@@ -251,10 +253,29 @@ def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name, message in (
-            ("folder", "folder is a folder: name a file"),
-            ("all.xyz", "all.xyz: Format 'xyz' is not supported")):
+            ("folder", "folder: name a file that ends in .png"),
+            ("all.xyz", "all.xyz: name a file that ends in .png"),
+            ("not/there.png", "not/there.png could not be written")):
         with pytest.raises(UserError, match=message):
-            panels.main(name, EXAMPLES)
-    with pytest.raises(FileNotFoundError):  # which the command says in a line
-        panels.main("not/there.png", EXAMPLES)
+            panels.draw_all(name, EXAMPLES)
     assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
+    mine, link = tmp_path / f"mine.{kind}", tmp_path / f"link.{kind}"
+    mine.write_text("MINE")
+    link.symlink_to(mine)
+    os.mkfifo(tmp_path / f"fifo.{kind}")
+    for file in mine, link, tmp_path / f"fifo.{kind}":
+        with pytest.raises(UserError, match="name another file with -o"):
+            panels.draw_all(file, EXAMPLES[:1])
+    assert mine.read_text() == "MINE"
+    for _ in range(2):
+        panels.draw_all(tmp_path / f"ours.{kind}", EXAMPLES[:1])
+
+
+@pytest.mark.parametrize("backend", ["nonsense", "tkagg", "module://no.no"])
+def test_plot_needs_no_display_and_no_backend(tmp_path, backend):
+    workshop(ROOT, "plot", EXAMPLES[0], "-o", tmp_path / "a.png",
+             MPLBACKEND=backend, DISPLAY="")

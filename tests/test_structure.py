@@ -21,7 +21,7 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings html parts",
+        "tools": "command_line errors findings html parts reader",
         "watch": "watch.*",
         "report": "check.endings check.board deadlock",
         "why": "why.*",
@@ -45,7 +45,7 @@ notebook.shown rehearse
 """
 PACKAGES = {  # besides torch
     "sleeping_mpi": {"mpi4py"}}
-LARGE = """lesson.diff lesson.render notebook.pictures why.judge
+LARGE = """lesson.render notebook.pictures why.judge
     why.witness""".split()
 TOOLS = {name.removeprefix("workshop."): path for name, path
          in MODULES.items() if name.startswith("workshop")

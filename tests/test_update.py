@@ -66,7 +66,8 @@ def same(clone, course, but=""):
 def kept(clone, name):
     """What was set aside of the file."""
     path = clone / name
-    file, = path.parent.glob(f"{path.stem}.20*{path.suffix}")
+    file, = (path.parent.glob("backups/20*.py") if name == DESK else
+             path.parent.glob(f"{path.stem}.20*{path.suffix}"))
     return file
 
 
@@ -160,6 +161,20 @@ exec /usr/bin/git "$@"
 """)
     python(clone, "-m", "workshop", "update", PATH=f"{programs}:/usr/bin:/bin")
     assert kept(clone, DESK).read_text().endswith("# mine\n")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_script_that_is_a_link_stays_one(course, clone, tmp_path, link):
+    renew(course, DESK)
+    mine = tmp_path / "mine.py"
+    (clone / DESK).rename(mine)
+    append(tmp_path, "# mine\n", "mine.py")
+    link(os.path.relpath(mine, (clone / DESK).parent) if link is os.symlink
+         else mine, clone / DESK)
+    update(clone)
+    assert (clone / DESK).samefile(mine)
+    assert kept(clone, DESK).read_text() == mine.read_text()
+    assert mine.read_text().endswith("# mine\n")
 
 
 def test_a_link_in_the_place_of_a_folder_leads_to_nothing_that_changes(

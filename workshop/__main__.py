@@ -75,7 +75,7 @@ HIDDEN = {
 def main():
     try:
         args = parse()
-        sys.exit(args.run(args))
+        sys.exit(args.function(args))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("", "backstage", "workshop"):
             raise

@@ -36,7 +36,9 @@ def main():
     require(Path(script).is_file(), f"{script}: no such script: check the "
             "path")
     sys.argv = words
-    sys.path[0] = str(Path(script).resolve().parent)
+    # in place of this folder, which PYTHONSAFEPATH leaves out
+    sys.path[:not getattr(sys.flags, "safe_path", False)] = [
+        str(Path(script).resolve().parent)]
     runpy.run_path(script, run_name="__main__")
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -24,16 +25,28 @@ from backstage.errors import require
 from backstage.files import write_atomically
 from workshop.lesson import documents
 from workshop.lesson.render import BLUE, ORANGE, quote
+from workshop.reader import may_replace, read_regular
 from workshop.stages import LESSONS, STAGES, batch_files
 
 # Nobody waits for it: the folder may be full, gone, or on a server that does
-# not answer. It makes no folder.
-WRITE = '(umask 022; exec printf "%s\\n" "$1" >>"$2") &'
+# not answer. It makes no folder, and writes into no link and no FIFO, which
+# anybody may have put there.
+IN_THE_BACKGROUND = '"$@" &'
+WRITE = """import os, stat, sys
+os.umask(0o022)
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT
+               | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+found = os.fstat(file)
+if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+    os.write(file, sys.argv[2].encode() + b"\\n")
+"""
 LARGEST = 1_000_000  # bytes of a file: anybody may write there
 LONG = 300  # seconds without a further change: somebody may need help
 EVERY = 5  # seconds from one page to the next
 
+MARK = "made by python -m workshop class, which replaces it"
 PAGE = """<!DOCTYPE html>
+<!-- {mark} -->
 <html lang="en"><head><meta charset="utf-8"><title>The class</title>
 <meta http-equiv="refresh" content="{every}"><style>
 body {{ font: 18px/1.4 sans-serif; margin: 24px; color: #111;
@@ -63,7 +76,8 @@ def note(stage, **what):
     line = json.dumps({"stage": stage, "time": time.time(), **what})
     file = Path(folder, f"{my_name()}.jsonl")
     with suppress(OSError):
-        subprocess.run(["sh", "-c", WRITE, "sh", line, file], check=False,
+        subprocess.run(["sh", "-c", IN_THE_BACKGROUND, "sh", sys.executable,
+                        "-IS", "-c", WRITE, file, line], check=False,
                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
 
@@ -96,9 +110,10 @@ def read(folder):
     people = []
     for file in sorted(Path(folder).glob("*.jsonl")):
         with suppress(OSError):
-            if file.is_file() and file.stat().st_size <= LARGEST:
-                lines = [*read_lines(file.read_text("utf-8", "replace"))]
-                people += [summarise(lines)] if lines else []
+            data = read_regular(file, LARGEST + 1, os.O_NOFOLLOW)
+            lines = [*read_lines(data.decode("utf-8", "replace"))]
+            if lines and len(data) <= LARGEST:
+                people.append(summarise(lines))
     return people
 
 
@@ -115,7 +130,7 @@ def is_right(said):
     """Whether a line is as `note` writes it."""
     return (isinstance(said, dict) and said.get("stage") in LESSONS
             and type(said.get("time")) in (int, float)
-            and abs(said["time"]) < 1e300  # false for nan
+            and 0 <= said["time"] < 1e11  # false for nan
             and isinstance(said.get("left", []), list)
             and isinstance(said.get("right", False), bool)
             and isinstance(said.get("mistake", ""), str))
@@ -161,7 +176,7 @@ def draw(people, jobs, now):
         if here:
             body += [f"<h2>{html.escape(STAGES[stage].title)}</h2>",
                      *table(stage, here, now)]
-    return PAGE.format(every=EVERY, blue=BLUE, orange=ORANGE,
+    return PAGE.format(mark=MARK, every=EVERY, blue=BLUE, orange=ORANGE,
                        body="\n".join(body),
                        when=time.strftime("%H:%M:%S", time.localtime(now)))
 
@@ -239,5 +254,7 @@ def main(args):
           "until Ctrl-C", flush=True)
     while True:
         page = draw(read(folder), count_jobs(), time.time())
+        require(may_replace(output, MARK), f"{output} is there, and not made "
+                "by class: it is kept; name another page with -o")
         write_atomically(output, page.encode(errors="replace"))
         time.sleep(EVERY)

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(program, about, groups, hidden=()):
-    """What the command line says; `run` is the function of the command.
+    """What the command line says; `function` is the command's.
 
     groups: {title: {command: (its module, what it does)}}; hidden: the same
     of commands that --help does not show, and of "", no command at all. A
@@ -59,7 +59,7 @@ def parse(program, about, groups, hidden=()):
     parser = Parser(prog=f"{program} {command}", description=about)
     getattr(module, f"add_{function or 'arguments'}")(parser)
     args = parser.parse(words)
-    args.command, args.run = command, getattr(module, function or "main")
+    args.command, args.function = command, getattr(module, function or "main")
     return args
 
 

@@ -209,6 +209,8 @@ def ask_mpi():
         require_mpirun()
     except errors.UserError as error:
         return f"{error}; only the lesson mpi needs it"
+    import torch  # noqa: F401  # the ranks are forked with it
+
     return start_ranks(4, "by MPI", mpirun=True)
 
 

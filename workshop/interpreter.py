@@ -103,8 +103,8 @@ def run(*arguments, on_line):
     Raises `UserError` if there is no environment.
     """
     with subprocess.Popen(
-            [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
-            errors="replace", stdin=subprocess.DEVNULL,
+            [*find(), *map(str, arguments)], cwd=ROOT, env=variables(),
+            text=True, errors="replace", stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             for line in process.stdout:

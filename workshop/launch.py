@@ -21,6 +21,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop import interpreter
 from workshop.lesson import desk
+from workshop.reader import read_regular
 from workshop.stages import STAGES, find
 from workshop.why.start import switch_on
 
@@ -58,24 +59,39 @@ def find_place(env, count_devices):
     require("RANK" not in env, "this is a rank of a launcher already (RANK is "
             "set): call it once, in the job's shell, or unset RANK")
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
-        hosts = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
-        gpus = (env.get("SLURM_GPUS_ON_NODE")
-                or env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
-        tasks = re.sub(r"^(\d+)\(x\d+\)$", r"\1",
-                       env.get("SLURM_TASKS_PER_NODE", "1"))
-        require((gpus or tasks).isdecimal(), f"the job has {tasks} tasks on "
-                "its nodes: ask for as many on each, with --ntasks-per-node")
-        return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts.split(),
-                     int(gpus or tasks), "SLURM")
+        hosts = ask("scontrol", "show", "hostnames",
+                    env["SLURM_JOB_NODELIST"]).split()
+        require(hosts, "scontrol knows no node of this job")
+        gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
+                or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
+        tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
+        require(gpus or len(tasks) == 1, "the job has "
+                f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes: ask "
+                "for as many on each, with --ntasks-per-node")
+        return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
+                     gpus or max(1, *tasks), "SLURM")
     if "PBS_NODEFILE" in env:
-        with open(env["PBS_NODEFILE"]) as file:
-            counts = Counter(file.read().split())
+        text = read_regular(env["PBS_NODEFILE"]).decode(errors="replace")
+        counts = Counter(text.split())
         require(len({*counts.values()}) == 1, f"{env['PBS_NODEFILE']} does "
                 "not name all nodes equally often: ask for as many mpiprocs "
                 "on each")
         return Place(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
                      next(iter(counts.values())), "PBS")
     return Place("", ["this machine"], count_devices() or 2)
+
+
+def numbers(env, name):
+    """Those in a variable of SLURM's, such as 2, 4(x2),1 or a100:4.
+
+    Raises a `UserError` if it holds something else.
+    """
+    words = [word for word in env.get(name, "").split(",") if word]
+    found = [re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
+             for word in words]
+    require(all(found), f"{name} is {env.get(name)!r:.40}, which says no "
+            f"number: unset {name}")
+    return [int(one[1]) for one in found]
 
 
 def make_command(place, launcher, program, env):
@@ -88,11 +104,9 @@ def make_command(place, launcher, program, env):
         return ["python", *program]
     mpi = launcher == "mpirun"
     if place.scheduler == "SLURM":
-        cores = (env.get("SLURM_CPUS_ON_NODE")  # salloc has the other
-                 or env.get("SLURM_JOB_CPUS_PER_NODE", ""))
-        counts = re.sub(r"\(x\d+\)", "", cores).split(",")
-        cores = max(1, min(int(count or place.per_host) for count in counts)
-                    // place.per_host)
+        cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
+                 or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
+        cores = max(1, min(cores) // place.per_host)
         # each process asks srun for its rank: see prepare_process()
         return [*on_each_host(place, place.per_host, env, cores), "python",
                 *program]
@@ -107,8 +121,15 @@ def make_command(place, launcher, program, env):
     if mpi:
         return ["mpirun", "-n", str(total), *(
             ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]
-    return ["torchrun", "--standalone", "--nproc-per-node", str(total),
-            *program]
+    # torchrun takes flags from such variables, which Kubeflow sets
+    require(env.get("PET_NNODES", "1") == "1", "this is one of several nodes "
+            f"(PET_NNODES is {env.get('PET_NNODES')}): `torchrun "
+            f"{shlex.join(program)}` on each of them; `unset PET_NNODES` to "
+            "train on this one alone")
+    unset = [word for name in sorted(env) if name.startswith("PET_")
+             for word in ("-u", name)]
+    return [*["env", *unset] * bool(unset), "torchrun", "--standalone",
+            "--nproc-per-node", str(total), *program]
 
 
 def on_each_host(place, processes, env, cores=1):

@@ -19,7 +19,7 @@ def main():
     try:
         args = parse("rankcheck", "For any training script. COMMAND --help "
                      "says more of each.", {"commands": COMMANDS})
-        sys.exit(args.run(args))
+        sys.exit(args.function(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "status", 1))

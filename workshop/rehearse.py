@@ -19,14 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop import git, interpreter
+from workshop.scratch import remove
 
 COMPLAINT = "application/x-workshop-complaint"  # what a cell complains of
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE = 20  # seconds in which a step that is ended may clean up
 PATIENCE = 4  # after so many times the expected seconds a step is ended
 ACTIVATED = 'source activate.sh >/dev/null && exec "$@"'
 REASON = re.compile(r"error|fatal|TO DO|FAIL|sbatch:|qsub:|activate\.sh:")
@@ -86,19 +90,27 @@ def main(args):
 
     Raises a `UserError` if there can be no clone.
     """
-    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir="."))
-    clone = folder.absolute() / "gpt2-workshop"
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, leave)
+    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=".")).absolute()
+    clone, status = folder / "gpt2-workshop", 0
     try:
         make_clone(clone)
         status = rehearse(steps(args.flags or ["--max-steps", "100"]), clone)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    if status:
-        print(f"The clone is kept, to look into: {clone}")
-    else:
-        shutil.rmtree(folder)
+    finally:
+        if status:
+            print(f"The clone is kept, to look into: {clone}")
+        else:
+            remove(folder)
     return status
+
+
+def leave(number, frame):
+    """End the step that runs, and remove the clone: once."""
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def make_clone(clone):
@@ -177,8 +189,11 @@ def complaints(notebook):
 
 def end(process, step, log):
     """End a step, and the job that it waits for."""
-    os.killpg(process.pid, signal.SIGTERM)
-    process.wait()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(GRACE)
+            break
     job = re.match(r"[\w.\[\]-]+", log.read_text("utf-8", "replace"))
     if step.cancel and job:
         # qsub has ended its job already, and qdel would complain

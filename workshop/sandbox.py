@@ -21,7 +21,6 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from workshop.errors import UserError, show_path
@@ -227,7 +226,7 @@ def make(ours, name, script):
     top, way = f"{ours}/{name}", [*reversed(Path(cwd).parents), Path(cwd)]
     sandbox = Sandbox(ours, top)
     if not os.path.exists(top):
-        for folder, child in pairwise(way):
+        for folder, child in zip(way, way[1:]):
             os.makedirs(f"{top}{child}")
             fill(f"{top}{folder}", folder)
         few = len(os.listdir(cwd)) <= MOST

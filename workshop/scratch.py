@@ -18,6 +18,7 @@ from pathlib import Path
 
 from workshop import server
 from workshop.errors import UserError, require, show_path
+from workshop.reader import read_regular
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
@@ -36,10 +37,9 @@ def read_script(script):
     """Its bytes, read once: what is saved meanwhile is not mixed in."""
     script, name = Path(script), show_path(script)
     try:
-        size = script.stat().st_size
-        require(size <= LARGEST, f"{name}: {size / 1e6:.0f} MB are too large "
-                "for a script: is it another file?")
-        data = script.read_bytes()
+        data = read_regular(script, LARGEST + 1)
+        require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
+                "bytes, too many for a script: is it another file?")
         ast.parse(data, script.name)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error

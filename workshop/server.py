@@ -296,7 +296,9 @@ def run_script(start, rank, port, output):
     torch.set_num_threads(start.threads)
     sys.argv = [start.script, *(flag.replace("{rank}", str(rank))
                                 for flag in start.flags)]
-    sys.path[0] = str(start.place or Path(start.script).parent)
+    # in place of the caller's folder, which PYTHONSAFEPATH leaves out
+    sys.path[:not getattr(sys.flags, "safe_path", False)] = [
+        str(start.place or Path(start.script).parent)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if start.mpirun and start.sleeping:
         # the script has its own words for a library that is missing

@@ -7,6 +7,7 @@ moved. The desk's script stays as it is, with a backup. Only the standard
 library, from Python 3.9 on.
 """
 
+import itertools
 import json
 import os
 import time
@@ -14,12 +15,13 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
-from backstage.files import show_path, write_atomically
+from backstage.files import show_path
 from workshop import git
-from workshop.backups import dated_names, locked_desk
+from workshop.backups import FOLDER, back_up, locked_desk, read_script
 from workshop.stages import DESK
 
 DESK_NAME = str(DESK.relative_to(ROOT))
+ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
 
 
 def add_arguments(parser):
@@ -108,10 +110,22 @@ def has_outputs(path):
 
 def set_aside(path):
     """Give it a name with the date that is not taken; returns the new path."""
+    if path == DESK:  # which may be a link, and has its own backups
+        kept = back_up(read_script(DESK, most=-1))
+        DESK.rename(ASIDE)
+        return kept
     kept = next(name for name in dated_names(path)
                 if not os.path.lexists(name))
     path.rename(kept)
     return kept
+
+
+def dated_names(path):
+    """`name.DATE.suffix` beside the file, then `name.DATE-2.suffix`, ..."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        date = f"{now}-{number}" if number > 1 else now
+        yield path.with_name(f"{path.stem}.{date}{path.suffix}")
 
 
 def put_back(backup):
@@ -121,9 +135,11 @@ def put_back(backup):
     """
     if not DESK.exists() or not git.names(
             "diff", "--name-only", "HEAD", "--", DESK_NAME):
-        write_atomically(DESK, backup.read_bytes())
+        ASIDE.replace(DESK)
         print(f"your {DESK_NAME} is as it was; a copy is "
               f"{show_path(backup)}")
+    else:
+        ASIDE.unlink()
 
 
 def say_news(before, source):

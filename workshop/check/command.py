@@ -11,11 +11,12 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop import classroom, processes, sandbox, server
+from workshop.backups import LARGEST
 from workshop.check import localise
 from workshop.check.board import Events, Quiet, Terminal
 from workshop.findings import number
 from workshop.lesson import checked, documents
-from workshop.lesson.diff import LARGEST, Diff
+from workshop.lesson.diff import Diff
 from workshop.lesson.render import advice
 from workshop.scratch import read_script, remove, scratch_folder
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of

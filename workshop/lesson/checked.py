@@ -15,6 +15,7 @@ import time
 from backstage.errors import UserError, warn
 from backstage.files import show_path, write_atomically
 from workshop.backups import locked_desk
+from workshop.reader import read_regular
 from workshop.stages import DESK
 
 RECORD = DESK.with_name(".checked.json")
@@ -57,10 +58,10 @@ def last_passed(stage):
 def read():
     """What is recorded; nothing if the file is damaged or unreadable."""
     try:
-        passed = json.loads(RECORD.read_text("utf-8"))
+        passed = json.loads(read_regular(RECORD))
         return {stage: {str(key): str(when) for key, when in hashes.items()}
                 for stage, hashes in passed.items()}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 

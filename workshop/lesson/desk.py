@@ -1,17 +1,23 @@
 """Changes to the attendee's script that lose nothing: `apply` and `reset`.
 
-What was in the script is kept next to it, as a backup with the date in its
-name: `code/train_gpt2.20261231-235959.py`.
+What was in the script is kept as a backup: see workshop/backups.py.
 """
 
-import os
-import re
+from contextlib import suppress
 
 from backstage.errors import UserError, require
-from backstage.files import show_path, write_atomically
-from workshop.backups import dated_names, locked_desk
+from backstage.files import show_path
+from workshop.backups import (
+    applied_after,
+    backups,
+    label,
+    locked_desk,
+    read_script,
+    replace_desk,
+)
 from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
+from workshop.reader import read_regular
 from workshop.stages import DESK, LESSONS, STAGES, find
 
 REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
@@ -40,8 +46,8 @@ def apply(stage, numbers=()):
             and (diff.yours.syntax_error or not after.yours.syntax_error),
             f"your changes around line {line} are in the way: make this one "
             f"by hand, or `python -m workshop reset {stage}`")
-    backup = replace(text, diff.yours.data)
-    print(REOPEN)
+    numbers = "-".join(map(str, sorted(chosen)))
+    backup = replace_desk(text, diff.yours.data, f"apply-{stage}-{numbers}")
     for item in diff.left:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
@@ -56,13 +62,16 @@ def apply(stage, numbers=()):
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
     print(f"Your previous version: {show_path(backup)}")
+    print(REOPEN)  # the last line: after Shift+Enter it is in sight
 
 
 def reset(name):
     """Put a stage, or the backup with that date, on the desk."""
-    source = STAGES[name].solution if name in STAGES else find_backup(name)
-    require(source.is_file(), f"there is no {show_path(source)}: "
-            "`python -m workshop reset --list` shows what there is")
+    source = STAGES[name].solution if name in STAGES else next(
+        (backup for backup in backups() if label(backup) == name), None)
+    require(source, f"there is no stage and no backup {name}: choose from "
+            f"{', '.join(STAGES)}, or a date that `python -m workshop reset "
+            "--list` shows")
     put_back(source, name)
 
 
@@ -71,32 +80,54 @@ def undo():
 
     Done twice, it brings this version back.
     """
-    now = DESK.read_bytes() if DESK.exists() else None
     for backup in reversed(backups()):
         try:
-            differs = backup.read_bytes() != now
+            if read_regular(backup) != now():
+                return put_back(backup, label(backup))
         except OSError:  # it cannot be put back
             continue
-        if differs:
-            put_back(backup, date(backup))
-            return
     raise UserError("there is nothing to undo: no backup of "
                     f"{show_path(DESK)} differs from it")
 
 
 def put_back(source, name):
     """Make the desk's script a copy of `source`."""
-    data = source.read_bytes()
+    data = read_script(source, most=-1)
     with locked_desk():
-        if DESK.exists() and DESK.read_bytes() == data:
+        if now() == data:
             print(f"{show_path(DESK)} is already {name}; it is unchanged")
             return
-        backup = replace(data)
-    print(REOPEN)
+        backup = replace_desk(data)
     print(f"{show_path(DESK)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "
               "(`python -m workshop reset --undo` puts it back)")
+    print(REOPEN)
+
+
+def now():
+    """The bytes of the desk's script, or None if it is not there."""
+    return read_script(DESK, most=-1) if DESK.exists() else None
+
+
+def gone(diff):
+    """The changes that `apply` has made and that are left again, sorted.
+
+    An editor that shows an older version may have saved that: then one of them
+    is as it was, and what `apply` made later has gone with it.
+    """
+    left, later, found = diff.texts(), set(), set()
+    for backup in reversed(backups()):
+        stage, numbers = applied_after(backup)
+        if stage != diff.stage:
+            break
+        again = left.keys() & {*numbers}
+        later |= again
+        with suppress(UserError):
+            before = Diff(stage, backup).texts() if again else {}
+            if any(left[number] == before.get(number) for number in again):
+                found |= later
+    return sorted(found)
 
 
 def list_all():
@@ -104,7 +135,7 @@ def list_all():
     stages = read_stages()
     print(f"stages: {' '.join(stages)}")
     kept = [(show_path(DESK), DESK)] if DESK.exists() else []
-    kept += [(date(backup), backup) for backup in backups()]
+    kept += [(label(backup), backup) for backup in backups()]
     for name, path in kept:
         try:
             count, stage = nearest(Script(path), stages)
@@ -144,65 +175,3 @@ def choose(stage):
     return DESK, (f"warning: {desk} was edited after it passed the check, at "
                   f"{checked.last_passed(stage)}: is it still right? `python "
                   f"-m workshop check {stage}`")
-
-
-# ------------------------------------------------------------------ backups
-
-
-def backups():
-    """The backups of the desk's script, the oldest first."""
-    found = []
-    for path in DESK.parent.glob(f"{DESK.stem}.20*{DESK.suffix}"):
-        parts = re.fullmatch(r"(\d{8}-\d{6})(?:-(\d+))?", date(path))
-        if parts:
-            found.append((parts[1], int(parts[2] or 1), path))
-    return [path for *_, path in sorted(found)]
-
-
-def date(backup):
-    return backup.stem.split(".", 1)[1]
-
-
-def find_backup(name):
-    require(re.fullmatch(r"[\d-]+", name), f"there is no stage {name}: choose "
-            f"from {', '.join(STAGES)}, or a date that `reset --list` shows")
-    return DESK.with_name(f"{DESK.stem}.{name}{DESK.suffix}")
-
-
-def replace(data, expected=None):
-    """Write the desk's script, whole or not at all; returns the backup.
-
-    Raises `UserError` if there is no room for both, or if an editor has
-    saved the script since it was read (as `expected`).
-    """
-    try:
-        DESK.parent.mkdir(exist_ok=True)
-        backup = back_up() if DESK.exists() else None
-        found = backup.read_bytes() if backup else None
-        if expected is not None and found != expected:
-            if backup:
-                backup.unlink()
-            raise UserError(f"{show_path(DESK)} was saved meanwhile and "
-                            "is left as it is: try again")
-        write_atomically(DESK, data)
-        return backup
-    except OSError as error:
-        raise UserError(f"{show_path(DESK)} is unchanged ({error})") from error
-
-
-def back_up():
-    """Copy the desk's script to a name that is not taken; returns it."""
-    for backup in dated_names(DESK):
-        try:
-            copy = open(backup, "xb")
-        except FileExistsError:
-            continue
-        try:
-            with copy:
-                copy.write(DESK.read_bytes())
-                copy.flush()
-                os.fsync(copy)  # a power cut may follow the replacement
-            return backup
-        except OSError:
-            backup.unlink()  # half a copy is no backup
-            raise

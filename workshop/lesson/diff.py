@@ -19,12 +19,12 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
+from workshop.backups import read_script
 from workshop.lesson import documents
-from workshop.stages import DESK, FIRST, STAGES, find
+from workshop.stages import DESK, STAGES, find
 
 GAP = 2  # this many equal lines do not split a change
 FEW = 10  # with so many lines changed, a script is still nearly a stage's
-LARGEST = 500_000  # bytes or characters: comparing more takes minutes
 
 # A line up to its comment: a string may contain "#", a quote may be unclosed.
 QUOTED = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
@@ -43,20 +43,10 @@ class Script:
         """
         self.path, name = Path(path), show_path(path)
         try:
-            self.data = self.path.read_bytes() if data is None else data
+            self.data = read_script(path) if data is None else data
             text = self.data.decode("utf-8-sig")
-        except FileNotFoundError:
-            raise UserError(
-                f"{name} is not there: was it moved or renamed? "
-                f"`python -m workshop reset {FIRST}` puts a new one there, "
-                "`reset --list` shows what was there before") from None
-        except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror}"
-                            ) from None
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text ({error})") from None
-        require(len(text) <= LARGEST, f"{name} has {len(text):,} characters: "
-                "that is not a script of this course")
         line = text[:text.find("\0") + 1].count("\n") + 1
         require("\0" not in text, f"{name} has a null byte in line {line}, "
                 "so it is not Python: delete that character")
@@ -273,16 +263,20 @@ class Diff:
 
     def go_on_from(self, before):
         """Stay with the change that was touched since an earlier `Diff`."""
-        now, then = ({it.number: [(diff.yours.lines[i1:i2],
-                                   diff.goal.lines[j1:j2])
-                                  for i1, i2, j1, j2 in it.edits]
-                      for it in diff.left} for diff in (self, before))
+        now, then = self.texts(), before.texts()
         touched = [number for number in now if now[number] != then.get(number)]
         made = [number for number in then if number not in now]
         self.at = next(iter(touched + made), before.at)
 
+    def texts(self):
+        """{number of a change: what is left of it, [(old, new lines)]}."""
+        return {it.number: [(self.yours.lines[i1:i2], self.goal.lines[j1:j2])
+                            for i1, i2, j1, j2 in it.edits]
+                for it in self.left}
+
     def require_change(self, number):
-        require(1 <= number <= self.total, f"there is no change {number}: "
+        require(number in range(1, self.total + 1),
+                f"there is no change {number}: "
                 f"{self.stage} has changes 1 to {self.total}")
 
     def _parts(self):

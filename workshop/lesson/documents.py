@@ -28,8 +28,9 @@ it, folded, for those who read a lesson on the web; nothing reads them here.
 import re
 from dataclasses import dataclass
 
+from backstage.errors import require
 from backstage.files import show_path
-from workshop.stages import find
+from workshop.stages import LESSONS, STAGES
 
 FENCE = "```"
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
@@ -62,7 +63,9 @@ class Change:
 
 def load(stage):
     """The `Change`s that make the stage, in the order they are taught."""
-    path = find(stage).lesson
+    require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
+            f"{', '.join(LESSONS)}")
+    path = STAGES[stage].lesson
     return parse(path.read_text("utf-8"), show_path(path))
 
 

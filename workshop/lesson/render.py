@@ -21,7 +21,7 @@ from workshop.html import (
     quote_text,
     scrolling,
 )
-from workshop.lesson import checked
+from workshop.lesson import checked, desk
 from workshop.stages import DESK, find
 
 CONTEXT = 2  # unchanged lines shown above and below a change
@@ -61,8 +61,8 @@ def texts(path):
 
     path: as below.
     """
-    desk = Path(path).parents[2] / DESK.relative_to(ROOT)
-    return BRING_LINE + TEXTS.replace("DESK", json.dumps(desk.as_posix()))
+    there = Path(path).parents[2] / DESK.relative_to(ROOT)
+    return BRING_LINE + TEXTS.replace("DESK", json.dumps(there.as_posix()))
 
 
 def stale(path):
@@ -218,10 +218,18 @@ def match(a, b):
     return SequenceMatcher(None, a, b, autojunk=False)
 
 
-def syntax(diff):
-    """The line that says where the script is not Python, or ""."""
-    error = diff.yours.syntax_error
-    return f"Not Python yet, {error}" if error else ""
+def warnings(diff):
+    """Lines: where the script is not Python, and what was lost from it."""
+    if diff.yours.syntax_error:
+        yield f"Not Python yet, {diff.yours.syntax_error}"
+    gone = desk.gone(diff) if diff.yours.path == DESK else ()
+    if gone:
+        numbers = " ".join(map(str, gone))
+        which = "change" if len(gone) == 1 else "changes"
+        yield (f"Not in the script any more, though `apply` made them: {which}"
+               f" {numbers}. Did the editor save an older version over it? "
+               f"`python -m workshop apply {diff.stage} {numbers}` makes them "
+               "again.")
 
 
 # ----------------------------------------------------------------- terminal
@@ -238,8 +246,7 @@ def to_text(diff, colour=False, hints=False, number=None):
         return f"{start}{text}\033[0m" if colour and codes and text else text
 
     out = [paint(headline(diff), 1)]
-    if diff.yours.syntax_error:
-        out.append(paint(syntax(diff), TERMINAL_ORANGE))
+    out += [paint(line, TERMINAL_ORANGE) for line in warnings(diff)]
     out.append(f"{saved(diff.yours.path)} {advice(diff)}")
     left, right = split(diff)
     shown = left + diff.others + right
@@ -295,15 +302,14 @@ def to_html(diff, hints=False, whole=False):
     """
     left, right = split(diff)
     todo = [] if is_checked(diff) else left + diff.others
-    name = show_path(diff.yours.path)
+    name, warned = show_path(diff.yours.path), [*warnings(diff)]
     first = html.escape(headline(diff))
     if diff.yours.path == DESK:
         first = first.replace(name, link(name))
     out = [paragraph(f"<strong>{first}</strong>",
                      "" if todo or diff.yours.syntax_error else "good"),
            "" if whole else strip(diff, left)]
-    if diff.yours.syntax_error:
-        out.append(paragraph(html.escape(syntax(diff)), "bad"))
+    out += [paragraph(quote(line), "bad") for line in warned]
     out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
     if whole:
         out.append(everything(diff))
@@ -321,8 +327,8 @@ def to_html(diff, hints=False, whole=False):
                 name += " (right, as you wrote it)"
             out.append(folded(f"{name} {where}", change(diff, item, hints),
                               id))
-    return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]), syntax(diff)
-               or headline(diff))
+    return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]),
+               next(iter(warned), headline(diff)))
 
 
 def anchor(diff, number):
@@ -423,7 +429,7 @@ def between(old, new):
         f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
         code_box(rows(old, new, some), "The changes there"))
         for name, some in places.items()]
-    view = list(rows(old, new, edits))
+    view = list(rows(old, new, edits)) if edits else []
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)

@@ -275,12 +275,14 @@ DRAW = {"eightfold": (eightfold, draw_eightfold),
 
 def main():
     name, output = sys.argv[1:]
+    require(name in DRAW, f"there is no experiment {name}: choose from "
+            f"{', '.join(DRAW)}")
     measure, draw = DRAW[name]
     require(DEMO.is_dir(), f"{DEMO} is not there: run `source activate.sh`")
     torch.set_num_threads(1)  # such small matrices gain nothing by a second
     with tempfile.TemporaryDirectory() as folder:
         data = DEMO if measure is noise else letters(folder)
-        Path(output).write_text(draw(measure(data)), encoding="utf-8")
+        plot.write_new(output, draw(measure(data)))
 
 
 if __name__ == "__main__":

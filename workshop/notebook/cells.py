@@ -7,7 +7,6 @@ interpreter. An error is shown as one line.
 import contextlib
 import functools
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import arithmetic, classroom, interpreter, lab
+from workshop import arithmetic, backups, classroom, interpreter, lab
 from workshop.check.board import Board
 from workshop.journey import done, what_next
 from workshop.lesson import desk, render
@@ -32,9 +31,11 @@ from workshop.notebook.shown import (
     said,
     said_by,
     said_meanwhile,
+    split_words,
 )
+from workshop.reader import read_regular
 from workshop.results import runs as results
-from workshop.stages import DESK, find
+from workshop.stages import DESK, LESSONS, find
 
 # ------------------------------------------------------------ every lesson
 
@@ -146,7 +147,7 @@ def on_board(*arguments, link=str):
 
 def read_script():
     try:
-        return DESK.read_bytes()
+        return read_regular(DESK)
     except OSError:
         return None
 
@@ -162,8 +163,11 @@ def check_pictures(board):
     return f"<div>{''.join(drawn)}</div>" if drawn else ""
 
 
+@in_one_line
 def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
+    require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
+            f"{', '.join(LESSONS)}")
     path = show_path(DESK)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]
@@ -224,7 +228,7 @@ def how_to_reload(function, *args):
 
 def drawn(draw):
     """A function for a cell, which shows that picture."""
-    return functools.wraps(draw)(lambda: picture(draw()))
+    return in_one_line(functools.wraps(draw)(lambda: picture(draw())))
 
 
 cadence, data_parallel, nodes, samples_read, strategies, tied, words = map(
@@ -268,8 +272,7 @@ def script_map():
 @in_one_line
 def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
-    require(DESK.exists(), f"{show_path(DESK)} is not there: was it moved? "
-            "`python -m workshop reset std` makes a new one")
+    backups.read_script(DESK)  # a FIFO would be waited for
     status = said_meanwhile(str(DESK), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")
@@ -322,8 +325,10 @@ def verify(script, mistake=0, *flags):
     """
     if isinstance(script, str):
         on_board("-m", "workshop", "verify", "--events", "--",
-                 *shlex.split(script))
+                 *split_words(script))
     else:
+        require(isinstance(script, int) and isinstance(mistake, int), "name "
+                "your script, or the edits and the mistake by their numbers")
         on_board("-m", "workshop.notebook.your_model", str(script),
                  str(mistake), *flags)
 
@@ -340,12 +345,14 @@ def export(run, folder):
     said_meanwhile("code/huggingface.py", "export", run, folder)
 
 
+@in_one_line
 def decisions():
     """When to divide what, with a number in each row."""
     return as_table([("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
                      *arithmetic.decisions()], "words")
 
 
+@in_one_line
 def experiment(name):
     """Run one of workshop/notebook/batch.py's trainings, and draw it."""
     return measured("batch", name)
@@ -367,12 +374,16 @@ def drawn_by(module, *arguments):
         return output.read_text("utf-8") if output.exists() else ""
 
 
+@in_one_line
 def bills(loss):
     """A table: the same loss with more GPUs, in steps, time, GPU-hours."""
+    require(isinstance(loss, (int, float)) and 0.1 <= loss <= 20,
+            "the loss is a number, in nats per token, such as 3.3")
     return as_table([("A100s", "tokens in a minibatch", "steps", "minutes",
                       "GPU-hours"), *arithmetic.bills(loss)])
 
 
+@in_one_line
 def step(name):
     """Measure a way to train on one device: the table, and a picture.
 
@@ -387,7 +398,7 @@ def step(name):
 @in_one_line
 def runs(*folders):
     """A table of the runs in the pictures, and which runs are left out."""
-    found, notes = results.find(folders)
+    found, notes = results.find([*map(str, folders)])
     rows = [("run", "stage", "device", "steps", "last loss", "tokens/s",
              "GiB on rank 0", "MB sent a step")]
     rows += [(show_path(run.folder), run.name, run.device, len(run.rows),
@@ -405,9 +416,10 @@ def runs(*folders):
 @in_one_line
 def plot(panel, *folders):
     """One panel of the picture that `python -m workshop plot` makes."""
-    results.find(folders)  # finds errors without starting a process
+    # finds errors without starting a process
+    results.find([*map(str, folders)])
     drawn = drawn_by("workshop.results.plot", panel, *(
-        str(Path(name).resolve()) for name in folders))
+        str(Path(str(name)).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")
     return picture(drawn) if drawn.startswith("<svg") else said(
         f"There is no picture yet: {drawn}.")

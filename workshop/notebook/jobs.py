@@ -14,7 +14,7 @@ from backstage.files import show_path
 from workshop import interpreter
 from workshop.doctor import ask_slurm
 from workshop.lesson import render
-from workshop.notebook.shown import Shown, in_one_line, said
+from workshop.notebook.shown import Shown, in_one_line, said, split_words
 from workshop.stages import batch_files
 
 
@@ -49,17 +49,17 @@ def submit(name, flags="", options=""):
     names = batch_files()
     require(name in names, f"there is no batch file {name}: choose from "
             f"{', '.join(names)}")
+    flags, options = split_words(flags), split_words(options)
     os.environ.update(interpreter.sbatch_variables())
     ask_slurm()  # if it refuses, there is nothing to ask
-    command = " ".join(filter(
-        None, ["sbatch", options, f"batch-{name}.sh", flags]))
+    command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
         return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
                     "JupyterLab runs no other cell, press Enter in the "
                     "box above.")
-    return ask("sbatch", *shlex.split(options),
-               ROOT / "batchfiles" / f"batch-{name}.sh", *shlex.split(flags))
+    return ask("sbatch", *options,
+               ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
 
 
 def answer(question, seconds=60):
@@ -98,9 +98,10 @@ def log(lines=8):
     """
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
-            if path.stat().st_uid == os.getuid()]
+            if path.is_file() and path.stat().st_uid == os.getuid()]
     require(logs, "no job of yours has written a log yet (slurm-*.out): it "
             "begins where the job begins. example-logs/job.txt is one to read")
+    require(lines in range(1, 10_000), "lines is a number from 1 on")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
     return said(f"{show_path(newest)}:\n"
                 + newest.read_text("utf-8", "replace"), most=lines)

@@ -1,6 +1,7 @@
 """%%ranks and %%mpi: a cell that runs as several processes."""
 
 import json
+import re
 import time
 
 from backstage.errors import UserError, require
@@ -30,8 +31,11 @@ def run(name, line, cell):
     from IPython.display import display
 
     try:
-        number, seconds, *_ = [*(line.split() or ["4"]), "20"]
-        run_ranks(name, cell, number, seconds)
+        found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
+                             " ".join(line.split()))
+        require(found, f"write {name} N or {name} N SECONDS, with N from 1 to "
+                "8")
+        run_ranks(name, cell, found[1] or "4", found[2] or "20")
     except UserError as error:
         display(complaint(error))
 
@@ -73,8 +77,6 @@ warm = Warm()
 
 
 def run_ranks(name, cell, number, seconds):
-    require(number.isdigit() and 1 <= int(number) <= 8 and seconds.isdigit(),
-            f"write {name} N or {name} N SECONDS, with N from 1 to 8")
     who = pictures.plural(int(number), "process", "es")
     words = f"{who} at work ..."
     state, show = said(words, words), live(lambda: state)

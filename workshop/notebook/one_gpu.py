@@ -235,6 +235,7 @@ def main():
     device = find_device()
     if name == "limit":
         return limit(device)
+    record = None
     for each in STEPS if name == "all" else [name]:
         require(each in STEPS, f"there is no step {each}: choose from "
                 f"{', '.join(STEPS)}")
@@ -243,8 +244,8 @@ def main():
             continue
         record = add(each, device)
         print(table(record), flush=True)
-        if output:
-            Path(output[0]).write_text(draw(record), encoding="utf-8")
+    if output and record:
+        plot.write_new(output[0], draw(record))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def plant(number):
             break
 
 
+@shown.in_one_line
 def unplant():
     """End the job that runs with a fault, if there is one."""
     if planted:

@@ -60,6 +60,9 @@ def answer(cell, ranks, seconds, mpirun=False):
     except SyntaxError as error:
         say(error=f"line {error.lineno} of this cell: {error.msg}")
         return
+    except ValueError as error:  # a character that no source can hold
+        say(error=f"this cell: {error}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "cell.py")
         source.write_text(cell, encoding="utf-8")

@@ -2,10 +2,14 @@
 
 import contextlib
 import functools
+import inspect
 import io
+import os
+import re
+import shlex
 import time
 
-from backstage.errors import UserError
+from backstage.errors import UserError, require
 from workshop import interpreter
 from workshop.lesson import render
 from workshop.notebook import printed
@@ -73,15 +77,40 @@ def said_meanwhile(*arguments, view=said):
     return status
 
 
+KINDS = str, os.PathLike, int, float, type(None)  # of what a cell gives
+
+
 def in_one_line(function):
-    """Let a cell show what the user can fix, instead of a traceback."""
+    """Let a cell show what the user can fix, instead of a traceback.
+
+    That is also a call with other arguments than the function has.
+    """
+    takes = inspect.signature(function, follow_wrapped=False)
+
     @functools.wraps(function)
     def call(*args, **options):
         try:
+            for value in (*args, *options.values()):
+                require(isinstance(value, KINDS) and not re.search(
+                    "[\0\ud800-\udfff]", str(value)),
+                    f"{function.__name__}() takes texts and numbers")
+            try:
+                takes.bind(*args, **options)
+            except TypeError as error:
+                raise UserError(f"{error}: write {function.__name__}{takes}"
+                                ) from None
             return function(*args, **options)
         except UserError as error:
             return complaint(error)
     return call
+
+
+def split_words(text):
+    """The words of a command line; raises `UserError`."""
+    try:
+        return shlex.split(str(text))
+    except ValueError as error:  # a quote that is not closed
+        raise UserError(f"{text}: {error}") from error
 
 
 def live(make):

@@ -7,15 +7,20 @@ import functools
 import html
 import io
 import math
+import os
 import sys
 from pathlib import Path
+
+os.environ["MPLBACKEND"] = "agg"  # a shell's may be none, or want a display
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from backstage.errors import UserError, require, run_main
+from backstage.errors import require, run_main
+from backstage.files import write_atomically
 from workshop.profile import list_traces, recorded_parts
+from workshop.reader import may_replace
 from workshop.results import runs as results
 from workshop.stages import STAGES
 
@@ -25,6 +30,7 @@ PARTS = {  # of workshop/profile.py
     "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
     "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
 PUBLISHED = ("#a85500", "#2166c0")  # of Max 1550 and A100, here, on the slides
+MARK = "made by python -m workshop plot, which replaces it"  # in a picture
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -349,10 +355,16 @@ def add_arguments(parser):
 
 
 def main(args):
+    draw_all(args.output, args.folders)
+
+
+def draw_all(output, folders):
     """Draw all panels in one picture, and print which runs it shows."""
-    output, folders = args.output, args.folders
-    require(not Path(output).is_dir(), f"{output} is a folder: name a file in "
-            "it, .png, .svg or .pdf")
+    kind = Path(output).suffix.lower()[1:]
+    require(kind in ("png", "svg", "pdf"), f"{output}: name a file that ends "
+            "in .png, .svg or .pdf")
+    require(may_replace(output, MARK), f"{output} is there, and not made by "
+            "plot: it is kept; name another file with -o")
     runs, notes = results.find(folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
               or any(list_traces(run.folder) for run in runs)]
@@ -363,10 +375,8 @@ def main(args):
     figure.suptitle(f"preset {presets} on {devices}")
     for number, panel in enumerate(panels, 1):
         panel(figure.add_subplot(2, columns, number), runs)
-    try:
-        figure.savefig(output, dpi=110)
-    except ValueError as error:  # matplotlib does not know the file's ending
-        raise UserError(f"{output}: {error}") from error
+    write_atomically(output, lambda file: figure.savefig(
+        file, format=kind, dpi=110, metadata={"Creator": MARK}))
     for text in notes:
         print(text)
     print(f"{output}: {', '.join(run.name for run in runs)}")
@@ -400,7 +410,13 @@ def write_panel():
                                  "\n(examples: yours are too few)")
         if not lacking:
             svg, blank = other, False
-    Path(output).write_text(lacks if blank else svg, encoding="utf-8")
+    write_new(output, lacks if blank else svg)
+
+
+def write_new(output, text):
+    """For a notebook, too: write a file, which must not be there yet."""
+    with open(output, "x", encoding="utf-8") as file:
+        file.write(text)
 
 
 if __name__ == "__main__":
