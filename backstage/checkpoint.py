@@ -6,6 +6,7 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 """
 
 import logging
+import pickle
 import re
 import zipfile
 from dataclasses import asdict
@@ -25,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from backstage.errors import UserError, require, warn
-from backstage.files import Damaged, reading, write_atomically
+from backstage.errors import UserError, explain, require, warn
+from backstage.files import Damaged, reading, reason, write_atomically
 from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
@@ -34,6 +35,9 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
     logging.ERROR)
 
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
+KEYS = {  # of other programs' checkpoints
+    "pytorch-lightning_version": "Lightning's own", "iter_num": "nanoGPT's",
+    "fixed": "the starter's"}
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
 
@@ -184,9 +188,10 @@ def load_first(files, flag, config, model, optimizer=None):
                         "the flags of the model's shape")
                 check_fit(file, state, wanted)
                 return file
-            except Damaged as error:
-                require(file != files[-1], f"{error}: name another {flag}")
-                warn(f"{error}: going on from the one before it")
+            except (Damaged, FileNotFoundError) as error:  # of a link
+                problem = explain(error)
+                require(file != files[-1], f"{problem}: name another {flag}")
+                warn(f"{problem}: going on from the one before it")
 
     file = call_on_rank_0(find)
     return file, load_checkpoint(file, verify=False)
@@ -204,16 +209,45 @@ def load_checkpoint(file, verify=True):
     one.
     """
     with reading(file):
-        with zipfile.ZipFile(file) as archive:
-            broken = verify and archive.testzip()
-        require(not broken, f"the checksum of {broken} is wrong")
-        state = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=True)
-        found = int({**state}["format"])  # a tensor is no mapping
+        kind = recognise(file)
+        if not kind:
+            with zipfile.ZipFile(file) as archive:
+                broken = verify and archive.testzip()
+            require(not broken, f"the checksum of {broken} is wrong")
+            try:
+                state = {**torch.load(file, map_location="cpu", mmap=True,
+                                      weights_only=True)}
+            except (pickle.UnpicklingError, TypeError) as error:
+                kind = reason(error)  # classes, or a tensor alone
+            else:
+                if "format" not in state:
+                    kind = next((KEYS[key] for key in KEYS if key in state),
+                                f"it holds {', '.join(map(str, state))[:60]}")
+        if kind:
+            raise Damaged(f"{file} is no checkpoint of the course ({kind}), "
+                          "which a run writes as checkpoints/step_*.pt")
+        found = int(state["format"])
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
     return state
+
+
+def recognise(file):
+    """What a file is that is certainly no checkpoint; "" for all others."""
+    with open(file, "rb") as opened:
+        head = opened.read(10)
+    if head[8:] == b'{"':
+        return "safetensors"
+    if not zipfile.is_zipfile(file):
+        return "" if head[:2] == b"PK" else (
+            "a pickle" if head[:1] == b"\x80"
+            else "damaged, or of another program")
+    with zipfile.ZipFile(file) as archive:
+        names = [name.partition("/")[2] for name in archive.namelist()]
+    if "constants.pkl" in names:
+        return "TorchScript"
+    return "" if "data.pkl" in names else "a zip archive without data.pkl"
 
 
 def outline(model, optimizer=None):

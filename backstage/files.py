@@ -4,16 +4,20 @@ This needs only the standard library, from Python 3.9 on: the tools of the
 course use it, too.
 """
 
+import ctypes
 import fcntl
 import itertools
+import json
 import os
+import re
+import signal
 import stat
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError, require
+from backstage.errors import UserError, leave_mpi, report, require
 
 
 class Damaged(UserError):
@@ -25,22 +29,86 @@ def reading(file, remedy=""):
     """Whatever goes wrong while a file is read and checked is a `Damaged`.
 
     Anybody may have changed, copied or cut the file, and each library has its
-    own exceptions. Only `FileNotFoundError` stays as it is.
+    own exceptions. `FileNotFoundError` and another `Damaged` stay as they are.
     """
     try:
         # one would wait for ever for what a pipe holds
         require(stat.S_ISREG(os.stat(file).st_mode), "not a file")
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, Damaged):
         raise
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({reason(error)})") from error
     except Exception as error:
         raise Damaged(f"{file} is damaged ({reason(error)})"
                       + f": {remedy}" * bool(remedy)) from error
 
 
+MAPPED = {}  # the files that are read as memory, and how long they are
+HANDLERS = []
+
+
+def map_file(file):
+    """Note that a file will be read as memory.
+
+    If it is cut then, the system ends the process with SIGBUS, which becomes
+    one line. What else has caused a SIGBUS stays as it is.
+    """
+    if not MAPPED:
+        set_handler = ctypes.CDLL(None).signal
+        set_handler.restype = ctypes.c_void_p
+        set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
+
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
+        def handler(number):
+            for path, size in MAPPED.items():
+                if os.path.exists(path) and os.stat(path).st_size < size:
+                    report(UserError(f"{path} was cut while it was read"))
+                    leave_mpi(1)
+                    os._exit(1)
+            set_handler(number, before)
+
+        HANDLERS.append(handler)  # of which C has only the address
+        before = set_handler(signal.SIGBUS, ctypes.cast(
+            handler, ctypes.c_void_p))
+    MAPPED[file] = os.stat(file).st_size
+
+
+def read_json(file, like, remedy=""):
+    """What a file of JSON holds; `parse_json` and `reading` say the rest."""
+    with reading(file, remedy):
+        return parse_json(Path(file).read_bytes(), like)
+
+
+def parse_json(text, like):
+    """The value that JSON stands for, if it is like `like`.
+
+    like: a type, a dictionary with what the value needs under its keys, or a
+    list of what each item is like. Raises anything; `reading` knows it all.
+    """
+    value = json.loads(text)
+    require_like(value, like)
+    return value
+
+
+def require_like(value, like, name="it"):
+    """Raise a `UserError` unless the value is like `like`."""
+    kind = like if isinstance(like, type) else type(like)
+    require(type(value) is kind, f"{name} is not of type {kind.__name__}")
+    for key in like if kind is dict and like is not dict else ():
+        require(key in value, f"{name} has no {key}")
+        require_like(value[key], like[key], key)
+    for item in value if isinstance(like, list) else ():
+        require_like(item, like[0], f"an item of {name}")
+
+
 def reason(error):
     """What a library says about a file, in one short line."""
     text = getattr(error, "strerror", None) or str(error)
+    if "eights_only" in text or "eights only" in text:  # PyTorch: trust it
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        text = "it holds objects of Python, not only tensors" + (
+            f": {found[1]}" if found else "")
     first = (text.strip().splitlines() or [type(error).__name__])[0]
     missing = " is missing" if isinstance(error, KeyError) else ""
     return " ".join(first.split())[:200] + missing
@@ -133,13 +201,32 @@ def sync_folder(folder):
 
 def new_folder(parent, name):
     """Make parent/<date>-<time>-<name>, even if others do so right now."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        suffix = f"-{number}" if number > 1 else ""
-        folder = Path(parent) / f"{now}-{name}{suffix}"
+    for date, suffix in dates():
+        folder = Path(parent) / f"{date}-{name}{suffix}"
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+def keep(file):
+    """Give a file, soon replaced, another name with the date; returns it."""
+    for date, suffix in dates():
+        kept = file.with_stem(f"{file.stem}.{date}{suffix}")
+        try:
+            os.link(file, kept, follow_symlinks=False)
+            return kept
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without links
+            if not os.path.lexists(kept):
+                return file.rename(kept)
+
+
+def dates():
+    """Yield the date and time with "", "-2", "-3", ... for a new name."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        yield now, f"-{number}" if number > 1 else ""
 
 
 def show_path(path, folder=ROOT):

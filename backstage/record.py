@@ -6,14 +6,14 @@ course read runs, too.
 
 import csv
 import io
-import json
 import math
-import time
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from backstage.errors import UserError, explain, require, warn
-from backstage.files import reading, write_atomically
+from backstage.errors import UserError, require, warn
+from backstage.files import keep, read_json, reading, write_atomically
 
 RECORD = "hyperparameters.json"
 
@@ -30,9 +30,10 @@ def read_record(folder, types):
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
-    with reading(file, "to go on with the run, delete it, and give --resume "
-                 "and all of its flags again"):
-        record = json.loads(file.read_bytes())
+    remedy = ("to go on with the run, delete it, and give --resume and all "
+              "of its flags again")
+    record = read_json(file, {"hyperparameters": dict}, remedy)
+    with reading(file, remedy):
         for name, value in record["hyperparameters"].items():
             require(name not in types or is_a(value, types[name]),
                     f"{name} has another type")
@@ -64,41 +65,81 @@ def read_metrics(file):
 
     Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
     """
-    with reading(file), open(file, newline="", encoding="utf-8-sig") as lines:
-        for cells in csv.DictReader(lines):
-            row = {name: float(cell) for name, cell in cells.items() if cell}
-            row["step"] = int(row["step"])
-            require(0 <= row["step"] < 2**31 and all(
-                math.isfinite(row[name]) for name in ALWAYS), "no metrics")
-            yield dict.fromkeys(COLUMNS) | row
+    with reading(file):
+        _, table = read_table(file)
+        for cells in table:
+            yield to_numbers(cells)
+
+
+def read_table(file):
+    """The text of a table, and a `csv.DictReader` of it.
+
+    Bytes that are not UTF-8 are kept as Python keeps those of file names.
+    """
+    text = Path(file).read_bytes().decode("utf-8-sig", "surrogateescape")
+    return text, csv.DictReader(io.StringIO(text, newline=""))
+
+
+def to_numbers(cells):
+    """The numbers in a row's cells; an error if these are no metrics."""
+    row = {name: float(cells[name]) for name in COLUMNS if cells.get(name)}
+    row["step"] = int(row["step"])
+    require(0 <= row["step"] < 2**31 and all(
+        math.isfinite(row[name]) for name in ALWAYS), "no metrics")
+    return dict.fromkeys(COLUMNS) | row
 
 
 class Metrics:
     """metrics.csv while a run writes it. Rank 0 alone."""
 
-    def __init__(self, file, step):
-        """Keep the file's rows before `step`, and drop those after them."""
-        self.file, self.losses, self.last = io.StringIO(), [], -1
-        csv.writer(self.file, lineterminator="\n").writerow(COLUMNS)
+    def __init__(self, file, step, problem=""):
+        """Keep the rows before `step`, with all of their columns.
+
+        If anything else is in the file, it stays as it is under the name
+        `kept`. What is lost, and a problem with the checkpoints, is one line
+        of warning.
+        """
+        self.names, self.losses, self.last, self.kept = COLUMNS, [], -1, ""
+        rows, old, problems = {}, [], [problem]
         try:
-            for row in read_metrics(file) if step else ():
-                if self.last < row["step"] < step:
-                    self.add(row)
-        except (UserError, FileNotFoundError) as error:
-            warn(explain(error))
-        if self.last < step - 1:
-            warn(f"{file} has lost steps {self.last + 1} to {step - 1}")
-            if file.exists():  # it may hold them, as a spreadsheet saves them
-                kept = file.with_stem(time.strftime("metrics.%Y%m%d-%H%M%S"))
-                file.rename(kept)
-                warn(f"what it was is kept as {kept.name}")
-        write_atomically(file, self.file.getvalue().encode())
+            with reading(file):
+                text, table = read_table(file)
+                for cells in table:
+                    with suppress(ValueError, LookupError, UserError):
+                        rows[to_numbers(cells)["step"]] = cells
+                old = [*filter(None, text.splitlines())]
+                self.names = [*dict.fromkeys(
+                    [*((step and table.fieldnames) or ()), *COLUMNS])]
+        except UserError as error:
+            old = [str(error)]
+            problems += old
+        except FileNotFoundError:
+            pass
+        self.file = io.StringIO()
+        table = csv.writer(self.file, lineterminator="\n")
+        table.writerow(self.names)
+        for self.last in sorted(number for number in rows if number < step):
+            cells = rows[self.last]
+            table.writerow(cells.get(name) or "" for name in self.names)
+            self.losses.append(float(cells["loss"]))
+        if lost := [number for number in range(step) if number not in rows]:
+            problems.append(f"{file} has lost {len(lost)} of the steps "
+                            f"{lost[0]} to {lost[-1]}")
+        text = self.file.getvalue()
+        for line, new in zip_longest(old, text.splitlines(), fillvalue=""):
+            if not new.startswith(line):  # more columns may follow
+                self.kept = keep(file).name
+                problems.append(f"what {file.name} was is kept as {self.kept}")
+                break
+        if any(problems[:-1]):
+            warn("; ".join(filter(None, problems)))
+        write_atomically(file, text.encode(errors="surrogateescape"))
         self.file = open(file, "a", newline="")
 
     def add(self, row):
         """Write the values of `COLUMNS`, a dictionary."""
         csv.writer(self.file, lineterminator="\n").writerow(
-            format_number(row[name]) for name in COLUMNS)
+            format_number(row.get(name)) for name in self.names)
         self.file.flush()
         self.losses.append(row["loss"])
         self.last = row["step"]

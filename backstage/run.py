@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from socket import gethostname
@@ -24,7 +25,13 @@ from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage.device import describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
-from backstage.record import COLUMNS, RECORD, Metrics, describe_start
+from backstage.record import (
+    COLUMNS,
+    RECORD,
+    Metrics,
+    describe_start,
+    read_record,
+)
 from backstage.signals import Signals
 
 
@@ -85,7 +92,7 @@ class Run:
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
-                 if (folder / name).exists()]
+                 if os.path.lexists(folder / name)]
         require(self.hp.resume or not found, f"{folder} holds a run already "
                 f"(its {''.join(found[:1])}): continue it with --resume, or "
                 "name another --run-dir")
@@ -96,7 +103,12 @@ class Run:
         if not self.hp.resume:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
-        (folder / "checkpoints").mkdir(exist_ok=True)
+        self.begun = bool(found)
+        saved = folder / "checkpoints"
+        require(saved.is_dir() or not os.path.lexists(saved), f"{saved} is no "
+                "folder, or a link to one that is gone: put the checkpoints "
+                "back, or remove it to begin at step 0")
+        saved.mkdir(exist_ok=True)
         print(f"{describe_start(self.record)}\n"
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
@@ -149,13 +161,19 @@ class Run:
             checkpoint.spread_state(state, model)
         if self.rank == 0:
             if hp.resume:
+                with suppress(FileNotFoundError):  # keep what others added
+                    self.record = read_record(self.folder, {}) | self.record
                 self._write_record(self.folder)
+            self.metrics = Metrics(self.folder / "metrics.csv", step, (
+                f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "
+                "beginning at step 0") * (self.begun and not saved))
             print(describe_parameters(optimizer)
                   + ", in the first pipeline stage" * (
                       hp.pipeline_parallel > 1)
                   + (f"; resuming after step {step - 1} from {file}"
-                     if step else ""), flush=True)
-            self.metrics = Metrics(self.folder / "metrics.csv", step)
+                     if step else "")
+                  + f"; what metrics.csv was: {self.metrics.kept}" * bool(
+                      step and self.metrics.kept), flush=True)
             self.tracker = track.start(
                 hp.track, self.folder, step, self.record)
         return step

@@ -342,7 +342,7 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     (kept,) = tmp_path.glob("metrics.2*.csv")
     assert kept.read_bytes() == damaged
     said = capsys.readouterr().err
-    assert "lost steps 0 to 2" in said and kept.name in said
+    assert "lost 3 of the steps 0 to 2" in said and kept.name in said
 
     # what follows the lost rows is kept when the run is resumed again
     metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": 3})
