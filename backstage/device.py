@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from backstage.dataset import check_batch
 from backstage.errors import require, warn
 from backstage.world import uses_nccl
 
@@ -132,10 +133,12 @@ def describe_memory(used, device):
 
 
 def pin(tensor):
-    """The tensor where a GPU can copy it from while the program goes on.
+    """A batch where a GPU can copy it from while the program goes on.
 
-    Unchanged if this process does not use a GPU.
+    Unchanged if this process does not use a GPU. Raises a `UserError` for a
+    token that is not in the vocabulary.
     """
+    check_batch(tensor)
     if torch.cuda.is_initialized() or torch.xpu.is_initialized():
         return tensor.pin_memory()
     return tensor
