@@ -7,7 +7,6 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 
 import logging
 import pickle
-import re
 import zipfile
 from dataclasses import asdict
 from functools import cache
@@ -35,6 +34,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
     logging.ERROR)
 
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
+NAMES = f"step_{8 * '[0-9]'}.pt"  # of checkpoints, as a pattern
 KEYS = {  # of other programs' checkpoints
     "pytorch-lightning_version": "Lightning's own", "iter_num": "nanoGPT's",
     "fixed": "the starter's"}
@@ -154,9 +154,7 @@ def write_checkpoint(folder, state):
 
 def list_checkpoints(folder):
     """The checkpoints that a run has written in a folder, the newest first."""
-    return sorted((file for file in Path(folder).glob("step_*.pt")
-                   if re.fullmatch(r"step_\d{8}\.pt", file.name)),
-                  reverse=True)
+    return sorted(Path(folder).glob(NAMES), reverse=True)
 
 
 def is_ours(file):
@@ -215,17 +213,15 @@ def load_checkpoint(file, verify=True):
                 broken = verify and archive.testzip()
             require(not broken, f"the checksum of {broken} is wrong")
             try:
-                state = {**torch.load(file, map_location="cpu", mmap=True,
-                                      weights_only=True)}
+                state = {**torch.load(
+                    file, map_location="cpu", weights_only=True, mmap=True)}
+                kind = next((KEYS[key] for key in state if key in KEYS), "")
             except (pickle.UnpicklingError, TypeError) as error:
-                kind = reason(error)  # classes, or a tensor alone
-            else:
-                if "format" not in state:
-                    kind = next((KEYS[key] for key in KEYS if key in state),
-                                f"it holds {', '.join(map(str, state))[:60]}")
-        if kind:
-            raise Damaged(f"{file} is no checkpoint of the course ({kind}), "
-                          "which a run writes as checkpoints/step_*.pt")
+                kind = reason(error)  # classes, or no dictionary
+        if kind or "format" not in state:
+            raise Damaged(f"{file} is no checkpoint of the course ("
+                          + (kind or f"it holds {', '.join(map(str, state))}"
+                             )[:99] + "): a run writes checkpoints/step_*.pt")
         found = int(state["format"])
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
@@ -234,20 +230,16 @@ def load_checkpoint(file, verify=True):
 
 
 def recognise(file):
-    """What a file is that is certainly no checkpoint; "" for all others."""
+    """What a file is that is no checkpoint, such as "TorchScript", or ""."""
     with open(file, "rb") as opened:
         head = opened.read(10)
-    if head[8:] == b'{"':
-        return "safetensors"
-    if not zipfile.is_zipfile(file):
-        return "" if head[:2] == b"PK" else (
-            "a pickle" if head[:1] == b"\x80"
-            else "damaged, or of another program")
-    with zipfile.ZipFile(file) as archive:
-        names = [name.partition("/")[2] for name in archive.namelist()]
-    if "constants.pkl" in names:
-        return "TorchScript"
-    return "" if "data.pkl" in names else "a zip archive without data.pkl"
+    if head[:2] == b"PK":
+        names = " ".join(zipfile.ZipFile(file).namelist())
+        return ("TorchScript" if "constants.pkl" in names else
+                "" if "data.pkl" in names else "a zip archive of others")
+    return ("safetensors" if head[8:] == b'{"' else
+            "a pickle" if head[:1] == b"\x80" else
+            "damaged, or of another program")
 
 
 def outline(model, optimizer=None):

@@ -47,7 +47,8 @@ def parse_flags(cls, default=None, **least):
         with contextlib.redirect_stderr(box):
             flags = tyro.cli(cls, default=default)
         for name, value in vars(flags).items():
-            setattr(flags, name, expand(name, value))
+            if isinstance(value, os.PathLike) or (value and name in PATHS):
+                setattr(flags, name, type(value)(os.path.expanduser(value)))
         check_numbers(flags, least)
         return flags
     except SystemExit as end:
@@ -60,18 +61,6 @@ def parse_flags(cls, default=None, **least):
     first, end, *_ = *edges, 0, 0
     reason = " ".join(rows[first + 1:end]) or "wrong flags"
     raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
-
-
-def expand(name, value):
-    """The value of a flag, with the home folder for `~` if it is a path."""
-    if type(value) is tuple:
-        return tuple(expand(name, item) for item in value)
-    if not isinstance(value, os.PathLike) and (
-            name not in PATHS or type(value) is not str):
-        return value
-    path = os.path.expanduser(value)
-    require(path[:2] not in ("~", "~/"), f"{path}: HOME is not set")
-    return type(value)(path)
 
 
 def check_numbers(flags, least):
@@ -92,23 +81,15 @@ def to_count(text):
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def open_streams():
-    """Open those that cron, daemons and some launchers have closed.
-
-    Else a file would get the number of the standard output, and its text.
-    """
-    for name in "stdin", "stdout", "stderr":
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-
-
 def run_main(main):
     """Call `main()`, then exit; say in one line what the user can fix.
 
     The status is 0, that of a `SystemExit`, 130 after Ctrl-C, or 1. Bugs keep
     their traceback.
     """
-    open_streams()
+    for name in "stdin", "stdout", "stderr":  # cron and daemons close them:
+        if getattr(sys, name) is None:  # no file may get their numbers
+            setattr(sys, name, open(os.devnull, "r+"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
         sys.stdout.reconfigure(errors="replace")
     try:

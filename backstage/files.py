@@ -44,61 +44,54 @@ def reading(file, remedy=""):
                       + f": {remedy}" * bool(remedy)) from error
 
 
-MAPPED = {}  # the files that are read as memory, and how long they are
-HANDLERS = []
+MAPPED = {}  # the files that are read as memory, and their bytes
 
 
 def map_file(file):
-    """Note that a file will be read as memory.
+    """Let a SIGBUS become one line, if this file was cut while it was read.
 
-    If it is cut then, the system ends the process with SIGBUS, which becomes
-    one line. What else has caused a SIGBUS stays as it is.
+    The system sends it to a process that reads memory whose file is gone.
     """
-    if not MAPPED:
+    MAPPED[file] = os.stat(file).st_size
+    if len(MAPPED) == 1:
         set_handler = ctypes.CDLL(None).signal
-        set_handler.restype = ctypes.c_void_p
         set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
+        set_handler.restype = ctypes.c_void_p
 
         @ctypes.CFUNCTYPE(None, ctypes.c_int)
-        def handler(number):
+        def handle(number):
             for path, size in MAPPED.items():
                 if os.path.exists(path) and os.stat(path).st_size < size:
                     report(UserError(f"{path} was cut while it was read"))
                     leave_mpi(1)
                     os._exit(1)
-            set_handler(number, before)
+            set_handler(number, before)  # it has another cause
+            os.kill(os.getpid(), number)
 
-        HANDLERS.append(handler)  # of which C has only the address
-        before = set_handler(signal.SIGBUS, ctypes.cast(
-            handler, ctypes.c_void_p))
-    MAPPED[file] = os.stat(file).st_size
+        map_file.handle = handle  # C has its address alone
+        before = set_handler(
+            signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
 
 
 def read_json(file, like, remedy=""):
-    """What a file of JSON holds; `parse_json` and `reading` say the rest."""
+    """What a file of JSON holds, if it is like that. Raises as `reading`."""
     with reading(file, remedy):
-        return parse_json(Path(file).read_bytes(), like)
-
-
-def parse_json(text, like):
-    """The value that JSON stands for, if it is like `like`.
-
-    like: a type, a dictionary with what the value needs under its keys, or a
-    list of what each item is like. Raises anything; `reading` knows it all.
-    """
-    value = json.loads(text)
-    require_like(value, like)
-    return value
+        value = json.loads(Path(file).read_bytes())
+        require_like(value, like)
+        return value
 
 
 def require_like(value, like, name="it"):
-    """Raise a `UserError` unless the value is like `like`."""
+    """Raise a `UserError` unless a value of JSON has the types that it needs.
+
+    like: a type, a dictionary of some keys, or a list of what each item is.
+    """
     kind = like if isinstance(like, type) else type(like)
     require(type(value) is kind, f"{name} is not of type {kind.__name__}")
-    for key in like if kind is dict and like is not dict else ():
+    for key, inside in like.items() if type(like) is dict else ():
         require(key in value, f"{name} has no {key}")
-        require_like(value[key], like[key], key)
-    for item in value if isinstance(like, list) else ():
+        require_like(value[key], inside, key)
+    for item in value if type(like) is list else ():
         require_like(item, like[0], f"an item of {name}")
 
 
@@ -201,32 +194,25 @@ def sync_folder(folder):
 
 def new_folder(parent, name):
     """Make parent/<date>-<time>-<name>, even if others do so right now."""
-    for date, suffix in dates():
-        folder = Path(parent) / f"{date}-{name}{suffix}"
+    now = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        folder = Path(parent) / f"{now}-{name}{suffix}"
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
 
 
 def keep(file):
-    """Give a file, soon replaced, another name with the date; returns it."""
-    for date, suffix in dates():
-        kept = file.with_stem(f"{file.stem}.{date}{suffix}")
-        try:
-            os.link(file, kept, follow_symlinks=False)
-            return kept
-        except FileExistsError:
-            continue
-        except OSError:  # a file system without links
-            if not os.path.lexists(kept):
-                return file.rename(kept)
-
-
-def dates():
-    """Yield the date and time with "", "-2", "-3", ... for a new name."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        yield now, f"-{number}" if number > 1 else ""
+    """Give a file, soon replaced, one more name with the date; returns it."""
+    while os.path.lexists(kept := file.with_stem(
+            file.stem + time.strftime(".%Y%m%d-%H%M%S"))):
+        time.sleep(0.1)  # until the next second
+    try:
+        os.link(file, kept, follow_symlinks=False)
+    except OSError:  # a folder, or a file system without links
+        file.rename(kept)
+    return kept
 
 
 def show_path(path, folder=ROOT):

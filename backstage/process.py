@@ -167,35 +167,35 @@ def check_names(env):
     right = env.get("MASTER_ADDR") and None not in numbers and (
         rank < size and local_rank < on_node <= size and port < 2**16)
     require(right, "these variables do not say which rank this process is: "
-            + show_names(env, dict.fromkeys((*given, *NEEDED)))
+            + show(dict.fromkeys((*given, *NEEDED)), env)
             + "; start it with torchrun, which sets them, or for one process "
             f"alone: unset {' '.join(given)}")
 
 
-def show_names(env, names):
-    return ", ".join(
-        f"{name}={' '.join(env[name].split())[:60]}" if name in env
-        else f"no {name}" for name in names)
+def show(names, env):
+    """The variables as NAME=VALUE, each short and in one line."""
+    return ", ".join(f"{name}={' '.join(env[name].split())[:60]}"
+                     if name in env else f"no {name}" for name in names)
 
 
 def name_step_ranks(env):
     """Set torchrun's names from those of srun's step."""
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")  # "4", "4(x2)" or "2,1"
-    numbers = "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"
-    texts = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
-    require(None not in [to_count(env.get(name, "")) for name in numbers]
-            and all(map(env.get, texts)), "srun's variables do not say which "
-            f"rank this process is: {show_names(env, numbers + texts)}; start "
-            "it with srun, or for one alone: unset SLURM_STEP_NUM_TASKS")
+    names = ("SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID",
+             "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    *numbers, tasks, nodes = (env.get(name, "") for name in names)
+    local, job, step = map(to_count, numbers)
+    require(None not in (local, job, step) and tasks and nodes, "srun's "
+            f"variables do not say which rank this is: {show(names, env)}; "
+            "for one process alone: unset SLURM_STEP_NUM_TASKS")
+    # tasks: "4", "4(x2)" or "2,1"
     require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
             f"{tasks} tasks on the nodes: start as many on each, with "
             "--ntasks-per-node")
-    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     env.update(
         RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
         WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
         LOCAL_WORLD_SIZE=tasks.split("(")[0])
-    env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
+    env.setdefault("MASTER_ADDR", first_node(nodes))
     env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
 
 

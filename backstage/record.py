@@ -60,17 +60,6 @@ def is_a(value, kind):
     return type(value) is kind or (kind is float and type(value) is int)
 
 
-def read_metrics(file):
-    """A dictionary for each row of metrics.csv: {column: number, or None}.
-
-    Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
-    """
-    with reading(file):
-        _, table = read_table(file)
-        for cells in table:
-            yield to_numbers(cells)
-
-
 def read_table(file):
     """The text of a table, and a `csv.DictReader` of it.
 
@@ -95,45 +84,42 @@ class Metrics:
     def __init__(self, file, step, problem=""):
         """Keep the rows before `step`, with all of their columns.
 
-        If anything else is in the file, it stays as it is under the name
-        `kept`. What is lost, and a problem with the checkpoints, is one line
-        of warning.
+        If anything else is in the file, it stays under another name, as
+        `kept` says. What is lost, and the caller's problem, is one warning.
         """
-        self.names, self.losses, self.last, self.kept = COLUMNS, [], -1, ""
-        rows, old, problems = {}, [], [problem]
+        rows, fields, text, self.kept = {}, (), "", ""
+        problems = [problem] * bool(problem)
         try:
             with reading(file):
                 text, table = read_table(file)
                 for cells in table:
                     with suppress(ValueError, LookupError, UserError):
                         rows[to_numbers(cells)["step"]] = cells
-                old = [*filter(None, text.splitlines())]
-                self.names = [*dict.fromkeys(
-                    [*((step and table.fieldnames) or ()), *COLUMNS])]
-        except UserError as error:
-            old = [str(error)]
-            problems += old
+                fields = table.fieldnames if step else ()
         except FileNotFoundError:
             pass
-        self.file = io.StringIO()
-        table = csv.writer(self.file, lineterminator="\n")
-        table.writerow(self.names)
-        for self.last in sorted(number for number in rows if number < step):
-            cells = rows[self.last]
-            table.writerow(cells.get(name) or "" for name in self.names)
-            self.losses.append(float(cells["loss"]))
+        except UserError as error:
+            text = str(error)
+            problems.append(text)
         if lost := [number for number in range(step) if number not in rows]:
             problems.append(f"{file} has lost {len(lost)} of the steps "
                             f"{lost[0]} to {lost[-1]}")
-        text = self.file.getvalue()
-        for line, new in zip_longest(old, text.splitlines(), fillvalue=""):
-            if not new.startswith(line):  # more columns may follow
-                self.kept = keep(file).name
-                problems.append(f"what {file.name} was is kept as {self.kept}")
-                break
-        if any(problems[:-1]):
-            warn("; ".join(filter(None, problems)))
-        write_atomically(file, text.encode(errors="surrogateescape"))
+        self.names = [*dict.fromkeys((*(fields or ()), *COLUMNS))]
+        self.file, self.losses, self.last = io.StringIO(), [], -1
+        table = csv.DictWriter(
+            self.file, self.names, "", "ignore", lineterminator="\n")
+        table.writeheader()
+        for self.last in sorted(number for number in rows if number < step):
+            table.writerow(rows[self.last])
+            self.losses.append(float(rows[self.last]["loss"]))
+        new = self.file.getvalue()
+        if not all(b.startswith(a) for a, b in zip_longest(  # maybe longer
+                filter(None, text.splitlines()), new.splitlines(),
+                fillvalue="")):
+            self.kept = f"; what {file.name} was is kept as {keep(file).name}"
+        if problems:
+            warn("; ".join(problems) + self.kept)
+        write_atomically(file, new.encode(errors="surrogateescape"))
         self.file = open(file, "a", newline="")
 
     def add(self, row):

@@ -172,8 +172,7 @@ class Run:
                       hp.pipeline_parallel > 1)
                   + (f"; resuming after step {step - 1} from {file}"
                      if step else "")
-                  + f"; what metrics.csv was: {self.metrics.kept}" * bool(
-                      step and self.metrics.kept), flush=True)
+                  + self.metrics.kept * bool(step), flush=True)
             self.tracker = track.start(
                 hp.track, self.folder, step, self.record)
         return step

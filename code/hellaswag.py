@@ -14,6 +14,7 @@ A sum over its tokens prefers short endings, so the mean is what is usually
 quoted, as "acc_norm". Guessing is right 25% of the time.
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from generate import load
 from torch.nn import functional as F
 
 from backstage.errors import parse_flags, require, run_main, to_count
-from backstage.files import Damaged, parse_json, reading, reason
+from backstage.files import Damaged, reading, reason, require_like
 from backstage.process import name_ranks
 from backstage.world import on_every_rank
 
@@ -43,7 +44,8 @@ def read(file):
             file, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                it = parse_json(line, {"ctx": str, "endings": [str]})
+                it = json.loads(line)
+                require_like(it, {"ctx": str, "endings": [str]})
                 right = to_count(str(it["label"]))
                 require(len(it["endings"]) == 4 and right in range(4),
                         "not one of four endings")
