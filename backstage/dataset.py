@@ -25,7 +25,7 @@ TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
 AGAIN = "make the dataset again"
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
-CHECKED = []  # the folder that was checked last, and its vocabulary's size
+IN_USE = {}  # the folder that the run reads: the size of its vocabulary
 
 
 def save_vocabulary(encoding, folder):
@@ -99,13 +99,13 @@ def gpt2_is_cached():
 
 def list_shards(folder, *patterns):
     """The files of the splits, {"train": [...], "val": [...]}, in order."""
-    names = sorted(os.listdir(folder))  # glob passes over what it may not read
+    names = sorted(os.listdir(folder))  # glob would hide what may not be read
     found = {split: [Path(folder, name) for name in names if any(
         fnmatch(name, pattern.format(split)) for pattern in patterns)]
         for split in ("train", "val")}
-    for shard in found["val"]:
-        require(shard not in found["train"], f"{shard} would be in both "
-                "splits: rename it")
+    both = {*found["train"]} & {*found["val"]}
+    require(not both, f"{min(both, default='')} would be in both splits: "
+            "rename it")
     return found
 
 
@@ -143,18 +143,16 @@ def check_shards(folder, sequence_length, look=100_000):
         require(count > sequence_length, f"{folder}: {count} tokens of "
                 f"{split} are too few for one sample of {sequence_length} and "
                 "its targets")
-    CHECKED[:] = [(folder, vocab_size)]
 
 
 def check_batch(tokens):
-    """Raise a `UserError` if a batch has ids beyond the vocabulary.
+    """Raise a `UserError` if a run's batch has ids beyond the vocabulary.
 
-    tokens: any tensor of the dataset that was checked last. An embedding in
-    shards would take such ids without a word. The error names the shard.
+    An embedding in shards takes such ids without a word.
     """
-    for folder, vocab_size in CHECKED:
+    for folder, vocab_size in IN_USE.items():
         if (highest := int(tokens.max())) >= vocab_size:
-            check_shards(folder, 0, look=None)
+            check_shards(folder, 0, look=None)  # it names the shard
             raise UserError(f"token {highest} is not in the vocabulary of "
                             f"{vocab_size}: {AGAIN}")
 

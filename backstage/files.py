@@ -15,6 +15,7 @@ import stat
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from backstage import ROOT
 from backstage.errors import UserError, leave_mpi, report, require
@@ -84,10 +85,16 @@ def read_json(file, like, remedy=""):
 def require_like(value, like, name="it"):
     """Raise a `UserError` unless a value of JSON has the types that it needs.
 
-    like: a type, a dictionary of some keys, or a list of what each item is.
+    like: a flag's type, a dictionary of some keys, or a list of what each
+    item is.
     """
     kind = like if isinstance(like, type) else type(like)
-    require(type(value) is kind, f"{name} is not of type {kind.__name__}")
+    if get_origin(like) is Literal:
+        right = value in get_args(like)
+    else:
+        right = type(value) is kind or (kind is float and type(value) is int)
+    require(right and (kind is not str or "\0" not in value),  # as in no path
+            f"{name} is {str(value)[:20]!r}, of another type")
     for key, inside in like.items() if type(like) is dict else ():
         require(key in value, f"{name} has no {key}")
         require_like(value[key], inside, key)

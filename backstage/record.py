@@ -10,10 +10,15 @@ import math
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 from backstage.errors import UserError, require, warn
-from backstage.files import keep, read_json, reading, write_atomically
+from backstage.files import (
+    keep,
+    read_json,
+    reading,
+    require_like,
+    write_atomically,
+)
 
 RECORD = "hyperparameters.json"
 
@@ -33,10 +38,10 @@ def read_record(folder, types):
     remedy = ("to go on with the run, delete it, and give --resume and all "
               "of its flags again")
     record = read_json(file, {"hyperparameters": dict}, remedy)
+    values = record["hyperparameters"]
     with reading(file, remedy):
-        for name, value in record["hyperparameters"].items():
-            require(name not in types or is_a(value, types[name]),
-                    f"{name} has another type")
+        require_like(values, {
+            name: types[name] for name in values if name in types})
     return record
 
 
@@ -49,15 +54,6 @@ def describe_start(record):
             f"{size // nodes} {record['device']}, {', '.join(hosts[:4])}{more}"
             f"; {record['backend']}, {record['scheduler']}; "
             f"{record['launcher']}: {' '.join(record['command'].split())}")
-
-
-def is_a(value, kind):
-    """Whether a value of a JSON file has the type of a flag."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if type(value) is str and "\0" in value:  # no path has a zero byte
-        return False
-    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def read_table(file):

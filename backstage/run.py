@@ -62,6 +62,7 @@ class Run:
             self.prompt = self.tokenizer.encode(
                 hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
+        dataset.IN_USE = {hp.data: config.vocab_size}
         self.signals = Signals(self.rank)
 
     @property

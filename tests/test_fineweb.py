@@ -407,6 +407,27 @@ def test_counting_and_verifying(corpus, whole, tmp_path, tool):
     assert refuses(run("countfineweb", tmp_path / "none"), "No such file")
 
 
+A_MANIFEST = json.loads((FOLDER / "demo" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "null", "1e999", '{"a":' * 100_000,
+    *(json.dumps({name: value for name, value in A_MANIFEST.items()
+                  if name != missing}) for missing in (
+        "name", "complete", "source", "vocabulary", "train", "shards")),
+    *(json.dumps(A_MANIFEST | changed) for changed in (
+        {"complete": 1}, {"source": "here"}, {"vocabulary": {}},
+        {"shards": [{"file": "a"}]}, {"shards": [3]}, {"train": {}}))],
+    ids=lambda text: text[:9])
+def test_a_manifest_that_is_none(text, tmp_path, tool):
+    folder = shutil.copytree(FOLDER / "demo", tmp_path / "demo")
+    (folder / "manifest.json").write_text(text)
+    for name, *args in (("countfineweb", folder), ("demo", "--out", folder),
+                        ("fineweb", "--dataset", folder, "--out", folder)):
+        error = tool(name, *args)[1]
+        assert "manifest.json is damaged" in error and len(error) < 300
+
+
 @pytest.mark.whole
 def test_splitting_changes_no_token(whole, tmp_path, tool):
     shard, parts = whole / "fineweb_train_000002.npy", tmp_path / "parts"

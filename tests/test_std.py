@@ -502,7 +502,7 @@ def test_bad_shards(tmp_path, change, words):
 @pytest.mark.parametrize(("stage", "size"), [
     ("std", None), ("ddp", 2), ("lit", None),
     *(pytest.param(stage, 2, marks=pytest.mark.whole)
-      for stage in ("fsdp", "tp", "3d", "mpi", "kernels"))])
+      for stage in ("fsdp", "tp", "3d", "mpi"))])
 @pytest.mark.parametrize("token", [257, 60_000])
 def test_a_token_that_no_look_has_found_is_one_line(
         stage, size, token, tmp_path):
@@ -517,7 +517,7 @@ def test_a_token_that_no_look_has_found_is_one_line(
     flags = ["--minibatch-size", 512, "--microbatch-size", 128]
     flags += ["--tensor-parallel", 2] * (stage in ("tp", "3d"))
     result = attempt(stage, tmp_path / "run", *flags, data=data,
-                     world_size=None if stage == "kernels" else size)
+                     world_size=size)
     assert all(rank.status for rank in result.ranks)
     assert (f"test_train_000001.npy is damaged (token {token} is not in the "
             "vocabulary of 257)") in result.err
