@@ -63,7 +63,8 @@ def map_file(file):
         def handle(number):
             for path, size in MAPPED.items():
                 if os.path.exists(path) and os.stat(path).st_size < size:
-                    report(UserError(f"{path} was cut while it was read"))
+                    report(UserError(f"{path} was cut while it was read: make "
+                                     "it again; a run goes on with --resume"))
                     leave_mpi(1)
                     os._exit(1)
             set_handler(number, before)  # it has another cause
