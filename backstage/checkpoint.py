@@ -6,9 +6,11 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 """
 
 import logging
+import os
 import pickle
 import zipfile
 from dataclasses import asdict
+from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
 
@@ -154,7 +156,10 @@ def write_checkpoint(folder, state):
 
 def list_checkpoints(folder):
     """The checkpoints that a run has written in a folder, the newest first."""
-    return sorted(Path(folder).glob(NAMES), reverse=True)
+    # glob would find none in a folder that may not be read
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [Path(folder, name)
+            for name in sorted(matching(names, NAMES), reverse=True)]
 
 
 def is_ours(file):
@@ -206,40 +211,33 @@ def load_checkpoint(file, verify=True):
     Raises `Damaged` if it is not a checkpoint, `UserError` if it is an older
     one.
     """
-    with reading(file):
-        kind = recognise(file)
-        if not kind:
+    with reading(file), open(file, "rb") as opened:
+        head, state = opened.read(10), {}
+        kind = ("safetensors" if head[8:] == b'{"' else "a pickle" if
+                head[:1] == b"\x80" else "damaged, or of another program")
+        if head[:2] == b"PK":
             with zipfile.ZipFile(file) as archive:
+                names = " ".join(archive.namelist())
                 broken = verify and archive.testzip()
             require(not broken, f"the checksum of {broken} is wrong")
-            try:
-                state = {**torch.load(
-                    file, map_location="cpu", weights_only=True, mmap=True)}
-                kind = next((KEYS[key] for key in state if key in KEYS), "")
-            except (pickle.UnpicklingError, TypeError) as error:
-                kind = reason(error)  # classes, or no dictionary
-        if kind or "format" not in state:
-            raise Damaged(f"{file} is no checkpoint of the course ("
-                          + (kind or f"it holds {', '.join(map(str, state))}"
-                             )[:99] + "): a run writes checkpoints/step_*.pt")
+            kind = "TorchScript" if "constants.pkl" in names else (
+                "a zip archive" * ("data.pkl" not in names))
+        try:
+            state = kind or {**torch.load(
+                file, map_location="cpu", weights_only=True, mmap=True)}
+            kind = kind or next((KEYS[key] for key in state if key in KEYS), (
+                "" if "format" in state else
+                f"it holds {', '.join(map(str, state))[:60]}"))
+        except (pickle.UnpicklingError, TypeError) as error:
+            kind = reason(error)  # classes, or no dictionary
+        if kind:
+            raise Damaged(f"{file} is no checkpoint of the course ({kind}): a "
+                          "run writes checkpoints/step_*.pt")
         found = int(state["format"])
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
     return state
-
-
-def recognise(file):
-    """What a file is that is no checkpoint, such as "TorchScript", or ""."""
-    with open(file, "rb") as opened:
-        head = opened.read(10)
-    if head[:2] == b"PK":
-        names = " ".join(zipfile.ZipFile(file).namelist())
-        return ("TorchScript" if "constants.pkl" in names else
-                "" if "data.pkl" in names else "a zip archive of others")
-    return ("safetensors" if head[8:] == b'{"' else
-            "a pickle" if head[:1] == b"\x80" else
-            "damaged, or of another program")
 
 
 def outline(model, optimizer=None):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from fnmatch import fnmatch
+from fnmatch import filter as matching
 from pathlib import Path
 
 import tiktoken
@@ -25,7 +25,6 @@ TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
 AGAIN = "make the dataset again"
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
-IN_USE = {}  # the folder that the run reads: the size of its vocabulary
 
 
 def save_vocabulary(encoding, folder):
@@ -100,8 +99,9 @@ def gpt2_is_cached():
 def list_shards(folder, *patterns):
     """The files of the splits, {"train": [...], "val": [...]}, in order."""
     names = sorted(os.listdir(folder))  # glob would hide what may not be read
-    found = {split: [Path(folder, name) for name in names if any(
-        fnmatch(name, pattern.format(split)) for pattern in patterns)]
+    found = {split: [
+        Path(folder, name) for pattern in patterns
+        for name in matching(names, pattern.format(split))]
         for split in ("train", "val")}
     both = {*found["train"]} & {*found["val"]}
     require(not both, f"{min(both, default='')} would be in both splits: "
@@ -145,16 +145,11 @@ def check_shards(folder, sequence_length, look=100_000):
                 "its targets")
 
 
-def check_batch(tokens):
-    """Raise a `UserError` if a run's batch has ids beyond the vocabulary.
-
-    An embedding in shards takes such ids without a word.
-    """
-    for folder, vocab_size in IN_USE.items():
-        if (highest := int(tokens.max())) >= vocab_size:
-            check_shards(folder, 0, look=None)  # it names the shard
-            raise UserError(f"token {highest} is not in the vocabulary of "
-                            f"{vocab_size}: {AGAIN}")
+def check_batch(folder, vocab_size, tokens):
+    """Raise a `UserError` for ids that an embedding in shards would take."""
+    if tokens.numpy().max() >= vocab_size:
+        check_shards(folder, 0, look=None)  # it names the shard
+        raise UserError(f"{folder} has changed: {AGAIN}")
 
 
 def read_manifest(folder, like=dict):

@@ -38,9 +38,10 @@ def reading(file, remedy=""):
         yield
     except (FileNotFoundError, Damaged):
         raise
-    except OSError as error:
-        raise Damaged(f"{file} cannot be read ({reason(error)})") from error
     except Exception as error:
+        if getattr(error, "errno", None):  # the system's
+            raise Damaged(f"{file} cannot be read ({reason(error)})"
+                          ) from error
         raise Damaged(f"{file} is damaged ({reason(error)})"
                       + f": {remedy}" * bool(remedy)) from error
 
@@ -49,30 +50,27 @@ MAPPED = {}  # the files that are read as memory, and their bytes
 
 
 def map_file(file):
-    """Let a SIGBUS become one line, if this file was cut while it was read.
-
-    The system sends it to a process that reads memory whose file is gone.
-    """
+    """Let a SIGBUS be one line if this file was cut while it was read."""
     MAPPED[file] = os.stat(file).st_size
-    if len(MAPPED) == 1:
-        set_handler = ctypes.CDLL(None).signal
-        set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
-        set_handler.restype = ctypes.c_void_p
+    if len(MAPPED) > 1:
+        return
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
+    set_handler.restype = ctypes.c_void_p
 
-        @ctypes.CFUNCTYPE(None, ctypes.c_int)
-        def handle(number):
-            for path, size in MAPPED.items():
-                if os.path.exists(path) and os.stat(path).st_size < size:
-                    report(UserError(f"{path} was cut while it was read: make "
-                                     "it again; a run goes on with --resume"))
-                    leave_mpi(1)
-                    os._exit(1)
-            set_handler(number, before)  # it has another cause
-            os.kill(os.getpid(), number)
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handle(number):
+        for path, size in MAPPED.items():
+            if os.path.exists(path) and os.stat(path).st_size < size:
+                report(UserError(f"{path} was cut while it was read: make it "
+                                 "again; a run goes on with --resume"))
+                leave_mpi(1)
+                os._exit(1)
+        set_handler(number, before)  # it has another cause
+        os.kill(os.getpid(), number)
 
-        map_file.handle = handle  # C has its address alone
-        before = set_handler(
-            signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
+    map_file.handle = handle  # C has its address alone
+    before = set_handler(signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
 
 
 def read_json(file, like, remedy=""):
@@ -86,14 +84,11 @@ def read_json(file, like, remedy=""):
 def require_like(value, like, name="it"):
     """Raise a `UserError` unless a value of JSON has the types that it needs.
 
-    like: a flag's type, a dictionary of some keys, or a list of what each
-    item is.
+    like: a flag's type, a dictionary of keys, or a list of one item's type.
     """
     kind = like if isinstance(like, type) else type(like)
-    if get_origin(like) is Literal:
-        right = value in get_args(like)
-    else:
-        right = type(value) is kind or (kind is float and type(value) is int)
+    right = value in get_args(like) if get_origin(like) is Literal else (
+        type(value) is kind or (kind is float and type(value) is int))
     require(right and (kind is not str or "\0" not in value),  # as in no path
             f"{name} is {str(value)[:20]!r}, of another type")
     for key, inside in like.items() if type(like) is dict else ():

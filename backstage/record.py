@@ -11,14 +11,8 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
+from backstage import files
 from backstage.errors import UserError, require, warn
-from backstage.files import (
-    keep,
-    read_json,
-    reading,
-    require_like,
-    write_atomically,
-)
 
 RECORD = "hyperparameters.json"
 
@@ -37,10 +31,10 @@ def read_record(folder, types):
     file = Path(folder) / RECORD
     remedy = ("to go on with the run, delete it, and give --resume and all "
               "of its flags again")
-    record = read_json(file, {"hyperparameters": dict}, remedy)
+    record = files.read_json(file, {"hyperparameters": dict}, remedy)
     values = record["hyperparameters"]
-    with reading(file, remedy):
-        require_like(values, {
+    with files.reading(file, remedy):
+        files.require_like(values, {
             name: types[name] for name in values if name in types})
     return record
 
@@ -86,7 +80,7 @@ class Metrics:
         rows, fields, text, self.kept = {}, (), "", ""
         problems = [problem] * bool(problem)
         try:
-            with reading(file):
+            with files.reading(file):
                 text, table = read_table(file)
                 for cells in table:
                     with suppress(ValueError, LookupError, UserError):
@@ -112,10 +106,11 @@ class Metrics:
         if not all(b.startswith(a) for a, b in zip_longest(  # maybe longer
                 filter(None, text.splitlines()), new.splitlines(),
                 fillvalue="")):
-            self.kept = f"; what {file.name} was is kept as {keep(file).name}"
+            kept = files.keep(file).name
+            self.kept = f"; what {file.name} was is kept as {kept}"
         if problems:
             warn("; ".join(problems) + self.kept)
-        write_atomically(file, new.encode(errors="surrogateescape"))
+        files.write_atomically(file, new.encode(errors="surrogateescape"))
         self.file = open(file, "a", newline="")
 
     def add(self, row):

@@ -14,24 +14,18 @@ import math
 import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 
 import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
-from backstage.device import describe_memory, device_name, peak_memory
+from backstage.device import CHECKS, describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
-from backstage.record import (
-    COLUMNS,
-    RECORD,
-    Metrics,
-    describe_start,
-    read_record,
-)
+from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
 
 
@@ -62,7 +56,8 @@ class Run:
             self.prompt = self.tokenizer.encode(
                 hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
-        dataset.IN_USE = {hp.data: config.vocab_size}
+        CHECKS[:] = [partial(
+            dataset.check_batch, hp.data, config.vocab_size)]
         self.signals = Signals(self.rank)
 
     @property
@@ -162,8 +157,6 @@ class Run:
             checkpoint.spread_state(state, model)
         if self.rank == 0:
             if hp.resume:
-                with suppress(FileNotFoundError):  # keep what others added
-                    self.record = read_record(self.folder, {}) | self.record
                 self._write_record(self.folder)
             self.metrics = Metrics(self.folder / "metrics.csv", step, (
                 f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "

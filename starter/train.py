@@ -139,6 +139,7 @@ def open_run(folder, fixed, resume):
             return [], f"{folder}: another process trains in this run"
         except OSError:  # this file system has no locks
             pass
+        os.listdir(checkpoints)  # an error, where glob would find nothing
         metrics.touch()
         if metrics.read_bytes()[: len(COLUMNS)] not in (b"", COLUMNS.encode()):
             return [], f"{metrics} is of another program"
@@ -298,7 +299,7 @@ def check(args, smallest):
 
 
 def main():
-    args, device = parse(), join()
+    device, args = join(), parse()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, val_data = Rings(10_000, seed=0), Rings(1_000, seed=1)
     check(args, min(len(train_data), len(val_data)))

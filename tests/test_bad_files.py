@@ -504,7 +504,7 @@ def test_a_shard_of_both_splits(tmp_path):
 AS_NOBODY = """\
 import mmap, os, sys  # nobody may not read Python's own files either
 from pathlib import Path
-from backstage import dataset
+from backstage import checkpoint, dataset
 from backstage.errors import run_main
 sys.path.append("fineweb")
 import documents, shards
@@ -514,13 +514,15 @@ folder = Path(sys.argv[1])
 run_main(lambda: {
     "data": lambda: dataset.check_shards(folder, 32),
     "shards": lambda: shards.find(folder),
+    "checkpoints": lambda: checkpoint.list_checkpoints(folder),
     "texts": lambda: [*documents.walk(folder.parent)],
 }[sys.argv[2]]())
 """
 
 
 @pytest.mark.parametrize("hidden", [".", "test_train_000002.npy"])
-@pytest.mark.parametrize("reader", ["data", "shards", "texts"])
+@pytest.mark.parametrize("reader", [
+    "data", "shards", "texts", "checkpoints"])
 def test_what_may_not_be_read_is_not_passed_over(hidden, reader):
     with tempfile.TemporaryDirectory() as parent:  # a path for everybody
         os.chmod(parent, 0o755)

@@ -466,7 +466,6 @@ def test_more_shards_than_files_may_be_open(limit, status, tmp_path):
     (["--minibatch-size", "1" * 5000], ["--minibatch-size"]),
     (["--weight-decay", "1e400"], ["--weight-decay must be"]),
     (["--data=~/no-such-data"], [f"{Path.home()}/no-such-data"]),
-    (["--init=~/no-such-file"], [f"{Path.home()}/no-such-file"]),
 ])
 def test_bad_flags(data, tmp_path, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)
