@@ -6,9 +6,11 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 """
 
 import logging
-import re
+import os
+import pickle
 import zipfile
 from dataclasses import asdict
+from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from backstage.errors import UserError, require, warn
-from backstage.files import Damaged, reading, write_atomically
+from backstage.errors import UserError, explain, require, warn
+from backstage.files import Damaged, reading, reason, write_atomically
 from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
@@ -34,6 +36,10 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
     logging.ERROR)
 
 TIED = "transformer.wte.weight", "lm_head.weight"  # one matrix
+NAMES = f"step_{8 * '[0-9]'}.pt"  # of checkpoints, as a pattern
+KEYS = {  # of other programs' checkpoints
+    "pytorch-lightning_version": "Lightning's own", "iter_num": "nanoGPT's",
+    "fixed": "the starter's"}
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
 
@@ -150,9 +156,10 @@ def write_checkpoint(folder, state):
 
 def list_checkpoints(folder):
     """The checkpoints that a run has written in a folder, the newest first."""
-    return sorted((file for file in Path(folder).glob("step_*.pt")
-                   if re.fullmatch(r"step_\d{8}\.pt", file.name)),
-                  reverse=True)
+    # glob would find none in a folder that may not be read
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [Path(folder, name)
+            for name in sorted(matching(names, NAMES), reverse=True)]
 
 
 def is_ours(file):
@@ -184,9 +191,10 @@ def load_first(files, flag, config, model, optimizer=None):
                         "the flags of the model's shape")
                 check_fit(file, state, wanted)
                 return file
-            except Damaged as error:
-                require(file != files[-1], f"{error}: name another {flag}")
-                warn(f"{error}: going on from the one before it")
+            except (Damaged, FileNotFoundError) as error:  # of a link
+                problem = explain(error)
+                require(file != files[-1], f"{problem}: name another {flag}")
+                warn(f"{problem}: going on from the one before it")
 
     file = call_on_rank_0(find)
     return file, load_checkpoint(file, verify=False)
@@ -203,13 +211,29 @@ def load_checkpoint(file, verify=True):
     Raises `Damaged` if it is not a checkpoint, `UserError` if it is an older
     one.
     """
-    with reading(file):
-        with zipfile.ZipFile(file) as archive:
-            broken = verify and archive.testzip()
-        require(not broken, f"the checksum of {broken} is wrong")
-        state = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=True)
-        found = int({**state}["format"])  # a tensor is no mapping
+    with reading(file), open(file, "rb") as opened:
+        head, state = opened.read(10), {}
+        kind = ("safetensors" if head[8:] == b'{"' else "a pickle" if
+                head[:1] == b"\x80" else "damaged, or of another program")
+        if head[:2] == b"PK":
+            with zipfile.ZipFile(file) as archive:
+                names = " ".join(archive.namelist())
+                broken = verify and archive.testzip()
+            require(not broken, f"the checksum of {broken} is wrong")
+            kind = "TorchScript" if "constants.pkl" in names else (
+                "a zip archive" * ("data.pkl" not in names))
+        try:
+            state = kind or {**torch.load(
+                file, map_location="cpu", weights_only=True, mmap=True)}
+            kind = kind or next((KEYS[key] for key in state if key in KEYS), (
+                "" if "format" in state else
+                f"it holds {', '.join(map(str, state))[:60]}"))
+        except (pickle.UnpicklingError, TypeError) as error:
+            kind = reason(error)  # classes, or no dictionary
+        if kind:
+            raise Damaged(f"{file} is no checkpoint of the course ({kind}): a "
+                          "run writes checkpoints/step_*.pt")
+        found = int(state["format"])
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")

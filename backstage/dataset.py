@@ -11,19 +11,20 @@ import hashlib
 import json
 import os
 import tempfile
+from fnmatch import filter as matching
 from pathlib import Path
 
 import tiktoken
 
 from backstage.errors import UserError, require
-from backstage.files import reading, write_atomically
+from backstage.files import map_file, read_json, reading, write_atomically
 
 GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
 TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
 AGAIN = "make the dataset again"
-LOOK = 100_000  # tokens of each shard that are looked at before a run
+SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
 
 
 def save_vocabulary(encoding, folder):
@@ -47,10 +48,11 @@ def load_vocabulary(folder):
     file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
     if not file.exists():
         return gpt2_vocabulary()
+    settings = read_json(file, {
+        "name": str, "pat_str": str, "special_tokens": {END_OF_TEXT: int}},
+        AGAIN)
+    special = settings["special_tokens"]
     with reading(file, AGAIN):
-        settings = json.loads(file.read_bytes())
-        special = settings["special_tokens"]
-        require(END_OF_TEXT in special, f"it has no {END_OF_TEXT}")
         require(tokens.exists(), f"{TOKENS} is missing")
     with reading(tokens, AGAIN):
         pairs = [line.split() for line in tokens.read_bytes().splitlines()]
@@ -94,31 +96,46 @@ def gpt2_is_cached():
     return all((Path(cache) / name).exists() for name in names)
 
 
-def check_shards(folder, sequence_length):
+def list_shards(folder, *patterns):
+    """The files of the splits, {"train": [...], "val": [...]}, in order."""
+    names = sorted(os.listdir(folder))  # glob would hide what may not be read
+    found = {split: [
+        Path(folder, name) for pattern in patterns
+        for name in matching(names, pattern.format(split))]
+        for split in ("train", "val")}
+    both = {*found["train"]} & {*found["val"]}
+    require(not both, f"{min(both, default='')} would be in both splits: "
+            "rename it")
+    return found
+
+
+def check_shards(folder, sequence_length, look=100_000):
     """Raise a `UserError` unless a stage can train on the folder's shards.
 
-    Each is whole, a list of uint16, and its tokens, as far as a look at its
-    beginning tells, are in the vocabulary.
+    Each is whole, a list of uint16, and its first `look` tokens are in the
+    vocabulary; `check_batch` looks at the others.
     """
     import numpy as np  # the demo dataset's program begins without it
 
     require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
             "check --data")
     vocab_size = vocabulary_size(folder)
-    for split in ("train", "val"):
-        name, count = f"*_{split}_*.npy", 0
-        for shard in sorted(Path(folder).glob(name)):
+    for split, shards in list_shards(folder, SHARDS).items():
+        count = 0
+        for shard in shards:
             with reading(shard, "make it again"):
+                map_file(shard)
                 tokens = np.lib.format.open_memmap(shard, mode="r")
                 require(tokens.dtype == np.uint16 and tokens.ndim == 1,
                         f"{tokens.dtype} {tokens.shape}, not a list of uint16")
                 require(shard.stat().st_size == tokens.offset + tokens.nbytes,
                         "not as long as its first line says")
-                highest = tokens[:LOOK].max(initial=0)
+                highest = tokens[:look].max(initial=0)
                 require(highest < vocab_size, f"token {highest} is not in the "
                         f"vocabulary of {vocab_size}")
             count += len(tokens)
         other = next(Path(folder).glob("*.bin"), None)
+        name = SHARDS.format(split)
         require(count, f"{folder}: no shard {name} is there" + (
             f", but {other.name}: if it is of nanoGPT, llm.c or modded-nanogpt"
             f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
@@ -128,18 +145,20 @@ def check_shards(folder, sequence_length):
                 "its targets")
 
 
-def read_manifest(folder):
+def check_batch(folder, vocab_size, tokens):
+    """Raise a `UserError` for ids that an embedding in shards would take."""
+    if tokens.numpy().max() >= vocab_size:
+        check_shards(folder, 0, look=None)  # it names the shard
+        raise UserError(f"{folder} has changed: {AGAIN}")
+
+
+def read_manifest(folder, like=dict):
     """The folder's `manifest.json`, a dictionary; {} if there is none.
 
     Raises `UserError` if it is damaged.
     """
     file = Path(folder, MANIFEST)
-    if not file.exists():
-        return {}
-    with reading(file, AGAIN):
-        manifest = json.loads(file.read_bytes())
-        require(isinstance(manifest, dict), "not a dictionary")
-        return manifest
+    return read_json(file, like, AGAIN) if file.exists() else {}
 
 
 def bytes_per_token(folder):

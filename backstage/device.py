@@ -10,6 +10,8 @@ import torch
 from backstage.errors import require, warn
 from backstage.world import uses_nccl
 
+CHECKS = []  # of each batch, by the run that reads it
+
 
 def find_device(name="auto"):
     """The kind of device that a process here computes on: `torch.device`.
@@ -132,10 +134,12 @@ def describe_memory(used, device):
 
 
 def pin(tensor):
-    """The tensor where a GPU can copy it from while the program goes on.
+    """A batch where a GPU can copy it from while the program goes on.
 
-    Unchanged if this process does not use a GPU.
+    Unchanged if this process does not use a GPU. CHECKS look at it first.
     """
+    for check in CHECKS:
+        check(tensor)
     if torch.cuda.is_initialized() or torch.xpu.is_initialized():
         return tensor.pin_memory()
     return tensor

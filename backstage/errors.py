@@ -30,14 +30,27 @@ def require(condition, message):
         raise UserError(message)
 
 
-def parse_flags(cls, **options):
-    """`tyro.cli(cls, **options)`, but a wrong flag is a `UserError`."""
+LARGEST = 2**31 - 1  # of a flag that is a number
+PATHS = "data", "dataset", "run_dir", "init", "file", "assistant"
+
+
+def parse_flags(cls, default=None, **least):
+    """`tyro.cli(cls)`, but a wrong flag is a `UserError`.
+
+    default: an instance of cls; least: see `check_numbers`. A `~` at the
+    beginning of a path is the home folder: a shell leaves it in --out=~/x.
+    """
     import tyro  # which a portal's kernel does not have
 
     box = io.StringIO()  # tyro draws its errors on stderr, in a box
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(cls, **options)
+            flags = tyro.cli(cls, default=default)
+        for name, value in vars(flags).items():
+            if isinstance(value, os.PathLike) or (value and name in PATHS):
+                setattr(flags, name, type(value)(os.path.expanduser(value)))
+        check_numbers(flags, least)
+        return flags
     except SystemExit as end:
         if not end.code:  # --help
             raise
@@ -50,12 +63,33 @@ def parse_flags(cls, **options):
     raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
 
 
+def check_numbers(flags, least):
+    """Raise a `UserError` unless every number is one to compute with.
+
+    least: of each flag, 0 if it has none.
+    """
+    for name, value in vars(flags).items():
+        flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
+        most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
+        if most:
+            require(value >= low, f"{flag} must be {low} or more")
+            require(value <= most, f"{flag} must be {most} or less")
+
+
+def to_count(text):
+    """The number that an environment variable says; None if it is none."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def run_main(main):
     """Call `main()`, then exit; say in one line what the user can fix.
 
     The status is 0, that of a `SystemExit`, 130 after Ctrl-C, the error's
     `status`, or 1. Bugs keep their traceback.
     """
+    for name in "stdin", "stdout", "stderr":  # cron and daemons close them:
+        if getattr(sys, name) is None:  # no file may get their numbers
+            setattr(sys, name, open(os.devnull, "r+"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -153,12 +187,12 @@ def explain(error):
                 or first == "CUDA error: out of memory")):
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
-    if isinstance(error, IndexError) and first == "index out of range in self":
-        return "a token is not in the vocabulary: make the dataset again"
     if "probability tensor contains either" in first:  # of the next token
         return "the loss is no number any more: try a lower --learning-rate"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
         return "the memory is full: try a smaller --microbatch-size, or model"
+    if "oo many open files" in str(error):
+        return f"too few files may be open: try `ulimit -n 4096` ({error})"
     if kind.startswith("Dist") or "gloo" in str(error):
         return explain_distributed(str(error).strip().splitlines() or [kind])
     # It names a line that may have nothing to do with it: the device computes
@@ -186,8 +220,6 @@ def explain_distributed(lines):
         return (f"GLOO_SOCKET_IFNAME names {missing[1]}, which is no network "
                 "interface of this machine: unset it here, or name one of "
                 + ", ".join(name for _, name in socket.if_nameindex()))
-    if "oo many open files" in text:
-        return f"too few files may be open: try `ulimit -n 4096` ({text})"
     if LOST.search(text):
         return ("lost the other processes: look for the first error above; "
                 f"--resume goes on from the last checkpoint ({lines[0]})")
@@ -201,8 +233,8 @@ def say_once(message):
     and print theirs only if it does not: then rank 0 does not have that error.
     """
     rank, local_rank = (  # that the names make no sense may be the error
-        int(value) if value.isdecimal() else 0 for value in (
-            os.environ.get("RANK", ""), os.environ.get("LOCAL_RANK", "")))
+        to_count(os.environ.get(name, "")) or 0
+        for name in ("RANK", "LOCAL_RANK"))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3 + 0.5 * local_rank)

@@ -4,16 +4,21 @@ This needs only the standard library, from Python 3.9 on: the tools of the
 course use it, too.
 """
 
+import ctypes
 import fcntl
 import itertools
+import json
 import os
+import re
+import signal
 import stat
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from backstage import ROOT
-from backstage.errors import UserError, require
+from backstage.errors import UserError, leave_mpi, report, require
 
 
 class Damaged(UserError):
@@ -25,22 +30,81 @@ def reading(file, remedy=""):
     """Whatever goes wrong while a file is read and checked is a `Damaged`.
 
     Anybody may have changed, copied or cut the file, and each library has its
-    own exceptions. Only `FileNotFoundError` stays as it is.
+    own exceptions. `FileNotFoundError` and another `Damaged` stay as they are.
     """
     try:
         # one would wait for ever for what a pipe holds
         require(stat.S_ISREG(os.stat(file).st_mode), "not a file")
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, Damaged):
         raise
     except Exception as error:
+        if getattr(error, "errno", None):  # the system's
+            raise Damaged(f"{file} cannot be read ({reason(error)})"
+                          ) from error
         raise Damaged(f"{file} is damaged ({reason(error)})"
                       + f": {remedy}" * bool(remedy)) from error
+
+
+MAPPED = {}  # the files that are read as memory, and their bytes
+
+
+def map_file(file):
+    """Let a SIGBUS be one line if this file was cut while it was read."""
+    MAPPED[file] = os.stat(file).st_size
+    if len(MAPPED) > 1:
+        return
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
+    set_handler.restype = ctypes.c_void_p
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handle(number):
+        for path, size in MAPPED.items():
+            if os.path.exists(path) and os.stat(path).st_size < size:
+                report(UserError(f"{path} was cut while it was read: make it "
+                                 "again; a run goes on with --resume"))
+                leave_mpi(1)
+                os._exit(1)
+        set_handler(number, before)  # it has another cause
+        os.kill(os.getpid(), number)
+
+    map_file.handle = handle  # C has its address alone
+    before = set_handler(signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
+
+
+def read_json(file, like, remedy=""):
+    """What a file of JSON holds, if it is like that. Raises as `reading`."""
+    with reading(file, remedy):
+        value = json.loads(Path(file).read_bytes())
+        require_like(value, like)
+        return value
+
+
+def require_like(value, like, name="it"):
+    """Raise a `UserError` unless a value of JSON has the types that it needs.
+
+    like: a flag's type, a dictionary of keys, or a list of one item's type.
+    """
+    kind = like if isinstance(like, type) else type(like)
+    right = value in get_args(like) if get_origin(like) is Literal else (
+        type(value) is kind or (kind is float and type(value) is int))
+    require(right and (kind is not str or "\0" not in value),  # as in no path
+            f"{name} is {str(value)[:20]!r}, of another type")
+    for key, inside in like.items() if type(like) is dict else ():
+        require(key in value, f"{name} has no {key}")
+        require_like(value[key], inside, key)
+    for item in value if type(like) is list else ():
+        require_like(item, like[0], f"an item of {name}")
 
 
 def reason(error):
     """What a library says about a file, in one short line."""
     text = getattr(error, "strerror", None) or str(error)
+    if "eights_only" in text or "eights only" in text:  # PyTorch: trust it
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        text = "it holds objects of Python, not only tensors" + (
+            f": {found[1]}" if found else "")
     first = (text.strip().splitlines() or [type(error).__name__])[0]
     missing = " is missing" if isinstance(error, KeyError) else ""
     return " ".join(first.split())[:200] + missing
@@ -140,6 +204,18 @@ def new_folder(parent, name):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+def keep(file):
+    """Give a file, soon replaced, one more name with the date; returns it."""
+    while os.path.lexists(kept := file.with_stem(
+            file.stem + time.strftime(".%Y%m%d-%H%M%S"))):
+        time.sleep(0.1)  # until the next second
+    try:
+        os.link(file, kept, follow_symlinks=False)
+    except OSError:  # a folder, or a file system without links
+        file.rename(kept)
+    return kept
 
 
 def show_path(path, folder=ROOT):

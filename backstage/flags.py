@@ -15,7 +15,14 @@ from typing import Literal, get_type_hints
 
 from backstage import ROOT, dataset, track
 from backstage.device import device_name, find_device, has_bf16, memory_size
-from backstage.errors import UserError, parse_flags, require, warn
+from backstage.errors import (
+    LARGEST,
+    UserError,
+    check_numbers,
+    parse_flags,
+    require,
+    warn,
+)
 from backstage.files import show_path
 from backstage.process import count_processes
 from backstage.record import read_record
@@ -23,7 +30,6 @@ from backstage.record import read_record
 DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 
-LARGEST = 2**31 - 1  # of a flag that counts
 SHAPE = "n_layer", "n_head", "n_embd", "block_size"
 AT_LEAST = {"seed": -LARGEST} | dict.fromkeys((
     *SHAPE, "microbatch_size", "max_steps", "warmup_steps", "profile",
@@ -63,7 +69,8 @@ def parse(Hyperparameters, presets, models):
     hyperparameters are the defaults. Rank 0 says what was chosen and why.
     Raises a `UserError` for values and datasets with which no stage can train.
     """
-    hp = parse_flags(Hyperparameters, default=presets["nano"])
+    least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST
+    hp = parse_flags(Hyperparameters, presets["nano"], **least)
     flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
              for word in sys.argv if word.startswith("--")}
     given = {name: value for name, value in vars(hp).items() if name in flags}
@@ -95,7 +102,7 @@ def parse(Hyperparameters, presets, models):
         values |= saved
     hp = Hyperparameters(
         **values | given | {"preset": preset, "data": str(data)})
-    check_numbers(hp)
+    check_numbers(hp, least)
     _, world_size = count_processes(hp.devices or 1)
     # so many groups of processes share a minibatch; the script checks it
     share = (hp.tensor_parallel or 1) * (hp.pipeline_parallel or 1)
@@ -145,7 +152,7 @@ def read_hyperparameters(hp):
 
 def find_data(preset):
     """The dataset of a preset: FineWeb for the large ones, if it is here."""
-    fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB)
+    fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB).expanduser()
     real = preset.startswith("gpt2") and fineweb.is_dir()
     return fineweb if real else DEMO
 
@@ -174,16 +181,6 @@ def choose_microbatch_size(hp, data_size, device):
         # with 8 microbatches each stage waits for 11% of the time at most
         most = min(most, part // (8 * hp.pipeline_parallel))
     return max(size for size in range(1, max(1, most) + 1) if part % size == 0)
-
-
-def check_numbers(hp):
-    """Raise a `UserError` unless every number is one to compute with."""
-    for name, value in vars(hp).items():
-        flag, least = "--" + name.replace("_", "-"), AT_LEAST.get(name, 1)
-        most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
-        if most:
-            require(value >= least, f"{flag} must be {least} or more")
-            require(value <= most, f"{flag} must be {most} or less")
 
 
 def check_hyperparameters(hp, config, saved):

@@ -11,12 +11,13 @@ import ctypes
 import math
 import os
 import re
+import resource
 import shlex
 import sys
 import time
 from pathlib import Path
 
-from backstage.errors import UserError, require
+from backstage.errors import UserError, require, to_count
 
 # Who has started this process: the first whose variables, for the rank and the
 # number of processes, are there. mpirun and Hydra may have been started by
@@ -39,6 +40,9 @@ def prepare_process():
     import torch
 
     name_ranks()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # open shards
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
     on_node, _ = count_processes()
     use_cores(on_node)
     if not torch.accelerator.is_available():
@@ -55,8 +59,9 @@ def find_launcher(env):
     SLURM_STEP_NUM_TASKS tells whether srun started us.
     """
     for launcher, names in LAUNCHERS.items():
-        if all(env.get(name, "").isdecimal() for name in names):
-            return launcher, int(env[names[1]])
+        counts = [to_count(env.get(name, "")) for name in names]
+        if None not in counts:
+            return launcher, counts[1]
     require("PALS_RANKID" not in env, "PALS has started this process but does "
             "not say how many there are (PMI_SIZE): start it with mpiexec "
             "--pmi=cray")
@@ -155,32 +160,42 @@ def check_names(env):
     given = [name for name in SIZES if name in env]
     if not given:
         return
-    numbers = [env.get(name, "") for name in (*NEEDED[:3], "MASTER_PORT")]
-    right = bool(env.get("MASTER_ADDR")) and all(map(str.isdecimal, numbers))
-    if right:
-        rank, local_rank, world_size, _ = map(int, numbers)
-        on_node = env.get("LOCAL_WORLD_SIZE", str(world_size))
-        right = rank < world_size and on_node.isdecimal() and (
-            local_rank < int(on_node) <= world_size)
+    rank, local_rank, size, port, on_node = numbers = [
+        to_count(env.get(name, "")) for name in (
+            *NEEDED[:3], "MASTER_PORT",
+            "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "WORLD_SIZE")]
+    right = env.get("MASTER_ADDR") and None not in numbers and (
+        rank < size and local_rank < on_node <= size and port < 2**16)
     require(right, "these variables do not say which rank this process is: "
-            + ", ".join(f"{name}={env[name]}" if name in env else f"no {name}"
-                        for name in dict.fromkeys((*given, *NEEDED)))
+            + show(dict.fromkeys((*given, *NEEDED)), env)
             + "; start it with torchrun, which sets them, or for one process "
             f"alone: unset {' '.join(given)}")
 
 
+def show(names, env):
+    """The variables as NAME=VALUE, each short and in one line."""
+    return ", ".join(f"{name}={' '.join(env[name].split())[:60]}"
+                     if name in env else f"no {name}" for name in names)
+
+
 def name_step_ranks(env):
     """Set torchrun's names from those of srun's step."""
-    tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # "4", "4(x2)" or "2,1"
+    names = ("SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID",
+             "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    *numbers, tasks, nodes = (env.get(name, "") for name in names)
+    local, job, step = map(to_count, numbers)
+    require(None not in (local, job, step) and tasks and nodes, "srun's "
+            f"variables do not say which rank this is: {show(names, env)}; "
+            "for one process alone: unset SLURM_STEP_NUM_TASKS")
+    # tasks: "4", "4(x2)" or "2,1"
     require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
             f"{tasks} tasks on the nodes: start as many on each, with "
             "--ntasks-per-node")
-    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     env.update(
         RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
         WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
         LOCAL_WORLD_SIZE=tasks.split("(")[0])
-    env.setdefault("MASTER_ADDR", first_node(env["SLURM_STEP_NODELIST"]))
+    env.setdefault("MASTER_ADDR", first_node(nodes))
     env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
 
 

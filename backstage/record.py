@@ -6,14 +6,13 @@ course read runs, too.
 
 import csv
 import io
-import json
 import math
-import time
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
-from backstage.errors import UserError, explain, require, warn
-from backstage.files import reading, write_atomically
+from backstage import files
+from backstage.errors import UserError, require, warn
 
 RECORD = "hyperparameters.json"
 
@@ -30,12 +29,13 @@ def read_record(folder, types):
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
-    with reading(file, "to go on with the run, delete it, and give --resume "
-                 "and all of its flags again"):
-        record = json.loads(file.read_bytes())
-        for name, value in record["hyperparameters"].items():
-            require(name not in types or is_a(value, types[name]),
-                    f"{name} has another type")
+    remedy = ("to go on with the run, delete it, and give --resume and all "
+              "of its flags again")
+    record = files.read_json(file, {"hyperparameters": dict}, remedy)
+    values = record["hyperparameters"]
+    with files.reading(file, remedy):
+        files.require_like(values, {
+            name: types[name] for name in values if name in types})
     return record
 
 
@@ -50,55 +50,73 @@ def describe_start(record):
             f"{record['launcher']}: {' '.join(record['command'].split())}")
 
 
-def is_a(value, kind):
-    """Whether a value of a JSON file has the type of a flag."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if type(value) is str and "\0" in value:  # no path has a zero byte
-        return False
-    return type(value) is kind or (kind is float and type(value) is int)
+def read_table(file):
+    """The text of a table, and a `csv.DictReader` of it.
 
-
-def read_metrics(file):
-    """A dictionary for each row of metrics.csv: {column: number, or None}.
-
-    Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
+    Bytes that are not UTF-8 are kept as Python keeps those of file names.
     """
-    with reading(file), open(file, newline="", encoding="utf-8-sig") as lines:
-        for cells in csv.DictReader(lines):
-            row = {name: float(cell) for name, cell in cells.items() if cell}
-            row["step"] = int(row["step"])
-            require(0 <= row["step"] < 2**31 and all(
-                math.isfinite(row[name]) for name in ALWAYS), "no metrics")
-            yield dict.fromkeys(COLUMNS) | row
+    text = Path(file).read_bytes().decode("utf-8-sig", "surrogateescape")
+    return text, csv.DictReader(io.StringIO(text, newline=""))
+
+
+def to_numbers(cells):
+    """The numbers in a row's cells; an error if these are no metrics."""
+    row = {name: float(cells[name]) for name in COLUMNS if cells.get(name)}
+    row["step"] = int(row["step"])
+    require(0 <= row["step"] < 2**31 and all(
+        math.isfinite(row[name]) for name in ALWAYS), "no metrics")
+    return dict.fromkeys(COLUMNS) | row
 
 
 class Metrics:
     """metrics.csv while a run writes it. Rank 0 alone."""
 
-    def __init__(self, file, step):
-        """Keep the file's rows before `step`, and drop those after them."""
-        self.file, self.losses, self.last = io.StringIO(), [], -1
-        csv.writer(self.file, lineterminator="\n").writerow(COLUMNS)
+    def __init__(self, file, step, problem=""):
+        """Keep the rows before `step`, with all of their columns.
+
+        If anything else is in the file, it stays under another name, as
+        `kept` says. What is lost, and the caller's problem, is one warning.
+        """
+        rows, fields, text, self.kept = {}, (), "", ""
+        problems = [problem] * bool(problem)
         try:
-            for row in read_metrics(file) if step else ():
-                if self.last < row["step"] < step:
-                    self.add(row)
-        except (UserError, FileNotFoundError) as error:
-            warn(explain(error))
-        if self.last < step - 1:
-            warn(f"{file} has lost steps {self.last + 1} to {step - 1}")
-            if file.exists():  # it may hold them, as a spreadsheet saves them
-                kept = file.with_stem(time.strftime("metrics.%Y%m%d-%H%M%S"))
-                file.rename(kept)
-                warn(f"what it was is kept as {kept.name}")
-        write_atomically(file, self.file.getvalue().encode())
+            with files.reading(file):
+                text, table = read_table(file)
+                for cells in table:
+                    with suppress(ValueError, LookupError, UserError):
+                        rows[to_numbers(cells)["step"]] = cells
+                fields = table.fieldnames if step else ()
+        except FileNotFoundError:
+            pass
+        except UserError as error:
+            text = str(error)
+            problems.append(text)
+        if lost := [number for number in range(step) if number not in rows]:
+            problems.append(f"{file} has lost {len(lost)} of the steps "
+                            f"{lost[0]} to {lost[-1]}")
+        self.names = [*dict.fromkeys((*(fields or ()), *COLUMNS))]
+        self.file, self.losses, self.last = io.StringIO(), [], -1
+        table = csv.DictWriter(
+            self.file, self.names, "", "ignore", lineterminator="\n")
+        table.writeheader()
+        for self.last in sorted(number for number in rows if number < step):
+            table.writerow(rows[self.last])
+            self.losses.append(float(rows[self.last]["loss"]))
+        new = self.file.getvalue()
+        if not all(b.startswith(a) for a, b in zip_longest(  # maybe longer
+                filter(None, text.splitlines()), new.splitlines(),
+                fillvalue="")):
+            kept = files.keep(file).name
+            self.kept = f"; what {file.name} was is kept as {kept}"
+        if problems:
+            warn("; ".join(problems) + self.kept)
+        files.write_atomically(file, new.encode(errors="surrogateescape"))
         self.file = open(file, "a", newline="")
 
     def add(self, row):
         """Write the values of `COLUMNS`, a dictionary."""
         csv.writer(self.file, lineterminator="\n").writerow(
-            format_number(row[name]) for name in COLUMNS)
+            format_number(row.get(name)) for name in self.names)
         self.file.flush()
         self.losses.append(row["loss"])
         self.last = row["step"]

@@ -15,13 +15,14 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 
 import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
-from backstage.device import describe_memory, device_name, peak_memory
+from backstage.device import CHECKS, describe_memory, device_name, peak_memory
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
@@ -55,6 +56,8 @@ class Run:
             self.prompt = self.tokenizer.encode(
                 hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
+        CHECKS[:] = [partial(
+            dataset.check_batch, hp.data, config.vocab_size)]
         self.signals = Signals(self.rank)
 
     @property
@@ -85,7 +88,7 @@ class Run:
             folder, f"{folder}: another process trains in this run: wait for "
             "it, or name another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
-                 if (folder / name).exists()]
+                 if os.path.lexists(folder / name)]
         require(self.hp.resume or not found, f"{folder} holds a run already "
                 f"(its {''.join(found[:1])}): continue it with --resume, or "
                 "name another --run-dir")
@@ -96,7 +99,12 @@ class Run:
         if not self.hp.resume:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
-        (folder / "checkpoints").mkdir(exist_ok=True)
+        self.begun = bool(found)
+        saved = folder / "checkpoints"
+        require(saved.is_dir() or not os.path.lexists(saved), f"{saved} is no "
+                "folder, or a link to one that is gone: put the checkpoints "
+                "back, or remove it to begin at step 0")
+        saved.mkdir(exist_ok=True)
         print(f"{describe_start(self.record)}\n"
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder)
@@ -150,12 +158,15 @@ class Run:
         if self.rank == 0:
             if hp.resume:
                 self._write_record(self.folder)
+            self.metrics = Metrics(self.folder / "metrics.csv", step, (
+                f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "
+                "beginning at step 0") * (self.begun and not saved))
             print(describe_parameters(optimizer)
                   + ", in the first pipeline stage" * (
                       hp.pipeline_parallel > 1)
                   + (f"; resuming after step {step - 1} from {file}"
-                     if step else ""), flush=True)
-            self.metrics = Metrics(self.folder / "metrics.csv", step)
+                     if step else "")
+                  + self.metrics.kept * bool(step), flush=True)
             self.tracker = track.start(
                 hp.track, self.folder, step, self.record)
         return step

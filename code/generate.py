@@ -180,11 +180,7 @@ def load(run_dir, device):
 
 def main():
     name_ranks()
-    flags = parse_flags(Flags)
-    require(flags.num_sequences > 0, "--num-sequences must be 1 or more")
-    require(flags.max_new_tokens > 0, "--max-new-tokens must be 1 or more")
-    require(flags.temperature >= 0, "--temperature must not be negative")
-    require(flags.top_k >= 0, "--top-k must be 0 (all tokens) or more")
+    flags = parse_flags(Flags, num_sequences=1, max_new_tokens=1)
     require(not flags.assistant or (flags.temperature == 0 and flags.cache),
             "--assistant needs --temperature 0, and the cache")
     rank, world_size, device, model, tokenizer = load(

@@ -16,12 +16,12 @@ quoted, as "acc_norm". Guessing is right 25% of the time.
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from backstage.errors import parse_flags, require, run_main
+from backstage.errors import parse_flags, require, run_main, to_count
+from backstage.files import Damaged, reading, reason, require_like
 from backstage.process import name_ranks
 from backstage.world import on_every_rank
 
@@ -40,21 +40,21 @@ class Flags:
 
 def read(file):
     """The questions: (context, four endings, the number of the right one)."""
-    require(Path(file).is_file(), f"{file}: there is no such file")
     questions = []
-    with open(file, encoding="utf-8", errors="replace") as lines:
+    with reading(file), open(
+            file, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 it = json.loads(line)
-                context, endings, right = it["ctx"], it["endings"], it["label"]
-                right = int(right)
-                fits = 0 <= right < len(endings) == 4 and all(
-                    isinstance(text, str) for text in (context, *endings))
-            except (ValueError, TypeError, KeyError):
-                fits = False
-            require(fits, f"{file}, line {number}: no question in HellaSwag's "
-                    "format")
-            questions.append((context, endings, right))
+                require_like(it, {"ctx": str, "endings": [str]})
+                right = to_count(str(it["label"]))
+                require(len(it["endings"]) == 4 and right in range(4),
+                        "not one of four endings")
+            except Exception as error:  # JSON has many
+                raise Damaged(f"{file}, line {number}: no question in "
+                              f"HellaSwag's format ({reason(error)})"
+                              ) from error
+            questions.append((it["ctx"], it["endings"], right))
     require(questions, f"{file}: it is empty")
     return questions
 
@@ -81,7 +81,6 @@ def losses(model, tokenizer, context, endings):
 def main():
     name_ranks()
     flags = parse_flags(Flags)
-    require(flags.most >= 0, "--most must be 0 (all questions) or more")
     questions = read(flags.file)[:flags.most or None]
     rank, world_size, _, model, tokenizer = load(flags.run_dir, flags.device)
     model.eval()

@@ -26,6 +26,7 @@ from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
 
 import manifest
+from documents import TEXT, walk
 
 HERE = Path(__file__).resolve().parent
 SEED = 1337
@@ -38,7 +39,6 @@ COMPILED = ("builtins", "sys", "array", "binascii", "cmath", "fcntl", "gc",
             "itertools", "marshal", "math", "mmap", "posix", "select", "time",
             "unicodedata", "zlib", "_collections", "_signal", "_socket",
             "_thread")
-TEXT = {".md", ".rst", ".text", ".txt"}  # the files that are read in a folder
 
 
 @dataclass
@@ -175,8 +175,7 @@ def read_files(sources):
     for source in sources:
         require(source.exists(), f"{source}: no such file or folder")
         found = [source] if source.is_file() else sorted(
-            path for path in source.rglob("*")
-            if path.suffix.lower() in TEXT and path.is_file())
+            path for path in walk(source) if path.suffix.lower() in TEXT)
         require(found, f"{source} holds no text: it has no files "
                 + " or ".join(f"*{suffix}" for suffix in sorted(TEXT)))
         paths += found

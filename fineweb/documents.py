@@ -13,7 +13,7 @@ from backstage.errors import UserError, require
 
 CACHE = Path(__file__).resolve().parent / ".cache"
 ROWS = 512  # documents in a batch, at most
-TEXT = {".txt", ".text", ".md"}
+TEXT = {".txt", ".text", ".md", ".rst"}
 NEEDS = "pip install -r fineweb/requirements.txt"
 
 
@@ -42,8 +42,8 @@ def list_files(dataset, subset, pattern):
         revision = None
         root = here / subset
         found = [(path.relative_to(here).as_posix(), path.stat().st_size)
-                 for path in root.rglob("*") if path.is_file()
-                 and fnmatch(path.relative_to(root).as_posix(), pattern)]
+                 for path in walk(root)
+                 if fnmatch(path.relative_to(root).as_posix(), pattern)]
     else:
         revision, found = list_hub(dataset, subset, pattern)
     require(found, f"{dataset} has no files {subset + '/' if subset else ''}"
@@ -54,6 +54,21 @@ def list_files(dataset, subset, pattern):
                 f"{name} is neither Parquet nor text: choose others with "
                 "--files")
     return revision, files
+
+
+def walk(folder):
+    """Yield the files below a folder, in any order.
+
+    Unlike `rglob`, it raises `OSError` for a folder that may not be read; a
+    link that leads nowhere is yielded.
+    """
+    def fail(error):
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=fail):
+        for path in (Path(parent, name) for name in names):
+            if path.is_file() or not path.exists():
+                yield path
 
 
 def list_hub(dataset, subset, pattern):

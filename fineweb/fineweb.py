@@ -24,7 +24,12 @@ import numpy as np
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
-from backstage.files import lock_folder, remove_parts
+from backstage.files import (
+    lock_folder,
+    reading,
+    remove_parts,
+    require_like,
+)
 
 import documents
 import manifest
@@ -33,6 +38,7 @@ import tokenise
 
 HERE = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+NEXT = {"file": int, "row": int, "token": int}
 AHEAD = 4  # batches per worker that are read before they are needed
 
 
@@ -63,9 +69,7 @@ class Flags:
 
 
 def main():
-    flags = parse_flags(Flags)
-    require(flags.shard_size > 0, "--shard-size must be 1 or more")
-    require(flags.workers >= 0, "--workers must be 0 or more")
+    flags = parse_flags(Flags, shard_size=1)
     require(re.fullmatch(r"[a-zA-Z0-9-]+", flags.name),
             "--name must consist of letters, digits and dashes")
     # activate.sh keeps GPT-2's vocabulary there
@@ -136,11 +140,14 @@ def begin(flags):
         dataset.save_vocabulary(encoding, flags.out)
         made = manifest.new(
             flags.name, flags.out, source, revision=revision, files=files,
-            next={"file": 0, "row": 0, "token": 0})
+            next=dict.fromkeys(NEXT, 0))
         manifest.write(flags.out, made)
         return made
     require(not other, f"{flags.out} holds another dataset ({other}): choose "
             "another --out, or delete the folder first")
+    with reading(flags.out / dataset.MANIFEST, dataset.AGAIN):
+        require_like(made, {"files": [{"file": str, "bytes": int}]} | (
+            {} if made["complete"] else {"next": NEXT}))
     for entry in made["shards"]:
         require((flags.out / entry["file"]).exists(), f"{flags.out}: "
                 f"{entry['file']} is missing: delete the folder and start "

@@ -12,8 +12,14 @@ from pathlib import Path
 
 from backstage import dataset
 from backstage.dataset import MANIFEST, read_manifest
-from backstage.errors import UserError
 from backstage.files import write_atomically
+
+COUNTS = {"tokens": int, "documents": int, "bytes": int}
+SUMS = {"shards": int, **COUNTS}
+LIKE = {  # what all of them have
+    "name": str, "complete": bool, "source": dict,
+    "vocabulary": {"sha256": str}, "train": SUMS, "val": SUMS,
+    "shards": [{"file": str, "sha256": str, **COUNTS}]}
 
 
 def new(name, folder, source, **more):
@@ -52,16 +58,7 @@ def write(folder, manifest):
 
 def read(folder):
     """The manifest of a folder, or None if it has none."""
-    manifest = read_manifest(folder)
-    if not manifest:
-        return None
-    try:
-        manifest["source"], manifest["shards"]
-        return manifest
-    except KeyError as error:
-        raise UserError(
-            f"{Path(folder) / MANIFEST}: damaged (no {error}): delete the "
-            "folder and make the dataset again") from error
+    return read_manifest(folder, LIKE) or None
 
 
 def checksum(path):

@@ -14,8 +14,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from backstage import dataset
 from backstage.errors import UserError, require
-from backstage.files import PART, open_part, write_atomically
+from backstage.files import (
+    PART,
+    map_file,
+    open_part,
+    reading,
+    write_atomically,
+)
 
 import manifest
 
@@ -66,10 +73,9 @@ def find(folder):
 
     If it has none, those of other courses: see `read_bin`.
     """
-    for patterns in ("*_{}_*.npy",), ("*_{}_*.bin", "{}.bin"):
-        paths = [path for split in ("val", "train") for pattern in patterns
-                 for path in sorted(folder.glob(pattern.format(split)))]
-        if paths:
+    for patterns in (dataset.SHARDS,), ("*_{}_*.bin", "{}.bin"):
+        found = dataset.list_shards(folder, *patterns)
+        if paths := found["val"] + found["train"]:
             return paths
     raise UserError(f"{folder} has no shards *_val_*.npy and *_train_*.npy")
 
@@ -91,15 +97,13 @@ def write(path, tokens):
 
 def read(path):
     """The tokens of a shard, uint16 of shape (n,), memory-mapped."""
-    try:
-        tokens = read_bin(path) if path.suffix == ".bin" else np.load(
-            path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a shard, or is damaged ({error})"
-                        ) from error
-    require(tokens.ndim == 1 and tokens.dtype == np.uint16, f"{path} is not a "
-            f"shard: it holds {tokens.dtype} of shape {tokens.shape}")
-    return tokens
+    with reading(path):
+        map_file(path)
+        tokens = read_bin(path) if path.suffix == ".bin" else (
+            np.lib.format.open_memmap(path, mode="r"))
+        require(tokens.ndim == 1 and tokens.dtype == np.uint16,
+                f"it holds {tokens.dtype} of shape {tokens.shape}")
+        return tokens
 
 
 def read_bin(path):

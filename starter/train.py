@@ -98,13 +98,15 @@ def join(env=os.environ):
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
     launched = env.keys() & {*names}
     if not launched and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
-                   WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])  # and see batch.sh
+        env.update({name: env.get(f"SLURM_{theirs}", "") for name, theirs in (
+            ("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID"),
+            ("WORLD_SIZE", "STEP_NUM_TASKS"))})  # and see batch.sh
     elif not launched:  # one process
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
                    MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     numbers = [env.get(name, "") for name in (*names, "MASTER_PORT")]
-    require(all(map(str.isdecimal, numbers)) and env.get("MASTER_ADDR"),
+    require(all(number.isdecimal() and len(number) < 10 for number in numbers)
+            and env.get("MASTER_ADDR") and int(numbers[0]) < int(numbers[2]),
             "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not "
             "set, or wrong: start this with torchrun, or unset all of them")
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # on one node
@@ -137,8 +139,9 @@ def open_run(folder, fixed, resume):
             return [], f"{folder}: another process trains in this run"
         except OSError:  # this file system has no locks
             pass
+        os.listdir(checkpoints)  # an error, where glob would find nothing
         metrics.touch()
-        if metrics.read_text()[: len(COLUMNS)] not in ("", COLUMNS):
+        if metrics.read_bytes()[: len(COLUMNS)] not in (b"", COLUMNS.encode()):
             return [], f"{metrics} is of another program"
     except OSError as error:
         return [], f"{error.filename}: {error.strerror}"
@@ -191,10 +194,23 @@ def save(folder, step, fixed, model, optimizer, files):
 
 
 def open_metrics(file, first_step):
-    """Open metrics.csv, cut back to the rows before the first step."""
-    rows = file.read_text().splitlines()[1 : first_step + 1]
+    """Open metrics.csv, cut back to the rows before the first step.
+
+    If that drops any, a copy of the file is kept, with the date in its name.
+    """
+    header, *lines = file.read_bytes().splitlines() or [COLUMNS.encode()]
+    rows = {line.split(b",")[0]: line for line in lines}
+    steps = [b"%d" % step for step in range(first_step)]
+    kept = [rows[step] for step in steps if step in rows]
+    if kept != lines:
+        copy = file.with_name(time.strftime("metrics.%Y%m%d-%H%M%S.csv"))
+        copy.write_bytes(file.read_bytes())
+        print(f"going on at step {first_step}" if first_step else
+              f"warning: no step_*.pt is in {file.parent}/checkpoints: "
+              "beginning at step 0", f"what {file.name} was is {copy.name}",
+              sep="; ", flush=True)
     part = file.with_suffix(".part")
-    part.write_text("\n".join([COLUMNS, *rows, ""]))
+    part.write_bytes(b"\n".join([header, *kept, b""]))
     os.replace(part, file)
     return open(file, "a")
 
@@ -263,15 +279,18 @@ def parse():
             "workers": 0, "eval-every": 50, "checkpoint-every": 50,
             "seed": 1337}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.error = lambda problem: require(False, f"{problem}: see --help")
     return parser.parse_args()
 
 
 def check(args, smallest):
     """Name a flag that does not fit. smallest: of the splits. All ranks."""
-    for flag in ("max-steps", "minibatch-size", "microbatch-size",
-                 "eval-every", "checkpoint-every"):
-        value = getattr(args, flag.replace("-", "_"))
-        require(value > 0, f"--{flag} must be 1 or more")
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            least = name not in (
+                "seed", "workers", "warmup_steps", "learning_rate")
+            require(least <= value < 2**31, f"--{name.replace('_', '-')} must "
+                    f"be {least:d} or more, and less than 2**31")
     S = args.minibatch_size
     round_size = args.microbatch_size * dist.get_world_size()
     require(S % round_size == 0, f"{S} is not divisible by {round_size}: "
@@ -280,7 +299,7 @@ def check(args, smallest):
 
 
 def main():
-    args, device = parse(), join()
+    device, args = join(), parse()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, val_data = Rings(10_000, seed=0), Rings(1_000, seed=1)
     check(args, min(len(train_data), len(val_data)))
@@ -291,7 +310,7 @@ def main():
     # FSDP: [fully_shard(part) for part in (*model.layers, model)]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
-    folder = Path(args.run_dir)
+    folder = Path(args.run_dir).expanduser()
     fixed = {"minibatch_size": args.minibatch_size, "seed": args.seed}
     found = [open_run(folder, fixed, args.resume) if rank == 0 else None]
     dist.broadcast_object_list(found)  # all go on from the same file
@@ -338,6 +357,7 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # cron may close it
     status = 1
     try:
         main()

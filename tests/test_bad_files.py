@@ -4,6 +4,7 @@ Whatever is in a file, its reader returns what is right or raises `UserError`.
 The examples are what once ended with a traceback, a hang or a crash.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from huggingface import import_folder
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stages import (
@@ -29,7 +32,7 @@ from stages import (
 )
 from trained import load_trained
 
-from backstage import dataset
+from backstage import ROOT, dataset
 from backstage.checkpoint import (
     FORMAT,
     check_fit,
@@ -42,7 +45,7 @@ from backstage.checkpoint import (
 from backstage.errors import UserError
 from backstage.files import Damaged
 from backstage.flags import parse
-from backstage.record import COLUMNS, RECORD, Metrics, read_metrics
+from backstage.record import COLUMNS, RECORD, Metrics
 from solutions import train_gpt2_std as std
 from workshop import errors, scratch
 from workshop.results import runs
@@ -224,6 +227,48 @@ def test_what_no_model_can_have(path, value, says, tmp_path):
     assert isinstance(error.value, Damaged) == (path != ("format",))
 
 
+def classes(file):
+    torch.save({"state_dict": {}, "hp": argparse.Namespace(lr=1)}, file)
+
+
+def lightning(file):
+    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {}}, file)
+
+
+FOREIGN = {
+    "nanoGPT": lambda file: torch.save({"model": {}, "iter_num": 5}, file),
+    "Lightning": lightning, "argparse.Namespace": classes,
+    "Linear": lambda file: torch.save(torch.nn.Linear(2, 2), file),
+    "it holds weight, bias": lambda file: torch.save(
+        torch.nn.Linear(2, 2).state_dict(), file),
+    "a pickle": lambda file: torch.save(
+        {}, file, _use_new_zipfile_serialization=False),
+    "Tensor": lambda file: torch.save(torch.zeros(2), file),
+    "safetensors": lambda file: safetensors.torch.save_file(
+        {"weight": torch.zeros(2)}, file),
+    "a zip archive": lambda file: np.savez(open(file, "wb"), a=np.zeros(2)),
+    "of another program": lambda file: file.write_text("a text"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_checkpoint_of_another_program(kind, tmp_path):
+    """It is not called damaged, and torch's advice is not passed on."""
+    file = tmp_path / "theirs.pt"
+    FOREIGN[kind](file)
+    with pytest.raises(Damaged, match="is no checkpoint of the course") as got:
+        load_trained(file)
+    text = str(got.value)
+    assert kind in text and "weights_only" not in text and "\n" not in text
+    config = json.dumps({"n_positions": 8, "vocab_size": 257, "n_layer": 1,
+                         "n_head": 2, "n_embd": 8})
+    (tmp_path / "config.json").write_text(config)
+    file.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError) as got:
+        import_folder(tmp_path, tmp_path / "ours.pt")
+    assert "weights_only" not in str(got.value)
+
+
 def test_weights_more_and_weights_alone():
     with pytest.raises(Damaged, match="more: its weight is"):
         check_fit(__file__, STATE | {
@@ -311,7 +356,7 @@ def test_a_record_of_any_bytes(place, content):
 def test_metrics_of_any_bytes(place, content):
     file = place / "metrics.csv"
     file.write_bytes(content)
-    for row in one_line(lambda: [*read_metrics(file)]) or ():
+    for row in one_line(lambda: [*runs.read_metrics(file)]) or ():
         assert row["step"] >= 0 and isinstance(row["loss"], float)
         assert row.keys() >= {*COLUMNS}
 
@@ -342,7 +387,7 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     (kept,) = tmp_path.glob("metrics.2*.csv")
     assert kept.read_bytes() == damaged
     said = capsys.readouterr().err
-    assert "lost steps 0 to 2" in said and kept.name in said
+    assert "lost 3 of the steps 0 to 2" in said and kept.name in said
 
     # what follows the lost rows is kept when the run is resumed again
     metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": 3})
@@ -355,7 +400,8 @@ def test_pipes_and_folders_are_no_files(tmp_path):
     for file, read in (
             (tmp_path / "pipe.pt", load_checkpoint),
             (tmp_path / RECORD, lambda file: runs.read_started(file.parent)),
-            (tmp_path / "metrics.csv", lambda file: [*read_metrics(file)]),
+            (tmp_path / "metrics.csv",
+             lambda file: [*runs.read_metrics(file)]),
             (shards / "manifest.json",
              lambda file: dataset.read_manifest(file.parent)),
             *((shards / name, lambda file: dataset.check_shards(shards, 32))
@@ -446,6 +492,86 @@ def test_a_manifest_of_any_bytes(place, content):
     one_line(dataset.read_manifest, place)
     ratio = dataset.bytes_per_token(place)
     assert ratio is None or ratio > 0
+
+
+def test_a_shard_of_both_splits(tmp_path):
+    shards = make_dataset(tmp_path / "data")
+    np.save(shards / "x_train_val_0.npy", np.arange(9, dtype=np.uint16))
+    with pytest.raises(UserError, match=r"val_0\.npy would be in both"):
+        dataset.check_shards(shards, 32)
+
+
+AS_NOBODY = """\
+import mmap, os, sys  # nobody may not read Python's own files either
+from pathlib import Path
+from backstage import checkpoint, dataset
+from backstage.errors import run_main
+sys.path.append("fineweb")
+import documents, shards
+if os.getuid() == 0:
+    os.setuid(65534)
+folder = Path(sys.argv[1])
+run_main(lambda: {
+    "data": lambda: dataset.check_shards(folder, 32),
+    "shards": lambda: shards.find(folder),
+    "checkpoints": lambda: checkpoint.list_checkpoints(folder),
+    "texts": lambda: [*documents.walk(folder.parent)],
+}[sys.argv[2]]())
+"""
+
+
+@pytest.mark.parametrize("hidden", [".", "test_train_000002.npy"])
+@pytest.mark.parametrize("reader", [
+    "data", "shards", "texts", "checkpoints"])
+def test_what_may_not_be_read_is_not_passed_over(hidden, reader):
+    with tempfile.TemporaryDirectory() as parent:  # a path for everybody
+        os.chmod(parent, 0o755)
+        folder = make_dataset(Path(parent, "data"))
+        (folder / hidden).chmod(0)
+        end = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, folder, reader], text=True,
+            capture_output=True, cwd=ROOT)
+    if hidden == "." or reader == "data":
+        assert end.returncode == 1 and end.stderr.startswith("error: ")
+        assert "Permission denied" in end.stderr
+        assert (folder / hidden).name in end.stderr
+        assert end.stderr.count("\n") == 1
+    else:  # it is listed, and will be read
+        assert end.returncode == 0, end.stderr
+
+
+CUT = """\
+import os, sys
+from backstage import dataset
+from backstage.errors import run_main
+from solutions import train_gpt2_std as std
+
+def main():
+    dataset.check_shards(sys.argv[1], 32)
+    shards = std.get_shards(sys.argv[1], "train")
+    data = std.DataIterator(shards, 4, 32)
+    if sys.argv[2] == "cut":
+        os.truncate(shards[0], 100)
+    else:  # a SIGBUS that is not a shard's
+        os.kill(os.getpid(), 7)
+    data.seek(70)
+    next(data)
+
+run_main(main)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's number of SIGBUS")
+def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
+    folder = make_dataset(tmp_path / "data")
+    np.save(folder / "test_train_000001.npy", np.zeros(10_000, np.uint16))
+    killed, cut = (subprocess.run(
+        [sys.executable, "-c", CUT, folder, how], text=True,
+        capture_output=True, cwd=ROOT) for how in ("kill", "cut"))
+    (line,) = cut.stderr.splitlines()
+    assert cut.returncode == 1 and line.startswith("error: ")
+    assert "test_train_000001.npy was cut while it was read" in line
+    assert killed.returncode == -7
 
 
 # ------------------------------------------------------------------ flags

@@ -397,15 +397,36 @@ def test_counting_and_verifying(corpus, whole, tmp_path, tool):
     damage(lambda _, copy: dataset.save_vocabulary(stages.BYTES, copy),
            "the vocabulary is not the one in the manifest", "--verify")
     damage(lambda path, _: path.write_bytes(path.read_bytes()[:-2]),
-           "is not a shard, or is damaged")
+           "is damaged")
     damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")
     damage(lambda path, _: path.unlink(), "000002.npy is missing")
     damage(lambda path, _: np.save(path, np.load(path).astype(np.int32)),
            "it holds int32")
     damage(lambda path, copy: shutil.copy(path, copy / "more_train_9.npy"),
            "more_train_9.npy: tokens")
-    for folder in tmp_path, tmp_path / "none":
-        assert "has no shards" in tool("countfineweb", folder)[1]
+    assert "has no shards" in tool("countfineweb", tmp_path)[1]
+    assert refuses(run("countfineweb", tmp_path / "none"), "No such file")
+
+
+A_MANIFEST = json.loads((FOLDER / "demo" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "null", "1e999", '{"a":' * 100_000,
+    *(json.dumps({name: value for name, value in A_MANIFEST.items()
+                  if name != missing}) for missing in (
+        "name", "complete", "source", "vocabulary", "train", "shards")),
+    *(json.dumps(A_MANIFEST | changed) for changed in (
+        {"complete": 1}, {"source": "here"}, {"vocabulary": {}},
+        {"shards": [{"file": "a"}]}, {"shards": [3]}, {"train": {}}))],
+    ids=lambda text: text[:9])
+def test_a_manifest_that_is_none(text, tmp_path, tool):
+    folder = shutil.copytree(FOLDER / "demo", tmp_path / "demo")
+    (folder / "manifest.json").write_text(text)
+    for name, *args in (("countfineweb", folder), ("demo", "--out", folder),
+                        ("fineweb", "--dataset", folder, "--out", folder)):
+        error = tool(name, *args)[1]
+        assert "manifest.json is damaged" in error and len(error) < 300
 
 
 @pytest.mark.whole
@@ -471,7 +492,7 @@ def test_shards_of_other_courses_are_named_and_converted(
 def test_a_damaged_shard_of_another_course(content, tmp_path):
     file = tmp_path / "train.bin"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="is not a shard, or is damaged"):
+    with pytest.raises(UserError, match="is damaged"):
         splitfineweb.shards.read(file)
 
 

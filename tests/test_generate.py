@@ -1,6 +1,7 @@
 """code/generate.py: continuations, with and without the cache."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,10 @@ def test_choices_have_their_probabilities():
     (["--temperature", -1], "--temperature"),
     (["--max-new-tokens", 0], "--max-new-tokens"),
     (["--num-sequences", 0], "--num-sequences"),
+    (["--seed", 10**20], "--seed must be 2147483647 or less"),
+    (["--top-k", "1" * 5000], "--top-k"), (["--seed", -1], "--seed"),
+    (["--temperature", "1e400"], "--temperature must be"),
+    (["--run-dir=~/no-such-run"], str(Path.home() / "no-such-run")),
     (["--assistant", "runs/small"], "--assistant needs --temperature 0"),
     (["--promt", "x"], "--promt"),
 ])

@@ -66,11 +66,17 @@ def test_endings_are_scored_by_their_tokens_alone(single, model, tmp_path):
 
 
 @pytest.mark.parametrize("line", [
-    "no json", '{"ctx": "a", "endings": ["b"], "label": 0}',
+    "no json", "[" * 100_000, "", '{"ctx": 3, "endings": [], "label": 0}',
+    '{"ctx": "a", "endings": {"a": 1, "b": 2, "c": 3, "d": 4}, "label": 0}',
+    '{"ctx": ["a"], "endings": ["b", "c", "d", "e"], "label": 0}',
+    '{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 0}',
+    *(f'{{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": {label}}}'
+      for label in ("1e999", "true", "1.5", "-1", "null", "[0]")),
+    '{"ctx": "a", "endings": ["b"], "label": 0}',
     '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "[]"])
 def test_another_file_is_named_in_one_line(line, tmp_path):
     file = tmp_path / "other.jsonl"
-    file.write_text(line)
+    file.write_text(f"{line}\n")
     with pytest.raises(UserError,
                        match=r"other\.jsonl, line 1: no question"):
         hellaswag.read(file)

@@ -108,6 +108,23 @@ def test_names_that_say_no_rank(env):
         assert f"no {name}" in str(error.value)
 
 
+@pytest.mark.parametrize("name", STEP)
+@pytest.mark.parametrize("value", [None, "", "x", "9" * 5000])
+def test_some_variables_of_a_step(name, value):
+    """One line, or as if srun had not started it."""
+    env = {**STEP, name: value}
+    if value is None:
+        del env[name]
+    try:
+        name_ranks(env)
+    except UserError as error:
+        assert len(str(error)) < 600 and "\n" not in str(error)
+    else:
+        assert name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+                        "SLURM_STEP_NODELIST") and (
+            "RANK" not in env or env["MASTER_ADDR"] == value)
+
+
 def test_variables_of_a_launcher_that_are_no_numbers():
     assert find_launcher({**STEP, "SLURM_STEP_NUM_TASKS": ""}) == ("", 1)
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from cluster import COUNTS
@@ -203,6 +204,10 @@ def begun(tmp_path_factory):
     ([], "--resume"),
     (["--eval-every", 0, "--resume"], "--eval-every must be 1 or more"),
     (["--run-dir", STARTER / "run"], "Not a directory"),
+    (["--run-dir=~/.bashrc/run"], str(Path.home())),
+    (["--seed", 10**20], "--seed must be"), (["--workers", -1], "--workers"),
+    (["--seed", "1" * 5000], "--seed"),
+    (["--learning-rate", "nan"], "--learning-rate must be"),
 ])
 def test_errors_are_one_line(flags, words, begun, tmp_path):
     run = tmp_path / "run" if "--learning-rate" in flags else begun
@@ -262,6 +267,7 @@ def test_one_process_at_a_time_trains_in_a_run(tmp_path):
 @pytest.mark.parametrize("names", [
     {"RANK": "0"}, {"WORLD_SIZE": "4"}, {"RANK": "", "WORLD_SIZE": ""},
     {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    {"SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "9" * 5000},
     {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
      "MASTER_PORT": "29500"}], ids=str)
 def test_names_that_say_no_rank_are_one_line(names, tmp_path):

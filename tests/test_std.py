@@ -411,6 +411,42 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     assert len(folders) == 3 and all(f.is_dir() for f in folders)
 
 
+@pytest.mark.parametrize("script", ["solutions/train_gpt2_std.py",
+                                    "starter/train.py"])
+def test_closed_streams_and_a_home_folder(script, data, tmp_path):
+    """As cron and daemons start it, and with a ~ that no shell replaced."""
+    flags = "--max-steps", "2", "--run-dir=~/run"
+    if "std" in script:
+        flags += "--preset=tiny", "--data=~/data"
+    (tmp_path / "data").symlink_to(data)
+    ended = subprocess.run(
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable,
+         ROOT / script, *flags], cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path)})
+    assert ended.returncode == 0
+    metrics = (tmp_path / "run" / "metrics.csv").read_text()
+    assert metrics.startswith("step,loss,") and metrics.count("\n") == 3
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(("limit", "status"), [
+    ("ulimit -S -n 64", 0), ("ulimit -n 64", 1)])
+def test_more_shards_than_files_may_be_open(limit, status, tmp_path):
+    data = make_dataset(tmp_path / "data")
+    for number in range(10, 110):
+        np.save(data / f"test_train_{number:06}.npy", np.ones(50, np.uint16))
+    ended = subprocess.run(
+        ["bash", "-c", f'{limit}; exec "$@"', "-", sys.executable,
+         ROOT / "solutions/train_gpt2_std.py", "--preset=tiny",
+         f"--data={data}", "--max-steps=1", f"--run-dir={tmp_path}/run"],
+        capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+    errors = [line for line in ended.stderr.splitlines()
+              if not line.startswith("warning: ")]
+    assert len(errors) == status
+    assert not status or "try `ulimit -n 4096`" in errors[0]
+
+
 # --------------------------------------------------------------- bad input
 
 
@@ -426,6 +462,10 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     (["--data", "EMPTY"], ["no shard *_train_*.npy"]),
     (["--data", "BAD"], ["vocabulary.json is damaged"]),
     (["--run-dir", "FILE/run"], ["FILE"]),
+    (["--seed", 10**20], ["--seed must be 2147483647 or less"]),
+    (["--minibatch-size", "1" * 5000], ["--minibatch-size"]),
+    (["--weight-decay", "1e400"], ["--weight-decay must be"]),
+    (["--data=~/no-such-data"], [f"{Path.home()}/no-such-data"]),
 ])
 def test_bad_flags(data, tmp_path, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)
@@ -458,11 +498,31 @@ def test_bad_shards(tmp_path, change, words):
     assert all(word in str(error.value) for word in words)
 
 
-def test_a_token_that_no_look_has_found_is_one_line():
-    """Only the first tokens of a shard are looked at before a run."""
-    with pytest.raises(IndexError) as error:
-        torch.nn.Embedding(256, 1)(torch.tensor([256]))
-    assert "not in the vocabulary" in explain(error.value)
+@pytest.mark.parametrize(("stage", "size"), [
+    ("std", None), ("ddp", 2), ("lit", None),
+    *(pytest.param(stage, 2, marks=pytest.mark.whole)
+      for stage in ("fsdp", "tp", "3d", "mpi"))])
+@pytest.mark.parametrize("token", [257, 60_000])
+def test_a_token_that_no_look_has_found_is_one_line(
+        stage, size, token, tmp_path):
+    """Only the first tokens of a shard are looked at before a run.
+
+    257 is in the padding of the embedding. A sharded one takes any number.
+    """
+    data = make_dataset(tmp_path / "data")
+    tokens = np.tile(np.arange(256, dtype=np.uint16), 500)
+    tokens[100_001] = token
+    np.save(data / "test_train_000001.npy", tokens)
+    flags = ["--minibatch-size", 512, "--microbatch-size", 128]
+    flags += ["--tensor-parallel", 2] * (stage in ("tp", "3d"))
+    result = attempt(stage, tmp_path / "run", *flags, data=data,
+                     world_size=size)
+    assert all(rank.status for rank in result.ranks)
+    assert (f"test_train_000001.npy is damaged (token {token} is not in the "
+            "vocabulary of 257)") in result.err
+
+
+def test_what_no_memory_holds_is_one_line():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**58)
     assert "the memory is full" in explain(error.value)

@@ -32,8 +32,7 @@ from pathlib import Path
 
 from backstage.errors import require
 from backstage.files import reading, show_path, write_atomically
-from backstage.record import read_metrics
-from workshop.results.runs import read_started
+from workshop.results.runs import read_metrics, read_started
 
 PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
 STEP = "end of step "  # begins the name of the mark that the run has left

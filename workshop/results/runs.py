@@ -18,8 +18,9 @@ from backstage.flops import num_parameters
 from backstage.record import (
     RECORD,
     describe_start,
-    read_metrics,
     read_record,
+    read_table,
+    to_numbers,
 )
 from workshop.arithmetic import is_count, of_step, ring
 from workshop.stages import FIRST, STAGES
@@ -87,6 +88,17 @@ def read_started(folder):
     return record
 
 
+def read_metrics(file):
+    """A dictionary for each row of metrics.csv: {column: number, or None}.
+
+    Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
+    """
+    with reading(file):
+        _, table = read_table(file)
+        for cells in table:
+            yield to_numbers(cells)
+
+
 def describe(folder):
     """How a run was started, in one line; "" where it does not say it."""
     with suppress(UserError, FileNotFoundError):
@@ -108,8 +120,8 @@ def progress(args):
     The batch files use it to find out whether there is something left to do.
     """
     folder = args.folder
-    files = sorted(Path(folder, "checkpoints").glob("step_*.pt"))
-    step = int(files[-1].stem.rpartition("_")[2]) if files else 0
+    files = Path(folder, "checkpoints").glob(f"step_{8 * '[0-9]'}.pt")
+    step = max((int(file.stem[len("step_"):]) for file in files), default=0)
     steps = None
     with suppress(FileNotFoundError, UserError):  # it has not started yet
         steps = read_started(folder)["max_steps"]
