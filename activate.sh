@@ -80,13 +80,13 @@ _workshop_activate() {
     fi
 
     # This clone comes first: its `workshop` has to be imported even from a
-    # shared environment. With the hook, the ranks that torchrun starts leave
-    # evidence for `why`. Old entries are removed: they would pile up.
+    # shared environment. Old entries are removed: they would pile up, and an
+    # earlier version had the hook of `why` there, which only jobs need.
     _workshop_hook=$_workshop_root/workshop/why/hook
     _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
     _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}
-    _workshop_entries=$_workshop_root:$_workshop_hook:${_workshop_entries#:}
+    _workshop_entries=$_workshop_root:${_workshop_entries#:}
     export PYTHONPATH="${_workshop_entries%:}"
     export WORKSHOP="$_workshop_root" # the batch files' jobs find it by this
     # torchrun's shared store gives a restarted group the addresses of the

@@ -18,6 +18,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOST = re.compile(
     r"(?i)by peer|broken pipe|connection (was|refused)|watchdog|"
     r"(?<!client socket has )timed? ?out|remote ?(process|error)")
+LEAVING = []  # functions of the exit status, for whom watches from outside
 
 
 class UserError(Exception):
@@ -134,6 +135,8 @@ def leave(status):
         sys.exit(status)
     if status == 0 or not distributed.is_initialized():
         atexit._run_exitfuncs()
+    for function in LEAVING:
+        function(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -51,11 +51,10 @@ if ((gpus)); then # a process for each, of one thread for each core
     export SRUN_CPUS_PER_TASK=$((gpus * cores / SLURM_NTASKS_PER_NODE))
 fi
 
-# What `python -m workshop why` reads if the job hangs or dies. A process that
-# has not moved for ten minutes ends the job: as long as NCCL waits by default,
-# a third of gloo's time. PyTorch's record keeps 2,000 collectives.
+# What `python -m workshop why` reads if the job hangs or dies: with its hook in
+# PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 WORKSHOP_WHY=$run/why/$SLURM_JOB_ID-${SLURM_RESTART_COUNT-0}
-export WORKSHOP_WHY WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+export WORKSHOP_WHY PYTHONPATH=$WORKSHOP/workshop/why/hook:$PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # The script of a stage: yours where it passed the check for that stage, else

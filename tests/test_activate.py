@@ -104,12 +104,13 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
         f"{shell} -c {shlex.quote(again + 'echo INNER=$PATH:')}\n"
         f"deactivate; echo AFTER=$PATH; {listing[shell]}",
         before=f"set -u; {listing[shell]}; echo BEFORE=$PATH",
-        shell=shell, PYTHONPATH="/else where", **NO_NETWORK)
+        shell=shell, **NO_NETWORK,
+        PYTHONPATH=f"{desk}/workshop/why/hook:/else where")  # of earlier days
     assert "installing" not in out and f"{desk}\n{desk / '.venv'}\n" in out
     assert (desk / ".venv/workshop-base").stat().st_mtime_ns == made
     bin_ = f"{desk / '.venv/bin'}:"
     assert re.search(r"^PYTHONPATH=(.*)", out, re.M)[1] == (
-        f"{desk}:{desk}/workshop/why/hook:/else where")
+        f"{desk}:/else where")
     for name in ("PATH", "INNER"):
         assert re.search(f"^{name}=(.*)", out, re.M)[1].count(bin_) == 1
     before, after = (re.search(f"^{name}=(.*)", out, re.M)

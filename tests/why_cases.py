@@ -48,17 +48,17 @@ FAULTS = {
     # MPICH lets it pass: then the script itself fails, one line below
     "another shape": ("different (sizes|collectives)|a rank ended", "rank 1"),
     "killed for memory": (
-        "(?=.*lack of memory)a rank was killed|dead node, or a killed rank",
+        "(?=.*lack of memory)(a rank was killed|no record of an end)",
         "rank 1"),
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
     # while no rank has lost it, it may be silent for other reasons
-    "dead node": ("dead node(, or a killed rank)?|a rank does not answer",
-                  "node2"),
+    "dead node": ("a rank was killed|no record of an end|a rank does not "
+                  "answer", "node2"),
 }
 # After one rank MPICH's launcher kills all: nobody is left to name it
-KILLED = {"mpich": ("ended from outside", "all ranks ended without a word")}
+KILLED = {"mpich": ("no record of an end", "all ranks ended without")}
 # Tells each rank the name of another node
 NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"
         '$PMI_RANK}})); exec "$@"')
@@ -296,7 +296,8 @@ def name_fault(job, fault, launcher):
     while True:
         said = job.why()
         seconds = time.time() - begin
-        complains = said.returncode and said.stdout
+        complains = said.stdout and (said.returncode or (
+            launcher in KILLED and "without" in said.stdout))
         if complains or seconds > MINUTE:
             break
         time.sleep(1)

@@ -23,7 +23,7 @@ from workshop import interpreter
 from workshop.lesson import desk
 from workshop.reader import read_regular
 from workshop.stages import STAGES, find
-from workshop.why.start import switch_on
+from workshop.why.start import make_folder, switch_on
 
 # Of a job's variables srun may see these. The others are options of whatever
 # this shell was started with, such as a portal's JupyterLab.
@@ -189,6 +189,7 @@ def main(args):
           f"command   {shlex.join(command)}", sep="\n", flush=True)
     if args.dry:
         return
+    make_folder(env["WORKSHOP_WHY"])
     if place.scheduler == "SLURM" and command[0] == "srun":
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}

@@ -29,11 +29,10 @@ MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
 MASTER_PORT=$((20000 + ${PBS_JOBID//[!0-9]*/} % 10000))
 export MASTER_ADDR MASTER_PORT
 
-# What `python -m workshop why` reads if the job hangs or dies. A process that
-# has not moved for ten minutes ends the job: as long as NCCL waits by default,
-# a third of gloo's time. PyTorch's record keeps 2,000 collectives.
+# What `python -m workshop why` reads if the job hangs or dies: with its hook in
+# PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 WORKSHOP_WHY=$run/why/${PBS_JOBID%%.*}
-export WORKSHOP_WHY WORKSHOP_TIMEOUT=${WORKSHOP_TIMEOUT-600}
+export WORKSHOP_WHY PYTHONPATH=$root/workshop/why/hook:$PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # Run a command that trains in $run. PBS ends a job at its time limit and gives

@@ -119,4 +119,5 @@ def describe(rank):
         text += f", collective {rank.calls[-1]['number']}"
     if rank.runs and rank.still > STILL:
         text += f", for {rank.still:.0f} s"
-    return f"{text}, {rank.place}"
+    wrote = "last wrote from " * (rank.ending in ("killed", "gone"))
+    return f"{text}, {wrote}{rank.place}"

@@ -18,12 +18,16 @@ from pathlib import Path
 
 from workshop.errors import UserError, require
 from workshop.why import witness
-from workshop.why.ranks import PATIENCE, Rank
+from workshop.why.ranks import MEETING, PATIENCE, Rank
 from workshop.why.start import STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
-       "workshop why run -- torchrun ...`")
+       "workshop why run -- COMMAND`")
+# Of a rank that has left no record
+UNKNOWN = {"master": [None, None], "start": None, "still": 0, "age": 0,
+           "stack": [], "state": "?", "calls": None, "joined": False,
+           "message": None, "oom_kills": 0, "answers": False}
 # What torchrun says in its log where it does not reach the place to meet
 UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 
@@ -36,8 +40,7 @@ def find(target, runs):
     """
     if target is None:
         starts = sorted(STARTS.glob("*/"))
-        require(starts, f"nothing was watched yet: {HOW}; torchrun is watched "
-                "in a shell in which activate.sh was sourced")
+        require(starts, f"nothing was watched yet: {HOW}")
         return starts[-1], []
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     if number.isdigit():
@@ -50,9 +53,9 @@ def find(target, runs):
                 "folder, a job's id, or a process's")
         found = newest(folder) or find_writer(folder)
         require(found, f"{folder}: no rank has left evidence there: `python "
-                "-m workshop why` alone asks about what torchrun started "
-                f"last; if that is another job, {HOW}, or give a process's id "
-                "while it runs")
+                "-m workshop why` alone asks about what was started last; if "
+                f"that is another job, {HOW}, or give a process's id while it "
+                "runs")
         return found, []
     if Path(f"/proc/{target}").is_dir():
         processes = descendants(int(target))
@@ -156,28 +159,41 @@ def collect(folder, processes):
             asked = before
     while asked is not None and time.monotonic() < end:
         if all(answered(folder, record, asked) and "looks" in record
-               for record in read(folder) if may_run(record) is not False):
+               for record in read(folder)
+               if may_run(record) is not False and has_thread(record)):
             break
         time.sleep(0.5)
     ranks = []
-    for record in of_last_start(read(folder)):
-        if record["host"] == witness.name_host(os.environ):  # it may be dead,
+    for record in add_exits(folder, of_last_start(read(folder))):
+        if "oom_before" in record and (  # it may be dead,
+                record["host"] == witness.name_host(os.environ)):
             record["oom_kills"] = (
                 witness.count_oom_kills() - record["oom_before"])
             record["state"] = witness.read_state(record["pid"])  # or stopped
-        ranks.append(Rank(record, may_run(record),
-                          answered(folder, record, asked),
+        if not (has_thread(record) or record["ended"]):
+            record["still"] = time.time() - record["written"]
+        ranks.append(Rank(record, may_run(record), not has_thread(record)
+                          or answered(folder, record, asked),
                           witness.read_text(stack_file(folder, record))))
     # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
         if rank.rank is None:  # one process, which is no rank of several
             rank.rank, rank.world_size = 0, 1
+    # a monitor that a wrapper starts has a rank's number, too
+    best = {rank.known_as: rank for rank in sorted(ranks, key=is_rank)}
+    ranks = [rank for rank in ranks
+             if is_rank(rank)[:2] == is_rank(best[rank.known_as])[:2]]
     # of two with the same number, the older one counts while it runs
-    last = {rank.known_as: rank for rank in sorted(
-        ranks, key=lambda rank: rank.began)}
-    return sorted((rank for rank in ranks if rank is last[rank.known_as]
+    return sorted((rank for rank in ranks if rank is best[rank.known_as]
                    or rank.ending == "runs"), key=lambda rank: rank.rank)
+
+
+def is_rank(rank):
+    """By which of those with the same number the rank is told: it has joined
+    a group or tries to, has loaded torch or MPI, or is the newest.
+    """
+    return rank.joined or rank.inside(MEETING), rank.answers, rank.began
 
 
 def of_last_start(records):
@@ -194,6 +210,36 @@ def of_last_start(records):
 def read(folder):
     """The records of all processes, None of them half written."""
     return [json.loads(file.read_text()) for file in folder.glob("*-*.json")]
+
+
+def has_thread(record):
+    return record.get("answers", True)  # an earlier version had always one
+
+
+def add_exits(folder, records):
+    """With how their launchers say that they have ended, if they do not; and
+    with those of which only a launcher says something.
+    """
+    known, began, size = [*records], 0, None
+    if known:
+        began = min(record["began"] for record in known)
+        size = known[0]["world_size"]
+    for file in folder.glob("*.exits"):
+        host = file.stem.rpartition("-")[0]
+        for pid, told in json.loads(file.read_text()).items():
+            ended = {**told, "told": True}
+            record = next((
+                record for record in known if record["pid"] == int(pid)
+                and (record["host"] == host or record["rank"] == told["rank"])
+                ), None)
+            if record and not (record["ended"] or {}).get("status"):
+                record["ended"] = ended
+            elif record is None and told["time"] + 1 > began:
+                records.append({
+                    **UNKNOWN, "rank": told["rank"], "world_size": size,
+                    "host": host, "pid": int(pid), "began": told["time"],
+                    "written": told["time"], "ended": ended})
+    return records
 
 
 def stack_file(folder, record):
@@ -293,8 +339,7 @@ def look(pid, alone=False):
     rank, size = witness.read_rank(env, command)
     if "--multiprocessing-fork" in command and rank is None:
         rank = find_spawned(pid)
-    if alone and rank is None and not any(
-            map(witness.LAUNCHER.search, command[:4])):
+    if alone and rank is None and not witness.is_launcher(command):
         rank, size = 0, 1
     if rank is None or "python" not in Path(command[0]).name:
         return None
@@ -307,7 +352,7 @@ def look(pid, alone=False):
         "stack": stack, "state": witness.read_state(pid), "calls": None,
         "joined": joined, "connecting": witness.connecting(pid),
         "oom_kills": 0, "written": time.time(), "message": None,
-        "sees_crashes": True, "still": 0, "children": witness.see_workers(pid),
+        "still": 0, "children": witness.see_workers(pid),
         "answer": "" if joined else witness.try_meeting(*master)}
 
 

@@ -40,8 +40,6 @@ ADVICE = {
     "sizes": "all ranks have to send tensors of the same shape and type: "
              "print shape and dtype before it",
     "long": "does that line take so long, or wait for something?"}
-# In these, a process waits for another one to remove a file, or a lock
-LOCK = re.compile(r"/file_baton\.py|/filelock/|/portalocker/|/fasteners/")
 # In these, one rank has what the others wait for
 ONE_SENDS = re.compile("distributed_c10d.*:(broadcast|scatter|recv)")
 # These have to have the same sizes on all ranks
@@ -120,7 +118,8 @@ def stopped(job):
 def same_number(job):
     """several processes have the same RANK"""
     numbers = Counter(rank.known_as for rank in job.by["runs"])
-    twice = [rank for rank in job.by["runs"] if numbers[rank.known_as] > 1]
+    twice = [rank for rank in job.by["runs"] if numbers[rank.known_as] > 1
+             and (rank.joined or rank in job.outside)]
     return twice and job.outside and (twice, {"each": ", ".join(
         f"{rank.rank} (process {rank.pid} on {rank.host})"
         for rank in twice)})
@@ -192,14 +191,6 @@ def late_for_meeting(job):
     return job.stuck_outside > PATIENCE and not all(
         rank.moves for rank in absent) and (absent, {
             "meeting": job.meeting, "time": job.stuck_outside})
-
-
-@begins("a stranger at the address", "all ranks reach {place}, but do not go "
-        "on", "is another job's rank 0 there? Try another MASTER_PORT")
-def stranger(job):
-    """all ranks reach it, but do not meet there"""
-    return (job.stuck_outside > PATIENCE and job.first.world_size
-            and len(job.meeting) == len(job.ranks) and job.meeting)
 
 
 # -------------------------------------------- they do not call the same thing
@@ -286,25 +277,6 @@ def aborted(job):
                        {"each": each(others)})
 
 
-@stops("different collectives", BOTH, "{calls}")
-def other_places(job):
-    """The same collective from other lines, where a rank has one too few.
-
-    Alone that is no mistake: `if rank == 0: broadcast(a) else: broadcast(b)`.
-    """
-    apart = [rank for rank in job.ranks if rank.still > PATIENCE
-             and rank.ending != "done"] or job.by["done"]
-    if not apart or not any(rank.waits for rank in job.ranks) or len(
-            {rank.place[:2] for rank in job.ranks}) == 1:
-        return None
-    for calls in job.calls:
-        lines = {rank: str(call["line"])
-                 for rank, call in calls.items() if call["line"]}
-        if len(set(lines.values())) > 1:
-            return differ(job, calls, lines)
-    return None
-
-
 # ------------------------------------------------------------ one has ended
 
 
@@ -324,6 +296,8 @@ def failed(job, ending="error"):
     then = "".join(f"; then {words}, in {Place(*find_line(stack))}"
                    for stack, words in rank.ended.get("then", ()))
     return [rank], {
+        "place": "" if rank.ended.get("told") and not frames else
+        f", in {rank.place}",
         "then": then, "first": first, "all": f"{error}: {message}", "error":
         f"{error}: {first}" if error else f"status {rank.ended['status']!r}"}
 
@@ -350,8 +324,21 @@ def truncated(job):
         for other in job.ranks.without(who))})
 
 
-FIRST = "{who} was the first to end, in {at}, with {error}{then}"
+FIRST = "{who} was the first to end{place}, with {error}{then}"
 MEND = "mend that: the errors of the other ranks follow from it"
+
+
+@ends("a rank was killed", "{one.signal} has ended {who} on {host}, as the "
+      "launcher says{oom}{wrote}", "the kernel sends "
+      "SIGKILL where the memory is full, and so does a scheduler: `dmesg` on "
+      "that node; {sacct}")
+def killed(job):
+    """by a signal; its launcher says by which"""
+    # an abort may follow from what another rank has done
+    who = [rank for rank in job.by["killed"] if rank.signal != "SIGABRT"
+           or not failed(job)[0]]
+    return who and (who, oom(job, who) | {
+        "wrote": f"; it last wrote at {who[0].heard}" * bool(who[0].stack)})
 
 
 @ends("a rank ended", FIRST, MEND)
@@ -404,49 +391,32 @@ def silent(job):
         rank.alive is None for rank in job.gone) and job.gone
 
 
-def oom(ranks):
-    kills = max(rank.oom_kills for rank in ranks)
+def oom(job, some):
+    """How often the kernel says that it has ended something there."""
+    hosts = {rank.host for rank in some}
+    kills = max(rank.oom_kills for rank in job.ranks if rank.host in hosts)
     return {"oom": f"; meanwhile the kernel of that node ended {kills} "
             "process(es), of any job, for lack of memory" if kills else ""}
 
 
-@ends("a rank was killed, or crashed", "{who} on {host} ended without a "
-      "word; faulthandler was enabled by the script, so a crash's stack is "
-      "not here", "look for `Fatal Python error` in the log; else see SLURM's "
-      "word, and `dmesg` on that node")
-def unseen_crash(job):
-    """without a word, and the script itself has enabled faulthandler"""
-    return [rank for rank in job.gone if not rank.sees_crashes]
-
-
-@ends("dead node, or a killed rank", "all ranks of {host} ({who}) ended "
-      "without a word, the other nodes went on{oom}", "SLURM's word: scontrol "
-      "show node {host} says NODE_FAIL or OUT_OF_MEMORY; resume on other "
-      "nodes: sbatch --exclude={host}")
-def dead_node(job):
-    """all ranks of a node are silent"""
+@ends("no record of an end", "{who} on {host} ended without a record of how"
+      "{node}{oom}; last written at {one.heard}", "the end of the log: a "
+      "launcher names the status or the signal there; {sacct}; `dmesg` on "
+      "{host} says whether its memory was full, and `scontrol show node "
+      "{host}` whether it is down")
+def gone(job):
+    """a signal, a full memory, os._exit, or a node that is down"""
     hosts = {rank.host for rank in job.ranks.without(job.gone)}
-    return job.gone and not hosts & {rank.host for rank in job.gone} and (
-        job.gone, oom(job.gone))
+    return job.gone and (job.gone, oom(job, job.gone) | {
+        "node": "" if hosts & {rank.host for rank in job.gone} else
+        ", and all ranks of that node with it"})
 
 
-@ends("a rank was killed", "{who} on {host} ended without a word, as SIGKILL "
-      "ends a process; it last wrote from {at}{oom}", "the kernel does that "
-      "where the node's memory is full: sacct -o State,MaxRSS and `dmesg` say "
-      "so; ask for more memory, or use fewer workers")
-def killed(job):
-    """without a word; the kernel says whether for memory"""
-    return job.gone and (job.gone, oom(
-        rank for rank in job.ranks if rank.host == job.gone[0].host))
-
-
-@ends("ended from outside", "all ranks ended without a word, as SIGKILL ends "
-      "them{oom}", "{sacct}; mpiexec ends all ranks after one: the log's end "
-      "names that one")
-def all_killed(job):
-    """all ranks were killed at once, as MPICH's `mpiexec` does after one"""
+@ends("no record of an end", "all ranks ended without a record of how{oom}",
+      "the end of the log; {sacct}", verdict="warn")
+def all_gone(job):
     return len(job.by["gone"]) == len(job.ranks) and (
-        job.ranks, oom(job.ranks))
+        job.ranks, oom(job, job.ranks))
 
 
 # ----------------------------------------------------- one makes others wait
@@ -489,17 +459,6 @@ def holds_lock(job):
     return first_of(job, lambda rank: rank.mute and rank.state != "R")
 
 
-@stops("a lock file", "{who} {has} waited in {at} for {still:.0f} s for a "
-       "lock that another process holds, or has left there, and no rank is at "
-       "work", "if no other job is at work there, remove it: `lock` in a "
-       "folder of ~/.cache/torch_extensions, *.lock in a cache of datasets")
-def lock_file(job):
-    """everybody waits for a lock that no rank holds"""
-    lock = [rank for rank in job.left if rank.inside(LOCK)]
-    return all(rank.still > PATIENCE and (rank in lock or rank.waits)
-               for rank in job.left) and lock
-
-
 @stops("a rank at work", "{who} {is} at work in {at}; {others:has} "
        "waited for {time:.0f} s in {there}", "does that take so long? Then "
        "nothing is wrong; else see below where its time goes", verdict="warn")
@@ -539,28 +498,14 @@ def no_partner(job):
         for rank in job.left) and (job.left, {"each": each(job.left)})
 
 
-@stops("different lines", "{who} {has} stood in {at} for {still:.0f} s, and "
-       "{even} in {line}", "{calls}")
-def stands_apart(job):
-    """they wait for each other, but their messages are not known"""
-    still = [rank for rank in job.left
-             if rank.still > PATIENCE and (rank.waits or rank.may_wait)]
-    lines = Counter(rank.place[:2] for rank in still).most_common(2)
-    if not job.stands or len(lines) < 2:
-        return None
-    usual = (still[0].place[:2] if lines[0][1] == lines[1][1] else lines[0][0])
-    even = Who(rank for rank in still if rank.place[:2] == usual)
-    return [rank for rank in still if rank not in even], {
-        "even": even, "line": even[0].place}
-
-
 @stops("the network", "all ranks are in the same collective, in {at}, for "
        "{still:.0f} s{deaf}", "python -m workshop doctor --ranks measures it; "
        "name the interface: export NCCL_SOCKET_IFNAME=...")
 def network(job):
     """all wait in the same collective"""
     same = {str([(call["name"], call["number"])
-                 for call in rank.calls[-1:]]) for rank in job.left}
+                 for call in rank.calls[-1:]] or rank.place[:2])
+            for rank in job.left}
     return job.stands and job.all_wait and len(job.left) > 1 and (
         len(same) == 1 and not job.outside) and (job.left, {"deaf": "".join(
             f"; rank {rank.rank} gets no answer from {rank.connecting[0]}"

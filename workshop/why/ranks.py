@@ -5,6 +5,7 @@ Nothing here looks at the machine, so that the tests can hand in any evidence.
 
 import linecache
 import re
+import signal
 import time
 from collections import defaultdict
 from functools import cached_property
@@ -65,6 +66,7 @@ class Rank:
 
     running = collecting = 0  # threads, and a share of the time
     looks, workers, cores = (), (), ()
+    answers = True  # or nothing asks it: it has not loaded torch or MPI yet
     answer = None  # at rank 0's address: "" or the problem, if it has tried
 
     def __init__(self, record, alive=None, fresh=False, last=""):
@@ -84,20 +86,30 @@ class Rank:
 
     @property
     def ending(self):
-        """How it ended: runs, done, error, lost, stopped, crashed or gone."""
-        if self.ended:
-            if self.ended["status"] == "timeout":
-                return "stopped"
-            if "error" not in self.ended:  # None: a status is not known
-                return "done" if self.ended["status"] in (0, None) else "error"
+        """How it ended: runs, done, error, lost, stopped, killed, crashed or
+        gone, of which nobody has left a word.
+        """
+        if "Fatal Python error" in self.last:
+            return "crashed"
+        if self.ended and "error" in self.ended:
             text = self.ended["error"] + self.ended["message"]
             return ("lost" if LOST.search(text) and "in use" not in text
                     else "error")
-        if "Fatal Python error" in self.last:
-            return "crashed"
+        if self.signal:
+            return "stopped" if self.signal == "SIGTERM" else "killed"
+        if self.ended:  # None: a status is not known
+            return "done" if self.ended["status"] in (0, None) else "error"
         if self.fresh if self.alive is None else self.alive:
             return "runs"
         return "stopped" if self.last else "gone"
+
+    @property
+    def signal(self):
+        """The name of the signal that has ended it, if a launcher says so."""
+        status = self.ended["status"] if self.ended else None
+        names = {number.value: number.name for number in signal.Signals}
+        return names.get(-status, f"signal {-status}") if isinstance(
+            status, int) and status < 0 else ""
 
     @property
     def known_as(self):
@@ -138,10 +150,8 @@ class Rank:
     @property
     def timed_out(self):
         """Whether it has waited for others until a time-out ended it."""
-        return self.waits and bool(self.ended) and (
-            self.ended["status"] == "timeout" or (
-                self.ending == "lost"
-                and bool(TIMED_OUT.search(self.ended["message"]))))
+        return self.waits and self.ending == "lost" and bool(
+            TIMED_OUT.search(self.ended["message"]))
 
     @property
     def may_wait(self):
@@ -211,7 +221,9 @@ class Rank:
             return f"ended {with_status([self])}"
         return {"stopped": "was told to end", "lost": "lost the others",
                 "error": "ended with an error", "crashed": "crashed",
-                "gone": "ended without a word", "runs": "runs"}[self.ending]
+                "killed": f"was ended by {self.signal}",
+                "gone": "ended without a record of how",
+                "runs": "runs"}[self.ending]
 
 
 class Job:
@@ -281,7 +293,7 @@ class Job:
 
     @cached_property
     def gone(self):
-        """Those that have ended without a word, where others did not.
+        """Those that have ended without a record, where others did not.
 
         Those on another machine may only be slow to answer.
         """

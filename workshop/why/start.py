@@ -1,18 +1,35 @@
 """Starts a job whose ranks leave evidence: python -m workshop why run -- X"""
 
+import contextlib
+import fcntl
 import os
 import shlex
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.why.witness import FOLDER, MARK
 
 HOOK = Path(__file__).resolve().parent / "hook"
 ROOT = HOOK.parents[2]
-# A folder for each start: in the clone, or in the home where pip has installed
-# this. The hook knows it, too.
-STARTS = (ROOT / ".why" if (ROOT / "activate.sh").exists()
-          else Path("~/.cache/workshop-why").expanduser())
+KEPT = 20  # starts
+OURS = "made by python -m workshop why run, which keeps the newest starts\n"
+
+
+def find_starts():
+    """Where each start has a folder: in the clone, or in the home where pip
+    has installed this.
+    """
+    if (ROOT / "activate.sh").exists():
+        return ROOT / ".why"
+    home = os.path.expanduser("~")  # as it is, if nothing says where that is
+    return (Path(home, ".cache", "workshop-why") if home[:1] == "/" != home
+            else Path(tempfile.gettempdir(), f"workshop-why-{os.getuid()}"))
+
+
+STARTS = find_starts()
 
 
 def switch_on(env):
@@ -23,16 +40,33 @@ def switch_on(env):
     paths = [str(HOOK), *filter(None, env.get("PYTHONPATH", "").split(
         os.pathsep))]
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    return {"WORKSHOP_WHY": str(STARTS / name), **env,
+    return {FOLDER: str(STARTS / name), **env,
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
+def make_folder(folder):
+    """Make and mark the folder of a start, if it is one of `STARTS`; remove
+    the oldest ones there, unless a process of theirs lives.
+    """
+    folder = Path(folder)
+    if folder.parent != STARTS:
+        return
+    with contextlib.suppress(OSError):  # the ranks say what is wrong
+        folder.mkdir(parents=True)
+        (folder / MARK).write_text(OURS)
+    for mark in sorted(STARTS.glob(f"*/{MARK}"))[:-KEPT]:
+        with contextlib.suppress(OSError), mark.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == OURS:
+                shutil.rmtree(mark.parent)
+
+
 def run(command):
-    """Become this command, in a new folder."""
-    env = switch_on({name: value for name, value in os.environ.items()
-                     if name != "WORKSHOP_WHY"})
+    """Become this command, in a folder that its ranks write to."""
+    env = switch_on(os.environ)
     print("while it runs, or afterwards: python -m workshop why "
-          f"{shlex.quote(env['WORKSHOP_WHY'])}", flush=True)
+          f"{shlex.quote(env[FOLDER])}", flush=True)
+    make_folder(env[FOLDER])
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:

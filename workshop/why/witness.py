@@ -1,23 +1,27 @@
 """Leaves evidence of what a process of several does, and of how it ended.
 
     HOST-PID.json     where it is, its last collectives, how it ended
-    HOST-PID.stack    its stack, if a signal or a crash ended it
+    HOST-PID.stack    its stack, if SIGTERM or a crash ended it
+    HOST-PID.exits    of a launcher: how its processes have ended
     ask               is touched by whoever wants all of them to write
 
-A thread writes the first: at the start, when asked, when the main thread has
-not moved for 20 s (then it asks all the others), and at the end. `python -m
-workshop why` reads them, also when nothing runs any more.
+The first is written at the start and at the end; in between by a thread: when
+asked, and when the main thread has not moved for 20 s (then it asks all the
+others). `python -m workshop why` reads them, also when nothing runs any more.
 
 It serves any script: see hook/sitecustomize.py. Only the standard library; it
 uses torch and mpi4py where the script has imported them. It changes nothing of
-what it watches: of the main thread it reads lines and instructions. Already to
+what it watches: it replaces no function of Python's, `threading` does not know
+its thread, and of the main thread it reads lines and instructions. Already to
 look at a function's variables would keep what `del` is to free.
 """
 
+import _thread
 import atexit
 import collections
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import gc
 import heapq
@@ -27,7 +31,6 @@ import opcode
 import os
 import pickle
 import re
-import shlex
 import signal
 import socket
 import sys
@@ -37,7 +40,8 @@ import traceback
 from pathlib import Path
 
 FOLDER = "WORKSHOP_WHY"  # the variable that names the folder
-TIMEOUT = "WORKSHOP_TIMEOUT"  # seconds without a move that end the process
+WATCHED = "WORKSHOP_WATCHED"  # the id of the rank that has started this
+MARK = ".workshop-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
 WORKS = 0.02  # of a core, which the main thread uses only if it computes
@@ -48,9 +52,10 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
          ("PMI_RANK", "PMI_SIZE"))
 # A launcher's agent is no rank, whatever srun has told it
-LAUNCHER = re.compile(
-    r"(^|/)(torchrun|deepspeed|accelerate(-launch)?)$|^(-m)?(torch\.distributed"
-    r"\.(run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.launch)$")
+LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch",
+             "accelerate", "accelerate-launch", "accelerate.commands.launch",
+             "deepspeed", "deepspeed.launcher.launch",
+             "deepspeed.launcher.runner"}
 # What is the same for all ranks at a start, and another at the next
 STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,141 +83,159 @@ mpi_messages = collections.deque(maxlen=1)
 def start(folder):
     """Write in this folder, from now on or as soon as this is a rank.
 
-    What a rank starts is not watched.
+    The thread begins when torch or MPI is imported: Python 3.12 warns of a
+    fork beside any other thread, and then there are some anyway.
     """
-    # what `why run` has become is a rank, if it is alone
-    if find_rank()[0] is None and not folder.endswith(f"-{os.getpid()}"):
-        threading.Thread(target=wait_for_rank, args=(folder,),
-                         daemon=True).start()
-    else:
+    folder = Path(os.path.expanduser(folder)).absolute()
+    rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
+    atexit.register(at_end, folder, by)
+    if is_launcher(read_command()):
+        return
+    # by: after os.execv it is still the same rank; what a rank has started
+    # has its number, and may be a monitor
+    if by == str(os.getpid()) and (
+            # what `why run` has become is a rank, if it is alone
+            rank is not None or folder.name.endswith(f"-{by}")):
         begin(folder)
+    imports = Imports(folder, by)
+    sys.meta_path.insert(0, imports)
+    for name in {"torch", "mpi4py.MPI"} & {*sys.modules}:
+        imports.find_spec(name)
 
 
-def wait_for_rank(folder):
-    """Some scripts start their ranks themselves, and name them later."""
-    while not find_torch() and find_spawned() is None:
-        time.sleep(POLL)
-    begin(folder)
+def at_end(folder, by):
+    """Write what is left to say: of a rank that nobody has seen so far, and
+    of the processes of a launcher.
+    """
+    if the_witness is None and is_named(by) and begin(folder):
+        the_witness.on_end()
+    keep_exits(folder)
+
+
+def is_named(by):
+    """Whether this has become a rank: some scripts start theirs themselves."""
+    return bool(find_torch()) or (
+        by == str(os.getpid()) and find_spawned() is not None)
+
+
+def run(folder, by):
+    try:
+        wait = POLL / 50
+        while the_witness is None and not is_named(by):
+            time.sleep(wait)
+            wait = min(1.1 * wait, POLL)
+        if the_witness or (the_witness is None and begin(folder)):
+            the_witness.watch_moves()
+    except Exception as error:  # never the script's problem
+        warn(error)
 
 
 def begin(folder):
+    """The `Witness`, or False where nobody can write to the folder."""
     global the_witness
-    limit = ""
-    if find_rank()[0] is not None:  # else it may start ranks
-        limit = os.environ.pop(TIMEOUT, "")
-        os.environ.pop(FOLDER, None)
     try:
-        the_witness = Witness(Path(folder).absolute(), float(limit or 0))
-        the_witness.start()
-    except (OSError, ValueError) as error:  # never the script's problem
+        the_witness = Witness(folder)
+    except OSError as error:  # never the script's problem
+        the_witness = False
         warn(error)
+    if find_rank()[0] is not None:  # else it may start ranks
+        os.environ[WATCHED] = str(os.getpid())
     if "mpi4py.MPI" in sys.modules:
         record_mpi(sys.modules["mpi4py.MPI"])
-    else:
-        sys.meta_path.insert(0, MPIFinder())
+    return the_witness
+
+
+class Imports:
+    """Sees which modules the script imports, and finds none of them."""
+
+    def __init__(self, *place):
+        self.place = place  # of what `run` writes
+
+    def find_spec(self, name, path=None, target=None):
+        if the_witness:
+            the_witness.follow_imports()
+        if name not in ("torch", "mpi4py.MPI"):
+            return None
+        if self.place:
+            _thread.start_new_thread(run, self.place)
+            self.place = None
+        if name == "torch" or name in sys.modules or not the_witness:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (
+                execute(module), record_mpi(module))
+        return spec
 
 
 def warn(error):
     print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
 
 
-class Witness(threading.Thread):
-    """The thread that writes, as a daemon: it never keeps a process alive."""
+class Witness:
+    """Writes what this process does, and how it ended."""
 
-    def __init__(self, folder, limit):
-        """limit: seconds without a move that end the process, 0 for none."""
-        super().__init__(daemon=True, name="witness")
+    def __init__(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.owner = folder, os.getpid()
-        self.host = name_host(os.environ)
+        self.owner, self.host = os.getpid(), name_host(os.environ)
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
         if find_rank()[0] == 0:
             self.ask.open("a").close()  # its time stays, if it is there
-        self.limit = limit or float("inf")
+        with contextlib.suppress(OSError):  # else nobody is to remove it
+            self.mark = (folder / MARK).open()
+            fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.began, self.still, self.place = time.time(), 0, ()
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.first = time.monotonic()  # the clock may be set meanwhile
         self.script, self.clock = None, main_thread_clock()
-        self.ended, self.left_with, self.left_from = None, None, None
-        self.bytes, self.seen = "", set()
+        self.ended, self.bytes, self.seen = None, "", set()
+        self.answers = False  # it has a thread
         self.lock = threading.Lock()  # for the file, and for how it ended
         self.oom_before = count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
-        self.watch_crashes()
-        self.watch_sigterm()
-        self.set_signal, signal.signal = signal.signal, self.on_signal
+        if not faulthandler.is_enabled():  # else a crash is the script's own
+            faulthandler.enable(self.stack_file)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            faulthandler.register(signal.SIGTERM, self.stack_file,
+                                  all_threads=False, chain=True)
         os.register_at_fork(after_in_child=self.leave_child)
-        self.exit, sys.exit = sys.exit, self.on_exit
-        self.leave, os._exit = os._exit, self.on_leave
         atexit.register(self.on_end)
+        self.follow_imports()
         self.write()
+
+    def follow_imports(self):
+        """See what a new module tells."""
+        self.find_script()
+        leaving = getattr(sys.modules.get("backstage.errors"), "LEAVING", None)
+        if leaving == []:  # the course's own exit, without exit handlers
+            leaving.append(self.on_leave)
 
     def leave_child(self):
         """A worker of a data loader is not to write in its parent's name."""
-        if self.sees_crashes:
-            faulthandler.disable()
-        signal.signal = self.set_signal
-        handler = signal.getsignal(signal.SIGTERM)
-        faulthandler.unregister(signal.SIGTERM)  # brings an old one back
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-        self.ended = {}
-
-    def watch_crashes(self):
-        """Write the stack at a crash, unless the script itself asks that."""
-        self.sees_crashes = not faulthandler.is_enabled()
-        if self.sees_crashes:
-            faulthandler.enable(self.stack_file)
-        enable = faulthandler.enable
-
-        def on_enable(*args, **options):
-            enable(*args, **options)
-            self.sees_crashes = False
-            self.write()
-
-        faulthandler.enable = on_enable
-
-    def watch_sigterm(self):
-        """Write the stack on SIGTERM, before its handler is called."""
-        faulthandler.register(signal.SIGTERM, self.stack_file,
-                              all_threads=False, chain=True)
-
-    def on_signal(self, signalnum, handler):
-        """The script sets a handler of its own."""
-        if signalnum != signal.SIGTERM:
-            return self.set_signal(signalnum, handler)
-        faulthandler.unregister(signalnum)
-        try:
-            return self.set_signal(signalnum, handler)
-        finally:
-            self.watch_sigterm()
-
-    def on_exit(self, status=None, /):
-        self.left_with, self.left_from = status or 0, self.look()
-        self.exit(status)
-
-    def on_leave(self, status):
-        """Nothing else is called on the way out."""
-        self.end(status, find_error() if status else None)
-        self.leave(status)
+        self.ended, self.script = {"status": "forked"}, None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stack_file.fileno(), inheritable=False)
+        os.close(nowhere)
 
     def on_end(self):
-        """What Python still knows: not the status of `raise SystemExit`."""
+        """What Python still knows: of SystemExit, not the status."""
         if self.is_complete():
             self.end(0)
-        elif find_error() is not None:
-            self.end(self.left_with or 1, find_error())
         else:
-            self.end(self.left_with)
+            self.end(1 if find_error() else None, find_error())
         self.script = None  # its variables are to end with the process
 
+    def on_leave(self, status):
+        self.end(status, find_error() if status else None)
+
     def end(self, status, error=None):
-        """status: None if it is not known."""
-        if self.ended is not None:
-            return
-        ended = {"status": status, "time": time.time(),
-                 "stack": self.left_from}
+        """status: None if it is not known. Who comes second writes as well:
+        the process is not to end while the first one does.
+        """
+        ended = {"status": status, "time": time.time()}
         if error is not None:
             first, *later = chain(error)
             ended |= {
@@ -220,24 +243,15 @@ class Witness(threading.Thread):
                 "stack": stack_of(first), "then": [
                     [stack_of(one), f"{type(one).__name__}: {one}"[:200]]
                     for one in later]}
-        self.ended = ended
+        if self.ended is None or self.ended["status"] is None:
+            self.ended = ended
         self.write()
 
-    def run(self):
-        try:
-            self.find_script()
-            self.watch_moves()
-        except Exception as error:  # never the script's problem
-            warn(error)
-
     def find_script(self):
-        """The script's own frame, the outermost, which has no variables of
-        its own: it tells afterwards whether the script came to its end.
+        """Keep the script's own frame, the outermost, which has no variables
+        of its own: it tells afterwards whether the script came to its end.
         """
-        end = time.monotonic() + STILL
-        while self.script is None and self.ended is None and (
-                time.monotonic() < end):
-            time.sleep(POLL / 40)
+        if self.script is None and self.ended is None:
             *_, self.script = None, *(
                 frame for frame in self.frames()
                 if frame.f_code.co_name == "<module>"
@@ -249,11 +263,13 @@ class Witness(threading.Thread):
             script.f_code.co_code[script.f_lasti]].startswith("RETURN")
 
     def watch_moves(self):
-        answered, signalled, wait, due = self.last_ask(), None, STILL, 0
+        answered, wait, self.answers = self.last_ask(), STILL, True
+        self.write()
         before = asked_at = time.monotonic()
         computed = self.clock()
         while self.ended is None:
             time.sleep(POLL)
+            self.find_script()
             place, now, used = self.find_place(), time.monotonic(), (
                 self.clock() - computed)
             # not the time in which the process itself was stopped
@@ -263,19 +279,15 @@ class Witness(threading.Thread):
             if self.has_moved(place, place[1:] != self.place[1:] or (
                     works and not self.waits())):  # which takes longer
                 self.place, self.still, wait = place, 0, STILL
-                due = self.limit
-            signalled = self.forget_signal(signalled)
             self.note_error()
-            if self.still > min(wait, due) and now - asked_at > STILL / 2:
-                self.touch()
-            if self.last_ask() != answered or self.still > due:
+            if self.still > wait and now - asked_at > STILL / 2:
+                with contextlib.suppress(OSError):  # for example a full disk
+                    self.ask.touch()
+            if self.last_ask() != answered:
                 answered, asked_at = self.last_ask(), now
                 wait = 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
-            if self.still > due:
-                due = 1.25 * self.still
-                self.give_up()
 
     def has_moved(self, place, works):
         """Whether it was not there yet: a loop that only asks comes back."""
@@ -284,20 +296,6 @@ class Witness(threading.Thread):
         new = str(place) not in self.seen
         self.seen.add(str(place))
         return new
-
-    def forget_signal(self, signalled):
-        """A SIGTERM that is followed by another collective ends nothing.
-
-        signalled: the collectives when it was seen, or None.
-        """
-        if not os.fstat(self.stack_file.fileno()).st_size:
-            return None
-        collectives = self.progress()
-        if signalled in (None, collectives):
-            return collectives
-        self.stack_file.seek(0)
-        self.stack_file.truncate()
-        return None
 
     def note_error(self):
         """The script has failed, but the process has yet to end."""
@@ -312,37 +310,6 @@ class Witness(threading.Thread):
                 return os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return 0
-
-    def touch(self):
-        with contextlib.suppress(OSError):  # for example a full disk
-            self.ask.touch()
-
-    def give_up(self):
-        """End this process, if no rank moves; the launcher ends the others."""
-        self.touch()
-        since = self.last_ask() / 1e9 - self.limit
-        time.sleep(6 * POLL)  # the others are to write before that
-        if self.ended is not None or self.place != self.find_place() or (
-                self.others_moved(since)):
-            return
-        self.end("timeout")
-        print(f"error: rank {find_rank()[0]} has not moved for "
-              f"{self.limit:.0f} s: see python -m workshop why "
-              f"{shlex.quote(str(self.folder))}", file=sys.stderr, flush=True)
-        self.leave(1)
-
-    def others_moved(self, since):
-        """Whether another rank has moved since then, by the files' own times:
-        nodes' clocks may differ.
-        """
-        for file in self.folder.glob("*-*.json"):
-            with contextlib.suppress(OSError, ValueError):
-                record = json.loads(file.read_text())
-                moved = file.stat().st_mtime - record["still"]
-                if file != self.file and not record["ended"] and (
-                        moved > since):
-                    return True
-        return False
 
     def find_place(self):
         """What changes when the main thread moves on.
@@ -434,9 +401,8 @@ class Witness(threading.Thread):
             "age": time.monotonic() - self.first, "still": self.still,
             "stack": self.look(),
             "state": read_state(self.owner),
-            "start": self.start_of,
+            "start": self.start_of, "answers": self.answers,
             "calls": None, "joined": bool(find_torch() or mpi_calls),
-            "sees_crashes": self.sees_crashes,
             "message": next((dict(call) for call in list(mpi_messages)
                              if call["waits"]), None),
             "oom_before": self.oom_before,
@@ -509,7 +475,7 @@ def find_rank():
     torch = find_torch()
     if torch:
         return torch.get_rank(), torch.get_world_size()
-    rank, size = read_rank(os.environ, getattr(sys, "orig_argv", []))
+    rank, size = read_rank(os.environ, read_command())
     return (find_spawned() if rank is None else rank), size
 
 
@@ -530,13 +496,59 @@ def read_rank(env, command):
     env: the process's variables; command: its command line, a list. A launcher
     itself may be the only process of srun or mpirun.
     """
-    if not any(map(LAUNCHER.search, command[:4])):
+    if not is_launcher(command):
         for names in RANKS:
             rank, size = (env.get(name, "") for name in names)
             if rank.isdigit() and size.isdigit() and (
                     names[0] == "RANK" or int(size) > 1):
                 return int(rank), int(size)
     return None, None
+
+
+def read_command():
+    """This process's command line; sys.orig_argv is new in Python 3.10."""
+    return getattr(sys, "orig_argv", None) or read_text(
+        "/proc/self/cmdline").split("\0")
+
+
+def is_launcher(command):
+    """Whether Python runs a launcher: as its script or module, not as a word
+    among the script's own.
+    """
+    words = iter(command[1:])
+    for word in words:
+        module = re.fullmatch("-[a-zA-Z]*m(.*)", word)
+        if module or not word.startswith("-"):
+            name = (module[1] or next(words, "")) if module else word
+            return os.path.basename(name) in LAUNCHERS
+        if word in ("-W", "-X"):
+            next(words, None)
+    return False
+
+
+def keep_exits(folder):
+    """Write how its processes have ended, where this is a launcher.
+
+    As the error says with which torchrun or mp.spawn ends: {pid: status},
+    negative for a signal, with what an error of mp.spawn quotes.
+    """
+    error = find_error()
+    exits = {failure.pid: {"rank": rank, "status": failure.exitcode,
+                           "time": failure.timestamp}
+             for rank, failure in getattr(error, "failures", {}).items()}
+    if hasattr(error, "error_pid"):
+        status = getattr(error, "exit_code", None)
+        exits[error.error_pid] = {
+            "rank": error.error_index, "status": status or 1,
+            "time": time.time(), **({} if status else {
+                "error": type(error).__name__, "message": str(error)[:9000]})}
+    if exits:
+        name = f"{name_host(os.environ)}-{os.getpid()}.exits"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(exits))
+        except OSError as problem:
+            warn(problem)
 
 
 def find_torch():
@@ -618,21 +630,6 @@ def read_record(lines):
 
 
 # ---------------------------------- MPI, which keeps no record of its own
-
-
-class MPIFinder:
-    """Asks for a record as soon as the script imports mpi4py's MPI."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "mpi4py.MPI":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (
-                execute(module), record_mpi(module))
-        return spec
 
 
 def record_mpi(MPI):

@@ -1,43 +1,30 @@
 """Lets any script leave evidence for `python -m workshop why`.
 
-Python imports it by its name where this folder is in PYTHONPATH, as in a shell
-in which activate.sh was sourced. In a launcher such as torchrun it names a new
-folder for this start, unless WORKSHOP_WHY names one; all other processes with
-that variable are watched if they are ranks, or become ranks later.
+Python imports it by its name where this folder is in PYTHONPATH, as `why run`,
+`launch` and the batch files set it. A process in which WORKSHOP_WHY names a
+folder is watched if it is a rank, or becomes one later. A Python before 3.9,
+which may be anything that a job calls, is left alone.
 """
 
-import importlib.util
 import os
 import sys
-import time
-from importlib.machinery import PathFinder
 
-FOLDER = "WORKSHOP_WHY"
-LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch",
-             "accelerate", "accelerate-launch", "accelerate.commands.launch",
-             "deepspeed", "deepspeed.launcher.launch"}
+if os.environ.get("WORKSHOP_WHY") and sys.version_info >= (3, 9):
+    from importlib import util
 
-here = os.path.dirname(os.path.abspath(__file__))
-tools = os.path.dirname(here)
-# one of the site's own, which this one hides: never another clone's
-paths = list(map(os.path.abspath, sys.path))
-spec = PathFinder.find_spec("sitecustomize", [
-    path for path in paths[paths.index(here) + 1:]
-    if not path.endswith("/workshop/why/hook")])
-if spec:
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-words = getattr(sys, "orig_argv", [])[1:4]  # from Python 3.10 on
-if LAUNCHERS & {os.path.basename(word) for word in words}:
-    # start.py, too, knows this place
-    root = os.path.dirname(os.path.dirname(tools))
-    starts = (os.path.join(root, ".why")
-              if os.path.exists(os.path.join(root, "activate.sh"))
-              else os.path.expanduser("~/.cache/workshop-why"))
-    os.environ.setdefault(FOLDER, os.path.join(
-        starts, time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")))
-elif os.environ.get(FOLDER):
-    spec = importlib.util.spec_from_file_location(
-        "workshop.why.witness", os.path.join(tools, "witness.py"))
-    witness = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(witness)
-    witness.start(os.environ[FOLDER])
+    spec = util.spec_from_file_location("workshop.why.witness", os.path.join(
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        "witness.py"))
+    witness = util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(witness)
+        witness.start(os.environ["WORKSHOP_WHY"])
+    except Exception as error:  # never the script's problem
+        sys.stderr.write("no evidence for `why`: " + str(error) + "\n")
+
+# One of the site's own, which this one hides, takes its place; if there is
+# none, Python passes over this ImportError. Another clone's is not the site's.
+this = sys.modules.pop(__name__)  # Python 2 empties a module nobody holds
+sys.path[:] = [path for path in sys.path
+               if not path.endswith("/workshop/why/hook")]
+import sitecustomize  # noqa: E402, F401
