@@ -43,8 +43,8 @@ HOUSES = {
 ABOVE = """
 notebook.shown rehearse
 """
-PACKAGES = {  # besides torch
-    "sleeping_mpi": {"mpi4py"}}
+PACKAGES = {  # besides torch; the second is the site's own
+    "sleeping_mpi": {"mpi4py"}, "why.hook.sitecustomize": {"sitecustomize"}}
 LARGE = """lesson.render notebook.pictures why.judge
     why.witness""".split()
 TOOLS = {name.removeprefix("workshop."): path for name, path
