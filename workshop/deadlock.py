@@ -66,11 +66,11 @@ def read_events(file):
 
 
 def read_line(text, script):
-    """The line of the script that a process was in at faulthandler's last
-    look, or None.
+    """The line of the script that a process was in when it was asked last, or
+    None.
 
-    text: what faulthandler has written, of each thread. The main one is last.
+    text: what faulthandler has written.
     """
-    last = text.rpartition("hread 0x")[2]
+    last = text.rpartition("Stack (most recent")[2]
     found = re.search(rf'File "{re.escape(str(script))}", line (\d+)', last)
     return int(found[1]) if found else None

@@ -7,6 +7,7 @@ from workshop.deadlock import hangs, read_events
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without an update, in which it may wait
+LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before mpirun has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
@@ -39,6 +40,7 @@ class Patience:
         self.looks = []  # (time, seconds of a CPU since the last, who waits)
         self.begin = self.last = self.stepped = time.monotonic()
         self.said = self.begin
+        self.asked, self.lines = 0.0, []  # when idle: what each rank is in
 
     def __call__(self):
         now = time.monotonic()
@@ -52,11 +54,10 @@ class Patience:
         self.reason = self.look(now, updates)
         if now - self.said > SAYS and not self.reason:
             self.said = now
-            lines = self.launch.lines()
             self.say(f"        still waiting after {now - self.begin:.0f} s: "
                      f"{updates} updates made, over all ranks" + "".join(
                          f", rank {rank} is in line {line}"
-                         for rank, line in enumerate(lines) if line))
+                         for rank, line in enumerate(self.lines) if line))
         return bool(self.reason)
 
     def look(self, now, updates):
@@ -78,9 +79,12 @@ class Patience:
         self.looks.append((now, used, eager))
         if not self.begun and any(self.observed.glob("*.jsonl")):
             self.begun, self.looks = True, self.looks[-1:]
-        if self.sleeps(self.idle if self.begun else UNSTARTED):
-            if not self.begun:
-                return "unstarted"
+        if not self.sleeps(self.idle if self.begun else UNSTARTED):
+            self.lines = []
+        elif not self.begun:
+            return "unstarted"
+        elif not self.lines or now - self.asked > LOOKS:
+            self.asked, self.lines = now, self.launch.lines()
             if self.hangs(size):
                 return "hangs"
             if now - self.stepped > self.patience:
@@ -90,7 +94,7 @@ class Patience:
     def hangs(self, size):
         return hangs(
             [read_events(self.observed / f"{rank}.jsonl")
-             for rank in range(size)], self.launch.lines(),
+             for rank in range(size)], self.lines,
             {rank for rank, job in enumerate(self.launch.jobs)
              if not job.is_alive()}, size)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from workshop.deadlock import read_line
 from workshop.errors import require
-from workshop.server import PRELOAD, activity, folders, get_servers
+from workshop.server import LOOK, PRELOAD, activity, folders, get_servers
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
 # another compute while they wait, in a container and as root, too. Its
@@ -178,6 +178,9 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
+        for job in self.jobs:
+            job.kill(LOOK)
+        time.sleep(0.1)  # until they have written
         return [read_line(self.text(rank, "stack"), self.script)
                 for rank in range(len(self.jobs))]
 

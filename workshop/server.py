@@ -139,7 +139,8 @@ def activity(servers, others):
 
 the_servers = {}  # by the seed of their hashes
 folders = set()  # of launches that have not been waited for
-LOOK = 2  # seconds between two looks at where a rank is
+# which no script takes for its own: a rank says where it is
+LOOK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 SEEDS = 4  # of hashes, at most: each takes a server
 
 
@@ -287,8 +288,8 @@ def run_script(start, rank, port, output):
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
-    faulthandler.dump_traceback_later(
-        LOOK, repeat=True, file=open(f"{output}.stack", "w"))
+    faulthandler.register(LOOK, file=open(f"{output}.stack", "w"),
+                          all_threads=False)
     import torch
 
     from workshop.watch.log import Log
