@@ -434,8 +434,8 @@ def executed(execute, single, tmp_path_factory):
         for stage in ("fsdp", "tp", "3d")}  # in test_lab.py: ddp, lit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(panels.results, "RUNS", repo / "runs")
-        for call in plots:
-            file = repo / "panel.svg"
+        for number, call in enumerate(plots):
+            file = repo / f"panel-{number}.svg"
             patch.setattr(sys, "argv", ["", call.split('"')[1], file])
             panels.write_panel()
             made[call] = shown["results"][call] = cells.picture(

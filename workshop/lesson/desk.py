@@ -69,7 +69,7 @@ def reset(name):
     """Put a stage, or the backup with that date, on the desk."""
     source = STAGES[name].solution if name in STAGES else next(
         (backup for backup in backups() if label(backup) == name), None)
-    require(source, f"there is no stage and no backup {name}: choose from "
+    require(source, f"there is no stage {name}: choose from "
             f"{', '.join(STAGES)}, or a date that `python -m workshop reset "
             "--list` shows")
     put_back(source, name)
