@@ -1,0 +1,60 @@
+"""Where a command writes, a file of the user's stays as it is.
+
+What verify, check, apply and reset do with it has tests of its own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import copy_course
+
+from backstage import ROOT
+
+RUN = ROOT / "example-logs" / "std-1"
+TRAIN = "code/train_gpt2.py --preset tiny --max-steps 1 --data {data} --run-dir"
+STARTER = "starter/train.py --max-steps 1 --run-dir"
+SPLIT = "fineweb/splitfineweb.py {data} --parts 2 --out"
+COMMANDS = [  # what it is told, and the file that it would write, in {out}
+    *((f"{TRAIN} {{out}}", f"{{out}}/{name}") for name in (
+        "metrics.csv", "hyperparameters.json", "checkpoints",
+        "checkpoints/step_00000001.pt")),
+    (f"{TRAIN} {{out}} --resume", "{out}/metrics.csv"),
+    (f"{STARTER} {{out}}", "{out}/metrics.csv"),
+    (f"{SPLIT} {{out}}", "{out}/test_train_000001.npy"),
+    ("fineweb/demo.py README.md --out {out}", "{out}/demo_train_000001.npy"),
+    ("code/huggingface.py export {run} {out}", "{out}/config.json"),
+    ("code/huggingface.py export {run} {out}", "{out}/model.safetensors"),
+    ("code/huggingface.py import {run} {out}/mine.pt", "{out}/mine.pt"),
+    *((f"-m workshop plot {RUN} -o {{out}}/mine.{kind}", f"{{out}}/mine.{kind}")
+      for kind in ("png", "svg", "pdf")),
+    ("-m workshop class {out}/class -o {out}/mine.html", "{out}/mine.html"),
+]
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    clone = tmp_path_factory.mktemp("clone")
+    copy_course(clone, "backstage", "workshop", "solutions", "code", "starter",
+                "fineweb", "README.md")
+    return clone
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("words, place", COMMANDS)
+def test_a_file_that_is_there_stays(words, place, course, data, single,
+                                    tmp_path):
+    names = {"out": tmp_path / "out", "data": data, "run": single.folder}
+    file = tmp_path / place.format(**names)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    end = subprocess.run(
+        [sys.executable, *words.format(**names).split()], cwd=course,
+        env=os.environ | {"PYTHONPATH": str(course)}, capture_output=True,
+        text=True, timeout=300)
+    assert file.read_text() == "mine"
+    assert end.returncode and re.search("^error: ", end.stderr, re.M), (
+        end.stdout + end.stderr)
+    assert "Traceback" not in end.stderr
