@@ -14,7 +14,8 @@ from conftest import copy_course
 from backstage import ROOT
 
 RUN = ROOT / "example-logs" / "std-1"
-TRAIN = "code/train_gpt2.py --preset tiny --max-steps 1 --data {data} --run-dir"
+TRAIN = ("code/train_gpt2.py --preset tiny --max-steps 1 --data {data} "
+         "--run-dir")
 STARTER = "starter/train.py --max-steps 1 --run-dir"
 SPLIT = "fineweb/splitfineweb.py {data} --parts 2 --out"
 COMMANDS = [  # what it is told, and the file that it would write, in {out}
@@ -28,7 +29,7 @@ COMMANDS = [  # what it is told, and the file that it would write, in {out}
     ("code/huggingface.py export {run} {out}", "{out}/config.json"),
     ("code/huggingface.py export {run} {out}", "{out}/model.safetensors"),
     ("code/huggingface.py import {run} {out}/mine.pt", "{out}/mine.pt"),
-    *((f"-m workshop plot {RUN} -o {{out}}/mine.{kind}", f"{{out}}/mine.{kind}")
+    *((f"-m workshop plot {RUN} -o {{out}}/a.{kind}", f"{{out}}/a.{kind}")
       for kind in ("png", "svg", "pdf")),
     ("-m workshop class {out}/class -o {out}/mine.html", "{out}/mine.html"),
 ]
