@@ -25,6 +25,7 @@ from workshop.why.start import STARTS
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
        "workshop why run -- torchrun ...`")
+JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 # What torchrun says in its log where it does not reach the place to meet
 UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
 
@@ -41,11 +42,11 @@ def find(target):
                 "in a shell in which activate.sh was sourced")
         return starts[-1], []
     number = target.partition(".")[0]  # PBS's jobs are 123.server
-    if number.isdigit():
+    if JOB.fullmatch(number):
         jobs = [*map(newest, sorted((ROOT / "runs").glob(f"*-{number}")))]
         if any(jobs):  # a process may have the same number as a job
             return [*filter(None, jobs)][-1], []
-    if not target.isdigit():
+    if not JOB.fullmatch(target):
         folder = Path(target)
         require(folder.is_dir(), f"{folder}: no such folder: name a run's "
                 "folder, a job's id, or a process's")
@@ -105,7 +106,7 @@ def find_job(job):
 
 def ask_about(target):
     """What SLURM says of a job and its steps, a line each; [] without one."""
-    if not target.isdigit() or Path(f"/proc/{target}").is_dir():
+    if not JOB.fullmatch(target) or Path(f"/proc/{target}").is_dir():
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
     lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
