@@ -134,7 +134,7 @@ class Slurm:
         out = self("scontrol", "-o", "show", "job", job).stdout
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
-    def wait(self, job, states=ENDED, timeout=150):
+    def wait(self, job, states=ENDED, timeout=500):
         """Wait for the job's end; returns what SLURM says about it."""
         wait_for(lambda: self.job(job)["JobState"] in states, timeout,
                  lambda: f"{self.job(job)}\n{self.log(job)}")
@@ -170,7 +170,7 @@ def world(folder):
     return record["nodes"], record["world_size"]
 
 
-def wait_for(condition, timeout=120, explain=lambda: ""):
+def wait_for(condition, timeout=500, explain=lambda: ""):
     """Until it is fulfilled: what it says then."""
     end = time.monotonic() + timeout
     while not (said := condition()):

@@ -4,9 +4,11 @@ import argparse
 import importlib
 import inspect
 import os
+import platform
 import sys
 import textwrap
 import traceback
+from importlib.metadata import version
 
 from backstage.errors import UserError, run_main
 from backstage.files import reason
@@ -74,9 +76,14 @@ def reset(name, list, undo):
 
 
 def script(stage):
+    from workshop.doctor import name_commit
+
     path, reason = desk.choose(stage)
     print(reason, file=sys.stderr, flush=True)
-    print(path)
+    print(path, flush=True)
+    print("software  Python", platform.python_version(), "torch",
+          version("torch"), "lightning", version("lightning"), "commit",
+          name_commit(), file=sys.stderr)
 
 
 def why(job, flags):
