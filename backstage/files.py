@@ -138,8 +138,8 @@ def write_atomically(path, data, last_look=None):
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{show_path(path)} could not be written ({reason}), "
-                        "and is unchanged") from error
+        raise UserError(f"{show_path(path)} could not be written ({reason})"
+                        + ", and is unchanged" * path.exists()) from error
     finally:
         if part:
             part.unlink(missing_ok=True)

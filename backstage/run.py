@@ -17,6 +17,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shlex import quote  # for what may be typed
 from socket import gethostname
 
 import torch
@@ -49,7 +50,7 @@ class Run:
             "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
         self.folder = Path(world.call_on_rank_0(self._make_folder))
-        self.place = files.show_path(self.folder, Path.cwd())  # to type
+        self.place = quote(files.show_path(self.folder, Path.cwd()))
         self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         if self.tokenizer:  # an empty prompt is the beginning of a document

@@ -155,7 +155,7 @@ must_change() {
 not_in_a_job() {
     [ "${WORKSHOP_INSTALL-}" != no ] ||
         fail "$1, and a job installs nothing: run \`source" \
-            "$PWD/activate.sh\` in a terminal first"
+            "$(printf %q "$PWD/activate.sh")\` in a terminal first"
 }
 
 # For a newer one, some packages of constraints.txt have no file.

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes with four fake GPUs each, and a clone beside it."""
+"""A SLURM of three nodes with four fake GPUs each, and a clone beside it."""
 
 import json
 import os
@@ -61,6 +61,7 @@ def main():
         (run / RECORD).write_text(json.dumps({
             "stage": "ddp", "device": "cpu", "max_steps": steps, "config":
             ones, "world_size": size, "nodes": size // on_node,
+            "startup": time.time(),
             "hyperparameters": ones | {"preset": "", "data": ""}}))
         metrics = Metrics(run / "metrics.csv", first)
         print(f"resuming after step {first - 1}\\n" * bool(first), end="")
@@ -97,8 +98,8 @@ class Slurm:
             ["unshare", "--net", "--mount", "--uts", "--pid", "true"],
             capture_output=True).returncode == 0
         self.mode = os.environ.get("LAB_MODE", "ns" if isolates else "flat")
-        self.nodes = (["node1", "node2"] if self.mode == "ns" else
-                      ["0x7f000001", "0x7f000002"])
+        name = "node" if self.mode == "ns" else "0x7f00000"
+        self.nodes = [f"{name}{number}" for number in (1, 2, 3)]
         self.env = {
             name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}

@@ -502,3 +502,13 @@ def test_training_reads_it(whole, tmp_path):
     (shutil.copytree(whole, tmp_path / "plain") / "manifest.json").unlink()
     out, _ = succeeds("countfineweb", tmp_path / "plain", "--verify")
     assert "there is no manifest" in out  # as of another course
+
+
+def test_fineweb_as_a_job(slurm, corpus, whole, tmp_path):
+    """From small Parquet files."""
+    job = slurm.submit("fineweb", *corpus.flags, "--out", tmp_path / "a b",
+                       options=["--cpus-per-task=2"])
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    for ours, theirs in zip(shards(tmp_path / "a b"), shards(whole),
+                            strict=True):
+        assert (ours == theirs).all()

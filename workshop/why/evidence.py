@@ -24,6 +24,7 @@ from workshop.why.start import STARTS
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = ("start it by a batch file, `python -m workshop launch`, or `python -m "
        "workshop why run -- COMMAND`")
+JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 # Of a rank that has left no record
 UNKNOWN = {"master": [None, None], "start": None, "still": 0, "age": 0,
            "stack": [], "state": "?", "calls": None, "joined": False,
@@ -43,11 +44,11 @@ def find(target, runs):
         require(starts, f"nothing was watched yet: {HOW}")
         return starts[-1], []
     number = target.partition(".")[0]  # PBS's jobs are 123.server
-    if number.isdigit():
+    if JOB.fullmatch(number):
         jobs = [*map(newest, sorted(runs.glob(f"*-{number}")))]
         if any(jobs):  # a process may have the same number as a job
             return [*filter(None, jobs)][-1], []
-    if not target.isdigit():
+    if not JOB.fullmatch(target):
         folder = Path(target)
         require(folder.is_dir(), f"{folder}: no such folder: name a run's "
                 "folder, a job's id, or a process's")
@@ -107,7 +108,7 @@ def find_job(job, runs):
 
 def ask_about(target):
     """What SLURM says of a job and its steps, a line each; [] without one."""
-    if not target.isdigit() or Path(f"/proc/{target}").is_dir():
+    if not JOB.fullmatch(target) or Path(f"/proc/{target}").is_dir():
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
     lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
