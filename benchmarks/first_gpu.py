@@ -41,9 +41,9 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import interpreter
-from workshop.doctor import name_commit, name_driver, name_libraries
-from workshop.processes import Launch
+from rankcheck.launch.ranks import Launch
+from workshop.jobs import interpreter
+from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.results import runs
 from workshop.stages import STAGES, modules_of
 
@@ -303,7 +303,7 @@ def make_fast(bench):
         raise LeftOut(GPU)
     if bench.left < ONE_GPU:
         raise LeftOut(f"name it alone, with --seconds {ONE_GPU + 100}")
-    end = bench.ask("-m", "workshop.notebook.one_gpu", "all")
+    end = bench.ask("-m", "notebooks.experiments.one_gpu", "all")
     require(end.returncode == 0, "not all rows were measured: see logs.txt")
 
 

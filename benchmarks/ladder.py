@@ -46,8 +46,8 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import interpreter
-from workshop.processes import Launch
+from rankcheck.launch.ranks import Launch
+from workshop.jobs import interpreter
 from workshop.results import runs as results
 
 from combine import combine

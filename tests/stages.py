@@ -22,10 +22,10 @@ from torch.optim.optimizer import (
 
 from backstage import ROOT, dataset
 from backstage.run import Run
-from workshop.processes import OPEN_MPI, Launch
+from rankcheck.launch.ranks import OPEN_MPI, Launch
+from rankcheck.probes.collectives import Collectives
+from rankcheck.probes.recorder import replace
 from workshop.stages import STAGES, modules_of
-from workshop.watch.log import replace
-from workshop.watch.messages import Collectives
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER / "golden"  # what was once computed from the dataset
@@ -64,7 +64,7 @@ class Result:
     """What a run of a stage left behind."""
 
     folder: Path
-    ranks: list  # of workshop.processes.Rank
+    ranks: list  # of rankcheck.launch.ranks.Rank
 
     @property
     def status(self):

@@ -46,8 +46,9 @@ from backstage.errors import UserError
 from backstage.files import Damaged
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics
+from rankcheck import errors
+from rankcheck.launch import scratch
 from solutions import train_gpt2_std as std
-from workshop import errors, scratch
 from workshop.results import runs
 
 few = settings(max_examples=40, deadline=None, database=None,
@@ -616,7 +617,7 @@ def test_any_flags(data, pairs):
 def leave_folder(parent, user):
     """Make a check's folder in a user's process that is killed; its path."""
     program = (f"import os, tempfile; tempfile.tempdir = {parent!r}\n"
-               f"from workshop import scratch\nos.setuid({user})\n"
+               f"from rankcheck.launch import scratch\nos.setuid({user})\n"
                "print(scratch.make_folder(), flush=True)\n"
                "os.kill(os.getpid(), 9)")
     said = subprocess.run([sys.executable, "-c", program], text=True,

@@ -18,8 +18,9 @@ from stages import BYTES, write_shards
 
 from backstage import dataset
 from backstage.errors import UserError
-from workshop import doctor, scratch
-from workshop.processes import launch
+from rankcheck.launch import scratch
+from rankcheck.launch.ranks import launch
+from workshop.jobs import doctor
 
 
 @pytest.fixture(autouse=True)

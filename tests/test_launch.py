@@ -15,7 +15,7 @@ from conftest import program, python
 from backstage import ROOT
 from backstage.errors import UserError
 from workshop import __main__ as workshop
-from workshop import launch
+from workshop.jobs import launch
 from workshop.stages import STAGES
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",

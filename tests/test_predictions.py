@@ -11,8 +11,8 @@ from conftest import program
 
 from backstage import ROOT
 from workshop.check.command import Check, find_reference, main
+from workshop.check.plan import Bench
 from workshop.check.questions import ask
-from workshop.check.trial import Bench
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import ranks

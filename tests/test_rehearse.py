@@ -12,10 +12,10 @@ from cluster import COUNTS, clone_course, wait_for
 from conftest import all_processes, copy_course, git, needs, program
 
 from backstage import ROOT
+from rankcheck.launch.ranks import OPEN_MPI
 from workshop import __main__ as tools
 from workshop import rehearse
 from workshop.notebook import shown
-from workshop.processes import OPEN_MPI
 from workshop.rehearse import Step
 
 # What `qsub -W block=true -o FILE -v NAME=VALUE,... BATCHFILE` does, on this

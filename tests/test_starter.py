@@ -29,7 +29,7 @@ from stages import (
 )
 
 from backstage import ROOT
-from workshop.processes import free_port
+from rankcheck.launch.ranks import free_port
 
 STEPS = "--max-steps", 50, "--eval-every", 20
 

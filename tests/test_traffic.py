@@ -22,8 +22,8 @@ from backstage.flops import (
     num_parameters,
     padded_vocab_size,
 )
-from workshop import arithmetic
-from workshop.arithmetic import of_step
+from workshop.results import arithmetic
+from workshop.results.arithmetic import of_step
 from workshop.stages import STAGES
 
 TABLE = ROOT / "workshop" / "lessons" / "traffic.md"

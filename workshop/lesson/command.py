@@ -76,7 +76,7 @@ def add_script(parser):
 
 
 def script(args):
-    from workshop.doctor import name_commit
+    from workshop.jobs.doctor import name_commit
 
     path, reason = desk.choose(args.stage)
     print(reason, file=sys.stderr, flush=True)
