@@ -8,7 +8,6 @@ GPT-2's tokens. `manifest.json` is by the program that built the folder.
 
 import base64
 import hashlib
-import json
 import os
 import tempfile
 from fnmatch import filter as matching
@@ -17,7 +16,7 @@ from pathlib import Path
 import tiktoken
 
 from backstage.errors import UserError, require
-from backstage.files import map_file, read_json, reading, write_atomically
+from backstage.files import map_file, read_json, reading
 
 GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
@@ -27,27 +26,17 @@ AGAIN = "make the dataset again"
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
 
 
-def save_vocabulary(encoding, folder):
-    """Write `encoding`, a `tiktoken.Encoding`, into the folder, atomically."""
-    ranks = encoding._mergeable_ranks  # tiktoken has no public name for them
-    lines = (base64.b64encode(token) + b" %d\n" % rank
-             for token, rank in sorted(ranks.items(), key=lambda kv: kv[1]))
-    settings = {"name": encoding.name, "pat_str": encoding._pat_str,
-                "special_tokens": encoding._special_tokens}
-    write_atomically(Path(folder) / TOKENS, b"".join(lines))
-    text = json.dumps(settings, indent=1)
-    write_atomically(Path(folder) / SETTINGS, text.encode())
-
-
 def load_vocabulary(folder):
     """The `tiktoken.Encoding` of a dataset folder; never uses the network.
 
     Raises `UserError` if the files are damaged, or if the folder has none and
-    GPT-2's vocabulary has not been downloaded.
+    `activate.sh` has not downloaded GPT-2's: the attempt may hang on a node.
     """
     file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
     if not file.exists():
-        return gpt2_vocabulary()
+        require(gpt2_is_cached(), "GPT-2's vocabulary is not on this machine: "
+                "run `source activate.sh` where there is a network")
+        return tiktoken.get_encoding("gpt2")
     settings = read_json(file, {
         "name": str, "pat_str": str, "special_tokens": {END_OF_TEXT: int}},
         AGAIN)
@@ -72,18 +61,6 @@ def vocabulary_size(folder):
     if not (Path(folder) / SETTINGS).exists():
         return GPT2_SIZE
     return load_vocabulary(folder).n_vocab
-
-
-def gpt2_vocabulary(download=False):
-    """GPT-2's own vocabulary, from tiktoken's cache.
-
-    `activate.sh` downloads it if there is a network (`download=True`). A run
-    never tries, because the attempt may hang on a compute node.
-    """
-    if not (download or gpt2_is_cached()):
-        raise UserError("GPT-2's vocabulary is not on this machine: run "
-                        "`source activate.sh` where there is a network")
-    return tiktoken.get_encoding("gpt2")
 
 
 def gpt2_is_cached():

@@ -24,6 +24,7 @@ from backstage import ROOT, dataset
 from backstage.run import Run
 from workshop.processes import OPEN_MPI, Launch
 from workshop.stages import STAGES, modules_of
+from workshop.vocabulary import save_vocabulary
 from workshop.watch.log import replace
 from workshop.watch.messages import Collectives
 
@@ -55,7 +56,7 @@ def make_dataset(folder):
     text = " ".join(rng.choice(words, 3000)).encode()
     tokens = np.frombuffer(text, np.uint8)[:8400]
     write_shards(folder, np.split(tokens, [2500, 2510]), tokens[:1100])
-    dataset.save_vocabulary(BYTES, folder)
+    save_vocabulary(BYTES, folder)
     return folder
 
 

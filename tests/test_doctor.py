@@ -20,6 +20,7 @@ from backstage import dataset
 from backstage.errors import UserError
 from workshop import doctor, scratch
 from workshop.processes import launch
+from workshop.vocabulary import save_vocabulary
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def repo(tmp_path):
     copy_course(tmp_path, "backstage", "workshop")
     demo = write_shards(tmp_path / "fineweb" / "demo",
                         [[0] * 1234, [0] * 1000], [0] * 56, name="demo")
-    dataset.save_vocabulary(BYTES, demo)
+    save_vocabulary(BYTES, demo)
     return tmp_path
 
 

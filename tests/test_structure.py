@@ -31,7 +31,7 @@ HOUSES = {
         "verify": "verify.*",
         "commands": "rankcheck"},
     "workshop": {
-        "stages": "stages",
+        "stages": "stages vocabulary",
         "results": "results.* arithmetic profile why.slow",
         "lesson": "lesson.* answers backups journey",
         "classroom": "classroom",
