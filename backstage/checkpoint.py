@@ -47,11 +47,9 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
 def gather_state(model, optimizer):
     """The whole state of both, on rank 0; elsewhere empty dictionaries.
 
-    However the model is wrapped or sharded, the parameters have the same
-    names as in the plain model. If the model is sharded, all ranks that hold
-    a part of it call this; if every rank holds all of it, rank 0 is enough.
-    A device never holds more of the others' parts than one tensor: a whole
-    one goes to the CPU, and pipeline stages send theirs to rank 0 from there.
+    The parameters have the names of the plain model. All ranks call this if
+    the model is sharded; if not, rank 0 is enough. A device never holds more
+    of the others' parts than one tensor.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):  # evaluation may leave it gathered
@@ -103,10 +101,7 @@ def first_ranks(model):
 
 @cache
 def join_first_ranks(ranks):
-    """A group of these ranks that sends between CPUs. All ranks.
-
-    NCCL would copy objects to the GPUs first. The group is made once.
-    """
+    """A group that sends between CPUs: NCCL would use the GPUs. All ranks."""
     return dist.new_group(ranks, backend="gloo")
 
 
@@ -129,10 +124,7 @@ def spread_state(state, model, optimizer=None):
 
 
 def is_sharded(model):
-    """Whether a rank holds only a part of the model.
-
-    After an evaluation FSDP may have left all of it gathered.
-    """
+    """Whether a rank holds only a part, which FSDP may have gathered now."""
     return (any(isinstance(part, FSDPModule) for part in model.modules())
             or any(isinstance(part, DTensor) for part in model.parameters()))
 
@@ -203,13 +195,10 @@ def load_first(files, flag, config, model, optimizer=None):
 def load_checkpoint(file, verify=True):
     """A checkpoint's dictionary, on the CPU; `check_fit` looks inside.
 
-    The tensors are read from the file where they are used: a rank that holds
-    a part of the model does not read the others' parts. They may be changed;
-    the file stays as it is.
-
-    verify: read it all, to compare the checksums, which torch.load does not.
-    Raises `Damaged` if it is not a checkpoint, `UserError` if it is an older
-    one.
+    Each tensor is read from the file where it is used. It may be changed; the
+    file stays as it is. verify: read it all, to compare the checksums, which
+    torch.load does not. Raises `Damaged` if it is not a checkpoint,
+    `UserError` if it is an older one.
     """
     with reading(file), open(file, "rb") as opened:
         head, state = opened.read(10), {}

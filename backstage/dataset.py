@@ -10,6 +10,7 @@ import base64
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
 
@@ -130,19 +131,14 @@ def check_batch(folder, vocab_size, tokens):
 
 
 def read_manifest(folder, like=dict):
-    """The folder's `manifest.json`, a dictionary; {} if there is none.
-
-    Raises `UserError` if it is damaged.
-    """
+    """Its `manifest.json`; {} if there is none. A `UserError` if damaged."""
     file = Path(folder, MANIFEST)
     return read_json(file, like, AGAIN) if file.exists() else {}
 
 
 def bytes_per_token(folder):
     """For the validation split; None if the folder does not say."""
-    try:
-        val = read_manifest(folder)["val"]
-        ratio = val["bytes"] / val["tokens"]
-        return ratio if ratio > 0 else None
-    except (UserError, LookupError, TypeError, ArithmeticError):
-        return None
+    with suppress(UserError, LookupError, ArithmeticError):
+        counts = {"bytes": int, "tokens": int}
+        val = read_manifest(folder, {"val": counts})["val"]
+        return max(0, val["bytes"] / val["tokens"]) or None

@@ -65,10 +65,7 @@ def parse_flags(cls, default=None, **least):
 
 
 def check_numbers(flags, least):
-    """Raise a `UserError` unless every number is one to compute with.
-
-    least: of each flag, 0 if it has none.
-    """
+    """Raise a `UserError` unless each number is at least that, or 0."""
     for name, value in vars(flags).items():
         flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
         most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
@@ -145,8 +142,7 @@ def leave(status):
 def leave_mpi(status):
     """Leave the other processes of MPI, or end them all after an error.
 
-    They would wait for this one for ever. MPI_Finalize waits for them in
-    turn, so after an error it must not be called.
+    They would wait for this one for ever, and MPI_Finalize for them.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
@@ -184,10 +180,8 @@ def explain(error):
     if "UserError" in (kind, *bases):  # also a tool's own
         return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
-    if kind == "OutOfMemoryError" or (
-            kind in ("RuntimeError", "AcceleratorError") and (
-                "STATUS_ALLOC_FAILED" in first  # cuBLAS's, cuDNN's
-                or first == "CUDA error: out of memory")):
+    if (kind == "OutOfMemoryError" or first == "CUDA error: out of memory"
+            or "STATUS_ALLOC_FAILED" in first):  # cuBLAS's, cuDNN's
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
     if "probability tensor contains either" in first:  # of the next token

@@ -1,7 +1,6 @@
 """Files: written all or nothing, and one line for what is wrong with one.
 
-This needs only the standard library, from Python 3.9 on: the tools of the
-course use it, too.
+This needs only the standard library, from Python 3.9 on.
 """
 
 import ctypes
@@ -39,11 +38,11 @@ def reading(file, remedy=""):
     except (FileNotFoundError, Damaged):
         raise
     except Exception as error:
-        if getattr(error, "errno", None):  # the system's
-            raise Damaged(f"{file} cannot be read ({reason(error)})"
-                          ) from error
-        raise Damaged(f"{file} is damaged ({reason(error)})"
-                      + f": {remedy}" * bool(remedy)) from error
+        is_system = getattr(error, "errno", None)
+        advice = f": {remedy}" if remedy and not is_system else ""
+        what = "cannot be read" if is_system else "is damaged"
+        raise Damaged(
+            f"{file} {what} ({reason(error)}){advice}") from error
 
 
 MAPPED = {}  # the files that are read as memory, and their bytes
@@ -52,25 +51,20 @@ MAPPED = {}  # the files that are read as memory, and their bytes
 def map_file(file):
     """Let a SIGBUS be one line if this file was cut while it was read."""
     MAPPED[file] = os.stat(file).st_size
-    if len(MAPPED) > 1:
-        return
-    set_handler = ctypes.CDLL(None).signal
-    set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
-    set_handler.restype = ctypes.c_void_p
+    # Python would handle it after the read, which never ends
+    ctypes.CDLL(None).signal(signal.SIGBUS, say_cut)
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handle(number):
-        for path, size in MAPPED.items():
-            if os.path.exists(path) and os.stat(path).st_size < size:
-                report(UserError(f"{path} was cut while it was read: make it "
-                                 "again; a run goes on with --resume"))
-                leave_mpi(1)
-                os._exit(1)
-        set_handler(number, before)  # it has another cause
-        os.kill(os.getpid(), number)
 
-    map_file.handle = handle  # C has its address alone
-    before = set_handler(signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def say_cut(number):
+    for path, size in MAPPED.items():
+        if os.path.exists(path) and os.stat(path).st_size < size:
+            report(UserError(f"{path} was cut while it was read: make it "
+                             "again; a run goes on with --resume"))
+            leave_mpi(1)
+            os._exit(1)
+    ctypes.CDLL(None).signal(number, None)  # it has another cause
+    os.kill(os.getpid(), number)
 
 
 def read_json(file, like, remedy=""):
@@ -113,11 +107,10 @@ def reason(error):
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 
 
-def write_atomically(path, data, last_look=None):
+def write_atomically(path, data):
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
-    last_look: is called just before the file is replaced, and may raise.
     Raises `UserError` if they cannot be written.
     """
     path = Path(path)
@@ -130,16 +123,13 @@ def write_atomically(path, data, last_look=None):
             os.fsync(file.fileno())
         if path.exists():  # a script may be executable
             os.chmod(part, path.stat().st_mode)
-        if last_look:
-            last_look()
         os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{show_path(path)} could not be written ({reason}), "
-                        "and is unchanged") from error
+        raise UserError(f"{show_path(path)} could not be written "
+                        f"({reason(error)}), and is unchanged") from error
     finally:
         if part:
             part.unlink(missing_ok=True)

@@ -70,20 +70,17 @@ def peak_flops(device, precision):
     """FLOP/s that the device could reach, or None if that is not known."""
     import torch
 
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if "MIG" in name:  # a slice of an A100 is not an A100
-            return None
-    elif device.type == "xpu":
-        name = torch.xpu.get_device_name(device)
-        if "Max 1550" in name and precision == "bf16":
-            # A device may be the card or one of its two tiles. A compute unit
-            # does 512 bf16 multiplications and additions per clock, at 1.3 GHz
-            # sustained (Intel's oneAPI GPU optimization guide; torchtitan).
-            units = torch.xpu.get_device_properties(device).max_compute_units
-            return 512 * units * 1.3e9
-    else:
+    if device.type not in ("cuda", "xpu"):
         return None
+    name = getattr(torch, device.type).get_device_name(device)
+    if "MIG" in name:  # a slice of an A100 is not an A100
+        return None
+    if "Max 1550" in name and precision == "bf16":
+        # A device may be the card or one of its two tiles. A compute unit does
+        # 512 bf16 multiplications and additions per clock, at 1.3 GHz
+        # sustained (Intel's oneAPI GPU optimization guide; torchtitan).
+        units = torch.xpu.get_device_properties(device).max_compute_units
+        return 512 * units * 1.3e9
     column = ("bf16", "fp32").index(precision)
     for part, peaks in PEAKS.items():
         if re.search(rf"\b{part}\b", name) and peaks[column]:

@@ -8,7 +8,6 @@ import csv
 import io
 import math
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 
 from backstage import files
@@ -103,9 +102,9 @@ class Metrics:
             table.writerow(rows[self.last])
             self.losses.append(float(rows[self.last]["loss"]))
         new = self.file.getvalue()
-        if not all(b.startswith(a) for a, b in zip_longest(  # maybe longer
-                filter(None, text.splitlines()), new.splitlines(),
-                fillvalue="")):
+        before, after = ({line.rstrip(",") for line in lines.splitlines()}
+                         for lines in (text, new))
+        if before - after - {""}:
             kept = files.keep(file).name
             self.kept = f"; what {file.name} was is kept as {kept}"
         if problems:
