@@ -16,13 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -62,8 +56,8 @@ def gather_state(model, optimizer):
         return part.cpu() if rank in firsts else None
 
     weights, optim_state = mine = tree_map_only(torch.Tensor, gather, (
-        get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    ))
+        state_dict.get_model_state_dict(model),
+        state_dict.get_optimizer_state_dict(model, optimizer)))
     cpus = join_first_ranks(tuple(firsts)) if len(firsts) > 1 else None
     for other in firsts[1:]:
         if rank == other:
@@ -110,17 +104,18 @@ def spread_state(state, model, optimizer=None):
 
     The optimizer's options, such as betas, are its own and not the file's.
     """
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_model_state_dict(
         model, {name: state["model"][name] for name in model.state_dict()},
         options=options)
     if optimizer is not None:
-        mine = get_optimizer_state_dict(model, optimizer)
+        mine = state_dict.get_optimizer_state_dict(model, optimizer)
         moments = state["optimizer"]["state"]
         mine["state"] = {
             name: moments[name if name in moments else TIED[0]]
             for name in mine["state"]}  # a pipeline's last stage has TIED[1]
-        set_optimizer_state_dict(model, optimizer, mine, options=options)
+        state_dict.set_optimizer_state_dict(
+            model, optimizer, mine, options=options)
 
 
 def is_sharded(model):
@@ -135,12 +130,9 @@ def write_checkpoint(folder, state):
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
     file = folder / f"step_{state['step']:08d}.pt"
-    try:
-        write_atomically(file, lambda part: torch.save(
-            {"format": FORMAT, **state}, part))
-    except UserError as error:
-        raise UserError(f"{error}. Mend that, and go on with --resume from an "
-                        "earlier checkpoint") from error
+    write_atomically(
+        file, lambda part: torch.save({"format": FORMAT, **state}, part),
+        ": mend that, and go on with --resume from an earlier checkpoint")
     for old in [one for one in list_checkpoints(folder) if one < file][1:]:
         if is_ours(old):
             old.unlink()
@@ -236,7 +228,7 @@ def outline(model, optimizer=None):
     optimizer than AdamW are left to PyTorch.
     """
     mine = {(name, "weight"): describe(weight)
-            for name, weight in get_model_state_dict(model).items()}
+            for name, weight in state_dict.get_model_state_dict(model).items()}
     if isinstance(optimizer, torch.optim.AdamW):
         weights = dict(model.named_parameters())
         if TIED[0] not in weights:  # a pipeline's last stage

@@ -113,8 +113,7 @@ def check_shards(folder, sequence_length, look=100_000):
                         f"vocabulary of {vocab_size}")
             count += len(tokens)
         other = next(Path(folder).glob("*.bin"), None)
-        name = SHARDS.format(split)
-        require(count, f"{folder}: no shard {name} is there" + (
+        require(count, f"{folder} has no shard {SHARDS.format(split)}" + (
             f", but {other.name}: if it is of nanoGPT, llm.c or modded-nanogpt"
             f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
             "converts the folder" if other else ": see --data"))

@@ -19,6 +19,9 @@ from typing import Literal, get_args, get_origin
 from backstage import ROOT
 from backstage.errors import UserError, leave_mpi, report, require
 
+PART = ".workshop-part"  # how the name of an unfinished file of ours ends
+MAPPED = {}  # the files that are read as memory, and their bytes
+
 
 class Damaged(UserError):
     """A file that does not hold what it should."""
@@ -43,9 +46,6 @@ def reading(file, remedy=""):
         what = "cannot be read" if is_system else "is damaged"
         raise Damaged(
             f"{file} {what} ({reason(error)}){advice}") from error
-
-
-MAPPED = {}  # the files that are read as memory, and their bytes
 
 
 def map_file(file):
@@ -104,14 +104,11 @@ def reason(error):
     return " ".join(first.split())[:200] + missing
 
 
-PART = ".workshop-part"  # how the name of an unfinished file of ours ends
-
-
-def write_atomically(path, data):
+def write_atomically(path, data, advice=""):
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
-    Raises `UserError` if they cannot be written.
+    Raises `UserError`, with the advice, if they cannot be written.
     """
     path = Path(path)
     part = None
@@ -129,7 +126,8 @@ def write_atomically(path, data):
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
         raise UserError(f"{show_path(path)} could not be written "
-                        f"({reason(error)}), and is unchanged") from error
+                        f"({reason(error)}), and is unchanged{advice}"
+                        ) from error
     finally:
         if part:
             part.unlink(missing_ok=True)
@@ -149,8 +147,7 @@ def open_part(path):
 def remove_parts(folder):
     """Remove what killed processes have left of files they wrote there.
 
-    Nobody holds the lock on such a file any more. Where the file system has
-    no locks, they stay.
+    Nobody has the lock on it any more; without locks, it stays.
     """
     for part in Path(folder).glob(f".*{PART}"):
         with suppress(OSError), open(part, "r+b") as file:
@@ -159,9 +156,8 @@ def remove_parts(folder):
 
 
 def lock_folder(folder, refusal):
-    """Lock a folder for this process alone; returns the open folder, an int.
+    """Lock a folder until the process ends, or closes what this returns.
 
-    The lock is gone when it is closed, or when the process ends in any way.
     Where the file system does not lock folders (NFS), none is taken. Raises
     `UserError(refusal)` if another process has the lock.
     """
@@ -211,9 +207,7 @@ def keep(file):
 def show_path(path, folder=ROOT):
     """The path from the folder on where it is inside, else from the root on.
 
-    folder: the repository, in which the lessons name files; Path.cwd() for a
-    path that somebody is to type.
+    folder: Path.cwd() for a path that somebody is to type.
     """
     path = Path(os.path.abspath(path))
-    inside = folder in path.parents
-    return str(path.relative_to(folder) if inside else path)
+    return str(path.relative_to(folder) if folder in path.parents else path)
