@@ -31,7 +31,7 @@ def load_vocabulary(folder):
     """The `tiktoken.Encoding` of a dataset folder; never uses the network.
 
     Raises `UserError` if the files are damaged, or if the folder has none and
-    `activate.sh` has not downloaded GPT-2's: the attempt may hang on a node.
+    GPT-2's vocabulary has not been downloaded.
     """
     file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
     if not file.exists():

@@ -63,7 +63,7 @@ def parse_flags(cls, default=None, **least):
 
 
 def check_numbers(flags, least):
-    """Raise a `UserError` unless each number is at least that, or 0."""
+    """A `UserError` for a number below its `least`, else 0, or too large."""
     for name, value in vars(flags).items():
         flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
         most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
@@ -104,11 +104,11 @@ def report(error):
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
-    if not isinstance(error, BrokenPipeError):  # `| head` has ended
-        if message := explain(error):
-            say_once(message)
-        else:
+    if not isinstance(error, BrokenPipeError):  # of `| head`, for example
+        if (message := explain(error)) is None:
             traceback.print_exc()
+        else:
+            say_once(message)
     try:
         sys.stdout.flush()
     except OSError:

@@ -51,7 +51,7 @@ def reading(file, remedy=""):
 def map_file(file):
     """Let a SIGBUS be one line if this file was cut while it was read."""
     MAPPED[file] = os.stat(file).st_size
-    # Python would handle it after the read, which never ends
+    # Python's own handler would wait for the read, which never ends
     ctypes.CDLL(None).signal(signal.SIGBUS, say_cut)
 
 
@@ -147,7 +147,7 @@ def open_part(path):
 def remove_parts(folder):
     """Remove what killed processes have left of files they wrote there.
 
-    Nobody has the lock on it any more; without locks, it stays.
+    Nobody has a lock on them any more; without locks, they stay.
     """
     for part in Path(folder).glob(f".*{PART}"):
         with suppress(OSError), open(part, "r+b") as file:
@@ -156,10 +156,10 @@ def remove_parts(folder):
 
 
 def lock_folder(folder, refusal):
-    """Lock a folder until the process ends, or closes what this returns.
+    """Lock a folder for this process; returns the open folder, an int.
 
-    Where the file system does not lock folders (NFS), none is taken. Raises
-    `UserError(refusal)` if another process has the lock.
+    Closing it ends the lock. Where folders cannot be locked (NFS), none is
+    taken. Raises `UserError(refusal)` if another process has the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

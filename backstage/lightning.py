@@ -59,7 +59,7 @@ def get_launcher():
     """What tells the Trainer this process's rank, for its `plugins`.
 
     Left to choose, Lightning would take the shell of a SLURM job for a task
-    that has to wait for others. Without a launcher it starts them itself.
+    that has to wait for others. Here it starts the others itself if need be.
     """
     if "RANK" in os.environ:
         return environments.TorchElasticEnvironment()

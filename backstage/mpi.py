@@ -68,8 +68,8 @@ def join_mpi(env=os.environ):
 
 def load_mpi():
     """mpi4py's MPI, which loads the library and calls MPI_Init."""
-    # Nothing on a GPU is ever sent by MPI. With a site's 1, Cray's library
-    # ends a process that does not link its part for GPUs, as Python.
+    # Nothing on a GPU is ever sent by MPI. A site's modules may set 1: Cray's
+    # library then ends what is not linked with its part for GPUs, as Python.
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
     # mpi4py's own words about a library that does not fit; we have ours
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")

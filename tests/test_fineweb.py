@@ -360,7 +360,8 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
     assert contents(tmp_path / "theirs") == before
     (tmp_path / "pyarrow.py").write_text(  # as if it were not installed
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
-    assert refuses(run("fineweb", *flags, env={"PYTHONPATH": str(tmp_path)}),
+    assert refuses(run("fineweb", *flags, env={
+        "PYTHONPATH": f"{tmp_path}:{FOLDER.parent}"}),
                    "pyarrow is missing: pip install -r")
 
 
