@@ -46,6 +46,7 @@ from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.results import runs
 from workshop.stages import STAGES, modules_of
+from workshop.vocabulary import save_vocabulary
 
 import side
 from turns import NEVER, SIDE, STEP, random_tokens
@@ -94,7 +95,7 @@ class Bench:
         self.data.mkdir()
         size = dataset.GPT2_SIZE if self.gpu else 257
         random_tokens(self.data, vocabulary=size)
-        dataset.save_vocabulary(tiktoken.Encoding(
+        save_vocabulary(tiktoken.Encoding(
             "random", pat_str=r"[\s\S]", mergeable_ranks={
                 i.to_bytes(1 + (i > 255), "big"): i for i in range(size - 1)},
             special_tokens={dataset.END_OF_TEXT: size - 1}), self.data)

@@ -49,6 +49,7 @@ from backstage.process import count_cores
 from rankcheck.launch.ranks import Launch
 from workshop.jobs import interpreter
 from workshop.results import runs as results
+from workshop.vocabulary import save_vocabulary
 
 from combine import combine
 from turns import processor
@@ -222,7 +223,7 @@ def make_dataset(folder):
             "without sources of your own")
     np.save(folder / "toy_train_000001.npy", ids[:TOKENS])
     np.save(folder / "toy_val_000000.npy", ids[TOKENS:end])
-    dataset.save_vocabulary(encoding, folder)
+    save_vocabulary(encoding, folder)
 
 
 def measure(rung, flags, data, run):

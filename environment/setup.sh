@@ -227,8 +227,8 @@ fetch_vocabulary() {
         "$venv/bin/python" -c 'if True:
             import signal
             signal.alarm(20)  # seconds; some firewalls never answer
-            from backstage.dataset import gpt2_vocabulary
-            gpt2_vocabulary(download=True)' || true
+            import tiktoken
+            tiktoken.get_encoding("gpt2")' || true
     fi
 }
 

@@ -30,7 +30,7 @@ HOUSES = {
         "verify": "verify.*",
         "commands": "__main__"},
     "workshop": {
-        "stages": "stages",
+        "stages": "stages vocabulary",
         "results": "results.*",
         "lesson": "lesson.*",
         "classroom": "classroom",

@@ -262,7 +262,8 @@ def make_dataset(folder):
     import numpy as np
     import tiktoken
 
-    from backstage import dataset
+    from backstage.dataset import END_OF_TEXT
+    from workshop.vocabulary import save_vocabulary
 
     rng = np.random.default_rng(0)
     for split in ("train_000001", "val_000000"):
@@ -271,7 +272,7 @@ def make_dataset(folder):
                                 FREQUENT, tokens[1::2])
         tokens[:-1:T] = np.arange(SAMPLES)
         np.save(folder / f"check_{split}.npy", tokens.astype(np.uint16))
-    dataset.save_vocabulary(tiktoken.Encoding(
+    save_vocabulary(tiktoken.Encoding(
         "check", pat_str=r"[\s\S]",
         mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={dataset.END_OF_TEXT: 256}), folder)
+        special_tokens={END_OF_TEXT: 256}), folder)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 from backstage.flops import (
     PEAKS,
-    block_parameters,
     flops_per_token,
     num_parameters,
     padded_vocab_size,
@@ -42,6 +41,12 @@ def state(config, n=1, sharded=tuple(STATE)):
     """
     return num_parameters(config) * sum(
         size / n if kind in sharded else size for kind, size in STATE.items())
+
+
+def block_parameters(width, tensor_parallel=1):
+    """How many weights a block has, or a rank of a TP group has of it."""
+    divided = 12 * width**2 + 7 * width  # matrices, most of the biases
+    return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
 
 
 def gathered(config):
