@@ -107,7 +107,7 @@ def test_an_ended_rehearsal_leaves_nothing(tmp_path, number):
         [sys.executable, "-c", "from workshop import rehearse, __main__\n"
          "rehearse.GRACE = 1; __main__.run_main(__main__.main)", "rehearse"],
         cwd=here, env=os.environ | {"PYTHONPATH": str(clone)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     wait_for(lambda: [*here.glob("*/begun")])
     process.send_signal(number)
     assert process.wait(60) == 128 + number

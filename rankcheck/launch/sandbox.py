@@ -30,6 +30,7 @@ MOST = 2_000  # entries of a folder that is copied with all that is in it
 ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
+STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 BY_WHOM = ("by another program, or by what the script has started or compiled:"
            " then try it in a copy of this folder")
 
@@ -83,6 +84,8 @@ class Sandbox:
             if event == "open":
                 if kind := kind_of(args[2] or 0):
                     guard([(kind, args[0])])
+            elif event in STARTS:
+                self.note("started", event)
             elif event in CHANGES:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])
@@ -170,7 +173,8 @@ class Sandbox:
                 os.unlink(part)
 
     def note(self, name, place):
-        with open(f"{self.ours}/{NOTES}/{name}", "a") as file:
+        with contextlib.suppress(OSError), open(
+                f"{self.ours}/{NOTES}/{name}", "a") as file:
             file.write(f"{place}\n")
 
     def noted(self, name):
@@ -268,7 +272,7 @@ def fill(copy, folder, room=None):
 def walk(folder, most):
     """The entries below a folder, those close to it first, `most` at most.
 
-    Hidden folders are left out.
+    Hidden folders and caches are left out.
     """
     found, folders = [], deque([folder])
     while folders and len(found) < most:
@@ -276,8 +280,8 @@ def walk(folder, most):
                 folders.popleft()) as entries:
             for entry in entries:
                 found.append(entry)
-                if entry.is_dir(follow_symlinks=False) and (
-                        entry.name[0] != "."):
+                if entry.is_dir(follow_symlinks=False) and not (
+                        entry.name.startswith((".", "__pycache__"))):
                     folders.append(entry.path)
     return found[:most]
 

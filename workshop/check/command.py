@@ -75,7 +75,8 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
         bench = trial.Bench(folder, stage, script, data, out.say)
         trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = trials.run()
-        if changed := files.changed():
+        # else it was another program, such as a notebook or a run
+        if bench.copy.noted("started") and (changed := files.changed()):
             out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
