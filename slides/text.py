@@ -116,7 +116,7 @@ class Clock:
         self.left = 0  # minutes of this section
 
     def section(self, name):
-        """Begin a section of the plan: Marp writes its name on each slide."""
+        """Begin a section of the plan."""
         row = self.plan[name]
         return self.begin(name, row.minutes[self.length], row.what)
 
@@ -125,6 +125,7 @@ class Clock:
         return self.begin("", minutes, what)
 
     def begin(self, where, minutes, what):
+        """The directive by which Marp writes a section's name at the top."""
         self.close()
         self.where, self.left = where, minutes
         return f"<!-- header: {json.dumps(what)} -->"

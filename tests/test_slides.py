@@ -86,6 +86,25 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     assert uncovered() == ["| New | - | `notebooks` |"]
 
 
+@pytest.mark.parametrize("deck", [*text.DECKS][:-1])  # those of a talk
+def test_a_deck_says_what_comes_where_one_is_and_what_to_remember(deck):
+    pages = text.pages(decks()[deck])
+    assert any(re.search("^## (Outline|The plan)$", page, re.M)
+               for page in pages)
+    assert re.search('^<!-- header: ".+" -->$', pages[0], re.M)
+    assert pages[-1].startswith("## What to remember")
+
+
+def test_training_at_scale_explains_before_it_decides():
+    titles = re.findall("^## (Divide the state|Divide the layers|Divide the "
+                        "matrices|Divide all three|Decide)",
+                        decks()["training-at-scale"], re.M)
+    assert [*dict.fromkeys(titles)] == [
+        "Divide the state", "Divide the layers", "Divide the matrices",
+        "Divide all three", "Decide"]
+    assert titles == sorted(titles, key=[*dict.fromkeys(titles)].index)
+
+
 def test_there_is_a_page_to_keep_for_each_lesson():
     pages = re.findall(r"<!-- `notebooks/(\w+)\.", decks()["pages-to-keep"])
     lessons = {row.where for row in text.read_plan().values()}
