@@ -82,7 +82,7 @@ _workshop_activate() {
     # This clone comes first: its `workshop` has to be imported even from a
     # shared environment. Old entries are removed: they would pile up, and an
     # earlier version had the hook of `why` there, which only jobs need.
-    _workshop_hook=$_workshop_root/workshop/why/hook
+    _workshop_hook=$_workshop_root/rankcheck/why/hook
     _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
     _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}

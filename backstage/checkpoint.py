@@ -16,13 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -47,11 +41,9 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
 def gather_state(model, optimizer):
     """The whole state of both, on rank 0; elsewhere empty dictionaries.
 
-    However the model is wrapped or sharded, the parameters have the same
-    names as in the plain model. If the model is sharded, all ranks that hold
-    a part of it call this; if every rank holds all of it, rank 0 is enough.
-    A device never holds more of the others' parts than one tensor: a whole
-    one goes to the CPU, and pipeline stages send theirs to rank 0 from there.
+    The parameters have the names of the plain model. All ranks call this if
+    the model is sharded; if not, rank 0 is enough. A device never holds more
+    of the others' parts than one tensor.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):  # evaluation may leave it gathered
@@ -64,8 +56,8 @@ def gather_state(model, optimizer):
         return part.cpu() if rank in firsts else None
 
     weights, optim_state = mine = tree_map_only(torch.Tensor, gather, (
-        get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    ))
+        state_dict.get_model_state_dict(model),
+        state_dict.get_optimizer_state_dict(model, optimizer)))
     cpus = join_first_ranks(tuple(firsts)) if len(firsts) > 1 else None
     for other in firsts[1:]:
         if rank == other:
@@ -103,10 +95,7 @@ def first_ranks(model):
 
 @cache
 def join_first_ranks(ranks):
-    """A group of these ranks that sends between CPUs. All ranks.
-
-    NCCL would copy objects to the GPUs first. The group is made once.
-    """
+    """A group that sends between CPUs: NCCL would use the GPUs. All ranks."""
     return dist.new_group(ranks, backend="gloo")
 
 
@@ -115,24 +104,22 @@ def spread_state(state, model, optimizer=None):
 
     The optimizer's options, such as betas, are its own and not the file's.
     """
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_model_state_dict(
         model, {name: state["model"][name] for name in model.state_dict()},
         options=options)
     if optimizer is not None:
-        mine = get_optimizer_state_dict(model, optimizer)
+        mine = state_dict.get_optimizer_state_dict(model, optimizer)
         moments = state["optimizer"]["state"]
         mine["state"] = {
             name: moments[name if name in moments else TIED[0]]
             for name in mine["state"]}  # a pipeline's last stage has TIED[1]
-        set_optimizer_state_dict(model, optimizer, mine, options=options)
+        state_dict.set_optimizer_state_dict(
+            model, optimizer, mine, options=options)
 
 
 def is_sharded(model):
-    """Whether a rank holds only a part of the model.
-
-    After an evaluation FSDP may have left all of it gathered.
-    """
+    """Whether a rank holds only a part, which FSDP may have gathered now."""
     return (any(isinstance(part, FSDPModule) for part in model.modules())
             or any(isinstance(part, DTensor) for part in model.parameters()))
 
@@ -143,12 +130,9 @@ def write_checkpoint(folder, state):
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
     file = folder / f"step_{state['step']:08d}.pt"
-    try:
-        write_atomically(file, lambda part: torch.save(
-            {"format": FORMAT, **state}, part))
-    except UserError as error:
-        raise UserError(f"{error}. Mend that, and go on with --resume from an "
-                        "earlier checkpoint") from error
+    write_atomically(
+        file, lambda part: torch.save({"format": FORMAT, **state}, part),
+        ": mend that, and go on with --resume from an earlier checkpoint")
     for old in [one for one in list_checkpoints(folder) if one < file][1:]:
         if is_ours(old):
             old.unlink()
@@ -203,13 +187,10 @@ def load_first(files, flag, config, model, optimizer=None):
 def load_checkpoint(file, verify=True):
     """A checkpoint's dictionary, on the CPU; `check_fit` looks inside.
 
-    The tensors are read from the file where they are used: a rank that holds
-    a part of the model does not read the others' parts. They may be changed;
-    the file stays as it is.
-
-    verify: read it all, to compare the checksums, which torch.load does not.
-    Raises `Damaged` if it is not a checkpoint, `UserError` if it is an older
-    one.
+    Each tensor is read from the file where it is used. It may be changed; the
+    file stays as it is. verify: read it all, to compare the checksums, which
+    torch.load does not. Raises `Damaged` if it is not a checkpoint,
+    `UserError` if it is an older one.
     """
     with reading(file), open(file, "rb") as opened:
         head, state = opened.read(10), {}
@@ -247,7 +228,7 @@ def outline(model, optimizer=None):
     optimizer than AdamW are left to PyTorch.
     """
     mine = {(name, "weight"): describe(weight)
-            for name, weight in get_model_state_dict(model).items()}
+            for name, weight in state_dict.get_model_state_dict(model).items()}
     if isinstance(optimizer, torch.optim.AdamW):
         weights = dict(model.named_parameters())
         if TIED[0] not in weights:  # a pipeline's last stage

@@ -8,16 +8,16 @@ GPT-2's tokens. `manifest.json` is by the program that built the folder.
 
 import base64
 import hashlib
-import json
 import os
 import tempfile
+from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
 
 import tiktoken
 
 from backstage.errors import UserError, require
-from backstage.files import map_file, read_json, reading, write_atomically
+from backstage.files import map_file, read_json, reading
 
 GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
@@ -25,18 +25,6 @@ TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
 AGAIN = "make the dataset again"
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
-
-
-def save_vocabulary(encoding, folder):
-    """Write `encoding`, a `tiktoken.Encoding`, into the folder, atomically."""
-    ranks = encoding._mergeable_ranks  # tiktoken has no public name for them
-    lines = (base64.b64encode(token) + b" %d\n" % rank
-             for token, rank in sorted(ranks.items(), key=lambda kv: kv[1]))
-    settings = {"name": encoding.name, "pat_str": encoding._pat_str,
-                "special_tokens": encoding._special_tokens}
-    write_atomically(Path(folder) / TOKENS, b"".join(lines))
-    text = json.dumps(settings, indent=1)
-    write_atomically(Path(folder) / SETTINGS, text.encode())
 
 
 def load_vocabulary(folder):
@@ -47,7 +35,9 @@ def load_vocabulary(folder):
     """
     file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
     if not file.exists():
-        return gpt2_vocabulary()
+        require(gpt2_is_cached(), "GPT-2's vocabulary is not on this machine: "
+                "run `source activate.sh` where there is a network")
+        return tiktoken.get_encoding("gpt2")
     settings = read_json(file, {
         "name": str, "pat_str": str, "special_tokens": {END_OF_TEXT: int}},
         AGAIN)
@@ -72,18 +62,6 @@ def vocabulary_size(folder):
     if not (Path(folder) / SETTINGS).exists():
         return GPT2_SIZE
     return load_vocabulary(folder).n_vocab
-
-
-def gpt2_vocabulary(download=False):
-    """GPT-2's own vocabulary, from tiktoken's cache.
-
-    `activate.sh` downloads it if there is a network (`download=True`). A run
-    never tries, because the attempt may hang on a compute node.
-    """
-    if not (download or gpt2_is_cached()):
-        raise UserError("GPT-2's vocabulary is not on this machine: run "
-                        "`source activate.sh` where there is a network")
-    return tiktoken.get_encoding("gpt2")
 
 
 def gpt2_is_cached():
@@ -135,8 +113,7 @@ def check_shards(folder, sequence_length, look=100_000):
                         f"vocabulary of {vocab_size}")
             count += len(tokens)
         other = next(Path(folder).glob("*.bin"), None)
-        name = SHARDS.format(split)
-        require(count, f"{folder}: no shard {name} is there" + (
+        require(count, f"{folder} has no shard {SHARDS.format(split)}" + (
             f", but {other.name}: if it is of nanoGPT, llm.c or modded-nanogpt"
             f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
             "converts the folder" if other else ": see --data"))
@@ -147,25 +124,20 @@ def check_shards(folder, sequence_length, look=100_000):
 
 def check_batch(folder, vocab_size, tokens):
     """Raise a `UserError` for ids that an embedding in shards would take."""
-    if tokens.numpy().max() >= vocab_size:
+    if tokens.__array__().max() >= vocab_size:  # no device has them yet
         check_shards(folder, 0, look=None)  # it names the shard
         raise UserError(f"{folder} has changed: {AGAIN}")
 
 
 def read_manifest(folder, like=dict):
-    """The folder's `manifest.json`, a dictionary; {} if there is none.
-
-    Raises `UserError` if it is damaged.
-    """
+    """Its `manifest.json`; {} if there is none. A `UserError` if damaged."""
     file = Path(folder, MANIFEST)
     return read_json(file, like, AGAIN) if file.exists() else {}
 
 
 def bytes_per_token(folder):
     """For the validation split; None if the folder does not say."""
-    try:
-        val = read_manifest(folder)["val"]
-        ratio = val["bytes"] / val["tokens"]
-        return ratio if ratio > 0 else None
-    except (UserError, LookupError, TypeError, ArithmeticError):
-        return None
+    with suppress(UserError, LookupError, ArithmeticError):
+        counts = {"bytes": int, "tokens": int}
+        val = read_manifest(folder, {"val": counts})["val"]
+        return max(0, val["bytes"] / val["tokens"]) or None

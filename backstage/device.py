@@ -37,9 +37,8 @@ def find_device(name="auto"):
 def find_gpu(environment=os.environ, root=Path("/")):
     """A sentence with the sign that this process has a GPU, or "".
 
-    Where torch does not fit the driver, a job on a GPU would otherwise train
-    on the CPU, and nobody would see why it is slow. CUDA_VISIBLE_DEVICES
-    hides the GPUs if it is empty. root: where /dev is found.
+    If torch does not fit the driver, a job on a GPU would train on the CPU,
+    and nobody would see why it is slow. root: where /dev is found.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1", "NoDevFiles"):
@@ -60,8 +59,7 @@ def find_gpu(environment=os.environ, root=Path("/")):
 def use_device(name="auto", local_rank=0):
     """Make this process's device torch's current one, and return it.
 
-    name: as for `find_device`. The local rank says which of the node's devices
-    it is. Raises `UserError` if none is left for this process.
+    name, errors: as for `find_device`. The local rank says which one it is.
     """
     device = find_device(name)
     if device.type == "cpu":
@@ -80,10 +78,9 @@ def check_local_rank(device, local_rank):
     """Raise a `UserError` if no device is left for this local rank."""
     count = torch.accelerator.device_count()
     advice = (
-        ". Each process has to see all devices of its node: it takes the one "
-        "with its local rank. If SLURM's --gpus-per-task or --gpu-bind gave "
-        "each process a device of its own, ask for --gpus-per-node instead; "
-        "if CUDA_VISIBLE_DEVICES was set by hand or by a script, unset it")
+        ". Each process has to see all devices of its node: if SLURM's "
+        "--gpus-per-task or --gpu-bind gave each process one, ask for "
+        "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset it")
     require(local_rank < count, f"process {local_rank} of this node has no "
             f"{device.type} device: start no more than {count} per node"
             + (advice if count == 1 else ""))
@@ -103,8 +100,7 @@ def peak_memory(device):
     """The most bytes that this process has had: (used, reserved).
 
     On an accelerator, what its tensors took, and what PyTorch reserved for
-    them: more, since it keeps pieces for the next ones. Elsewhere, the memory
-    of the whole process, and None.
+    them; elsewhere, the memory of the whole process, and None.
     """
     if device.type in ("cuda", "xpu"):
         backend = getattr(torch, device.type)
@@ -134,10 +130,7 @@ def describe_memory(used, device):
 
 
 def pin(tensor):
-    """A batch where a GPU can copy it from while the program goes on.
-
-    Unchanged if this process does not use a GPU. CHECKS look at it first.
-    """
+    """Check a batch, and pin it for the copy to a GPU if one is used."""
     for check in CHECKS:
         check(tensor)
     if torch.cuda.is_initialized() or torch.xpu.is_initialized():
@@ -163,8 +156,7 @@ def compile_model(model, device, each_block=False):
     """`torch.compile(model)`, or the model itself and a line of warning.
 
     each_block: compile each block and the head with the loss by themselves,
-    in their places, and return the model. A model with FSDP cannot be
-    compiled as a whole: FSDP gathers weights between the blocks, where the
+    in their places: FSDP gathers weights between the blocks, where the
     compiler gives up, and says nothing. Texts are written without it: they
     grow, and all would be compiled again for each length.
     """
@@ -183,19 +175,14 @@ def compile_model(model, device, each_block=False):
 def can_compile(device):
     """Whether torch.compile works here; if not, it prints a warning.
 
-    A machine may lack the compiler that torch.compile needs. That shows only
-    at the first call, so it is tried on a small function.
+    A machine may lack a compiler, which shows only at the first call.
     """
-    def trial(x):
-        return (x.sin() * x).sum()
-
     try:
         x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(trial)(x).backward()
+        torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
     except Exception as error:  # a compiler can fail in many ways
-        reason = str(error).strip().splitlines()[0]
         warn("torch.compile does not work here, going on without it: "
-             f"{reason}")
+             + str(error).strip().splitlines()[0])
         return False
     return True
 

@@ -18,6 +18,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOST = re.compile(
     r"(?i)by peer|broken pipe|connection (was|refused)|watchdog|"
     r"(?<!client socket has )timed? ?out|remote ?(process|error)")
+LARGEST = 2**31 - 1  # of a flag that is a number
+PATHS = "data", "dataset", "run_dir", "init", "file", "assistant"  # flags
 LEAVING = []  # functions of the exit status, for whom watches from outside
 
 
@@ -29,10 +31,6 @@ def require(condition, message):
     """Raise a `UserError` with `message` unless `condition` holds."""
     if not condition:
         raise UserError(message)
-
-
-LARGEST = 2**31 - 1  # of a flag that is a number
-PATHS = "data", "dataset", "run_dir", "init", "file", "assistant"
 
 
 def parse_flags(cls, default=None, **least):
@@ -65,10 +63,7 @@ def parse_flags(cls, default=None, **least):
 
 
 def check_numbers(flags, least):
-    """Raise a `UserError` unless every number is one to compute with.
-
-    least: of each flag, 0 if it has none.
-    """
+    """A `UserError` for a number below its `least`, else 0, or too large."""
     for name, value in vars(flags).items():
         flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
         most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
@@ -109,14 +104,15 @@ def report(error):
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
-    message = explain(error)
-    if isinstance(error, BrokenPipeError):  # for example, `| head` has ended
-        drop_output()
-    elif message is None:
-        traceback.print_exc()
-    else:
-        say_once(message)
-        drop_output()
+    if not isinstance(error, BrokenPipeError):  # of `| head`, for example
+        if (message := explain(error)) is None:
+            traceback.print_exc()
+        else:
+            say_once(message)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        silence()
     return getattr(error, "status", 1)
 
 
@@ -124,10 +120,9 @@ def leave(status):
     """Exit; with torch.distributed or MPI, without Python's own clean-up.
 
     If a thread of torch.distributed asks for the interpreter's lock during
-    the clean-up, the process aborts although it has done all its work. And
-    after an error in a process group no exit handler may run: one that leaves
-    the group would wait for the other ranks, with NCCL for up to ten minutes.
-    With MPI an error ends all ranks.
+    the clean-up, the process aborts although it has done all its work. After
+    an error, an exit handler that leaves a process group would wait for the
+    other ranks, with NCCL for ten minutes. With MPI an error ends all ranks.
     """
     leave_mpi(status)
     distributed = sys.modules.get("torch.distributed")
@@ -145,36 +140,28 @@ def leave(status):
 def leave_mpi(status):
     """Leave the other processes of MPI, or end them all after an error.
 
-    They would wait for this one for ever. MPI_Finalize waits for them in
-    turn, so after an error it must not be called.
+    They would wait for this one for ever, and MPI_Finalize for them.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
     sys.stdout.flush()
-    several = MPI.COMM_WORLD.size > 1
-    if status in (0, None) or not several:
-        if several:
-            # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all,
-            # and a rank that came too early no longer gives it: come together
-            MPI.COMM_WORLD.Ibarrier().Wait()
-            time.sleep(0.1)
-        MPI.Finalize()
-    else:
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(status if isinstance(status, int) else 1)
-
-
-def drop_output():
-    """Drop unwritable output, or Python would try again when it exits."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        silence()
+    if MPI.COMM_WORLD.size > 1:
+        if status not in (0, None):
+            sys.stderr.flush()
+            MPI.COMM_WORLD.Abort(status if isinstance(status, int) else 1)
+        # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all,
+        # and a rank that came too early no longer gives it: come together
+        MPI.COMM_WORLD.Ibarrier().Wait()
+        time.sleep(0.1)
+    MPI.Finalize()
 
 
 def silence():
-    """Drop what is printed from now on, and what could not be written."""
+    """Drop what is printed from now on, and what could not be written.
+
+    Python would try to write that again when it exits.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -184,10 +171,8 @@ def explain(error):
     if "UserError" in (kind, *bases):  # also a tool's own
         return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
-    if kind == "OutOfMemoryError" or (
-            kind in ("RuntimeError", "AcceleratorError") and (
-                "STATUS_ALLOC_FAILED" in first  # cuBLAS's, cuDNN's
-                or first == "CUDA error: out of memory")):
+    if (kind == "OutOfMemoryError" or first == "CUDA error: out of memory"
+            or "STATUS_ALLOC_FAILED" in first):  # cuBLAS's, cuDNN's
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
     if "probability tensor contains either" in first:  # of the next token
@@ -230,10 +215,10 @@ def explain_distributed(lines):
 
 
 def say_once(message):
-    """Print an error once, even if every rank has it.
+    """Print an error once, even if every rank has it: rank 0, at once.
 
-    Rank 0 prints it at once. The others give the launcher time to end them,
-    and print theirs only if it does not: then rank 0 does not have that error.
+    The others give the launcher time to end them; if it does not, rank 0 does
+    not have that error.
     """
     rank, local_rank = (  # that the names make no sense may be the error
         to_count(os.environ.get(name, "")) or 0

@@ -1,7 +1,6 @@
 """Files: written all or nothing, and one line for what is wrong with one.
 
-This needs only the standard library, from Python 3.9 on: the tools of the
-course use it, too.
+This needs only the standard library, from Python 3.9 on.
 """
 
 import ctypes
@@ -19,6 +18,9 @@ from typing import Literal, get_args, get_origin
 
 from backstage import ROOT
 from backstage.errors import UserError, leave_mpi, report, require
+
+PART = ".workshop-part"  # how the name of an unfinished file of ours ends
+MAPPED = {}  # the files that are read as memory, and their bytes
 
 
 class Damaged(UserError):
@@ -39,38 +41,30 @@ def reading(file, remedy=""):
     except (FileNotFoundError, Damaged):
         raise
     except Exception as error:
-        if getattr(error, "errno", None):  # the system's
-            raise Damaged(f"{file} cannot be read ({reason(error)})"
-                          ) from error
-        raise Damaged(f"{file} is damaged ({reason(error)})"
-                      + f": {remedy}" * bool(remedy)) from error
-
-
-MAPPED = {}  # the files that are read as memory, and their bytes
+        is_system = getattr(error, "errno", None)
+        advice = f": {remedy}" if remedy and not is_system else ""
+        what = "cannot be read" if is_system else "is damaged"
+        raise Damaged(
+            f"{file} {what} ({reason(error)}){advice}") from error
 
 
 def map_file(file):
     """Let a SIGBUS be one line if this file was cut while it was read."""
     MAPPED[file] = os.stat(file).st_size
-    if len(MAPPED) > 1:
-        return
-    set_handler = ctypes.CDLL(None).signal
-    set_handler.argtypes = ctypes.c_int, ctypes.c_void_p
-    set_handler.restype = ctypes.c_void_p
+    # Python's own handler would wait for the read, which never ends
+    ctypes.CDLL(None).signal(signal.SIGBUS, say_cut)
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handle(number):
-        for path, size in MAPPED.items():
-            if os.path.exists(path) and os.stat(path).st_size < size:
-                report(UserError(f"{path} was cut while it was read: make it "
-                                 "again; a run goes on with --resume"))
-                leave_mpi(1)
-                os._exit(1)
-        set_handler(number, before)  # it has another cause
-        os.kill(os.getpid(), number)
 
-    map_file.handle = handle  # C has its address alone
-    before = set_handler(signal.SIGBUS, ctypes.cast(handle, ctypes.c_void_p))
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def say_cut(number):
+    for path, size in MAPPED.items():
+        if os.path.exists(path) and os.stat(path).st_size < size:
+            report(UserError(f"{path} was cut while it was read: make it "
+                             "again; a run goes on with --resume"))
+            leave_mpi(1)
+            os._exit(1)
+    ctypes.CDLL(None).signal(number, None)  # it has another cause
+    os.kill(os.getpid(), number)
 
 
 def read_json(file, like, remedy=""):
@@ -110,15 +104,11 @@ def reason(error):
     return " ".join(first.split())[:200] + missing
 
 
-PART = ".workshop-part"  # how the name of an unfinished file of ours ends
-
-
-def write_atomically(path, data, last_look=None):
+def write_atomically(path, data, advice=""):
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
-    last_look: is called just before the file is replaced, and may raise.
-    Raises `UserError` if they cannot be written.
+    Raises `UserError`, with the advice, if they cannot be written.
     """
     path = Path(path)
     part = None
@@ -130,16 +120,14 @@ def write_atomically(path, data, last_look=None):
             os.fsync(file.fileno())
         if path.exists():  # a script may be executable
             os.chmod(part, path.stat().st_mode)
-        if last_look:
-            last_look()
         os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{show_path(path)} could not be written ({reason}), "
-                        "and is unchanged") from error
+        raise UserError(
+            f"{show_path(path)} could not be written ({reason(error)})"
+            + ", and is unchanged" * path.exists() + advice) from error
     finally:
         if part:
             part.unlink(missing_ok=True)
@@ -159,8 +147,7 @@ def open_part(path):
 def remove_parts(folder):
     """Remove what killed processes have left of files they wrote there.
 
-    Nobody holds the lock on such a file any more. Where the file system has
-    no locks, they stay.
+    Nobody has a lock on them any more; without locks, they stay.
     """
     for part in Path(folder).glob(f".*{PART}"):
         with suppress(OSError), open(part, "r+b") as file:
@@ -169,11 +156,10 @@ def remove_parts(folder):
 
 
 def lock_folder(folder, refusal):
-    """Lock a folder for this process alone; returns the open folder, an int.
+    """Lock a folder for this process; returns the open folder, an int.
 
-    The lock is gone when it is closed, or when the process ends in any way.
-    Where the file system does not lock folders (NFS), none is taken. Raises
-    `UserError(refusal)` if another process has the lock.
+    Closing it ends the lock. Where folders cannot be locked (NFS), none is
+    taken. Raises `UserError(refusal)` if another process has the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -221,9 +207,7 @@ def keep(file):
 def show_path(path, folder=ROOT):
     """The path from the folder on where it is inside, else from the root on.
 
-    folder: the repository, in which the lessons name files; Path.cwd() for a
-    path that somebody is to type.
+    folder: Path.cwd() for a path that somebody is to type.
     """
     path = Path(os.path.abspath(path))
-    inside = folder in path.parents
-    return str(path.relative_to(folder) if inside else path)
+    return str(path.relative_to(folder) if folder in path.parents else path)

@@ -1,8 +1,7 @@
 """The flags of a stage: what a run does, and why.
 
-The flags are the fields of the stage's `Hyperparameters`, and before them
-those of `RunFlags`, which every stage has. The default of a flag comes from
-the run that is resumed, from the preset, or from the machine.
+The flags are the fields of the stage's `Hyperparameters`, first `RunFlags`.
+Their defaults come from the resumed run, the preset, or the machine.
 """
 
 import os
@@ -13,16 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
-from backstage import ROOT, dataset, track
+from backstage import ROOT, dataset, errors, track
 from backstage.device import device_name, find_device, has_bf16, memory_size
-from backstage.errors import (
-    LARGEST,
-    UserError,
-    check_numbers,
-    parse_flags,
-    require,
-    warn,
-)
+from backstage.errors import UserError, require, warn
 from backstage.files import show_path
 from backstage.process import count_processes
 from backstage.record import read_record
@@ -31,7 +23,7 @@ DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
 
 SHAPE = "n_layer", "n_head", "n_embd", "block_size"
-AT_LEAST = {"seed": -LARGEST} | dict.fromkeys((
+AT_LEAST = {"seed": -errors.LARGEST} | dict.fromkeys((
     *SHAPE, "microbatch_size", "max_steps", "warmup_steps", "profile",
     "devices", "weight_decay", "learning_rate"), 0)  # 1 for all others
 OF_ONE_START = ("run_dir", "resume", "init", "profile", "devices",
@@ -65,12 +57,11 @@ def parse(Hyperparameters, presets, models):
     """The hyperparameters that the command line asks for. All ranks.
 
     presets: name -> Hyperparameters; models: name -> GPTConfig, of which the
-    preset's gets the shape that was asked for. When a run is resumed, its own
-    hyperparameters are the defaults. Rank 0 says what was chosen and why.
+    preset's gets the shape that was asked for. Rank 0 says what was chosen.
     Raises a `UserError` for values and datasets with which no stage can train.
     """
     least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST
-    hp = parse_flags(Hyperparameters, presets["nano"], **least)
+    hp = errors.parse_flags(Hyperparameters, presets["nano"], **least)
     flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
              for word in sys.argv if word.startswith("--")}
     given = {name: value for name, value in vars(hp).items() if name in flags}
@@ -102,7 +93,7 @@ def parse(Hyperparameters, presets, models):
         values |= saved
     hp = Hyperparameters(
         **values | given | {"preset": preset, "data": str(data)})
-    check_numbers(hp, least)
+    errors.check_numbers(hp, least)
     _, world_size = count_processes(hp.devices or 1)
     # so many groups of processes share a minibatch; the script checks it
     share = (hp.tensor_parallel or 1) * (hp.pipeline_parallel or 1)
@@ -142,11 +133,10 @@ def parse(Hyperparameters, presets, models):
 def read_hyperparameters(hp):
     """What the run to resume was started with: the new one's defaults."""
     require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
-    try:
-        saved = read_record(hp.run_dir, get_type_hints(type(hp)))
-    except FileNotFoundError:
-        return {}
-    return {name: value for name, value in saved["hyperparameters"].items()
+    record = {"hyperparameters": {}}
+    with suppress(FileNotFoundError):
+        record = read_record(hp.run_dir, get_type_hints(type(hp)))
+    return {name: value for name, value in record["hyperparameters"].items()
             if name in vars(hp) and name not in OF_ONE_START}
 
 
@@ -160,10 +150,8 @@ def find_data(preset):
 def choose_microbatch_size(hp, data_size, device):
     """How many samples go through the model at once, if nobody has said it.
 
-    The most that divide the part of the minibatch that one of data_size
-    groups of processes computes, up to what the preset or the resumed run
-    has, or what fits into the device's memory. The result of the training
-    does not depend on it.
+    The most that divide a data-parallel group's part of the minibatch, up to
+    what the preset or the resumed run has, or what fits into the device.
     """
     most = hp.microbatch_size or 64
     if hp.preset == "gpt2" and not hp.microbatch_size:

@@ -1,7 +1,6 @@
 """Floating-point operations: how many a model needs, a device's peak.
 
-The tools of the course count a model's weights with this, too: but for the
-peak, only the standard library is needed, from Python 3.9 on.
+But for the peak, only the standard library is needed, from Python 3.9 on.
 """
 
 import re
@@ -38,12 +37,6 @@ def padded_vocab_size(vocab_size):
     return -(-vocab_size // 128) * 128
 
 
-def block_parameters(width, tensor_parallel=1):
-    """How many weights a block has, or a rank of a TP group has of it."""
-    divided = 12 * width**2 + 7 * width  # matrices, most of the biases
-    return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
-
-
 def num_parameters(config, positions=True):
     """How many weights a model has; config: a GPTConfig or its dictionary."""
     if not isinstance(config, dict):
@@ -52,7 +45,8 @@ def num_parameters(config, positions=True):
     rows = padded_vocab_size(config["vocab_size"])
     if positions:
         rows += config["block_size"]
-    return rows * width + layers * block_parameters(width) + 2 * width
+    block = 12 * width**2 + 13 * width  # matrices; biases and LayerNorms
+    return rows * width + layers * block + 2 * width
 
 
 def flops_per_token(config, sequence_length):
@@ -70,20 +64,17 @@ def peak_flops(device, precision):
     """FLOP/s that the device could reach, or None if that is not known."""
     import torch
 
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if "MIG" in name:  # a slice of an A100 is not an A100
-            return None
-    elif device.type == "xpu":
-        name = torch.xpu.get_device_name(device)
-        if "Max 1550" in name and precision == "bf16":
-            # A device may be the card or one of its two tiles. A compute unit
-            # does 512 bf16 multiplications and additions per clock, at 1.3 GHz
-            # sustained (Intel's oneAPI GPU optimization guide; torchtitan).
-            units = torch.xpu.get_device_properties(device).max_compute_units
-            return 512 * units * 1.3e9
-    else:
+    if device.type not in ("cuda", "xpu"):
         return None
+    name = getattr(torch, device.type).get_device_name(device)
+    if "MIG" in name:  # a slice of an A100 is not an A100
+        return None
+    if "Max 1550" in name and precision == "bf16":
+        # A device may be the card or one of its two tiles. A compute unit does
+        # 512 bf16 multiplications and additions per clock, at 1.3 GHz
+        # sustained (Intel's oneAPI GPU optimization guide; torchtitan).
+        units = torch.xpu.get_device_properties(device).max_compute_units
+        return 512 * units * 1.3e9
     column = ("bf16", "fp32").index(precision)
     for part, peaks in PEAKS.items():
         if re.search(rf"\b{part}\b", name) and peaks[column]:

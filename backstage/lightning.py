@@ -1,9 +1,8 @@
 """The run around Lightning's Trainer: what the Lightning stage does not teach.
 
-A Trainer has its own ways to log, to save, to resume and to handle signals.
-The script switches them off, and `LitRun` puts `backstage.run.Run` in their
-place, so that a run has the same folder in every stage, and any stage goes on
-with another's checkpoint.
+`LitRun` puts `backstage.run.Run` in the place of the Trainer's own ways to
+log, to save, to resume and to handle signals: a run has the same folder in
+every stage, and any stage goes on with another's checkpoint.
 """
 
 import logging
@@ -32,15 +31,11 @@ for name in ("lightning.pytorch", "lightning.fabric"):  # hints, tips
 warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-# --------------------------------------------------------- who takes part
-
-
 def get_world(hp):
     """Rank, local rank, world size and number of nodes.
 
-    A launcher has started the processes, or Lightning will start --devices
-    of them on this node. Raises `UserError` where the numbers do not match,
-    and for what Lightning would not train on.
+    Raises `UserError` where --devices does not match what a launcher has
+    started, and for what Lightning would not train on.
     """
     devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
@@ -60,15 +55,11 @@ def get_world(hp):
     return rank, local_rank, world_size, world_size // devices
 
 
-# ----------------------------------------------------- what a Trainer needs
-
-
 def get_launcher():
     """What tells the Trainer this process's rank, for its `plugins`.
 
-    Where a launcher has started the processes, its variables do; else
-    Lightning starts the others itself, on this node. Left to choose, it would
-    take the shell of a SLURM job for a task that has to wait for others.
+    Left to choose, Lightning would take the shell of a SLURM job for a task
+    that has to wait for others. Here it starts the others itself if need be.
     """
     if "RANK" in os.environ:
         return environments.TorchElasticEnvironment()
@@ -94,18 +85,12 @@ def get_strategy(hp, world_size):
     return "auto"
 
 
-# --------------------------------------------------------------- the run
-
-
 class LitRun(L.Callback):
     """Logs, saves, resumes and stops as the other stages do.
 
-    write_texts(model, run, seed) returns what is printed every
-    --generate-every steps. The module has the GPT as its `model`, and as its
-    `norm` that of the gradients, from configure_gradient_clipping.
-
-    The Trainer calls the methods that begin with "on_", and `setup`, on all
-    ranks, in the order in which they stand here.
+    write_texts(model, run, seed): the texts. The module has the GPT as its
+    `model`, and as its `norm` that of the gradients. The Trainer calls
+    `setup` and "on_..." on all ranks, in the order in which they stand here.
     """
 
     def __init__(self, stage, train_data, val_data, write_texts):
@@ -215,18 +200,16 @@ class DDPOnOneStream(DDPStrategy):
     """
 
     def configure_ddp(self):
-        """Wrap the model. All ranks, each its own."""
         self.model = DistributedDataParallel(
             self.model, device_ids=self.determine_ddp_device_ids(),
             **self._ddp_kwargs)
 
 
 def count_from(step, trainer):
-    """Let the Trainer count on from `step`. All ranks.
+    """Let the Trainer's loops and schedule go on from `step`. All ranks.
 
-    Its loops load their counters, as they do when Lightning resumes. But the
-    microbatches are those that `step` steps take now: the run before may have
-    had another number of processes. The schedule moves to its place, too.
+    The microbatches are those that `step` steps take now: the run before may
+    have had another number of processes.
     """
     batches = dict.fromkeys(("ready", "started", "processed", "completed"),
                             step * trainer.accumulate_grad_batches)
@@ -249,11 +232,9 @@ def leave_signals_alone(trainer):
     """Let the run's handlers be the only ones, from the start. All ranks.
 
     Lightning 2.6 has a handler of its own for SIGTERM, which broadcasts from
-    rank 0. If the other ranks wait for this one, or got no signal, that never
-    ends. Besides, before each microbatch it asks rank 0 for a signal, and the
-    GPUs run empty meanwhile. No flag of 2.6.6 turns that off (issue 21487).
-    The run's handlers only note a signal: the ranks tell each other with the
-    loss, once a step.
+    rank 0: for ever, if the others wait for this one or got no signal. Before
+    each microbatch it asks rank 0 for a signal, and the GPUs run empty. No
+    flag of 2.6.6 turns that off (issue 21487).
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

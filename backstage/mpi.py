@@ -2,8 +2,7 @@
 
     from backstage.mpi import MPI
 
-is `from mpi4py import MPI`, and what goes wrong is one line: mpi4py or the
-MPI library is missing, or the library is not the launcher's. The rest of
+is `from mpi4py import MPI`, and what goes wrong is one line. The rest of
 backstage talks to the other processes by MPI from then on.
 """
 
@@ -69,9 +68,8 @@ def join_mpi(env=os.environ):
 
 def load_mpi():
     """mpi4py's MPI, which loads the library and calls MPI_Init."""
-    # Nothing on a GPU is ever sent by MPI. A site's modules for GPUs set this
-    # to 1, and Cray's library then ends a process that does not link its part
-    # for GPUs, as Python does not.
+    # Nothing on a GPU is ever sent by MPI. A site's modules may set 1: Cray's
+    # library then ends what is not linked with its part for GPUs, as Python.
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
     # mpi4py's own words about a library that does not fit; we have ours
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")
@@ -117,8 +115,7 @@ def name_mpi_ranks(MPI, env=os.environ):
 def without_slurm(environment=os.environ):
     """Inside this no variable of SLURM is set.
 
-    In an allocation's shell Open MPI would take a process that plain python
-    has started for one of srun's, and end it.
+    In an allocation's shell Open MPI would end a process of plain python's.
     """
     hidden = {name: environment.pop(name) for name in list(environment)
               if name.startswith("SLURM_")}

@@ -1,9 +1,8 @@
 """What a process does before anything else: its names, cores and memory.
 
 Each launcher has its own names for the ranks; the stages read torchrun's.
-Those of srun are translated here, those of MPI in backstage/mpi.py. But for
-torch, where it is used, this needs only the standard library, from Python 3.9
-on.
+Those of srun are translated here, those of MPI in backstage/mpi.py. Without
+torch, only the standard library is needed, from Python 3.9 on.
 """
 
 import contextlib
@@ -33,6 +32,7 @@ SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
 # torchrun's names: a process has all that are NEEDED, or none of SIZES.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
+CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
 
 
 def prepare_process():
@@ -43,13 +43,9 @@ def prepare_process():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # open shards
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
-    on_node, _ = count_processes()
-    use_cores(on_node)
+    use_cores(count_processes()[0])
     if not torch.accelerator.is_available():
         keep_memory()
-
-
-# ------------------------------------------------------------ names
 
 
 def find_launcher(env):
@@ -81,8 +77,8 @@ def count_processes(started=1, env=os.environ):
 def find_start(env=os.environ):
     """What has started this process, for the run's record.
 
-    The command is the launcher's, a process above this one that knows the
-    script's name; where none is seen, as under srun, it is our own.
+    The command is that of a process above this one that knows the script's
+    name; where none is seen, as under srun, it is our own.
     """
     launcher, size = find_launcher(env)
     if "TORCHELASTIC_RUN_ID" in env:
@@ -119,11 +115,9 @@ def read_stat(process):
 def name_ranks(env=os.environ):
     """Set torchrun's names, if a launcher has started this process.
 
-    Afterwards either RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    are all there and make sense, or none of the first three is there: plain
-    python is one process, also inside a SLURM allocation. Raises a `UserError`
-    if they make no sense, or if MPI has started several processes, whose ranks
-    `workshop.as_torchrun` names.
+    Afterwards all that are NEEDED are there and make sense, or none of SIZES:
+    plain python is one process, also inside a SLURM allocation. Raises a
+    `UserError` if they make no sense, or if MPI has started several processes.
     """
     if "RANK" not in env:
         translate_names(env)
@@ -195,13 +189,10 @@ def name_step_ranks(env):
         RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
         WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
         LOCAL_WORLD_SIZE=tasks.split("(")[0])
-    env.setdefault("MASTER_ADDR", first_node(nodes))
+    # nodes: "gpu[03-04,07]" or "gpu03,gpu04"
+    env.setdefault("MASTER_ADDR", re.sub(
+        r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0])
     env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
-
-
-def first_node(nodes):
-    """The first of "gpu[03-04,07]" or "gpu03,gpu04"."""
-    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
 def stop_all(message, env=os.environ):
@@ -212,19 +203,12 @@ def stop_all(message, env=os.environ):
     raise UserError(message)
 
 
-# ------------------------------------------------- cores and memory
-
-
-CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
-
-
 def use_cores(processes=1):
     """Let torch compute with this process's share of the cores.
 
     processes: how many of a node share them; a second call counts anew. torch
-    starts a thread for each core that it sees, also where a container may use
-    two of 64: then the threads wait for one another. OMP_NUM_THREADS, if it
-    is set, is obeyed.
+    would take each core that it sees, also where a container may use two of
+    64. OMP_NUM_THREADS, if it is set, is obeyed.
     """
     import torch
 
@@ -238,10 +222,7 @@ def use_cores(processes=1):
 
 
 def count_cores(processes=1, root=Path("/")):
-    """This process's share of the cores, 1 or more.
-
-    root: where /proc and /sys are found.
-    """
+    """This process's share of the cores, 1 or more. root: as in `quota`."""
     cores = affinity(0)
     # A launcher may have bound each process to cores of its own. If this one
     # may use what its parent may, all processes share these cores.
@@ -261,9 +242,8 @@ def affinity(process):
 def quota(root=Path("/")):
     """How many cores the cgroups allow: the least of them all.
 
-    A cgroup limits the time of all its processes: 200 ms of every 100 ms are
-    two cores. The limits of those around it hold as well. In a container the
-    path may be the host's: its own cgroup is at the top then.
+    The limits of those around it hold as well. In a container the path may be
+    the host's; then its own cgroup is the root. root: of /proc and /sys.
     """
     limits = [os.cpu_count() or 1]
     with contextlib.suppress(OSError):  # not Linux
@@ -291,9 +271,8 @@ def read_limit(folder):
 def keep_memory():
     """Keep the memory of tensors that are gone for the next ones, on a CPU.
 
-    The C library would give large blocks back to the system, which hands out
-    memory in pages of 4 KB and clears each of them: 12,000 in a step of nano,
-    a sixth of its time. Does nothing without the GNU C library.
+    The GNU C library would give large blocks back to the system, which clears
+    each page of 4 KB: 12,000 in a step of nano, a sixth of its time.
     """
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt

@@ -1,14 +1,12 @@
 """hyperparameters.json and metrics.csv: what a run's folder says about it.
 
-This needs only the standard library, from Python 3.9 on: the tools of the
-course read runs, too.
+This needs only the standard library, from Python 3.9 on.
 """
 
 import csv
 import io
 import math
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 
 from backstage import files
@@ -41,8 +39,7 @@ def read_record(folder, types):
 
 def describe_start(record):
     """Where a run's processes were and who started them, in one line."""
-    size, nodes, hosts = (record[name] for name in (
-        "world_size", "nodes", "hosts"))
+    size, nodes, hosts = map(record.get, ("world_size", "nodes", "hosts"))
     more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
     return (f"world size {size}: {nodes} node{'s' * (nodes > 1)} x "
             f"{size // nodes} {record['device']}, {', '.join(hosts[:4])}{more}"
@@ -51,10 +48,7 @@ def describe_start(record):
 
 
 def read_table(file):
-    """The text of a table, and a `csv.DictReader` of it.
-
-    Bytes that are not UTF-8 are kept as Python keeps those of file names.
-    """
+    """The text of a table, of any bytes, and a `csv.DictReader` of it."""
     text = Path(file).read_bytes().decode("utf-8-sig", "surrogateescape")
     return text, csv.DictReader(io.StringIO(text, newline=""))
 
@@ -77,8 +71,7 @@ class Metrics:
         If anything else is in the file, it stays under another name, as
         `kept` says. What is lost, and the caller's problem, is one warning.
         """
-        rows, fields, text, self.kept = {}, (), "", ""
-        problems = [problem] * bool(problem)
+        rows, fields, text, self.kept, problems = {}, (), "", "", [problem]
         try:
             with files.reading(file):
                 text, table = read_table(file)
@@ -103,13 +96,13 @@ class Metrics:
             table.writerow(rows[self.last])
             self.losses.append(float(rows[self.last]["loss"]))
         new = self.file.getvalue()
-        if not all(b.startswith(a) for a, b in zip_longest(  # maybe longer
-                filter(None, text.splitlines()), new.splitlines(),
-                fillvalue="")):
+        before, after = ({line.rstrip(",") for line in lines.splitlines()}
+                         for lines in (text, new))
+        if before - after - {""}:
             kept = files.keep(file).name
             self.kept = f"; what {file.name} was is kept as {kept}"
-        if problems:
-            warn("; ".join(problems) + self.kept)
+        if any(problems):
+            warn("; ".join(filter(None, problems)) + self.kept)
         files.write_atomically(file, new.encode(errors="surrogateescape"))
         self.file = open(file, "a", newline="")
 
@@ -123,10 +116,7 @@ class Metrics:
 
 
 def format_number(value):
-    """A number as in metrics.csv: an integer, or nine digits.
-
-    Empty for None. What is read from there is written the same again.
-    """
+    """As in metrics.csv: an integer or nine digits; empty for None."""
     if value is None:
         return ""
     whole = float(value).is_integer() and abs(value) < 2**53

@@ -17,6 +17,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shlex import quote  # for what may be typed
 from socket import gethostname
 
 import torch
@@ -48,8 +49,9 @@ class Run:
             "device": device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
         self.lock = self.metrics = self.tracker = None  # rank 0 has them
-        self.folder = Path(world.call_on_rank_0(self._make_folder))
-        self.place = files.show_path(self.folder, Path.cwd())  # to type
+        folder, self.saved = world.call_on_rank_0(self._make_folder)
+        self.folder = Path(folder)
+        self.place = quote(files.show_path(self.folder, Path.cwd()))
         self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         if self.tokenizer:  # an empty prompt is the beginning of a document
@@ -80,7 +82,7 @@ class Run:
                 f"less memory: add --microbatch-size {sizes[0]}")
 
     def _make_folder(self):
-        """Make the folder, and lock it for this run. Rank 0 alone."""
+        """Make and lock the folder; it and its checkpoints. Rank 0 alone."""
         folder = Path(self.hp.run_dir
                       or files.new_folder(ROOT / "runs", self.stage))
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,8 @@ class Run:
         require(self.hp.resume or not found, f"{folder} holds a run already "
                 f"(its {''.join(found[:1])}): continue it with --resume, or "
                 "name another --run-dir")
-        saved = checkpoint.list_checkpoints(folder / "checkpoints")
+        place = folder / "checkpoints"
+        saved = checkpoint.list_checkpoints(place)
         ours = RECORD in found or any(map(checkpoint.is_ours, saved))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
                 "no run that --resume can continue: name another --run-dir")
@@ -100,26 +103,24 @@ class Run:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
         self.begun = bool(found)
-        saved = folder / "checkpoints"
-        require(saved.is_dir() or not os.path.lexists(saved), f"{saved} is no "
+        require(place.is_dir() or not os.path.lexists(place), f"{place} is no "
                 "folder, or a link to one that is gone: put the checkpoints "
                 "back, or remove it to begin at step 0")
-        saved.mkdir(exist_ok=True)
+        place.mkdir(exist_ok=True)
+        files.remove_parts(place)  # of a save that was killed
         print(f"{describe_start(self.record)}\n"
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
-        return str(folder)
+        return str(folder), [*map(str, saved)]
 
     def _write_record(self, folder):
         text = json.dumps(self.record, indent=1) + "\n"
         files.write_atomically(folder / RECORD, text.encode())
 
     def _load_tokenizer(self):
-        """The dataset's tokenizer; None on all ranks if one of them has none.
-
-        None also for a pipeline, which only computes batches of one size.
-        """
+        """The dataset's tokenizer; None on all ranks if one has none."""
         tokenizer, problem = None, None
         try:
+            # a pipeline only computes batches of one size
             require(self.hp.pipeline_parallel <= 1, "a pipeline writes none: "
                     f"python code/generate.py --run-dir {self.place} writes "
                     "them, from the checkpoint")
@@ -134,16 +135,13 @@ class Run:
     def restore(self, model, optimizer):
         """Load the newest checkpoint; returns its step. All ranks.
 
-        Without --resume, or if there is no checkpoint yet, that is 0, with
-        the weights from --init if it is given. If the run is already
-        finished, this exits with status 0.
+        That is 0 without one, with the weights of --init if it is given. If
+        the run is already finished, this exits with status 0.
         """
-        hp, step, saved = self.hp, 0, []
-        if hp.resume:
-            saved = world.call_on_rank_0(self._find_checkpoints)
-        if saved:
+        hp, step = self.hp, 0
+        if self.saved:
             file, state = checkpoint.load_first(
-                saved, "--run-dir", self.config, model, optimizer)
+                self.saved, "--run-dir", self.config, model, optimizer)
             step = state["step"]
             if step >= self.max_steps:
                 if self.rank == 0:
@@ -160,21 +158,17 @@ class Run:
                 self._write_record(self.folder)
             self.metrics = Metrics(self.folder / "metrics.csv", step, (
                 f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "
-                "beginning at step 0") * (self.begun and not saved))
+                "beginning at step 0") * (self.begun and not self.saved))
             print(describe_parameters(optimizer)
                   + ", in the first pipeline stage" * (
                       hp.pipeline_parallel > 1)
                   + (f"; resuming after step {step - 1} from {file}"
                      if step else "")
                   + self.metrics.kept * bool(step), flush=True)
-            self.tracker = track.start(
-                hp.track, self.folder, step, self.record)
+            if hp.track in track.TOOLS:
+                self.tracker = track.TOOLS[hp.track](
+                    self.folder, step, self.record)
         return step
-
-    def _find_checkpoints(self):
-        folder = self.folder / "checkpoints"
-        files.remove_parts(folder)  # of a save that was killed
-        return [*map(str, checkpoint.list_checkpoints(folder))]
 
     def begin(self):
         """Say how long the start took: the first step begins. All ranks."""
@@ -185,10 +179,7 @@ class Run:
                 print(f"startup {seconds:.1f} s", flush=True)
 
     def check_finite(self, step, loss, norm):
-        """Stop the run before a broken model is saved. All ranks.
-
-        Called at the end of a step, where its time is taken.
-        """
+        """At a step's end, stop a run whose model is broken. All ranks."""
         self.recorder.step_ended(step)
         require(math.isfinite(loss) and math.isfinite(norm), f"step {step}: "
                 f"the loss is {loss} and the gradient norm {norm}. The last "
@@ -224,11 +215,9 @@ class Run:
                 if value is not None and name != "step"})
 
     def save(self, step, model, optimizer):
-        """Write the checkpoint after `step` updates.
+        """Write the checkpoint after `step` updates, or leave all unchanged.
 
-        All ranks if each holds a part of the model; rank 0 alone if each
-        holds all of it. If the run is killed or the disk is full, the
-        previous checkpoint stays unchanged.
+        All ranks if each holds a part of the model; else rank 0 alone.
         """
         if not checkpoint.is_sharded(model):
             self._check_rank("save")
@@ -253,10 +242,9 @@ class Run:
         memory = world.on_every_rank(peak_memory(self.device)[0])
         world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:
-            print("memory: "
-                  f"{describe_memory(max(memory), self.device)} at most"
-                  + (f", on rank {memory.index(max(memory))}"
-                     if self.world_size > 1 else ""))
+            where = f", on rank {memory.index(max(memory))}"
+            print(f"memory: {describe_memory(max(memory), self.device)} "
+                  "at most" + where * (self.world_size > 1))
             self.metrics.file.close()
             if self.tracker:
                 self.tracker.close()
@@ -287,9 +275,8 @@ def describe_parameters(optimizer):
 def format_line(row, max_steps, bytes_per_token=None, memory="", train=0.0):
     """A line of the log, 165 characters at most; None is left out.
 
-    Where there is a validation loss, the speed of each device and the memory
-    are left out: metrics.csv has them. row: the metrics by name; memory: in
-    words; train: the loss of as many training samples, the last ones.
+    With a validation loss, each device's speed and the memory are left out.
+    row: the metrics; memory: in words; train: the loss of the last samples.
     """
     speed, val_loss = row["tokens_per_second"], row["val_loss"]
     each, mfu = row["tokens_per_second_per_device"], row["mfu"]

@@ -13,8 +13,7 @@ class Signals:
     """Notes in `last` which signal came last, None if none came yet.
 
     Only the second Ctrl-C stops the program at once. An output that ends, as
-    where `tee` was stopped or the terminal was closed, counts as SIGPIPE, and
-    what is printed from then on is dropped.
+    of a stopped `tee`, counts as SIGPIPE; what is printed then is dropped.
     """
 
     def __init__(self, rank):
@@ -35,8 +34,6 @@ class Signals:
             with contextlib.suppress(OSError):
                 os.write(1, b"\nCtrl-C: stopping after this step (press it "
                          b"again to stop at once, without a checkpoint)\n")
-
-    # ------------------------------------------------ the standard output
 
     def __getattr__(self, name):
         return getattr(self.stream, name)

@@ -1,14 +1,12 @@
 """What a run writes for other tools: --track and --profile.
 
-Metrics go to TensorBoard or wandb, in addition to metrics.csv. Both write into
-the run's folder and need no network. TensorBoard shows all runs at once,
-`tensorboard --logdir runs`; what wandb has written is uploaded later, `wandb
-sync runs/*/wandb/offline-run-*`.
+TensorBoard and wandb write into the run's folder and need no network:
+`tensorboard --logdir runs` shows all runs, `wandb sync
+runs/*/wandb/offline-run-*` uploads them later.
 
 With --profile N each rank writes what its operators and kernels did in N steps
-to RUN/profile/<date>-trace/rank<r>.json.gz. These traces open in
-https://ui.perfetto.dev, and `python -m workshop profile RUN` makes a table of
-where the time goes.
+to RUN/profile/<date>-trace/rank<r>.json.gz: see https://ui.perfetto.dev, and
+`python -m workshop profile RUN`, a table of where the time goes.
 """
 
 import importlib.util
@@ -26,15 +24,6 @@ def check(name):
     require(name not in TOOLS or importlib.util.find_spec(name),
             f"--track {name} needs a package that is not installed: "
             f"pip install {name}")
-
-
-def start(name, folder, step, record):
-    """The tool, which logs rows of metrics; None for "no". Rank 0 alone.
-
-    folder: the run's; step: the first one that will be logged; record: what
-    the run was started with.
-    """
-    return TOOLS[name](folder, step, record) if name in TOOLS else None
 
 
 class TensorBoard:
@@ -68,8 +57,6 @@ class Wandb:
 
 
 TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # by their packages
-
-
 # Steps that do not count: those that allocate and compile, one in which the
 # profiler warms up, and the first that it records, which starts late.
 BEFORE = 5

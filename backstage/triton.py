@@ -4,8 +4,7 @@
 
 is `import triton` and `import triton.language as tl`. Without a GPU, or with
 `--device cpu`, Triton's interpreter runs the kernels on the CPU, one program
-after the other: the results are the same, but it takes much longer, and
-`INTERPRETED` is true. Triton reads in its first import whether it is to do so.
+after the other, and `INTERPRETED` is true: the first import decides it.
 """
 
 import os
@@ -41,9 +40,8 @@ def load():
 def mend_interpreter():
     """Let it multiply tiles in bf16, be twice as fast, and print nothing.
 
-    Triton 3.9 keeps bf16 as whole numbers there, and multiplies these, with
-    threads of NumPy's own. It replaces its language's functions whenever one
-    of ours is called, and checks all whole numbers for an overflow.
+    Triton 3.9 multiplies bf16 as whole numbers there, replaces its language's
+    functions whenever one of ours is called, and looks for overflows.
     """
     import triton.language as tl
     from triton.runtime import interpreter

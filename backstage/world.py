@@ -42,10 +42,9 @@ def get_rank_and_size():
 def keep_group():
     """Let torch's process group live as long as this process. All ranks.
 
-    If DDP's reducer were its last owner, the group would end as main()
-    returns: there PyTorch 2.13 holds the interpreter's lock while it waits
-    for gloo's thread, which may be waiting for that lock: one run in ten
-    hung (pytorch issue 56297).
+    If it ended with DDP's reducer, PyTorch 2.13 would hold the interpreter's
+    lock while it waits for gloo's thread, which may be waiting for that lock:
+    one run in ten hung (pytorch issue 56297).
     """
     if is_joined():
         GROUPS.append(dist.group.WORLD)

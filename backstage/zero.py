@@ -1,10 +1,9 @@
 """DeepSpeed's ZeRO, as the Lightning stage uses it.
 
 Each process keeps a shard of the optimizer's state (stage 1), of the gradients
-as well (stage 2), and of the parameters as well (stage 3). The checkpoints are
-those of every stage: DeepSpeed gathers its shards into a whole model and
-optimizer on the CPU, and spreads them again. Few have DeepSpeed installed, so
-the methods import it.
+as well (stage 2), and of the parameters as well (stage 3). For a checkpoint
+DeepSpeed gathers its shards into a whole model and optimizer on the CPU. Few
+have DeepSpeed installed, so the methods import it.
 """
 
 import copy
@@ -115,9 +114,8 @@ class Zero(DeepSpeedStrategy):
     def make_moments(self, step):
         """Let the optimizer have moments, as after so many steps.
 
-        Left to itself, it makes them in its first step, too late for those of
-        a checkpoint. And with several groups of weights, of which we have two,
-        DeepSpeed 0.19 would find the moments of the first group alone.
+        It would make them in its first step, too late for a checkpoint's. And
+        DeepSpeed 0.19 would find those of the first group of weights alone.
         """
         zero = self.optimizers[0]
         shards = (zero.fp32_partitioned_groups_flat if self.zero_stage_3

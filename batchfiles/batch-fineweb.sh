@@ -10,5 +10,4 @@
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    python "$WORKSHOP/fineweb/fineweb.py" "$@"
+srun python "$WORKSHOP/fineweb/fineweb.py" "$@"

@@ -12,5 +12,6 @@
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
-train srun --kill-on-bad-exit=1 python \
+train srun --kill-on-bad-exit=1 --ntasks-per-node="$processes" \
+    --cpus-per-task="$cores" python \
     "$(stage lit)" --run-dir "$run" --resume "$@"

@@ -10,7 +10,7 @@
 trap '' USR1
 
 exec torchrun \
-    --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
-    --node-rank="$SLURM_NODEID" \
+    --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \
+    --nproc-per-node="${SLURM_GPUS_ON_NODE:-$processes}" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
     "$@"

@@ -41,11 +41,12 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import UserError, parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import interpreter
-from workshop.doctor import name_commit, name_driver, name_libraries
-from workshop.processes import Launch
+from rankcheck.launch.ranks import Launch
+from workshop.jobs import interpreter
+from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.results import runs
 from workshop.stages import STAGES, modules_of
+from workshop.vocabulary import save_vocabulary
 
 import side
 from turns import NEVER, SIDE, STEP, random_tokens
@@ -94,7 +95,7 @@ class Bench:
         self.data.mkdir()
         size = dataset.GPT2_SIZE if self.gpu else 257
         random_tokens(self.data, vocabulary=size)
-        dataset.save_vocabulary(tiktoken.Encoding(
+        save_vocabulary(tiktoken.Encoding(
             "random", pat_str=r"[\s\S]", mergeable_ranks={
                 i.to_bytes(1 + (i > 255), "big"): i for i in range(size - 1)},
             special_tokens={dataset.END_OF_TEXT: size - 1}), self.data)
@@ -303,7 +304,7 @@ def make_fast(bench):
         raise LeftOut(GPU)
     if bench.left < ONE_GPU:
         raise LeftOut(f"name it alone, with --seconds {ONE_GPU + 100}")
-    end = bench.ask("-m", "workshop.notebook.one_gpu", "all")
+    end = bench.ask("-m", "notebooks.experiments.one_gpu", "all")
     require(end.returncode == 0, "not all rows were measured: see logs.txt")
 
 

@@ -46,9 +46,10 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from workshop import interpreter
-from workshop.processes import Launch
+from rankcheck.launch.ranks import Launch
+from workshop.jobs import interpreter
 from workshop.results import runs as results
+from workshop.vocabulary import save_vocabulary
 
 from combine import combine
 from turns import processor
@@ -222,7 +223,7 @@ def make_dataset(folder):
             "without sources of your own")
     np.save(folder / "toy_train_000001.npy", ids[:TOKENS])
     np.save(folder / "toy_val_000000.npy", ids[TOKENS:end])
-    dataset.save_vocabulary(encoding, folder)
+    save_vocabulary(encoding, folder)
 
 
 def measure(rung, flags, data, run):

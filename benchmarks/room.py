@@ -34,7 +34,7 @@ from shared import busy
 from turns import show
 
 BUSY = 6
-COURSE = ("backstage", "workshop", "solutions", "code", "fineweb")
+COURSE = ("backstage", "rankcheck", "workshop", "solutions", "code", "fineweb")
 
 
 def need(process, until):

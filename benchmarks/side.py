@@ -212,7 +212,7 @@ def say_peak():
 
 
 def count_graphs(log):
-    """A probe of workshop.processes: says how many there are at the end."""
+    """A probe: says how many processes there are at the end."""
     def say_graphs():
         from torch._dynamo.utils import counters
 

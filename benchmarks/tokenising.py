@@ -20,7 +20,7 @@ import tiktoken
 
 import fineweb
 from backstage import dataset
-from backstage.errors import UserError
+from workshop.vocabulary import save_vocabulary
 
 import documents
 import manifest
@@ -71,7 +71,7 @@ def ours(path, out, encoding, workers):
     source = {"dataset": str(path), "subset": "", "text_column": "text",
               "shard_size": SHARD}
     revision, files = documents.list_files(str(path), "", "")
-    dataset.save_vocabulary(encoding, out)
+    save_vocabulary(encoding, out)
     made = manifest.new("fineweb", out, source, revision=revision,
                         files=files, next={"file": 0, "row": 0, "token": 0})
     stream = fineweb.tokenise_all(made, encoding, workers)
@@ -91,18 +91,17 @@ def make_parquet(path, megabytes):
 
 def find_vocabulary(texts):
     """GPT-2's vocabulary, or a new one of at most its size."""
-    try:
-        return dataset.gpt2_vocabulary()
-    except UserError:
-        trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(texts, vocab_size=50256,
-                                    pattern=tokenise.GPT2_SPLITS[0])
-        ranks = {bytes(token): rank
-                 for token, rank in trainer.get_mergeable_ranks()}
-        return tiktoken.Encoding(
-            "of this text", pat_str=tokenise.GPT2_SPLITS[1],
-            mergeable_ranks=ranks,
-            special_tokens={dataset.END_OF_TEXT: len(ranks)})
+    if dataset.gpt2_is_cached():
+        return tiktoken.get_encoding("gpt2")
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(texts, vocab_size=50256,
+                                pattern=tokenise.GPT2_SPLITS[0])
+    ranks = {bytes(token): rank
+             for token, rank in trainer.get_mergeable_ranks()}
+    return tiktoken.Encoding(
+        "of this text", pat_str=tokenise.GPT2_SPLITS[1],
+        mergeable_ranks=ranks,
+        special_tokens={dataset.END_OF_TEXT: len(ranks)})
 
 
 def measure(flags, device):

@@ -18,7 +18,7 @@ import numpy as np
 
 from backstage import ROOT
 from backstage.errors import require
-from workshop.profile import recorded_parts
+from workshop.results.profile import recorded_parts
 
 SIDE = Path(__file__).with_name("side.py")
 STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| dt: +(\S+) ms \| "

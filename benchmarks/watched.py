@@ -1,4 +1,4 @@
-"""What `why` costs a run: does the thread of workshop/why/witness.py slow it?
+"""What `why` costs a run: does the thread of rankcheck/why/witness.py slow it?
 
 The stage ddp trains as two processes. In the same run, the thread takes turns:
 it looks at the main thread in one block of steps, and sleeps in the next. A
@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backstage import ROOT
-from workshop.why import witness
+from rankcheck.why import witness
 
 BLOCK = 40  # steps: about a second, so some ten looks
 TIMES = 20

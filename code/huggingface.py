@@ -25,7 +25,7 @@ from backstage.checkpoint import FORMAT, TIED, check_fit, outline
 from backstage.errors import UserError, require, run_main
 from backstage.files import reading, write_atomically
 from backstage.flops import padded_vocab_size
-from workshop.arithmetic import is_count
+from workshop.results.arithmetic import is_count
 
 CONFIG, WEIGHTS, PICKLED = (
     "config.json", "model.safetensors", "pytorch_model.bin")

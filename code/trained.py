@@ -8,7 +8,7 @@ from backstage import ROOT, checkpoint
 from backstage.errors import require
 from backstage.files import reading
 from solutions import train_gpt2_std as std
-from workshop.arithmetic import is_count
+from workshop.results.arithmetic import is_count
 
 
 def find_checkpoint(run):

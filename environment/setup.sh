@@ -155,7 +155,7 @@ must_change() {
 not_in_a_job() {
     [ "${WORKSHOP_INSTALL-}" != no ] ||
         fail "$1, and a job installs nothing: run \`source" \
-            "$PWD/activate.sh\` in a terminal first"
+            "$(printf %q "$PWD/activate.sh")\` in a terminal first"
 }
 
 # For a newer one, some packages of constraints.txt have no file.
@@ -227,8 +227,8 @@ fetch_vocabulary() {
         "$venv/bin/python" -c 'if True:
             import signal
             signal.alarm(20)  # seconds; some firewalls never answer
-            from backstage.dataset import gpt2_vocabulary
-            gpt2_vocabulary(download=True)' || true
+            import tiktoken
+            tiktoken.get_encoding("gpt2")' || true
     fi
 }
 

@@ -24,6 +24,7 @@ import tyro
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
+from workshop.vocabulary import save_vocabulary
 
 import manifest
 from documents import TEXT, walk
@@ -251,7 +252,7 @@ def write(out, source, train, val, encoding):
 
     try:
         with shards.new_folder(out) as folder:
-            dataset.save_vocabulary(encoding, folder)
+            save_vocabulary(encoding, folder)
             made = manifest.new("demo", folder, source)
             for split, documents in ("val", val), ("train", train):
                 tokens = encode(documents, encoding)

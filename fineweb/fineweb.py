@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 
 from backstage import dataset
 from backstage.errors import UserError, parse_flags, require, run_main
@@ -30,6 +31,7 @@ from backstage.files import (
     remove_parts,
     require_like,
 )
+from workshop.vocabulary import save_vocabulary
 
 import documents
 import manifest
@@ -137,7 +139,7 @@ def begin(flags):
                     "--out, or name it with --vocabulary")
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
-        dataset.save_vocabulary(encoding, flags.out)
+        save_vocabulary(encoding, flags.out)
         made = manifest.new(
             flags.name, flags.out, source, revision=revision, files=files,
             next=dict.fromkeys(NEXT, 0))
@@ -162,7 +164,7 @@ def find_vocabulary(folder):
                 "vocabulary: name a dataset folder that has one")
         return tokenise.check_vocabulary(dataset.load_vocabulary(folder))
     try:
-        return dataset.gpt2_vocabulary(download=True)
+        return tiktoken.get_encoding("gpt2")
     except OSError as error:
         raise UserError("GPT-2's vocabulary cannot be downloaded: run this "
                         "once where there is a network") from error

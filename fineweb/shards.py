@@ -88,11 +88,8 @@ def write(path, tokens):
         np.lib.format.write_array_header_1_0(file, header)
         file.write(tokens.data)
 
-    try:
-        write_atomically(path, fill)
-    except UserError as error:
-        raise UserError(f"{error}: make room and run the same command again"
-                        ) from error
+    write_atomically(
+        path, fill, ": make room and run the same command again")
 
 
 def read(path):

@@ -20,6 +20,7 @@ import tyro
 
 from backstage import dataset
 from backstage.errors import parse_flags, require, run_main
+from workshop.vocabulary import save_vocabulary
 
 import shards
 
@@ -46,7 +47,7 @@ def main():
     require(not out.exists(), f"{out} already exists: choose another --out")
     with shards.new_folder(out) as folder:
         if (paths[0].parent / dataset.SETTINGS).exists():
-            dataset.save_vocabulary(
+            save_vocabulary(
                 dataset.load_vocabulary(paths[0].parent), folder)
         number = {"val": 0, "train": 1}  # the next shard's
         for path in shards.progress(paths, unit=" shards"):

@@ -14,7 +14,6 @@ from functools import cache
 import matplotlib
 
 from slides.schedules import GPIPE, ONE_F_ONE_B, events
-from workshop import arithmetic
 from workshop.notebook import pictures
 from workshop.notebook.pictures import (
     COLOURS,
@@ -26,7 +25,7 @@ from workshop.notebook.pictures import (
     svg,
     text,
 )
-from workshop.results import plot, runs
+from workshop.results import arithmetic, plot, runs
 from workshop.stages import STAGES
 
 BLUE, ORANGE = COLOURS[:2]

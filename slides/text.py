@@ -19,12 +19,11 @@ import jinja2
 from backstage import ROOT
 from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
+from notebooks.experiments import sharding
 from slides import figures, schedules
-from workshop import arithmetic
 from workshop.lesson import documents, render
 from workshop.lesson.diff import Diff, differences, load_lesson
-from workshop.notebook import sharding
-from workshop.results import runs
+from workshop.results import arithmetic, runs
 from workshop.stages import FIRST, LESSONS, STAGES
 
 SLIDES = ROOT / "slides"

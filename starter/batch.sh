@@ -17,7 +17,9 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
 
-run=runs/$SLURM_JOB_ID # the same after a requeue: it goes on
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID} # of an array this element alone
+run=runs/$job             # the same after a requeue: it goes on
 trap 'kill -USR1 $processes' USR1 # srun passes it on to all of them
 trap : TERM                       # they get it as well
 srun --kill-on-bad-exit=1 python train.py --run-dir "$run" --resume "$@" &
@@ -26,8 +28,8 @@ while kill -0 $processes 2>/dev/null; do
     wait $processes # returns at each signal
     status=$?
 done
-state=$(squeue -h -j "$SLURM_JOB_ID" -o %T) # another one after scancel
+state=$(squeue -h -j "$job" -o %T) # another one after scancel
 if [ "$status${state:-RUNNING}" = 0RUNNING ] && [ ! -e "$run/finished" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$job"
 fi
 exit "$status"

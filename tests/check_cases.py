@@ -30,8 +30,8 @@ CASES = [replace(case, stage=stage) for stage in STAGES
 
 def outcome(case):
     """(whether it passed, its first FAIL or warning, all that was said)."""
+    from rankcheck.errors import UserError
     from workshop.check.command import check
-    from workshop.errors import UserError
 
     out = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="case-") as folder:

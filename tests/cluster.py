@@ -1,4 +1,4 @@
-"""A SLURM of two nodes with four fake GPUs each, and a clone beside it."""
+"""A SLURM of three nodes with four fake GPUs each, and a clone beside it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from conftest import (
 from stages import Result, make_dataset
 
 from backstage import ROOT
-from workshop.processes import Rank
+from rankcheck.launch.ranks import Rank
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -61,6 +61,7 @@ def main():
         (run / RECORD).write_text(json.dumps({
             "stage": "ddp", "device": "cpu", "max_steps": steps, "config":
             ones, "world_size": size, "nodes": size // on_node,
+            "startup": time.time(),
             "hyperparameters": ones | {"preset": "", "data": ""}}))
         metrics = Metrics(run / "metrics.csv", first)
         print(f"resuming after step {first - 1}\\n" * bool(first), end="")
@@ -97,8 +98,8 @@ class Slurm:
             ["unshare", "--net", "--mount", "--uts", "--pid", "true"],
             capture_output=True).returncode == 0
         self.mode = os.environ.get("LAB_MODE", "ns" if isolates else "flat")
-        self.nodes = (["node1", "node2"] if self.mode == "ns" else
-                      ["0x7f000001", "0x7f000002"])
+        name = "node" if self.mode == "ns" else "0x7f00000"
+        self.nodes = [f"{name}{number}" for number in (1, 2, 3)]
         self.env = {
             name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}
@@ -191,7 +192,7 @@ def holding(file, text):
 def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
     copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",
-                "notebooks", "solutions", "workshop")
+                "notebooks", "rankcheck", "solutions", "workshop")
     (clone / "fineweb" / "demo").mkdir()
     (clone / "fineweb" / "demo" / "manifest.json").touch()
 

@@ -111,8 +111,8 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     """No test may leave a process behind."""
     end, left = time.monotonic() + 20, []
-    if "workshop.server" in sys.modules:
-        sys.modules["workshop.server"].end_all()
+    if "rankcheck.launch.fork_server" in sys.modules:
+        sys.modules["rankcheck.launch.fork_server"].end_all()
     if is_worker(session.config):
         return
     while (left := list(left_behind())) and time.monotonic() < end:
@@ -157,7 +157,7 @@ def copy_course(clone, *names):
     """Copy these folders and files of the course, without what is made."""
     made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
                                   ".checked.json")
-    for name in names:
+    for name in (*names, *["rankcheck"] * ("workshop" in names)):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, clone / name, ignore=made)
@@ -333,7 +333,7 @@ def lab(tmp_path):
     root: the folder that it shows, and where a command runs. all_cells: it
     draws not only those in sight.
     """
-    from workshop import processes
+    from rankcheck.launch import ranks
 
     servers = []
 
@@ -352,7 +352,7 @@ def lab(tmp_path):
                    "PYTHONPATH", "VIRTUAL_ENV", "WORKSHOP_VENV")}
         env |= {"HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "0",
                 **variables}
-        port = processes.free_port()
+        port = ranks.free_port()
         command = command or ("jupyterlab", "--no-browser",
                               f"--ServerApp.root_dir={root}")
         log = tmp_path / "lab.log"

@@ -22,10 +22,11 @@ from torch.optim.optimizer import (
 
 from backstage import ROOT, dataset
 from backstage.run import Run
-from workshop.processes import OPEN_MPI, Launch
+from rankcheck.launch.ranks import OPEN_MPI, Launch
+from rankcheck.probes.collectives import Collectives
+from rankcheck.probes.recorder import replace
 from workshop.stages import STAGES, modules_of
-from workshop.watch.log import replace
-from workshop.watch.messages import Collectives
+from workshop.vocabulary import save_vocabulary
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER / "golden"  # what was once computed from the dataset
@@ -55,7 +56,7 @@ def make_dataset(folder):
     text = " ".join(rng.choice(words, 3000)).encode()
     tokens = np.frombuffer(text, np.uint8)[:8400]
     write_shards(folder, np.split(tokens, [2500, 2510]), tokens[:1100])
-    dataset.save_vocabulary(BYTES, folder)
+    save_vocabulary(BYTES, folder)
     return folder
 
 
@@ -64,7 +65,7 @@ class Result:
     """What a run of a stage left behind."""
 
     folder: Path
-    ranks: list  # of workshop.processes.Rank
+    ranks: list  # of rankcheck.launch.ranks.Rank
 
     @property
     def status(self):

@@ -72,7 +72,8 @@ def test_it_is_unpacked_once(archives, node):
                     WORKSHOP_INSTALL="no")  # as in a job
     assert out.endswith(f"status=0\n{place}\n") and not err
     out = subprocess.run(
-        ["python3", "-c", "import sys; from workshop import interpreter as i\n"
+        ["python3", "-c", "import sys\n"
+         "from workshop.jobs import interpreter as i\n"
          "i.PACKAGES, i.HAS_PACKAGES = ('one',), 'import one'\n"
          "i.run('-c', 'import sys; print(sys.prefix)',"
          " on_line=sys.stdout.write)"],

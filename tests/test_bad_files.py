@@ -46,9 +46,11 @@ from backstage.errors import UserError
 from backstage.files import Damaged
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics
+from rankcheck import errors
+from rankcheck.launch import scratch
 from solutions import train_gpt2_std as std
-from workshop import errors, scratch
 from workshop.results import runs
+from workshop.vocabulary import save_vocabulary
 
 few = settings(max_examples=40, deadline=None, database=None,
                derandomize=True, suppress_health_check=[*HealthCheck])
@@ -433,7 +435,7 @@ SHARD = as_bytes(np.save, np.arange(100, dtype=np.uint16))
 def test_a_shard_of_any_bytes(place, content):
     for split in "train", "val":
         (place / f"any_{split}_000001.npy").write_bytes(content)
-    dataset.save_vocabulary(BYTES, place)
+    save_vocabulary(BYTES, place)
     if one_line(lambda: dataset.check_shards(place, 32) or True):
         tokens = np.load(place / "any_train_000001.npy")
         assert tokens.tolist() == [*range(100)]
@@ -444,7 +446,7 @@ def words(place):
     """A folder with a vocabulary, and the lines of it."""
     folder = place / "words"
     folder.mkdir()
-    dataset.save_vocabulary(BYTES, folder)
+    save_vocabulary(BYTES, folder)
     return folder, (folder / dataset.TOKENS).read_bytes().splitlines()
 
 
@@ -459,7 +461,7 @@ RANKS = st.integers() | st.sampled_from([-1, 0, 4, 256, 257, 2**32, 2**64])
 @example(3, b" 3 3")
 def test_a_vocabulary_with_another_line(words, number, end):
     folder, lines = words
-    dataset.save_vocabulary(BYTES, folder)
+    save_vocabulary(BYTES, folder)
     (folder / dataset.TOKENS).write_bytes(b"\n".join(
         [*lines[:number], lines[number].split()[0] + end,
          *lines[number + 1:]]))
@@ -478,7 +480,7 @@ def test_a_vocabulary_with_another_line(words, number, end):
 @examples(DAMAGE)
 def test_settings_of_a_vocabulary_of_any_bytes(words, content):
     folder, _ = words
-    dataset.save_vocabulary(BYTES, folder)
+    save_vocabulary(BYTES, folder)
     (folder / dataset.SETTINGS).write_bytes(content)
     encoding = one_line(dataset.load_vocabulary, folder)
     assert encoding is None or encoding.n_vocab == 257
@@ -616,7 +618,7 @@ def test_any_flags(data, pairs):
 def leave_folder(parent, user):
     """Make a check's folder in a user's process that is killed; its path."""
     program = (f"import os, tempfile; tempfile.tempdir = {parent!r}\n"
-               f"from workshop import scratch\nos.setuid({user})\n"
+               f"from rankcheck.launch import scratch\nos.setuid({user})\n"
                "print(scratch.make_folder(), flush=True)\n"
                "os.kill(os.getpid(), 9)")
     said = subprocess.run([sys.executable, "-c", program], text=True,

@@ -10,8 +10,8 @@ from stages import GOLDEN
 from torch import nn
 
 from backstage.errors import UserError
-from workshop import arithmetic
-from workshop.notebook import batch
+from notebooks.experiments import batch
+from workshop.results import arithmetic
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.processes import launch
+from rankcheck.launch.ranks import launch
 
 import turns
 

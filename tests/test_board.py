@@ -9,8 +9,8 @@ from cluster import wait_for
 from conftest import linear_light
 from stages import edited
 
+from rankcheck.report import MEANING, SIGNS, Board
 from workshop import classroom
-from workshop.check.board import MEANING, SIGNS, Board
 from workshop.check.command import check
 from workshop.lesson import render
 from workshop.notebook import pictures

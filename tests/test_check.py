@@ -19,16 +19,17 @@ from stages import edited
 
 from backstage import ROOT
 from backstage import errors as ours
-from workshop import patience, server
-from workshop.check import endings, trial
+from rankcheck import exits
+from rankcheck.errors import UserError
+from rankcheck.launch import fork_server, hang_detector
+from rankcheck.trial import Trial, watch
+from workshop.check import plan
 from workshop.check.command import check
 from workshop.check.questions import ask
-from workshop.errors import UserError
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells
 from workshop.stages import STAGES
-from workshop.trial import Trial, watch
 
 SUITE = {"no Python": (), "a segmentation fault": pytest.mark.whole}
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
@@ -162,14 +163,14 @@ def test_a_signal_ends_it_at_once(
 
 def bench_of(stage, script, folder):
     (folder / "bench").mkdir()
-    return trial.Bench(folder / "bench", stage, script, script.read_bytes())
+    return plan.Bench(folder / "bench", stage, script, script.read_bytes())
 
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
     one = watch(Trial(script), (), tmp_path / "seen", print, {"allowed": 0.5})
     assert one.gave_up == "busy"
-    assert "it never reaches step 0 but keeps running" in endings.explain(
+    assert "it never reaches step 0 but keeps running" in exits.explain(
         one).text
 
 
@@ -249,16 +250,16 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
         f'#!/bin/sh\nrm "{hangs}" && exec sleep 600\n'
         f'exec {shutil.which("mpirun")} "$@"\n'))
     monkeypatch.setenv("PATH", f"{mpirun.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(patience, "UNSTARTED", 2.0)
+    monkeypatch.setattr(hang_detector, "UNSTARTED", 2.0)
     bench = bench_of("mpi", STAGES["mpi"].solution, tmp_path)
     hangs.touch()
-    two = bench.try_out("once", trial.Mesh(1, 2, 1))
+    two = bench.try_out("once", plan.Mesh(1, 2, 1))
     assert not hangs.exists()
     assert [rank.status for rank in two.ranks] == [0, 0]
 
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match="mpirun does not start the processes"):
-        bench.try_out("twice", trial.Mesh(1, 2, 1))
+        bench.try_out("twice", plan.Mesh(1, 2, 1))
 
 
 @pytest.mark.whole
@@ -267,7 +268,7 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
     """A rank, or the ranks' server, which is replaced: it is no verdict on
     the script, and nothing is left.
     """
-    first = server.get_servers()
+    first = fork_server.get_servers()
     script = edited(tmp_path, "ddp", (
         "import math\n", "import math\nimport os\n"
         f"os.kill({killed}, 9)\nos._exit(1)\n"))
@@ -275,4 +276,4 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
                        "likely because the memory"):
         check("ddp", script)
     assert not left_in(temporary)
-    assert (server.get_servers() == first) == (killed == "os.getpid()")
+    assert (fork_server.get_servers() == first) == (killed == "os.getpid()")

@@ -5,10 +5,10 @@ import ast
 import pytest
 import torch
 
+from rankcheck.findings import Line, fail
+from rankcheck.tensors import TIED, assemble, describe
 from workshop.check.command import lines_as_in
 from workshop.check.questions.process import undefined_name
-from workshop.findings import Line, fail
-from workshop.parts import TIED, assemble, describe
 
 
 def test_a_missing_part_is_a_hole():

@@ -30,9 +30,9 @@ from stages import (
     wait_for_rows,
 )
 
-from workshop.arithmetic import of_step
+from workshop.check.probe import probes
+from workshop.results.arithmetic import of_step
 from workshop.stages import STAGES
-from workshop.watch.course import probes
 
 
 def places(all_places):

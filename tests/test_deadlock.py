@@ -4,7 +4,7 @@ import pytest
 from conftest import edit
 from verify_cases import read
 
-from workshop.verify import command
+from rankcheck.verify import command
 
 FIRST = "for epoch in"  # before it, a rank may wait
 

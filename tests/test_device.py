@@ -16,7 +16,7 @@ from stages import Result, attempt, edited, refused
 
 from backstage import device, flags, flops, process, world
 from backstage.errors import UserError, explain
-from workshop.processes import launch
+from rankcheck.launch.ranks import launch
 from workshop.stages import STAGES, modules_of
 
 LAUNCHERS = ("SLURM_", "CUDA_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE")

@@ -18,8 +18,10 @@ from stages import BYTES, write_shards
 
 from backstage import dataset
 from backstage.errors import UserError
-from workshop import doctor, scratch
-from workshop.processes import launch
+from rankcheck.launch import scratch
+from rankcheck.launch.ranks import launch
+from workshop.jobs import doctor
+from workshop.vocabulary import save_vocabulary
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def repo(tmp_path):
     copy_course(tmp_path, "backstage", "workshop")
     demo = write_shards(tmp_path / "fineweb" / "demo",
                         [[0] * 1234, [0] * 1000], [0] * 56, name="demo")
-    dataset.save_vocabulary(BYTES, demo)
+    save_vocabulary(BYTES, demo)
     return tmp_path
 
 

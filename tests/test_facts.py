@@ -5,7 +5,7 @@ import re
 import pytest
 
 from slides.text import cells
-from workshop.arithmetic import of_step
+from workshop.results.arithmetic import of_step
 
 TINY = {"block_size": 32, "n_layer": 4, "n_head": 4, "n_embd": 32}
 TABLES = {  # a lesson's table: (split, mesh, A, B), the rows' collectives

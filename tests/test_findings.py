@@ -9,18 +9,18 @@ import torch
 from conftest import program
 
 from backstage.errors import UserError
-from workshop.check import endings
-from workshop.check.board import Quiet
+from rankcheck import exits
+from rankcheck.findings import Finding, Line
+from rankcheck.launch.ranks import Rank
+from rankcheck.report import Quiet
+from rankcheck.tensors import assemble, describe
+from rankcheck.verify import resume
 from workshop.check.command import Check, Mistake, check, lines_as_in
+from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS
-from workshop.check.trial import Mesh, StageTrial
-from workshop.findings import Finding, Line
 from workshop.lesson.diff import Diff
-from workshop.parts import assemble, describe
-from workshop.processes import Rank
 from workshop.stages import STAGES
-from workshop.verify import resume
 
 NAN, INF = torch.nan, torch.inf
 
@@ -41,7 +41,7 @@ def trial(*ranks, script="their_train.py", **seen):
     ("ValueError: 3\nthe cause\nRuntimeError:\n", "ValueError: 3"),
 ])
 def test_the_last_words_of_a_script(err, says):
-    finding = endings.explain(trial(Rank(1, "", err), Rank(0, "", "")))
+    finding = exits.explain(trial(Rank(1, "", err), Rank(0, "", "")))
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 

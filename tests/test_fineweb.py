@@ -27,6 +27,7 @@ from builders import FOLDER, contents, refuses, run, start, succeeds
 
 from backstage import dataset
 from backstage.errors import UserError
+from workshop.vocabulary import save_vocabulary
 
 import tokenise
 
@@ -77,7 +78,7 @@ def corpus(tmp_path_factory):
         "small", pat_str=tokenise.GPT2_SPLITS[0], mergeable_ranks=ranks,
         special_tokens={dataset.END_OF_TEXT: len(ranks)})
     (root / "vocabulary").mkdir()
-    dataset.save_vocabulary(encoding, root / "vocabulary")
+    save_vocabulary(encoding, root / "vocabulary")
     # the plain loop that fineweb.py has to agree with
     tokens = [token for text in texts
               for token in (encoding.eot_token,
@@ -343,7 +344,7 @@ def test_bad_input(make, flags, message, corpus, tmp_path, tool):
 
 
 def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
-    dataset.save_vocabulary(stages.BYTES, tmp_path)
+    save_vocabulary(stages.BYTES, tmp_path)
     (tmp_path / "theirs").mkdir()
     for name in "theirs", "out":
         flags = [*corpus.flags, "--out", tmp_path / name]
@@ -352,14 +353,15 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
     # the empty folder that it has made goes, another's stays
     assert (tmp_path / "theirs").exists() and not (tmp_path / "out").exists()
     # a vocabulary of somebody's own is not written anew
-    dataset.save_vocabulary(stages.BYTES, tmp_path / "theirs")
+    save_vocabulary(stages.BYTES, tmp_path / "theirs")
     before = contents(tmp_path / "theirs")
     assert "holds another vocabulary" in tool(
         "fineweb", *corpus.flags, "--out", tmp_path / "theirs")[1]
     assert contents(tmp_path / "theirs") == before
     (tmp_path / "pyarrow.py").write_text(  # as if it were not installed
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
-    assert refuses(run("fineweb", *flags, env={"PYTHONPATH": str(tmp_path)}),
+    assert refuses(run("fineweb", *flags, env={
+        "PYTHONPATH": f"{tmp_path}:{FOLDER.parent}"}),
                    "pyarrow is missing: pip install -r")
 
 
@@ -394,7 +396,7 @@ def test_counting_and_verifying(corpus, whole, tmp_path, tool):
     damage(add(1), "sha256", "--verify")
     damage(add(60_000), "holds ids beyond the vocabulary's 701", "--verify")
     damage(begin_late, "does not begin with a document", "--verify")
-    damage(lambda _, copy: dataset.save_vocabulary(stages.BYTES, copy),
+    damage(lambda _, copy: save_vocabulary(stages.BYTES, copy),
            "the vocabulary is not the one in the manifest", "--verify")
     damage(lambda path, _: path.write_bytes(path.read_bytes()[:-2]),
            "is damaged")
@@ -502,3 +504,13 @@ def test_training_reads_it(whole, tmp_path):
     (shutil.copytree(whole, tmp_path / "plain") / "manifest.json").unlink()
     out, _ = succeeds("countfineweb", tmp_path / "plain", "--verify")
     assert "there is no manifest" in out  # as of another course
+
+
+def test_fineweb_as_a_job(slurm, corpus, whole, tmp_path):
+    """From small Parquet files."""
+    job = slurm.submit("fineweb", *corpus.flags, "--out", tmp_path / "a b",
+                       options=["--cpus-per-task=2"])
+    assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    for ours, theirs in zip(shards(tmp_path / "a b"), shards(whole),
+                            strict=True):
+        assert (ours == theirs).all()

@@ -8,7 +8,7 @@ import torch
 from stages import FOLDER, Result, refused
 
 from backstage import ROOT
-from workshop.processes import launch
+from rankcheck.launch.ranks import launch
 
 import generate
 

@@ -14,8 +14,8 @@ import torch
 from conftest import needs, python
 
 from backstage import ROOT
+from rankcheck.launch.ranks import launch
 from workshop.check.operations import AUTOCAST, compare, make_inputs
-from workshop.processes import launch
 
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"
 
@@ -83,7 +83,7 @@ def test_what_autocast_gives_bf16_stays_bf16(name, script):
 
 COMPILE = """\
 import runpy, sys
-from workshop.notebook import kernels
+from notebooks.experiments import kernels
 known = kernels.TYPES
 for name, kernel in runpy.run_path(sys.argv[1]).items():
     if not name.endswith(("_forward", "_backward", "_kv", "_q")):

@@ -26,9 +26,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from backstage import ROOT
 from slides.text import cells
-from workshop.lab import find_last
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
+from workshop.notebook.lab import find_last
 from workshop.stages import STAGES
 
 pytestmark = pytest.mark.whole

@@ -16,9 +16,9 @@ from stages import refused, run_command, start_stage
 from backstage import ROOT, process
 from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
-from workshop import doctor_ranks
+from rankcheck.launch.ranks import free_port, launch
 from workshop.as_torchrun import find_rank_0, join_world
-from workshop.processes import free_port, launch
+from workshop.jobs import doctor_ranks
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -141,7 +141,8 @@ def test_a_machine_that_cannot_connect_to_itself():
     alone = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("unshare has no network to give here")
-    code = "from workshop import doctor; doctor.run_main(doctor.ask_processes)"
+    code = ("from workshop.jobs import doctor\n"
+            "doctor.run_main(doctor.ask_processes)")
     end = subprocess.run(
         [*alone, sys.executable, "-c", code], capture_output=True, text=True)
     (line,) = end.stderr.splitlines()
@@ -288,7 +289,7 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path, mpich):
 ASKS = """\
 import os, socket, sys
 from pathlib import Path
-from workshop import doctor_ranks
+from workshop.jobs import doctor_ranks
 
 socket.gethostname = lambda: f"node{int(os.environ['RANK']) // 2 + 1}"
 doctor_ranks.NETWORK = Path(sys.argv[1])
@@ -301,7 +302,7 @@ def test_the_speeds_in_and_between_two_nodes(tmp_path):
     script, speeds = tmp_path / "asks.py", tmp_path / "network.json"
     script.write_text(ASKS)
     first, *others = launch(script, speeds, world_size=4,
-                            preload=["workshop.doctor_ranks"])
+                            preload=["workshop.jobs.doctor_ranks"])
     assert first.status == 0, first.err
     assert not any(rank.out or rank.err for rank in others)
     assert re.findall("^ok     (.* ranks) over gloo", first.out, re.M) == [

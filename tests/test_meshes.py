@@ -18,8 +18,8 @@ from stages import (
 from torch import distributed as dist
 
 from backstage import checkpoint
-from workshop.watch.log import replace
-from workshop.watch.messages import Collectives
+from rankcheck.probes.collectives import Collectives
+from rankcheck.probes.recorder import replace
 
 # ------------------------------------------------ the same training
 

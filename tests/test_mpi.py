@@ -13,11 +13,11 @@ from conftest import MPICH, needs, program
 from stages import MEETS, Result, agree, run_command, tiny
 
 from backstage import ROOT
-from workshop import doctor
+from rankcheck.errors import UserError
+from rankcheck.launch.ranks import Rank
 from workshop.check import command
-from workshop.errors import UserError
+from workshop.jobs import doctor
 from workshop.notebook import ranks
-from workshop.processes import Rank
 from workshop.stages import STAGES
 
 ENTER = """\
@@ -169,8 +169,9 @@ def test_more_ranks_than_cores_which_share_all_of_them(
     needs("mpirun")
     more = request.getfixturevalue(library)
     done = run_command(sys.executable, "-c", "import os; os.sched_setaffinity("
-                       "0, {min(os.sched_getaffinity(0))}); from workshop "
-                       "import doctor; print(doctor.ask_mpi())", **more)
+                       "0, {min(os.sched_getaffinity(0))}); from "
+                       "workshop.jobs import doctor; print("
+                       "doctor.ask_mpi())", **more)
     assert f"4 processes added up over {says}" in done.stdout, done.stderr
     for env in more, {}:  # and the machine's own, which test_doctor.py asks
         done = run_command(

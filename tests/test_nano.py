@@ -7,7 +7,7 @@ import pytest
 from stages import Result
 
 from backstage import ROOT, dataset
-from workshop.processes import launch
+from rankcheck.launch.ranks import launch
 
 DEMO = ROOT / "fineweb" / "demo"
 

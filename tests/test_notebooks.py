@@ -21,24 +21,17 @@ from lab import Lesson
 
 from backstage import ROOT
 from backstage.errors import UserError
+from notebooks.experiments import hangs, your_model
+from rankcheck.launch.ranks import launch
+from rankcheck.verify.command import verify
 from slides import figures, schedules
-from workshop import journey, rehearse
-from workshop import lab as opener
-from workshop.lesson import checked, documents, render
+from workshop import rehearse
+from workshop.lesson import checked, documents, journey, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import (
-    cells,
-    following,
-    hangs,
-    magics,
-    pictures,
-    printed,
-    your_model,
-)
-from workshop.processes import launch
+from workshop.notebook import cells, following, magics, pictures, printed
+from workshop.notebook import lab as opener
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
-from workshop.verify.command import verify
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAUGHT = [stage for stage in LESSONS if (  # in a notebook

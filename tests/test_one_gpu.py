@@ -11,8 +11,9 @@ import torch
 from backstage import ROOT, dataset
 from backstage.flags import DEMO, parse
 from backstage.flops import PEAKS, flops_per_token
-from workshop.notebook import one_gpu, printed
-from workshop.notebook.sharding import std
+from notebooks.experiments import one_gpu
+from notebooks.experiments.sharding import std
+from workshop.notebook import printed
 from workshop.results import plot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import COUNTS, clone_course, holding
+from cluster import COUNTS, clone_course, holding, world
 from conftest import needs, program
 from stages import Result
 
-from workshop.processes import OPEN_MPI
+from rankcheck.launch.ranks import OPEN_MPI
 
 FLAGS = "--preset tiny --device cpu --microbatch-size 1"
 TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node
@@ -39,6 +39,11 @@ echo "Job Id: $2
 	e batchfiles/pbs/batch-stage.sh
     project = _pbs_project_default
 "
+"""
+# A first start takes longer than there is time
+SLOW = """import os, sys, time
+folder = sys.argv[sys.argv.index("--run-dir") + 1]
+time.sleep(0 if os.path.exists(f"{folder}/checkpoints") else 9)
 """
 QSUB = """#!/bin/sh
 for word; do echo "$word"; done > "$SUBMITTED"
@@ -89,7 +94,7 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
         (tmp_path / "libmpi.so.12").symlink_to(library)  # docs/launching.md
     submitted, folder = tmp_path / "submitted", tmp_path / "run"
     flags = f"{FLAGS} --max-steps 100000"
-    with holding(clone / "solutions" / "train_gpt2_ddp.py", COUNTS):
+    with holding(clone / "solutions" / "train_gpt2_ddp.py", SLOW + COUNTS):
         done = run(clone, "ddp", bin=str(tmp_path), FLAGS=flags,
                    SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder),
                    LD_LIBRARY_PATH=str(tmp_path))
@@ -110,6 +115,46 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
         assert job.stdout.count("\nnode None") == 4
     assert "stopped by SIGUSR1" in done.stdout
     assert Result(folder, []).column("step") == list(range(int(steps) + 5))
+
+
+# What PBS and an MPI that it knows would do on two nodes, by MPICH and SLURM
+ON_TWO_NODES = r"""#!/bin/bash
+scontrol show hostnames "$SLURM_JOB_NODELIST" | sed p >nodes
+mkdir mpich
+ln -s /usr/lib/*/libmpich.so.12 mpich/libmpi.so.12
+cat >mpich/mpiexec <<END
+#!/bin/sh
+[ "\$1" != --version ] || exec mpiexec.mpich --version
+export SLURM_JOB_ID=$SLURM_JOB_ID UCX_TLS=tcp,self
+exec mpiexec.mpich -launcher slurm -f "$PWD/nodes" "\$@"
+END
+chmod +x mpich/mpiexec
+for name in ${!SLURM_*}; do [ "$name" = SLURM_CONF ] || unset "$name"; done
+export PBS_NODEFILE=$PWD/nodes PBS_JOBID=123.pbs PBS_JOBNAME=stage STAGE=ddp
+export PBS_O_WORKDIR=$WORKSHOP WORKSHOP_RUN=$PWD/run FLAGS="--max-steps 3"
+export PATH=$PWD/mpich:$PATH LD_LIBRARY_PATH=$PWD/mpich
+bash "$WORKSHOP/batchfiles/pbs/batch-stage.sh"
+"""
+
+
+@pytest.mark.whole
+def test_on_two_nodes(slurm, tmp_path):
+    """Each has as many ranks as the node file names it."""
+    needs("mpiexec.mpich")
+    if slurm.mode != "ns":
+        pytest.skip("the nodes need hostnames of their own")
+    program(tmp_path / "job.sh", ON_TWO_NODES)
+    with slurm.counting("ddp"):
+        job = slurm("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",
+                    "--output=%j.log", f"--chdir={tmp_path}",
+                    tmp_path / "job.sh").stdout.strip()
+        end = slurm.wait(job)
+    log = (tmp_path / f"{job}.log").read_text()
+    assert end["JobState"] == "COMPLETED", log
+    assert world(tmp_path / "run") == (2, 4)
+    assert "place     PBS job 123.pbs: 2 x 2 processes, on node1 node2" in log
+    assert sorted(re.findall("^node .", log, re.M)) == [
+        "node 0", "node 0", "node 1", "node 1"]
 
 
 @pytest.mark.whole

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from backstage import ROOT
+from rankcheck.errors import UserError
 from slides import text as slides
 from workshop import __main__ as workshop
-from workshop import answers
-from workshop.errors import UserError
+from workshop.lesson import answers
 from workshop.lesson.diff import Diff, Script, differences, load_lesson
 from workshop.stages import STAGES
 

@@ -10,9 +10,9 @@ import pytest
 from conftest import program
 
 from backstage import ROOT
-from workshop.check.command import Check, find_reference, main
+from workshop.check.command import Check, check, find_reference
+from workshop.check.plan import Bench
 from workshop.check.questions import ask
-from workshop.check.trial import Bench
 from workshop.lesson import documents
 from workshop.lesson.diff import Diff
 from workshop.notebook import ranks
@@ -94,7 +94,7 @@ def test_the_check_says_what_the_answer_quotes(
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert not main(stage, script, change=number)
+        assert not check(stage, script, change=number)
     failed = re.search("^  FAIL  (.*)$", out.getvalue(), re.MULTILINE)
     assert quoted in failed[1], out.getvalue()
 

@@ -12,7 +12,7 @@ from cluster import wait_for
 from conftest import program
 
 from backstage import ROOT
-from workshop import processes
+from rankcheck.launch import ranks
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -27,19 +27,19 @@ def test_a_number_that_the_system_gives_again(tmp_path):
                       "time.sleep(float(sys.argv[2]))\n"
                       "sys.exit(int(sys.argv[1]))\n")
     for _ in range(50):  # another process may take the number before ours
-        first, = processes.launch(script, 0, 0)
+        first, = ranks.launch(script, 0, 0)
         pid = int(first.out)
         LAST_PID.write_text(str(pid - 1))
-        again, = processes.launch(script, 3, 0.3)
+        again, = ranks.launch(script, 3, 0.3)
         if int(again.out or 0) == pid or again.status != 3:
             break
-    assert again == processes.Rank(3, f"{pid}\n", "")
+    assert again == ranks.Rank(3, f"{pid}\n", "")
 
 
 def test_a_stopped_process_is_not_asleep(tmp_path):
     """A rank, or the server of the ranks: what waits for them waits on."""
     script = program(tmp_path / "script.py", "import time\ntime.sleep(60)\n")
-    launch = processes.Launch(script)
+    launch = ranks.Launch(script)
     try:
         for pid in launch.jobs[0].pid, launch.jobs[0].server.process.pid:
             wait_for(lambda: not launch.activity()[1], 60)
@@ -53,7 +53,7 @@ def test_a_stopped_process_is_not_asleep(tmp_path):
 def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
     """As mpirun ends them all after one that failed."""
     rank = subprocess.Popen(
-        [sys.executable, "-c", "from workshop import mpirun_proxy\n"
+        [sys.executable, "-c", "from rankcheck.launch import mpirun_proxy\n"
          "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)})
     with socket.socket(socket.AF_UNIX) as proxy:
@@ -66,9 +66,9 @@ def test_temporary_files_are_where_its_environment_says(tmp_path):
     """Not where the server's are: verify removes its folder at the end."""
     script = tmp_path / "script.py"
     script.write_text("import tempfile\nprint(tempfile.gettempdir())\n")
-    rank, = processes.launch(
+    rank, = ranks.launch(
         script, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert rank == processes.Rank(0, f"{tmp_path}\n", "")
+    assert rank == ranks.Rank(0, f"{tmp_path}\n", "")
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -76,12 +76,12 @@ def test_a_port_that_is_free_and_stays_so(monkeypatch, family):
     """Others get none of these: the system gives them higher ones."""
     with socket.socket() as other:
         other.bind(("", 0))
-        assert processes.free_port() < 20_000 < other.getsockname()[1]
+        assert ranks.free_port() < 20_000 < other.getsockname()[1]
 
-    taken, free = processes.free_port(), processes.free_port()
+    taken, free = ranks.free_port(), ranks.free_port()
     order = [taken, free]
-    monkeypatch.setattr(processes.secrets, "choice", lambda _: order.pop(0))
+    monkeypatch.setattr(ranks.secrets, "choice", lambda _: order.pop(0))
     with socket.socket(family) as listener:
         listener.bind(("", taken))
         listener.listen()
-        assert processes.free_port() == free
+        assert ranks.free_port() == free

@@ -10,10 +10,10 @@ from stages import train
 
 from backstage import device
 from backstage.errors import UserError
-from workshop import profile
+from rankcheck.probes.recorder import replace
+from workshop.results import profile
 from workshop.results import runs as results
 from workshop.results.plot import PANELS, PARTS, themed
-from workshop.watch.log import replace
 
 DELAY = 0.1  # seconds: long, even where much else is computed
 

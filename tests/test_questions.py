@@ -14,11 +14,11 @@ import torch
 from conftest import needs
 
 from backstage.files import PART
+from rankcheck.launch.ranks import Rank
+from rankcheck.tensors import LAST, TIED
 from workshop.check.command import find_reference
+from workshop.check.plan import MINIBATCH, STEPS, Bench
 from workshop.check.questions import QUESTIONS, ask
-from workshop.check.trial import MINIBATCH, STEPS, Bench
-from workshop.parts import LAST, TIED
-from workshop.processes import Rank
 from workshop.stages import STAGES
 
 # Columns of a check, each of a kind or sharded in a way of its own

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backstage.flops import num_parameters
-from workshop import arithmetic
-from workshop.notebook.sharding import saved_bytes
+from notebooks.experiments.sharding import saved_bytes
+from workshop.results import arithmetic
 
 CONFIG = std.GPTConfig(
     block_size=64, vocab_size=512, n_layer=8, n_head=4, n_embd=64)

@@ -12,10 +12,10 @@ from cluster import COUNTS, clone_course, wait_for
 from conftest import all_processes, copy_course, git, needs, program
 
 from backstage import ROOT
+from rankcheck.launch.ranks import OPEN_MPI
 from workshop import __main__ as tools
 from workshop import rehearse
 from workshop.notebook import shown
-from workshop.processes import OPEN_MPI
 from workshop.rehearse import Step
 
 # What `qsub -W block=true -o FILE -v NAME=VALUE,... BATCHFILE` does, on this
@@ -107,7 +107,7 @@ def test_an_ended_rehearsal_leaves_nothing(tmp_path, number):
         [sys.executable, "-c", "from workshop import rehearse, __main__\n"
          "rehearse.GRACE = 1; __main__.run_main(__main__.main)", "rehearse"],
         cwd=here, env=os.environ | {"PYTHONPATH": str(clone)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     wait_for(lambda: [*here.glob("*/begun")])
     process.send_signal(number)
     assert process.wait(60) == 128 + number

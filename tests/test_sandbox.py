@@ -9,10 +9,10 @@ import pytest
 from conftest import edit
 from verify_cases import read
 
-from workshop import sandbox
-from workshop.errors import UserError
-from workshop.processes import launch
-from workshop.verify.command import verify
+from rankcheck.errors import UserError
+from rankcheck.launch import sandbox
+from rankcheck.launch.ranks import launch
+from rankcheck.verify.command import verify
 
 # Each writes to the file called `name`; after it comes what it needs first
 WAYS = {

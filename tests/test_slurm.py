@@ -1,4 +1,4 @@
-"""The batch files, on a SLURM of two nodes with four fake GPUs each.
+"""The batch files, on a SLURM of three nodes with four fake GPUs each.
 
 The CPU and gloo stand in for the GPUs. How else jobs end: test_slurm_ends.py.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import COUNTS, FLAGS, holding, wait_for, world
 from conftest import needs
+from stages import agree, train
 
 from backstage import ROOT
 from workshop.stages import STAGES, batch_files
@@ -48,30 +49,75 @@ def test_slurm_accepts_every_file(slurm):
             assert f"\n    {flag.replace('-', '_')}: int" in script
 
 
-def test_sbatch_says_the_size(slurm):
-    """Each GPU has a process, with its cores; what is inherited is not asked.
+WAYS = [  # to ask: by srun alone and by torchrun; nodes, cores and GPUs
+    ("mpi", "--nodes=2 --gpus-per-node=h100:2", 2, 8, "0,1"),
+    ("mpi", "--gres=gpu:4", 1, 8, "0,1,2,3"),
+    ("mpi", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
+    ("tp", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
+    ("tp", "--gpus-per-node=4 --gpus-per-task=1 --ntasks-per-node=4", 1, 8,
+     "0,1,2,3"),
+    # a site that gives out whole nodes gives more GPUs than the job's
+    ("mpi", "--gpus-per-node=2 --exclusive", 1, 8, "0,1"),
+    ("3d", "--nodes=1 --gpus-per-node=2 --exclusive", 1, 8, "0,1")]
 
-    A site that gives out whole nodes gives more GPUs than the job's. By srun
-    alone, and by torchrun.
+
+def test_the_days_table():
+    """It is short, and each of its lines is a test."""
+    text = (ROOT / "batchfiles" / "README.md").read_text()
+    rows = re.findall(r"^\|.*\| `(test_\w+)`(?:, `(test_\w+)`)? \|$", text,
+                      re.M)
+    tests = "".join((ROOT / "tests" / f"test_{name}.py").read_text()
+                    for name in ("slurm", "slurm_ends", "pbs", "fineweb"))
+    assert 20 < len(rows) <= 30
+    for name in filter(None, sum(rows, ())):
+        assert f"def {name}(" in tests
+
+
+def test_sbatch_says_the_size(slurm):
+    """Each GPU has a process, with its cores, or each task without GPUs.
+
+    What another job passes on is not asked for.
     """
-    whole = ["--exclusive", "--gpus-per-node=2"]
-    with slurm.counting("mpi"), slurm.counting("3d"):
-        jobs = [slurm.submit(stage, "--max-steps", 1, options=options, **{
-            "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
-            "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
-            "SLURM_GPUS_PER_NODE": "3"}) for stage, options in (
-                ("mpi", ["--nodes=2", "--gpus-per-node=h100:2"]),
-                ("mpi", whole), ("3d", [*whole, "--nodes=1"]))]
+    inherited = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "7",
+                 "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
+                 "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
+                 "SLURM_GPUS_PER_NODE": "3"}
+    with (slurm.counting("mpi"), slurm.counting("tp"), slurm.counting("3d")):
+        jobs = [slurm.submit(stage, "--max-steps", 1, options=options.split(),
+                             **inherited) for stage, options, *_ in WAYS]
         for job in jobs:
             assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
     ports = set()
-    for job, nodes in zip(jobs, ([0, 1], [0], [0]), strict=True):
+    for job, (stage, _, nodes, cores, gpus) in zip(jobs, WAYS, strict=True):
         said = re.findall("^(node .*) port (.*)", slurm.log(job), re.M)
         assert sorted(line for line, _ in said) == [
-            f"node {node} cores 8 gpus 0,1" for node in nodes for _ in (0, 1)]
+            f"node {node} cores {cores} gpus {gpus}" for node in range(nodes)
+            for _ in (gpus or "0,1").split(",")]
         ports |= {port for _, port in said}
-    assert len(ports) == 3  # for jobs that are on a node at the same time
+        assert world(slurm.repo / f"runs/{stage}-{job}")[0] == nodes
+    assert len(ports) == len(WAYS)  # jobs may be on a node at the same time
     assert "--pipeline-parallel 2 --tensor-parallel 2" in slurm.log(job)
+
+
+def test_a_size_that_does_not_fit(slurm):
+    """It is one line, before anything starts."""
+    more = r"4 GPUs and 2 tasks on each node: .* --ntasks-per-node=4$"
+    uneven = "--nodes=2 --gpus-per-node=0 --gpus=3"
+    few = slurm.repo / "batchfiles" / "batch-few.sh"
+    text = few.with_name("batch-tp.sh").read_text()
+    few.write_text(re.sub("--gpus-per-node=2|--cpus-per-gpu=8", "--gres=gpu:2",
+                          text))
+    jobs = {slurm.submit(name, options=options.split()): reason
+            for name, options, reason in (
+        ("lit-1n2g", "--gpus-per-node=4", more),
+        ("ddp-1n4g", "--ntasks-per-node=2", more),
+        ("ddp-1n1g", uneven, "one node has 2 GPUs, another 1: "),
+        ("few", "", "fewer cores than processes, 2 on each .*per-gpu=8$"))}
+    for job, reason in jobs.items():
+        assert slurm.wait(job)["JobState"] == "FAILED"
+        log = slurm.log(job)
+        assert re.search(reason, log) and log.count("\n") == 1, log
+    few.unlink()
 
 
 def test_a_job_from_a_shell_without_activate(slurm):
@@ -92,8 +138,9 @@ def test_a_job_from_a_shell_without_activate(slurm):
 
 @pytest.mark.parametrize(("line", "reason"), [
     ("false", "a command in .*site.sh failed"),
+    ("exit", "site.sh calls exit, .*: use return"),
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
-     r": run `source .*/my clone/activate\.sh`"),
+     r": run `source .*/my\\ clone/activate\.sh`"),
     ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* not exist: fix site"),
     ("kill -USR1 $$", "no time is left to train: .* longer --time"),  # SLURM's
 ])
@@ -120,6 +167,7 @@ def test_a_cell_submits_without_activate(slurm):
         assert slurm.wait(job)["JobState"] == "COMPLETED", said
     log = (slurm.repo.parent / f"slurm-{job}.out").read_text()
     assert f"job       std {job}: 1 x 2 GPUs" in log
+    assert log.startswith("warning: one process trains, on one of 2 GPUs\n")
     assert slurm.result("std", job).column("step") == [0, 1, 2]
 
 
@@ -145,8 +193,23 @@ JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
          "mpi.name_mpi_ranks(mpi.join_mpi())\n")
 
 
+def test_mpi_on_three_nodes(slurm, data, tmp_path):
+    """By Open MPI, which srun's PMIx tells who is there: the losses of std."""
+    needs("mpiexec")
+    if slurm.mode != "ns" or not list(Path("/usr/lib").glob("*/pmix2")):
+        pytest.skip("needs SLURM's PMIx, and a node of each rank's own")
+    flags = ("--max-steps", 3, "--minibatch-size", 6)
+    with site(slurm, "export SLURM_MPI_TYPE=pmix"):
+        job = slurm.submit("mpi", *FLAGS, *flags,
+                           options=["--nodes=3", "--gpus-per-node=1"])
+        assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    assert world(slurm.repo / f"runs/mpi-{job}") == (3, 3)
+    agree(slurm.result("mpi", job),
+          train("std", tmp_path / "alone", *flags, data=data))
+
+
 def test_srun_tells_mpi(slurm):
-    """Where site.sh names what SLURM calls the MPI library; else an error."""
+    """MPICH's, which site.sh says to SLURM; else an error."""
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
@@ -206,19 +269,10 @@ def test_the_script_on_the_desk(slurm):
         end = slurm.wait(job)
     desk.with_name(".checked.json").unlink()
     log = slurm.log(job)
-    assert f"{desk} --run-dir" in log and log.startswith("warning: ")
+    assert f"{desk.name} --run-dir" in log and log.startswith("warning: ")
     assert log.count("nothing to do: check --max-steps") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 
-
-def test_fineweb_as_a_job(slurm):
-    """With all of its cores; test_fineweb.py looks at the shards."""
-    with holding(slurm.repo / "fineweb" / "fineweb.py", "import os, sys\n"
-                 "print(os.environ['SLURM_CPUS_PER_TASK'], *sys.argv[1:])\n"):
-        job = slurm.submit("fineweb", "--out", "a b",
-                           options=["--cpus-per-task=2"])
-        state = slurm.wait(job)["JobState"]
-    assert (state, slurm.log(job)) == ("COMPLETED", "2 --out a b\n")
 
 
 def test_the_doctor_as_a_job(slurm):

@@ -1,6 +1,8 @@
 """Jobs that do not come to their end: signals, crashed nodes, killed ranks."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,14 +17,16 @@ pytestmark = pytest.mark.whole
 
 BATCHFILES = ROOT / "batchfiles"
 ONE_CORE = "--cpus-per-gpu=1"
+SLOW = "import time\ntime.sleep(6)\n"  # to import, as torch may be
 
 
 class Starts:
     """A job that is about to be disturbed, and starts again."""
 
-    def __init__(self, slurm, name, *flags):
+    def __init__(self, slurm, name, *flags, options=(), **variables):
         self.slurm = slurm
-        self.job = slurm.submit(name, *flags, options=[ONE_CORE])
+        self.job = slurm.submit(name, *flags, options=[ONE_CORE, *options],
+                                **variables)
         self.result, self.starts = slurm.result(name, self.job), 0
 
     @property
@@ -40,6 +44,10 @@ class Starts:
                   and self.log.rpartition("\njob  ")[2].count("| step")
                   >= steps)
 
+    def signal(self):
+        """As SLURM does before the time limit."""
+        self.slurm("scancel", "--batch", "--signal=USR1", self.job)
+
     def kill(self, number):
         """Send this signal to the rank on the second node."""
         pid, = (pid for pid, node in self.slurm.ranks(self.job)
@@ -48,9 +56,11 @@ class Starts:
 
     def lose_a_node(self):
         """To a job that is urgent, and short."""
+        nodes = self.slurm("scontrol", "show", "hostnames",
+                           self.slurm.job(self.job)["NodeList"]).stdout.split()
         urgent = self.slurm(
             "sbatch", "--parsable", "--partition=urgent",
-            f"--nodelist={self.slurm.nodes[1]}", "--exclusive", "--wrap",
+            f"--nodelist={nodes[-1]}", "--exclusive", "--wrap",
             "true").stdout.strip()
         assert self.slurm.wait(urgent)["JobState"] == "COMPLETED", self.log
 
@@ -84,12 +94,16 @@ def test_preempted(slurm, data, tmp_path):
 def test_preempted_and_out_of_time(slurm):
     """An urgent job takes a node; later the job's time is nearly over.
 
-    With srun and torchrun, through which a signal has the longest way. A job
-    has less time than its signal needs only once it trains: at its start bash
-    would be ended by the signal.
+    With srun and torchrun, through which a signal has the longest way. The
+    node is taken before the first step, too. A job has less time than its
+    signal needs only once it trains: at its start bash would be ended by the
+    signal.
     """
-    with slurm.counting("ddp"):
+    with slurm.counting("ddp", SLOW):
         job = Starts(slurm, "ddp-2n1g", "--max-steps", 10**6)
+        job.wait(lambda: "\ncommand " in job.log)
+        job.lose_a_node()
+        job.starts += 1
         job.get_going()
         job.lose_a_node()
         job.get_going()
@@ -98,32 +112,116 @@ def test_preempted_and_out_of_time(slurm):
             slurm("scontrol", "update", f"JobId={job.job}",
                   f"TimeLimit={minutes}")  # it looks twice a minute
             job.wait(lambda: "stopped by SIGUSR1" in job.log)
-        job.wait(lambda: slurm.job(job.job)["Restarts"] == "2")
+        job.wait(lambda: slurm.job(job.job)["Restarts"] == "3")
         job.cancel()
     assert "requeueing, to go on after" in job.log.rpartition("SIGUSR1")[2]
     job.has_lost_nothing(1)
 
 
+@pytest.mark.parametrize("name", ["ddp-1n2g", "std"])
+def test_a_signal_during_the_start(slurm, name):
+    """It waits for the first step; or, if that comes too late, for the end."""
+    stage = name[:3]
+    with slurm.counting(stage, SLOW):
+        job = Starts(slurm, name, "--max-steps", 10**6)
+        job.wait(lambda: "\ncommand " in job.log)
+        job.signal()
+        job.wait(lambda: "stopped by SIGUSR1" in job.log)
+        assert "no time is left" in job.log
+        job.starts += 1
+        job.get_going()
+        job.cancel()
+        job.has_lost_nothing(1)
+    assert job.log.count("requeueing, to go on after") == 1
+    *said, command = job.log.splitlines()[-1].split(": ")
+    assert said[:2] == [name, "SLURM ends this job (Reason=None)"]
+    said = slurm("bash", "-c", command, check=False,
+                 PYTHONPATH=str(slurm.repo))
+    assert "no such folder" not in said.stderr
+
+
+def test_the_time_limit_is_what_slurm_says(slurm):
+    """A job whose run never begins, of the shortest time that there is."""
+    with slurm.counting("std", SLOW.replace("6", "600")):
+        job = Starts(slurm, "std", "--max-steps", 1, options=["--time=1"])
+        assert slurm.wait(job.job)["JobState"] == "TIMEOUT"
+    assert "no time is left" in job.log
+    assert "SLURM ends this job (Reason=TimeLimit): " in (
+        job.log.splitlines()[-1])
+
+
+def test_each_element_of_an_array(slurm):
+    """One goes on, although its id is the array's; a cancelled one does not.
+
+    Each has a run, and `why` knows it.
+    """
+    with slurm.counting("std"):
+        array = slurm.submit(
+            "std", "--max-steps", 10**6,
+            options=["--array=1-2", "--output=%A_%a.log", ONE_CORE])
+        first, last = f"{array}_1", f"{array}_2"
+        wait_for(lambda: "| step" in slurm.log(first)
+                 and "| step" in slurm.log(last))
+        slurm("scancel", first)
+        slurm("scancel", "--batch", "--signal=USR1", last)
+        wait_for(lambda: "resuming" in slurm.log(last),
+                 explain=lambda: slurm.log(last))
+        queue = slurm("squeue", "-h", "-o", "%i", "-j", array).stdout.split()
+        slurm("scancel", array)
+    assert queue == [last]
+    assert "SLURM ends this job" in slurm.log(first)
+    for job in first, last:
+        assert (slurm.result("std", job).folder / "metrics.csv").exists()
+    wait_for(lambda: "SLURM ends this job" in slurm.log(last))
+    said = slurm(sys.executable, "-m", "workshop", "why", last, check=False,
+                 PYTHONPATH=str(slurm.repo))
+    assert not re.search("no such folder|neither a process", said.stderr)
+
+
+def test_what_a_job_prints_can_be_typed(slurm):
+    """Each command, as it is printed, with spaces in the names."""
+    with slurm.counting("std"):
+        job = Starts(slurm, "std", "--max-steps", 40, "--prompt", "it's $1",
+                     options=["--no-requeue", "--job-name=my job"],
+                     WORKSHOP_RUN="my runs/first")
+        job.result.folder = slurm.repo.parent / "my runs" / "first"
+        job.get_going()
+        job.signal()
+        assert slurm.wait(job.job)["JobState"] == "FAILED"
+        start, advice = re.findall("^(?:command  |.*go on with:) (.*)",
+                                   job.log, re.M)
+        again = slurm("bash", "-c", advice).stdout.split()[-1]
+        assert slurm.wait(again)["JobState"] == "COMPLETED"
+        said = slurm("bash", "-c", start, PYTHONPATH=str(slurm.repo))
+        assert shlex.split(start)[-2:] == ["--prompt", "it's $1"]
+    assert job.result.column("step") == list(range(40))
+    assert "resuming after step 39" in said.stdout
+
+
 def test_nothing_is_lost(slurm):
-    """A killed rank, a crashed node, and a job that is cancelled."""
+    """A killed rank, a crashed node, a node's daemon that is killed alone,
+    and a job that is cancelled.
+    """
     with slurm.counting("lit"):
         job = Starts(slurm, "lit-2n1g", "--max-steps", 10**6)
         job.get_going()
         job.kill(signal.SIGKILL)
         job.get_going()
-        node = slurm.nodes[1]
-        slurm.lab("kill-node", node)
-        slurm("scontrol", "update", f"nodename={node}", "state=down",
-              "reason=x")
-        slurm.lab("start-node", node)  # it comes back
-        job.get_going()
+        for crash, node in (("kill-node", slurm.nodes[1]),
+                            ("kill-slurmd", slurm.nodes[0])):
+            slurm.lab(crash, node)
+            slurm("scontrol", "update", f"nodename={node}", "state=down",
+                  "reason=x")
+            job.wait(lambda: slurm.job(job.job)["JobState"] != "RUNNING")
+            slurm.lab("start-node", node)  # it comes back
+            job.get_going()
         job.cancel()
         wait_for(lambda: not slurm.processes(job.job))
         slurm("scontrol", "requeue", job.job)
         job.get_going()
         job.cancel()
     assert job.log.count("requeueing, to go on after") == 1
-    job.has_lost_nothing(3)
+    job.has_lost_nothing(4)
 
 
 @pytest.mark.parametrize(("answers", "status"), [(3, 0), (4, 1)])

@@ -29,7 +29,7 @@ from stages import (
 )
 
 from backstage import ROOT
-from workshop.processes import free_port
+from rankcheck.launch.ranks import free_port
 
 STEPS = "--max-steps", 50, "--eval-every", 20
 
@@ -327,6 +327,7 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
     env = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON":
         sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
+        "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_CPUS_PER_TASK": "1", "PYTHONPATH": str(ROOT)}
 
     def job(max_steps, **more):
@@ -335,14 +336,14 @@ def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
              str(max_steps)], cwd=tmp_path, env=env | more, text=True,
             stdout=subprocess.PIPE, start_new_session=True)
 
-    run = tmp_path / "runs" / "7"
+    run = tmp_path / "runs" / "7_2"
     first = job(100_000)
     wait_for_rows(run, 3)
     first.send_signal(signal.SIGUSR1)
     out, _ = first.communicate(timeout=120)
     assert first.returncode == 0 and "stopped by SIGUSR1" in out
     calls = tmp_path / "scontrol.txt"
-    assert calls.read_text().splitlines()[-1] == "requeue 7"
+    assert calls.read_text().splitlines()[-1] == "requeue 7_2"
     done = (run / "metrics.csv").read_text().count("\n") - 1
     second = job(done + 5)
     out, _ = second.communicate(timeout=120)

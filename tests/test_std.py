@@ -36,8 +36,8 @@ from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.files import new_folder
 from backstage.flops import flops_per_token, num_parameters
-from workshop.processes import launch
-from workshop.watch import log as watched
+from rankcheck.launch.ranks import launch
+from rankcheck.probes import recorder as watched
 
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 
@@ -316,8 +316,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     for limit, words in (
             (100_000, ["could not be written (File too large)"]),
             (1500, ["no room to write: File too large", "--resume"])):
-        refused(attempt("std", run, "--resume", "--max-steps", 20,
-                      probes=[partial(small_files, limit)]), *words)
+        result = attempt("std", run, "--resume", "--max-steps", 20,
+                         probes=[partial(small_files, limit)])
+        refused(result, *words)
+        assert "unchanged" not in result.err  # it has never been there
         assert [(file.name, file.read_bytes())
                 for file in run.glob("checkpoints/*")] == [
             ("step_00000010.pt", kept)]

@@ -12,7 +12,7 @@ from backstage import ROOT
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for package in ("backstage", "workshop")
+    for package in ("backstage", "rankcheck", "workshop")
     for path in (ROOT / package).rglob("*.py")}
 
 # rankcheck starts, watches and judges anybody's script; workshop is the
@@ -21,35 +21,37 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings html parts reader",
-        "watch": "watch.*",
-        "report": "check.endings check.board deadlock",
+        "tools": "command_line errors findings html reader tensors",
+        "probes": "probes.*",
+        "report": "deadlock exits report",
         "why": "why.*",
-        "launch": "mpirun_proxy patience processes sandbox scratch server "
-                  "sleeping_mpi",
+        "launch": "launch.*",
         "trial": "trial",
         "verify": "verify.*",
-        "commands": "rankcheck"},
+        "commands": "__main__"},
     "workshop": {
-        "stages": "stages",
-        "results": "results.* arithmetic profile why.slow",
-        "lesson": "lesson.* answers backups journey",
+        "stages": "stages vocabulary",
+        "results": "results.*",
+        "lesson": "lesson.*",
         "classroom": "classroom",
-        "jobs": "as_torchrun doctor doctor_ranks git interpreter launch",
-        "check": "check.* watch.course",
-        "notebook": "notebook.* lab",
+        "jobs": "jobs.* as_torchrun",
+        "check": "check.*",
+        "notebook": "notebook.*",
         "commands": "__main__ lesson.command rehearse update"}}
 # What is not so yet: these lists only get shorter.
 ABOVE = """
-notebook.shown rehearse
+workshop.notebook.shown workshop.rehearse
 """
 PACKAGES = {  # besides torch; the second is the site's own
-    "sleeping_mpi": {"mpi4py"}, "why.hook.sitecustomize": {"sitecustomize"}}
-LARGE = """lesson.render notebook.pictures why.judge
-    why.witness""".split()
-TOOLS = {name.removeprefix("workshop."): path for name, path
-         in MODULES.items() if name.startswith("workshop")
-         and path.name != "__init__.py"}
+    "rankcheck.launch.blocking_mpi": {"mpi4py"},
+    "rankcheck.why.hook.sitecustomize": {"sitecustomize"}}
+LARGE = """workshop.lesson.render
+    workshop.notebook.pictures
+    rankcheck.why.judge
+    rankcheck.why.witness""".split()
+TOOLS = {
+    name: path for name, path in MODULES.items()
+    if not name.startswith("backstage") and path.name != "__init__.py"}
 
 
 def names_in(path):
@@ -65,7 +67,7 @@ def names_in(path):
 def imported(path):
     """The modules of the course that a file imports, anywhere in it."""
     found = {name for name in names_in(path)
-             if name.split(".")[0] in ("backstage", "workshop")}
+             if name.split(".")[0] in HOUSES.keys() | {"backstage"}}
     packages = {name for name in found if name not in MODULES}
     return {name for name in found if name in MODULES} | {
         f"{name}.__init__" for name in packages
@@ -76,25 +78,24 @@ def test_the_backstage_does_not_know_the_tools():
     for name, path in MODULES.items():
         if name.startswith("backstage"):
             assert not {other for other in imported(path)
-                        if other.startswith("workshop")}, name
+                        if not other.startswith("backstage")}, name
 
 
 def find_room(tool):
     """(its house, the number of its room from the ground up)."""
-    rooms = [(pattern, house, floor) for house, rooms in HOUSES.items()
-             for floor, patterns in enumerate(rooms.values())
-             for pattern in patterns.split()]
+    house, _, inside = tool.partition(".")
+    rooms = [(pattern, house, floor) for floor, patterns in enumerate(
+                 HOUSES[house].values()) for pattern in patterns.split()]
     return next(room for pattern, *room in sorted(
-        rooms, key=lambda room: "*" in room[0]) if fnmatch(tool, pattern))
+        rooms, key=lambda room: "*" in room[0]) if fnmatch(inside, pattern))
 
 
 def test_a_module_imports_from_the_rooms_below_it():
     above = set()
     for tool, path in TOOLS.items():
         house, floor = find_room(tool)
-        for name in imported(path):
-            other = name.removeprefix("workshop.")
-            if name.startswith("backstage"):
+        for other in imported(path):
+            if other.startswith("backstage"):
                 wrong = house == "rankcheck"
             elif other in TOOLS:
                 home, room = find_room(other)
@@ -112,7 +113,7 @@ def test_a_module_imports_from_the_rooms_below_it():
 def test_rankcheck_needs_torch_alone(tool):
     names = {name.split(".")[0] for name in names_in(TOOLS[tool])}
     assert names - sys.stdlib_module_names - {
-        "torch", "backstage", "workshop"} == PACKAGES.get(tool, set())
+        "torch", "rankcheck"} == PACKAGES.get(tool, set())
 
 
 def test_no_module_is_large():
@@ -175,4 +176,5 @@ def test_the_map_has_a_line_for_each_module():
     for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),
-            *ROOT.glob("environment/*.py"), *ROOT.glob("code/*.py"))), line
+            *ROOT.glob("environment/*.py"), *ROOT.glob("code/*.py"),
+            *ROOT.glob("notebooks/*/*.py"))), line

@@ -118,7 +118,7 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(data, tmp_path):
 
     # what was written after the checkpoint that is resumed counts once
     time.sleep(1)  # the files are read by the second in their names
-    writer = track.start("tensorboard", run, 2, {})
+    writer = track.TOOLS["tensorboard"](run, 2, {})
     writer.log(2, {"loss": 1.0})
     writer.close()
     seen = EventAccumulator(str(run)).Reload().Scalars("loss")

@@ -17,13 +17,9 @@ import train_gpt2_std as std
 from stages import make_dataset, sent_by, steps_seen, train
 
 from backstage import ROOT
-from backstage.flops import (
-    block_parameters,
-    num_parameters,
-    padded_vocab_size,
-)
-from workshop import arithmetic
-from workshop.arithmetic import of_step
+from backstage.flops import num_parameters, padded_vocab_size
+from workshop.results import arithmetic
+from workshop.results.arithmetic import block_parameters, of_step
 from workshop.stages import STAGES
 
 TABLE = ROOT / "workshop" / "lessons" / "traffic.md"

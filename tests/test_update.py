@@ -259,7 +259,8 @@ def test_other_kinds_of_clones_are_updated(
             str(inner), "origin/main")
     else:
         inner = clone
-        git(clone, "sparse-checkout", "set", "backstage", "workshop", "code")
+        git(clone, "sparse-checkout", "set", "backstage", "rankcheck",
+            "workshop", "code")
     renew(course, "backstage/__init__.py")
     assert "have changed" in update(inner)
     assert (inner / "backstage" / "__init__.py").read_bytes() == (

@@ -14,8 +14,8 @@ from conftest import edit, link_package, needs
 from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
-from workshop.errors import UserError
-from workshop.verify.command import verify
+from rankcheck.errors import UserError
+from rankcheck.verify.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
@@ -74,7 +74,7 @@ def test_an_error_in_another_file_names_it(tmp_path):
 @pytest.mark.whole
 def test_outside_the_course(tmp_path):
     """Installed from a clone, beside torch and what that needs alone."""
-    for name in ("backstage", "workshop"):
+    for name in ("backstage", "rankcheck", "workshop"):
         shutil.copytree(ROOT / name, tmp_path / "clone" / name)
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / "clone")

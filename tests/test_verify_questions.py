@@ -20,10 +20,10 @@ from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
-from workshop.verify import command, questions
-from workshop.verify.questions import QUESTIONS
-from workshop.watch.model import Modules, Rows
-from workshop.watch.training import clipping
+from rankcheck.probes.torch_api import clipping
+from rankcheck.probes.training import Modules, Rows
+from rankcheck.verify import command, questions
+from rankcheck.verify.questions import QUESTIONS
 
 RIGHT, MORE, AVERAGED = (
     "DDP: right", "DDP: minibatch multiplied", "local SGD: right")

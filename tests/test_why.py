@@ -22,23 +22,24 @@ from cluster import wait_for
 from conftest import edit, needs, program, python
 
 from backstage import ROOT
-from workshop.errors import UserError
-from workshop.notebook import hangs
-from workshop.notebook.hangs import REDUCE
-from workshop.processes import Launch, free_port
-from workshop.results.runs import published_efficiency
-from workshop.why import command, evidence, slow, start, witness
-from workshop.why.evidence import collect
-from workshop.why.judge import ADVICE, RULES, SIGNS, judge
-from workshop.why.ranks import PATIENCE, Place, Rank
-from workshop.why.start import HOOK
-from workshop.why.witness import (
+from notebooks.experiments import hangs
+from notebooks.experiments.hangs import REDUCE
+from rankcheck.errors import UserError
+from rankcheck.launch.ranks import Launch, free_port
+from rankcheck.why import command, evidence, start, witness
+from rankcheck.why.evidence import collect
+from rankcheck.why.judge import ADVICE, RULES, SIGNS, judge
+from rankcheck.why.ranks import PATIENCE, Place, Rank
+from rankcheck.why.start import HOOK
+from rankcheck.why.witness import (
     MARK,
     Witness,
     find_line,
     read_rank,
     read_state,
 )
+from workshop.results import speed
+from workshop.results.runs import published_efficiency
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def answer(folder, alive=True):
 
 def lose_patience(monkeypatch, seconds):
     for name in ("ranks", "judge", "evidence", "command"):
-        monkeypatch.setattr(f"workshop.why.{name}.PATIENCE", seconds)
+        monkeypatch.setattr(f"rankcheck.why.{name}.PATIENCE", seconds)
 
 
 NAMED = {  # the fault, the ranks to blame, and words of the reason
@@ -173,7 +174,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     (tmp_path / "hyperparameters.json").write_text(json.dumps(record | {
         "hosts": ["gpu01"], "backend": "nccl", "scheduler": "SLURM job 7",
         "launcher": "srun", "command": "python x", "startup": 6.7}))
-    assert slow.main(SimpleNamespace(job=str(folder))) == 0
+    assert speed.main(SimpleNamespace(job=str(folder))) == 0
     said = capsys.readouterr().out
     assert ("\n  world size 2: 1 node x 2 cpu, gpu01; nccl, SLURM job 7; "
             "srun: python x; startup 6.7 s\n") in said
@@ -184,7 +185,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     for rank in collect(folder, []):
         os.kill(rank.pid, signal.SIGSTOP)
     monkeypatch.setattr(evidence, "ANSWER", 1)
-    assert slow.main(SimpleNamespace(job=str(folder))) == 1
+    assert speed.main(SimpleNamespace(job=str(folder))) == 1
     assert capsys.readouterr().out.startswith(
         "a stopped process: ranks 0, 1, 2 on ")
 
@@ -240,7 +241,7 @@ def run_watched(folder, text, *words, **variables):
     script = program(folder / "script.py", text)
     hook = os.pathsep.join([str(HOOK), str(ROOT)])
     end = python(folder, *words, script, PYTHONPATH=hook, **{
-        "WORKSHOP_WHY": "why", **variables})
+        "RANKCHECK_WHY": "why", **variables})
     return end.returncode, [json.loads(file.read_text()) for file in
                             (folder / "why").glob("*.json")]
 
@@ -271,7 +272,7 @@ def test_memory_and_destructors_stay_as_they_are(tmp_path):
     rank = {"RANK": "0", "WORLD_SIZE": "1"}
     plain = python(tmp_path, script, 0, **rank)
     watched = python(tmp_path, script, 3, **rank, PYTHONPATH=str(HOOK),
-                     WORKSHOP_WHY="why")
+                     RANKCHECK_WHY="why")
     assert list((tmp_path / "why").glob("*.json")), watched.stderr
     assert plain.stdout == watched.stdout == (
         "noisy is freed\ndel\npeak 1\nkept is freed\n")
@@ -355,7 +356,7 @@ def test_a_process_that_is_no_rank(tmp_path):
     script.write_text("import subprocess, sys\nif len(sys.argv) < 2:\n"
                       "    subprocess.run([sys.executable, __file__, 'x'])\n")
     subprocess.run(
-        ["bash", "-c", f"WORKSHOP_WHY=$PWD/why-$$ exec {sys.executable} "
+        ["bash", "-c", f"RANKCHECK_WHY=$PWD/why-$$ exec {sys.executable} "
          f"{script}"], cwd=tmp_path, check=True,
         env={**os.environ, "PYTHONPATH": str(HOOK)})
     rank, = collect(*tmp_path.glob("why-*"), [])
@@ -381,7 +382,7 @@ if __name__ == '__main__': mp.spawn(train, nprocs=2)
 """)
     why = tmp_path / "why"
     job = subprocess.Popen([sys.executable, script], env={
-        **os.environ, "PYTHONPATH": str(HOOK), "WORKSHOP_WHY": str(why)})
+        **os.environ, "PYTHONPATH": str(HOOK), "RANKCHECK_WHY": str(why)})
     try:
         wait_for(lambda: sorted(
             seen["rank"] for pid in evidence.descendants(job.pid)
@@ -441,7 +442,7 @@ def test_the_lines_of_a_record_import_nothing(imports, tmp_path):
 import sys
 import torch
 from torch import distributed as dist
-from workshop.why.witness import read_record
+from rankcheck.why.witness import read_record
 dist.init_process_group("gloo", "tcp://127.0.0.1:{free_port()}", rank=0,
                         world_size=1)
 if {imports}:
@@ -481,7 +482,7 @@ def test_a_sites_own_hook_stays_what_it_is(interpreter, place, tmp_path):
     """Also beside another clone's, and in any Python that a job calls: the
     hook's folder is not even in its path.
     """
-    far, site = tmp_path / "workshop" / "why", tmp_path / place
+    far, site = tmp_path / "rankcheck" / "why", tmp_path / place
     shutil.copytree(HOOK.parent, far)
     site.mkdir()
     if place != "none":
@@ -492,7 +493,7 @@ def test_a_sites_own_hook_stays_what_it_is(interpreter, place, tmp_path):
         done = subprocess.run(
             [interpreter, "-W", "error", script], text=True, cwd=tmp_path,
             capture_output=True, env={
-                "RANK": "0", "WORLD_SIZE": "1", "WORKSHOP_WHY": "why",
+                "RANK": "0", "WORLD_SIZE": "1", "RANKCHECK_WHY": "why",
                 "PYTHONPATH": os.pathsep.join(map(str, (*hooks, site)))})
         assert (done.stdout.split(), done.stderr) == (
             ["0", "none", "Y"] if place == "none" else
@@ -509,10 +510,10 @@ if __name__ == "__main__":
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     while threading.active_count() > 1:
         time.sleep(0.1)
-    open(os.environ["WORKSHOP_WHY"] + "/ask", "w").close()
+    open(os.environ["RANKCHECK_WHY"] + "/ask", "w").close()
     for _ in sys.argv[1:]:
         time.sleep(6)  # it looks, writes, and is not seen
-        file, = glob.glob(os.environ["WORKSHOP_WHY"] + "/*.json")
+        file, = glob.glob(os.environ["RANKCHECK_WHY"] + "/*.json")
         assert '"looks"' in open(file).read()
     assert threading.enumerate() == [threading.main_thread()]
     if len(sys.argv) == 1 and not os.fork():
@@ -530,7 +531,7 @@ def test_the_hook_changes_nothing(interpreter, tmp_path):
         [interpreter, "-c", CHANGES_NOTHING, *["torch"] * own],
         cwd=tmp_path, text=True, capture_output=True, env={
             **os.environ, "RANK": "0", "WORLD_SIZE": "1",
-            "WORKSHOP_WHY": str(tmp_path / "why"), "PYTHONPATH": str(HOOK)})
+            "RANKCHECK_WHY": str(tmp_path / "why"), "PYTHONPATH": str(HOOK)})
     assert (done.stdout, done.stderr) == ("the same\n", "")
     record, = (tmp_path / "why").glob("*.json")
     assert json.loads(record.read_text())["ended"]["status"] in (0, None)
@@ -549,7 +550,7 @@ def test_starts_do_not_pile_up(tmp_path, monkeypatch):
             lives = subprocess.Popen(
                 [sys.executable, "-c", "print(1, flush=True); input()"],
                 env={"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(HOOK),
-                     "WORKSHOP_WHY": str(tmp_path / name)},
+                     "RANKCHECK_WHY": str(tmp_path / name)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             lives.stdout.readline()
     (tmp_path / "0").mkdir()  # somebody else's
@@ -566,9 +567,8 @@ def test_starts_do_not_pile_up(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("home", ["", "~", "me"])
-def test_without_a_home_no_folder_is_called_so(home, tmp_path, monkeypatch):
+def test_without_a_home_no_folder_is_called_so(home, monkeypatch):
     monkeypatch.setenv("HOME", home)
-    monkeypatch.setattr(start, "ROOT", tmp_path)  # as pip installs it
     assert start.find_starts().is_absolute()
 
 
@@ -576,13 +576,13 @@ def test_a_shell_alone_watches_nothing(tmp_path):
     """Watching is asked for; then a launcher needs no word of ours."""
     env = {"PYTHONPATH": str(ROOT)}
     script = program(tmp_path / "script.py", "import os, sys\n"
-                     "print(os.environ.get('WORKSHOP_WHY'))\n")
+                     "print(os.environ.get('RANKCHECK_WHY'))\n")
     assert python(tmp_path, script, **env).stdout == "None\n"
     done = python(tmp_path, "-m", "workshop", "why", "run", "--", "bash", "-c",
-                  "echo $WORKSHOP_WHY $PYTHONPATH", **env)
+                  "echo $RANKCHECK_WHY $PYTHONPATH", **env)
     said, variables = done.stdout.splitlines()
     folder, paths = variables.split()
-    assert said.endswith(f"python -m workshop why {folder}")
+    assert said.endswith(f"rankcheck why {folder}")
     assert paths.split(os.pathsep)[0] == str(HOOK)
     assert (Path(folder) / MARK).exists()
     shutil.rmtree(folder)
@@ -690,7 +690,7 @@ if __name__ == "__main__":
     for launcher in (["-m", "torch.distributed.run", "--standalone",
                       "--nproc-per-node=2"], []):
         folder = tmp_path / f"why{len(launcher)}"
-        python(tmp_path, *launcher, script, WORKSHOP_WHY=str(folder),
+        python(tmp_path, *launcher, script, RANKCHECK_WHY=str(folder),
                PYTHONPATH=os.pathsep.join([str(HOOK), str(ROOT)]))
         found = answer(folder, alive=False)
         assert (found.kind, words in found.text) == (fault, True), found.text
@@ -820,11 +820,11 @@ def write_slow_run(folder, nodes, tokens, **parts):
 
 def test_two_nodes_are_slower_than_one(tmp_path, monkeypatch):
     network = tmp_path / "network.json"
-    monkeypatch.setattr(slow, "NETWORK", network)
+    monkeypatch.setattr(speed, "NETWORK", network)
     one, two = tmp_path / "one", tmp_path / "two"
     write_slow_run(one, 1, 1000, message=(20, 20))
     write_slow_run(two, 2, 800, message=(290, 290))
-    step, parts, advice, nodes, lost, doctor = slow.explain(two)
+    step, parts, advice, nodes, lost, doctor = speed.explain(two)
     assert step == "a step takes 400 ms, 800 tokens/s"
     assert parts.startswith("of that: 72% all-reduce, 25% backward")
     assert "communication is exposed" in advice
@@ -835,7 +835,7 @@ def test_two_nodes_are_slower_than_one(tmp_path, monkeypatch):
     network.write_text('{"in the nodes": 10, "between nodes": 0.1}')
     sent = float(re.search(r"sends ([\d.]+) MB", doctor)[1])
     said = re.search(r"or ([\d.]+) ms between nodes \(0.10 GB/s\)",
-                     slow.explain(two)[-1])
+                     speed.explain(two)[-1])
     assert float(said[1]) == pytest.approx(10 * sent, rel=0.05)
 
 
@@ -848,9 +848,9 @@ def test_what_to_try_first(parts, words, tmp_path):
     write_slow_run(run, 1, 1000, **parts or {})
     if parts is None:
         shutil.rmtree(run / "profile")
-    said = slow.explain(run)
+    said = speed.explain(run)
     assert words in said[-1]
-    assert slow.explain(tmp_path) == []
+    assert speed.explain(tmp_path) == []
 
 
 @pytest.mark.parametrize(("device", "counts"), [

@@ -26,9 +26,9 @@ from conftest import MPICH, all_processes, edit
 from stages import make_dataset
 
 from backstage import ROOT
-from workshop.processes import OPEN_MPI, free_port
+from rankcheck.launch.ranks import OPEN_MPI, free_port
+from rankcheck.why.start import HOOK
 from workshop.stages import STAGES, batch_files
-from workshop.why.start import HOOK
 
 HERE = Path(__file__).resolve().parent
 FOREIGN = HERE / "foreign"
@@ -201,7 +201,7 @@ class Plain:
             flags = [*tiny(name), "--data", self.folder / "data", "--run-dir",
                      self.run]
         self.launch(launcher, fault, script, *flags,
-                    WORKSHOP_WHY=f"{self.run}/why")
+                    RANKCHECK_WHY=f"{self.run}/why")
 
     def why(self):
         """By the run's folder."""

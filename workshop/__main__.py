@@ -5,13 +5,13 @@ import traceback
 
 from backstage.errors import UserError, run_main
 from backstage.files import reason
-from workshop import command_line, rankcheck
+from rankcheck import __main__, command_line
 
 # The commands as they come in a day: see command_line.parse
 COMMANDS = {
     "the lesson": {
         "lab": (
-            "workshop.lab",
+            "workshop.notebook.lab",
             "Open JupyterLab with your script and a lesson side by side."),
         "diff": (
             "workshop.lesson.command:diff",
@@ -29,24 +29,24 @@ COMMANDS = {
             "kept.")},
     "a job": {
         "launch": (
-            "workshop.launch",
+            "workshop.jobs.launch",
             "Start a stage on all GPUs of this job of SLURM or PBS, or of "
             "this machine."),
         "doctor": (
-            "workshop.doctor",
+            "workshop.jobs.doctor",
             "Check that everything the workshop needs is there."),
         "plot": (
             "workshop.results.plot",
             "Draw the runs: loss curves, tokens/s, scaling."),
         "profile": (
-            "workshop.profile",
+            "workshop.results.profile",
             "Say where the time of a step goes on each rank, from the traces "
             "that --profile N has recorded.")},
-    "any script, and your own": rankcheck.COMMANDS | {
-        "why": ("workshop.why.slow", rankcheck.COMMANDS["why"][1])},
+    "any script, and your own": __main__.COMMANDS | {
+        "why": ("workshop.results.speed", __main__.COMMANDS["why"][1])},
     "the instructor": {
         "answers": (
-            "workshop.answers",
+            "workshop.lesson.answers",
             "Print the answers to the questions of a lesson, or of all."),
         "class": (
             "workshop.classroom",
@@ -61,7 +61,7 @@ COMMANDS = {
             "Bring this clone to the newest state of the course; what you "
             "edited is kept.")}}
 HIDDEN = {
-    "": ("workshop.journey", "Say what comes next."),
+    "": ("workshop.lesson.journey", "Say what comes next."),
     # what the batch files call
     "script": (
         "workshop.lesson.command:script",

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop import git, interpreter
-from workshop.scratch import remove
+from rankcheck.launch.scratch import remove
+from workshop.jobs import git, interpreter
 
 COMPLAINT = "application/x-workshop-complaint"  # what a cell complains of
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -79,10 +79,10 @@ def find(name):
 
 def modules_of(stage):
     """What to import before a stage's processes are forked, as a list."""
-    from workshop.server import PRELOAD  # not for Python 3.9
+    from rankcheck.launch.fork_server import PRELOAD  # not for Python 3.9
 
     return [*PRELOAD, "tiktoken", "tyro", "regex", "backstage.run",
-            "workshop.watch.course",
+            "workshop.check.probe",
             *["backstage.lightning"] * STAGES[stage].trainer]
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 from backstage.files import show_path
-from workshop import git
-from workshop.backups import FOLDER, back_up, locked_desk, read_script
+from workshop.jobs import git
+from workshop.lesson.backups import FOLDER, back_up, locked_desk, read_script
 from workshop.stages import DESK
 
 DESK_NAME = str(DESK.relative_to(ROOT))

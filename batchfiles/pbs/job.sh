@@ -31,28 +31,30 @@ export MASTER_ADDR MASTER_PORT
 
 # What `python -m workshop why` reads if the job hangs or dies: with its hook in
 # PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
-WORKSHOP_WHY=$run/why/${PBS_JOBID%%.*}
-export WORKSHOP_WHY PYTHONPATH=$root/workshop/why/hook:$PYTHONPATH
+RANKCHECK_WHY=$run/why/${PBS_JOBID%%.*}
+export RANKCHECK_WHY PYTHONPATH=$root/rankcheck/why/hook:$PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # Run a command that trains in $run. PBS ends a job at its time limit and gives
 # it a few seconds; two minutes before we ask the run to save and end. If it
 # has saved a further step but not the last one, a new job goes on from there.
 train() {
-    local job before after processes end ended=
+    local job before after processes end earlier ended=
     # qstat breaks long lines, and begins what is left of them with a tab
     job=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g')
     before=$(progress)
     echo "job       $PBS_JOBNAME $PBS_JOBID, on" \
         "$(sort -u "$PBS_NODEFILE" | paste -sd ' ')"
-    echo "command   $*"
+    echo "command  $(printf ' %q' "$@")"
+    earlier=$(begun)
     trap ended=yes TERM # by qdel or PBS: the processes get it as well
     "$@" &
     processes=$!
     end=$(when_to_end)
     while kill -0 $processes 2>/dev/null; do
         sleep 1
-        if [ -n "$end" ] && ((SECONDS >= end)); then
+        if [ -n "$end" ] && ((SECONDS >= end)) &&
+            [[ $(begun) != @("$earlier"|) ]]; then
             kill -USR1 $processes # mpiexec passes it on to all of them
             end=
         fi
@@ -82,6 +84,10 @@ train() {
     echo "$PBS_JOBNAME: a new job goes on after $after steps"
     exit 0
 }
+
+# What the run's record says as soon as it trains, different for each start. A
+# signal has to wait for it: Python would die of it before.
+begun() { grep -s '"startup": [0-9]' "$run/hyperparameters.json"; }
 
 # The number of steps that are saved.
 progress() {

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A throw-away SLURM with two nodes of four fake GPUs, for the tests.
+# A throw-away SLURM with three nodes of four fake GPUs, for the tests.
 # (apt-get install --no-install-recommends slurm-wlm munge)
 #
 #   lab.sh up DIR            keep DIR short, for it holds unix sockets; then:
@@ -7,7 +7,8 @@
 #                            export PATH=DIR/bin:$PATH
 #   lab.sh down DIR
 #   lab.sh kill-node DIR N   a crash: slurmd and all tasks get SIGKILL
-#   lab.sh start-node DIR N  after that
+#   lab.sh kill-slurmd DIR N the daemon alone: its tasks live on
+#   lab.sh start-node DIR N  after either of them
 #
 # Partitions: gpu; urgent, which takes nodes from gpu's jobs after 30 s of
 # grace; closed, where jobs wait for ever.
@@ -18,14 +19,14 @@
 set -eu
 cmd=${1:?command}; D=$(realpath -m "${2:?directory}"); n=${3:-}; self=$(realpath "$0"); export SLURM_CONF=$D/etc/slurm.conf
 if [ "$cmd" = up ]; then
-  : "${LAB_MODE:=ns}" "${LAB_NODES:=2}" "${LAB_GPUS:=4}" "${LAB_GPUTYPE:=h100}" "${LAB_CPUS:=64}" "${LAB_MEM:=512000}"
+  : "${LAB_MODE:=ns}" "${LAB_NODES:=3}" "${LAB_GPUS:=4}" "${LAB_GPUTYPE:=h100}" "${LAB_CPUS:=64}" "${LAB_MEM:=512000}"
   : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=120}"
   if [ "$LAB_MODE" = ns ]; then P=node; else P=0x7f00000; fi
 elif [ -e "$D/run/settings" ]; then . "$D/run/settings"
 else echo "slurmlab: nothing is up in $D" >&2; [ "$cmd" = down ]; exit; fi
 
 write_conf() {
-  mkdir -p "$D"/{etc,state,run,log,dev,bin,spool}; chmod 755 "$D" "$D"/*; declare -p LAB_MODE LAB_NODES P | sed 's/^declare -- //' > "$D/run/settings"
+  mkdir -p "$D"/{etc,state,run,log,dev,bin,lib,spool}; chmod 755 "$D" "$D"/*; declare -p LAB_MODE LAB_NODES P | sed 's/^declare -- //' > "$D/run/settings"
   (umask 077; head -c 128 /dev/urandom > "$D/etc/munge.key")
   if [ "$LAB_MODE" = ns ]; then ctl="labctl(10.77.0.1)"; base=6810; else ctl="$(hostname)(127.0.0.1)"; base=; until [ -n "$base" ] && ! ss -ltnH | grep -q ":${base%?}[0-9] "; do base=$((16000 + 10 * (RANDOM % 1500))); done; fi
   if mknod "$D/dev/nvidia0" c 195 0 2>/dev/null; then # fake GPUs: must be device nodes, need not work
@@ -58,13 +59,14 @@ JobCompLoc=$D/log/jobcomp.txt
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-KillWait=3
+KillWait=15
 MinJobAge=3600
 SlurmctldTimeout=10
 SlurmdTimeout=$LAB_SLURMD_TIMEOUT
 MailProg=/bin/true
 StateSaveLocation=$D/state
 SlurmdSpoolDir=$D/spool/%n
+TmpFS=$D/spool/%n
 SlurmctldPidFile=$D/run/slurmctld.pid
 SlurmdPidFile=$D/run/slurmd.%n.pid
 SlurmctldLogFile=$D/log/slurmctld.log
@@ -130,6 +132,8 @@ up)
 _cluster)
   hostname labctl; mount --bind "$D/etc/hosts" /etc/hosts
   mount -t tmpfs none "$D/bin" # jobs inherit the submitter's PATH: hide the nsenter shims from them
+  for l in /usr/lib/*/pmix2/lib; do # SLURM looks for it by the name that it has in Debian's libpmix-dev
+    cp -a "$l/." "$D/lib"; ln -sf libpmix.so.2 "$D/lib/libpmix.so"; mount --bind "$D/lib" "$l"; done
   ip link set lo up; ip link add br0 type bridge; ip addr add 10.77.0.1/24 dev br0; ip link set br0 up
   daemons; for i in $(seq "$LAB_NODES"); do node_up "$P$i"; done; touch "$D/run/started"; forever;;
 _node)
@@ -139,6 +143,9 @@ _node_up) node_up "$n";;
 kill-node)
   if [ "$LAB_MODE" = ns ]; then c=$(cat "$D/run/$n.init"); IN kill -9 "$c"; while IN test -d "/proc/$c"; do sleep 0.02; done
   else kill -9 "$(cat "$D/run/slurmd.$n.pid")" $(node_pids "$n") || true; fi;;
+kill-slurmd)
+  if [ "$LAB_MODE" = ns ]; then IN nsenter -t "$(cat "$D/run/$n.init")" -p -m -- kill -9 "$(cat "$D/run/slurmd.$n.pid")"
+  else kill -9 "$(cat "$D/run/slurmd.$n.pid")"; fi;;
 start-node)
   if [ "$LAB_MODE" = flat ]; then slurmd -N "$n"
   elif IN test -d "/proc/$(cat "$D/run/$n.init")"; then IN nsenter -t "$(cat "$D/run/$n.init")" -p -m -n -u -- slurmd -N "$n"

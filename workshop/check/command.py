@@ -10,15 +10,16 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import classroom, processes, sandbox, server
-from workshop.backups import LARGEST
+from rankcheck.findings import number
+from rankcheck.launch import fork_server, ranks, sandbox
+from rankcheck.launch.scratch import read_script, remove, scratch_folder
+from rankcheck.report import Events, Quiet, Terminal
+from workshop import classroom
 from workshop.check import localise
-from workshop.check.board import Events, Quiet, Terminal
-from workshop.findings import number
 from workshop.lesson import checked, documents
+from workshop.lesson.backups import LARGEST
 from workshop.lesson.diff import Diff
 from workshop.lesson.render import advice
-from workshop.scratch import read_script, remove, scratch_folder
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
@@ -51,7 +52,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     and with all the others made.
     """
     if STAGES[stage].launcher == "mpirun":
-        processes.require_mpirun()
+        ranks.require_mpirun()
     require(Path(script).exists(), f"{show_path(script)} is not there: was it "
             f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
             "place")
@@ -67,14 +68,15 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
                 out.report(right=True)
                 return True
         # it imports torch while this process does
-        server.get_servers(modules_of(stage))
-        from workshop.check import trial
+        fork_server.get_servers(modules_of(stage))
+        from workshop.check import plan as trial
 
         files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
         trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
         right = trials.run()
-        if changed := files.changed():
+        # else it was another program, such as a notebook or a run
+        if bench.copy.noted("started") and (changed := files.changed()):
             out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
     if right:
         checked.record(stage if change is None else f"{stage} {change}", data)
@@ -152,7 +154,7 @@ class Check:
 
     def run(self):
         """Whether all of them are right."""
-        from workshop.check.trial import STEPS
+        from workshop.check.plan import STEPS
 
         bench = self.bench
         self.out.report(columns=[*self.plan])
@@ -304,8 +306,8 @@ class Check:
 
 def find_reference(bench):
     """The single device's trial, once for all checks of this program."""
-    from workshop.check import endings
-    from workshop.check.trial import STEPS, Mesh
+    from rankcheck import exits
+    from workshop.check.plan import STEPS, Mesh
 
     solution = STAGES[FIRST].solution
     if solution not in references:
@@ -313,7 +315,7 @@ def find_reference(bench):
             "1", Mesh())
         require(len(one.rows) == STEPS and one.seen[0], "the single-device "
                 "stage does not run here: it "
-                + endings.last_words(one, 0).text)
+                + exits.last_words(one, 0).text)
         references[solution] = one
     return references[solution]
 

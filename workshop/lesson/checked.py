@@ -14,8 +14,8 @@ import time
 
 from backstage.errors import UserError, warn
 from backstage.files import show_path, write_atomically
-from workshop.backups import locked_desk
-from workshop.reader import read_regular
+from rankcheck.reader import read_regular
+from workshop.lesson.backups import locked_desk
 from workshop.stages import DESK
 
 RECORD = DESK.with_name(".checked.json")

@@ -5,7 +5,9 @@ Only the standard library, from Python 3.9 on.
 
 import argparse
 import os
+import platform
 import sys
+from importlib.metadata import version
 
 from backstage.errors import require
 from workshop import classroom
@@ -74,6 +76,11 @@ def add_script(parser):
 
 
 def script(args):
+    from workshop.jobs.doctor import name_commit
+
     path, reason = desk.choose(args.stage)
     print(reason, file=sys.stderr, flush=True)
-    print(path)
+    print(path, flush=True)
+    print("software  Python", platform.python_version(), "torch",
+          version("torch"), "lightning", version("lightning"), "commit",
+          name_commit(), file=sys.stderr)

@@ -1,13 +1,15 @@
 """Changes to the attendee's script that lose nothing: `apply` and `reset`.
 
-What was in the script is kept as a backup: see workshop/backups.py.
+What was in the script is kept as a backup: see workshop/lesson/backups.py.
 """
 
 from contextlib import suppress
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop.backups import (
+from rankcheck.reader import read_regular
+from workshop.lesson import checked
+from workshop.lesson.backups import (
     applied_after,
     backups,
     label,
@@ -15,9 +17,7 @@ from workshop.backups import (
     read_script,
     replace_desk,
 )
-from workshop.lesson import checked
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
-from workshop.reader import read_regular
 from workshop.stages import DESK, LESSONS, STAGES, find
 
 REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "

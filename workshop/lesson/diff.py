@@ -19,8 +19,8 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop.backups import read_script
 from workshop.lesson import documents
+from workshop.lesson.backups import read_script
 from workshop.stages import DESK, STAGES, find
 
 GAP = 2  # this many equal lines do not split a change

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.files import show_path
-from workshop.html import (
+from rankcheck.html import (
     BLUE,
     ORANGE,
     TERMINAL_BLUE,

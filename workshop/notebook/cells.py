@@ -15,12 +15,14 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from workshop import arithmetic, backups, classroom, interpreter, lab
-from workshop.check.board import Board
-from workshop.journey import done, what_next
-from workshop.lesson import desk, render
+from rankcheck.reader import read_regular
+from rankcheck.report import Board
+from workshop import classroom
+from workshop.jobs import interpreter
+from workshop.lesson import backups, desk, render
 from workshop.lesson.diff import Diff, Script
-from workshop.notebook import following, magics, pictures, printed
+from workshop.lesson.journey import done, what_next
+from workshop.notebook import following, lab, magics, pictures, printed
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -33,7 +35,7 @@ from workshop.notebook.shown import (
     said_meanwhile,
     split_words,
 )
-from workshop.reader import read_regular
+from workshop.results import arithmetic
 from workshop.results import runs as results
 from workshop.stages import DESK, LESSONS, find
 
@@ -301,7 +303,7 @@ def gpus():
 @in_one_line
 def occupancy():
     """What a GPU has to keep for each of the stage's kernels."""
-    said_meanwhile("-m", "workshop.notebook.kernels")
+    said_meanwhile("-m", "notebooks.experiments.kernels")
 
 
 def load_ipython_extension(ipython):
@@ -329,7 +331,7 @@ def verify(script, mistake=0, *flags):
     else:
         require(isinstance(script, int) and isinstance(mistake, int), "name "
                 "your script, or the edits and the mistake by their numbers")
-        on_board("-m", "workshop.notebook.your_model", str(script),
+        on_board("-m", "notebooks.experiments.your_model", str(script),
                  str(mistake), *flags)
 
 
@@ -354,14 +356,14 @@ def decisions():
 
 @in_one_line
 def experiment(name):
-    """Run one of workshop/notebook/batch.py's trainings, and draw it."""
+    """Run one of notebooks/experiments/batch.py's trainings, and draw it."""
     return measured("batch", name)
 
 
 @in_one_line
 def measured(module, name):
-    """Run workshop/notebook/MODULE.py; the picture that it draws, if any."""
-    drawn = drawn_by(f"workshop.notebook.{module}", name)
+    """Run an experiment of this name; the picture that it draws, if any."""
+    drawn = drawn_by(f"notebooks.experiments.{module}", name)
     return picture(drawn) if drawn else None
 
 
@@ -387,7 +389,7 @@ def bills(loss):
 def step(name):
     """Measure a way to train on one device: the table, and a picture.
 
-    name: of workshop/notebook/one_gpu.py's STEPS, or "limit".
+    name: of notebooks/experiments/one_gpu.py's STEPS, or "limit".
     """
     return measured("one_gpu", name)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 from backstage.files import show_path
-from workshop import interpreter
-from workshop.doctor import ask_slurm
+from workshop.jobs import interpreter
+from workshop.jobs.doctor import ask_slurm
 from workshop.lesson import render
 from workshop.notebook.shown import Shown, in_one_line, said, split_words
 from workshop.stages import batch_files

@@ -5,7 +5,7 @@ import re
 import time
 
 from backstage.errors import UserError, require
-from workshop import interpreter
+from workshop.jobs import interpreter
 from workshop.lesson import render
 from workshop.notebook import pictures
 from workshop.notebook.shown import complaint, live, said

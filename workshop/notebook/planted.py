@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 from backstage.errors import require
-from workshop import interpreter
+from workshop.jobs import interpreter
 from workshop.lesson import render
 from workshop.notebook import printed, shown
 
@@ -22,7 +22,7 @@ def plant(number):
     folder = tempfile.mkdtemp(prefix="why-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = interpreter.start(
-        "-m", "workshop.notebook.hangs", str(number), folder)
+        "-m", "notebooks.experiments.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []
     show = shown.live(lambda: shown.said(state))

@@ -35,16 +35,17 @@ import warnings
 from pathlib import Path
 
 from backstage.errors import run_main
-from workshop import processes, server
-from workshop.errors import UserError
+from rankcheck.errors import UserError
+from rankcheck.launch import fork_server
+from rankcheck.launch import ranks as processes
 
-PRELOAD = ["torch", "torch.distributed", "workshop.notebook.overlap",
-           "workshop.notebook.pipelines", "workshop.notebook.sharding"]
+PRELOAD = ["torch", "torch.distributed", "notebooks.experiments.overlap",
+           "notebooks.experiments.pipelines", "notebooks.experiments.sharding"]
 
 
 def main():
     os.environ["COLUMNS"] = "54"  # of bars and tables: 62 after "rank 0: "
-    server.get_servers(PRELOAD)  # imports torch meanwhile
+    fork_server.get_servers(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
         try:

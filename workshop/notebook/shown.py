@@ -10,7 +10,7 @@ import shlex
 import time
 
 from backstage.errors import UserError, require
-from workshop import interpreter
+from workshop.jobs import interpreter
 from workshop.lesson import render
 from workshop.notebook import printed
 from workshop.rehearse import COMPLAINT

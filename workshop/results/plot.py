@@ -19,14 +19,14 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from backstage.errors import require, run_main
 from backstage.files import write_atomically
-from workshop.profile import list_traces, recorded_parts
-from workshop.reader import may_replace
+from rankcheck.reader import may_replace
 from workshop.results import runs as results
+from workshop.results.profile import list_traces, recorded_parts
 from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
 DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
-PARTS = {  # of workshop/profile.py
+PARTS = {  # of workshop/results/profile.py
     "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
     "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
 PUBLISHED = ("#2166c0", "#a85500")  # of A100 and Max 1550

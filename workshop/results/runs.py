@@ -22,7 +22,7 @@ from backstage.record import (
     read_table,
     to_numbers,
 )
-from workshop.arithmetic import is_count, of_step, ring
+from workshop.results.arithmetic import is_count, of_step, ring
 from workshop.stages import FIRST, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"

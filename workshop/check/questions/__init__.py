@@ -14,7 +14,7 @@ from workshop.check.questions import model
 from workshop.check.questions import report
 from workshop.check.questions import state
 # isort: on
-from workshop.findings import STRANGE, fail, ok
+from rankcheck.findings import STRANGE, fail, ok
 
 __all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
            "report", "state"]

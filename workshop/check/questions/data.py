@@ -1,8 +1,8 @@
 """Questions about the data: who reads which samples."""
 
+from rankcheck.findings import fail, shorten
+from workshop.check.plan import MINIBATCH, STEPS, B
 from workshop.check.questions.question import question
-from workshop.check.trial import MINIBATCH, STEPS, B
-from workshop.findings import fail, shorten
 
 
 @question("each step reads its minibatch, each sample once",

@@ -2,15 +2,15 @@
 
 import numpy as np
 
+from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.tensors import LAST, TIED, assemble, describe, names
+from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
     ask_about,
     data_alone,
     no_pipeline,
     question,
 )
-from workshop.check.trial import LEARNING_RATE, STEPS
-from workshop.findings import fail, ok, percent, warn
-from workshop.parts import LAST, TIED, assemble, describe, names
 
 GRADIENT = 1e-3  # relative
 

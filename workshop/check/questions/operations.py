@@ -2,16 +2,16 @@
 
 import json
 
-from workshop.check import endings
+from rankcheck import exits
+from rankcheck.findings import Line, fail
 from workshop.check.questions.question import question
-from workshop.findings import Line, fail
 
 
 @question("each operation computes what PyTorch's does", ("operations",),
           early=True)
 def operations(trial, reference):
     """What workshop.check.operations says of them."""
-    finding = endings.explain(trial)
+    finding = exits.explain(trial)
     if finding:
         return finding
     for name, wrong in json.loads(trial.ranks[0].out.splitlines()[-1]).items():
@@ -19,7 +19,7 @@ def operations(trial, reference):
             return fail(f"it has no function {name}")
         if wrong:
             text, line, error = wrong
-            return fail([f"{name}: {text}", *endings.in_brackets(
+            return fail([f"{name}: {text}", *exits.in_brackets(
                 map(Line, line))], "on "
                         "shapes that leave the last tile half empty: think of "
                         "masks, of what is summed over tiles, and of who "

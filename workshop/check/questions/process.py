@@ -7,11 +7,11 @@ import torch
 from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
-from workshop.check import endings
+from rankcheck import exits
+from rankcheck.findings import Line, fail, ok, warn
+from rankcheck.tensors import names
+from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
-from workshop.check.trial import STEPS, UNEVEN, B
-from workshop.findings import Line, fail, ok, warn
-from workshop.parts import names
 
 
 @question("the optimizer updates the model that is trained", early=True)
@@ -31,7 +31,7 @@ def updated(trial, reference):
           early=True)
 def how_it_ends(trial, reference):
     """Whether every rank comes to its end, after all steps."""
-    finding = endings.explain(trial)
+    finding = exits.explain(trial)
     if finding:
         return finding
     if len(trial.rows) < STEPS:

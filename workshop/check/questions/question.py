@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from workshop.check.trial import STEPS
-from workshop.findings import Questions, fail, number, ok
+from rankcheck.findings import Questions, fail, number, ok
+from workshop.check.plan import STEPS
 
 QUESTIONS = Questions()
 # They answer with a `Finding`, or with None where the title says it all.

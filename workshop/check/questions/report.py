@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from rankcheck.findings import fail, number
 from workshop.check.questions.question import (
     ask_about,
     no_pipeline,
     question,
     several,
 )
-from workshop.findings import fail, number
 
 PROMPT = "> Hello, I'm a language model,"
 

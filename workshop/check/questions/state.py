@@ -1,10 +1,10 @@
 """Questions about what is saved, and when."""
 
-from workshop.check import endings
+from rankcheck import exits
+from rankcheck.findings import fail, percent, warn
+from rankcheck.tensors import assemble, describe
+from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import question
-from workshop.check.trial import LEARNING_RATE, STEPS
-from workshop.findings import fail, percent, warn
-from workshop.parts import assemble, describe
 
 
 @question("its checkpoints are the single device's")
@@ -63,7 +63,7 @@ def moments(state):
           ("stopped",), early=True)
 def stopping(trial, reference):
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
-    ended = endings.explain(trial)
+    ended = exits.explain(trial)
     if ended:
         return fail([f"with {' '.join(map(str, trial.more))} and a signal to "
                      "rank 0: ", *ended.sentence], ended.hint, ended.error)

@@ -1,0 +1,1 @@
+"""Starts, watches and judges anybody's training script."""

@@ -1,0 +1,74 @@
+"""Command lines of several commands; what is wrong with one is one line.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+import argparse
+import importlib
+import sys
+import textwrap
+
+from rankcheck.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are `UserError`s.
+
+    after: whose words follow --, as in "the script's own"; "" if there are
+    none. passes_on: whether these are also what the parser does not know.
+    """
+
+    after, passes_on = "", False
+
+    def error(self, message):
+        raise UserError(f"{message}: see {self.prog} --help")
+
+    def parse(self, words):
+        """What the words say; `flags` has those that follow --."""
+        end = (words.index("--") if self.after and "--" in words
+               else len(words))
+        args, unknown = self.parse_known_args(words[:end])
+        if unknown and not self.passes_on:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}"
+                       + f": {self.after} come after --" * bool(self.after))
+        args.flags = unknown + words[end + 1:]
+        return args
+
+
+def parse(program, about, groups, hidden=()):
+    """What the command line says; `function` is the command's.
+
+    groups: {title: {command: (its module, what it does)}}; hidden: the same
+    of commands that --help does not show, and of "", no command at all. A
+    module has `add_arguments(parser)` and `main(args)`, which returns the exit
+    status; named with a command, as in module:diff, it has `add_diff` and
+    `diff`. It is imported when the command is called.
+    """
+    command, *words = sys.argv[1:] or ["" if "" in hidden else "--help"]
+    if command in ("-h", "--help"):
+        print(describe(program, about, groups))
+        sys.exit()
+    known = dict(hidden)
+    for commands in groups.values():
+        known.update(commands)
+    if command not in known:
+        raise UserError(f"there is no command {command}: see {program} --help")
+    place, about = known[command]
+    name, _, function = place.partition(":")
+    module = importlib.import_module(name)
+    parser = Parser(prog=f"{program} {command}", description=about)
+    getattr(module, f"add_{function or 'arguments'}")(parser)
+    args = parser.parse(words)
+    args.command, args.function = command, getattr(module, function or "main")
+    return args
+
+
+def describe(program, about, groups):
+    """The text of --help."""
+    lines = [f"usage: {program} COMMAND ...", "", *textwrap.wrap(about, 79)]
+    for title, commands in groups.items():
+        lines += ["", f"{title}:"]
+        lines += (textwrap.fill(text, 79, initial_indent=f"  {name:10}",
+                                subsequent_indent=12 * " ")
+                  for name, (_, text) in commands.items())
+    return "\n".join(lines)

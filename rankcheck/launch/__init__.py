@@ -1,0 +1,1 @@
+"""Starts ranks, and waits for them."""

@@ -1,0 +1,193 @@
+"""MPI as checks and tests use it: who waits for the others sleeps.
+
+An MPI library looks for messages without pause while it waits. Four ranks on
+two cores then take the cores from one another, and nobody sees from outside
+whether they compute or wait for ever. Here COMM_WORLD is a communicator whose
+ranks sleep until all have come to a collective, and only then call MPI's own.
+If they have not come to the same collective, they wait on, where MPI would
+hang, fail or mix up messages, as it happens. A `Send` waits until its message
+is received, which MPI allows and does with long messages.
+"""
+
+import os
+import time
+
+from mpi4py import MPI
+
+from rankcheck.why.witness import COLLECTIVES
+
+ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
+BEGUN = (  # they return a request
+    "Iallgather", "Iallgatherv", "Iallreduce", "Ialltoall", "Ibarrier",
+    "Ibcast", "Igather", "Igatherv", "Ireduce", "Ireduce_scatter",
+    "Ireduce_scatter_block", "Iscatter", "Iscatterv", "Irecv", "Isend",
+    "Issend", "irecv", "isend", "issend")
+LONGEST = 0.02  # seconds between two looks
+
+
+def install(nodes=1):
+    """Let MPI.COMM_WORLD sleep while it waits.
+
+    nodes: on how many nodes the ranks are to believe they are.
+    """
+    MPI.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
+    SleepingComm.nodes = nodes
+
+
+class SleepingComm(MPI.Intracomm):
+    """A communicator whose ranks sleep while they wait.
+
+    on_call: called with each call's name and its number of elements.
+    """
+
+    on_call = staticmethod(lambda name, elements: None)
+    nodes = 1
+
+    @classmethod
+    def adopt(cls, comm):
+        """The same communicator, but it sleeps. All its ranks."""
+        asleep = cls(comm)
+        # what the ranks say of themselves is apart from their messages
+        asleep.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
+        return asleep
+
+    def tell(self, name, args):
+        self.on_call(name.lower(), count(args))
+
+    def meet(self, name, elements):
+        """Sleep until all ranks have come to this collective."""
+        if name not in ALIKE:
+            elements = ""
+        mine = f"{name} {elements}".encode().ljust(40)
+        theirs = bytearray(40 * self.size)
+        sleep_until(self.apart.Iallgather(mine, theirs).Test)
+        if bytes(theirs) != mine * self.size:
+            sleep_until(lambda: False)
+
+    def Split(self, *args, **kwargs):
+        return self.adopt(MPI.Intracomm(self).Split(*args, **kwargs))
+
+    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+        if self.nodes > 1 and split_type == MPI.COMM_TYPE_SHARED:
+            node = self.rank * self.nodes // self.size
+            return self.Split(node, self.rank)
+        return self.adopt(
+            MPI.Intracomm(self).Split_type(split_type, key, info))
+
+    def Dup(self, info=None):
+        return self.adopt(MPI.Intracomm(self).Dup(info))
+
+    def Abort(self, errorcode=0):
+        """End all ranks: mpirun does so when one ends with an error.
+
+        MPI's own Abort waits for mpirun and holds Python's lock meanwhile. It
+        might wait for ever if another rank has made mpirun end already.
+        """
+        os._exit(errorcode or 1)
+
+
+class SleepingRequest(MPI.Request):
+    def Wait(self, status=None):
+        sleep_until(self.Get_status)
+        return super().Wait(status)
+
+    def wait(self, status=None):
+        sleep_until(self.Get_status)
+        return super().wait(status)
+
+    @classmethod
+    def Waitall(cls, requests, statuses=None):
+        for request in requests:
+            sleep_until(request.Test)
+        return True
+
+    @classmethod
+    def waitall(cls, requests, statuses=None):
+        return [request.wait() for request in requests]
+
+
+MPI.Request = SleepingRequest
+
+
+def sleep_until(done):
+    """Return once done() is true; the pauses between two looks grow."""
+    pause = 2e-5
+    while not done():
+        time.sleep(pause)
+        pause = min(LONGEST, 1.5 * pause)
+
+
+def count(args):
+    """How many elements the first buffer or object among `args` has."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and arg:
+            return count(arg)
+        if hasattr(arg, "numel"):
+            return arg.numel()
+        if isinstance(getattr(arg, "size", None), int):
+            return arg.size
+        if isinstance(arg, (int, float)):
+            return 1
+    return 0
+
+
+# ---------------------------------------------- the methods of a SleepingComm
+
+
+def add(name, method):
+    """Give `SleepingComm` the method, which stack traces call by that name."""
+    method.__code__ = method.__code__.replace(co_name=name)
+    method.__name__ = name
+    setattr(SleepingComm, name, method)
+
+
+def collective(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, *args, **kwargs):
+        self.tell(name, [*args, *kwargs.values()])
+        self.meet(name, count([*args, *kwargs.values()]))
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def begun(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, *args, **kwargs):
+        self.tell(name, [*args, *kwargs.values()])
+        return SleepingRequest(plain(self, *args, **kwargs))
+
+    return method
+
+
+def send(name, begin):
+    def method(self, message, *args, **kwargs):
+        self.tell(name, [message])
+        sleep_until(begin(self, message, *args, **kwargs).Test)
+
+    return method
+
+
+def receive(name):
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
+               status=None):
+        self.tell(name, [buf])
+        sleep_until(lambda: self.Iprobe(source, tag))
+        return plain(self, buf, source, tag, status)
+
+    return method
+
+
+for one in COLLECTIVES:
+    add(one, collective(one))
+for one in BEGUN:
+    add(one, begun(one))
+for one, other in (("Send", "Issend"), ("Ssend", "Issend"),
+                   ("send", "issend"), ("ssend", "issend")):
+    add(one, send(one, getattr(MPI.Intracomm, other)))
+add("Recv", receive("Recv"))
+add("recv", receive("recv"))

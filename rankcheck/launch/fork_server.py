@@ -1,0 +1,347 @@
+"""Forks the ranks of `ranks.Launch` from a server that has torch.
+
+The server and all that it forks are in a session of their own: Ctrl-C in the
+terminal does not reach them, and `end_all` ends them at once.
+"""
+
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import logging
+import os
+import pickle
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rankcheck.errors import KILLED, UserError
+from rankcheck.launch import mpirun_proxy
+
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
+           "torch.distributed.elastic.multiprocessing", "torch._dynamo",
+           "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
+
+
+# ---------------------------------------------------------- from the outside
+
+
+@dataclass(eq=False)
+class Job:
+    """A forked process; status is None while it lives."""
+
+    server: Server
+    pid: int
+    status: int | None = None
+
+    def is_alive(self):
+        self.server.listen(0)
+        return self.status is None
+
+    def kill(self, number):
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Server:
+    """The process that forks the ranks, as the program sees it.
+
+    It counts the jobs: the system gives the number of a process that has
+    ended to a new one. hashes: the seed of Python's hashes in all of them.
+    """
+
+    def __init__(self, preload, hashes=None):
+        self.owner = os.getpid()
+        self.jobs = []
+        mine, its = socket.socketpair()
+        code = (f"import sys; sys.path[:] = {sys.path!r}\n"
+                "from rankcheck.launch.fork_server import serve\n"
+                f"serve({its.fileno()}, {preload!r})")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
+            pass_fds=[its.fileno()], start_new_session=True,
+            # who waits for another is to sleep: read when torch is loaded
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (
+                {} if hashes is None else {"PYTHONHASHSEED": str(hashes)}))
+        its.close()
+        self.link = Connection(mine.detach())
+
+    def fork(self, *arguments, preload, cwd=None):
+        number = len(self.jobs)
+        # the pickle is opened where sys.path is right for it
+        self.link.send((number, preload, cwd or os.getcwd(), list(sys.path),
+                        pickle.dumps(arguments)))
+        while number == len(self.jobs):
+            self.listen(60)
+        return self.jobs[number]
+
+    def listen(self, seconds):
+        """Wait at most that long for news of starts and ends."""
+        while self.link.poll(seconds):
+            try:
+                event, number, value = self.link.recv()
+            except (EOFError, OSError):
+                raise UserError(KILLED) from None
+            if event == "started":
+                self.jobs.append(Job(self, value))
+                return
+            self.jobs[number].status = value
+            seconds = 0
+
+    def end(self):
+        """End the server and all that it has forked, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def activity(servers, others):
+    """The CPU seconds of each thread, and how many threads want a CPU.
+
+    So does one that was stopped (SIGSTOP), also a server, which has to say
+    who has ended. Of all that these servers have forked, and of other
+    sessions. None where the system does not say (it has no /proc).
+    """
+    tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
+    if not Path("/proc/self/stat").exists():
+        return None
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            if os.getsid(pid) not in servers | others:
+                continue
+            for task in (folder / "task").iterdir():
+                fields = (task / "stat").read_text(
+                    errors="replace").rpartition(")")[2]
+                state, *numbers = fields.split()
+                eager += state in "Tt"
+                if pid in servers:
+                    continue
+                eager += state in "RD"
+                tasks[task.name] = (int(numbers[10]) + int(numbers[11])) / tick
+    return tasks, eager
+
+
+the_servers = {}  # by the seed of their hashes
+folders = set()  # of launches that have not been waited for
+# which no script takes for its own: a rank says where it is
+LOOK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+SEEDS = 4  # of hashes, at most: each takes a server
+
+
+def get_servers(preload=PRELOAD, size=1, hashes=None):
+    """The servers of so many ranks, which are started when first asked for.
+
+    preload: what they then import first. hashes: see `Start`; a seed that
+    the user has set holds for all.
+    """
+    seeds = [None]
+    if hashes is not None and os.environ.get(
+            "PYTHONHASHSEED", "random") == "random":
+        seeds = [(hashes + rank) % SEEDS for rank in range(min(size, SEEDS))]
+    for seed in seeds:
+        server = the_servers.get(seed)
+        if server is None or server.owner != os.getpid() or (
+                server.process.poll() is not None):
+            the_servers[seed] = Server(preload, seed)
+    return [the_servers[seed] for seed in seeds]
+
+
+@atexit.register
+def end_all():
+    """End every process that this program has started, at once."""
+    while the_servers:
+        _, server = the_servers.popitem()
+        if server.owner == os.getpid():
+            server.end()
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+# ----------------------------------------------------------- from the inside
+
+
+def serve(link, preload):
+    """Fork a process for each job, and tell when it ends. Never returns."""
+    # Lightning loads it, and it warns where HOME cannot be written
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    preload_all(preload)
+    link = Connection(link)
+    bell, ring = os.pipe()
+    os.set_blocking(bell, False)
+    os.set_blocking(ring, False)
+    signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    jobs = {}  # process -> its job
+    while True:
+        ready, _, _ = select.select([link, bell], [], [])
+        try:
+            if bell in ready:
+                os.read(bell, 1000)
+                tell_ended(link, jobs)
+            if link in ready:
+                job, preload, folder, path, arguments = link.recv()
+                preload_all(preload)
+                pid = os.fork()
+                if pid == 0:
+                    for handle in (link.fileno(), bell, ring):
+                        os.close(handle)
+                    become_rank(folder, path, arguments)
+                jobs[pid] = job
+                link.send(("started", job, pid))
+        except (EOFError, OSError):  # the program is gone
+            os.killpg(0, signal.SIGKILL)
+
+
+def preload_all(names):
+    """Import what has not been tried before.
+
+    A quarter of the time would go into looking for garbage, although imports
+    make none; nor do the forked ranks look through what is imported here.
+    """
+    gc.disable()
+    for name in names:
+        preload_one(name)
+    gc.freeze()
+    gc.enable()
+
+
+@functools.cache
+def preload_one(name):
+    with contextlib.suppress(Exception):  # the rank will say it
+        importlib.import_module(name)
+
+
+def tell_ended(link, jobs):
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            link.send(("ended", jobs.pop(pid, None),
+                       os.waitstatus_to_exitcode(status)))
+
+
+def become_rank(folder, path, arguments):
+    """In a forked process. Never returns."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.chdir(folder)
+        sys.path[:] = path
+        status = run_script(*pickle.loads(arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+@contextlib.contextmanager
+def without_slurm():
+    """Inside this no variable of SLURM is set.
+
+    In an allocation's shell Open MPI would take a process that plain python
+    has started for one of srun's, and end it.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ)
+              if name.startswith("SLURM_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def run_script(start, rank, port, output):
+    """What a process does: `script flags...` as if python had started it.
+
+    output: what its files begin with.
+    """
+    link, variables = None, start.variables(rank, port)
+    if start.by_mpirun:
+        link, variables = mpirun_proxy.meet(f"{output}.proxy")
+        threading.Thread(
+            target=mpirun_proxy.follow, args=(link,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(variables)
+    tempfile.tempdir = None  # TMPDIR may be another than the server's
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(f"{output}.{name}",
+                       os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
+    faulthandler.register(LOOK, file=open(f"{output}.stack", "w"),
+                          all_threads=False)
+    import torch
+
+    from rankcheck.probes.recorder import Log
+
+    torch.set_num_threads(start.threads)
+    sys.argv = [start.script, *(flag.replace("{rank}", str(rank))
+                                for flag in start.flags)]
+    # in place of the caller's folder, which PYTHONSAFEPATH leaves out
+    sys.path[:not getattr(sys.flags, "safe_path", False)] = [
+        str(start.place or Path(start.script).parent)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if start.mpirun and start.sleeping:
+        # the script has its own words for a library that is missing
+        with contextlib.suppress(ImportError, RuntimeError), without_slurm():
+            from rankcheck.launch import blocking_mpi
+
+            blocking_mpi.install(start.nodes)
+    log = Log(start.log, rank)
+    for probe in start.probes:
+        probe(log)
+    finish_once(log.finish, link)
+    status = 0
+    try:
+        runpy.run_path(start.script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        status = 1
+        sys.last_value = error  # as Python itself leaves it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()  # a forked process would skip them
+    return status
+
+
+def finish_once(finish, link):
+    """Let `finish` be called where this process ends, also by os._exit.
+
+    link: to mpirun's process, which is to end with the same status.
+    """
+    leave, owner = os._exit, os.getpid()
+
+    def visible_exit(status):
+        os._exit = leave
+        try:
+            if os.getpid() == owner:  # not a worker of its own
+                finish()
+                if link:
+                    mpirun_proxy.part(link, status)
+        finally:  # also on a full disk
+            leave(status)
+
+    os._exit = visible_exit

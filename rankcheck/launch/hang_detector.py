@@ -1,0 +1,110 @@
+"""Waits for the ranks of a `ranks.Launch`, as long as they work.
+"""
+
+import time
+
+from rankcheck.deadlock import hangs, read_events
+
+IDLE = 3.0  # seconds without anything to do after which it may hang
+PATIENCE = 120.0  # seconds without an update, in which it may wait
+LOOKS = 2.0  # seconds between two looks at where idle ranks are
+SAYS = 10.0  # seconds, after which it says so
+UNSTARTED = 20.0  # the same, before mpirun has started the script
+FLOOD = 20e6  # bytes of output: it prints without end
+
+
+class Patience:
+    """Whether to give the ranks up, by what they do and not by the clock.
+
+    On a busy machine everything takes longer, but not more seconds of a CPU:
+    they are given up when they have used too many of those without a step,
+    when they hang for certain (see deadlock.py), or when they have been idle
+    for a long time. Says what it waits for.
+    """
+
+    def __init__(self, launch, observed, say, allowed, idle=IDLE,
+                 endless=float("inf"), patience=PATIENCE):
+        """What to allow each rank of a `Launch`, observed in that folder.
+
+        allowed: seconds of a CPU for a step. idle: seconds in which nobody
+        does anything, after which it is asked whether the ranks hang.
+        endless: steps, after which it is taken for one that never ends.
+        patience: seconds without a step, if nobody does anything then.
+        """
+        self.launch, self.observed, self.say = launch, observed, say
+        self.allowed, self.idle, self.endless = allowed, idle, endless
+        self.patience = patience
+        self.reason, self.cpu, self.spent = "", 0.0, 0.0
+        self.begun = not launch.mpirun
+        self.tasks, self.updates = {}, 0
+        self.looks = []  # (time, seconds of a CPU since the last, who waits)
+        self.begin = self.last = self.stepped = time.monotonic()
+        self.said = self.begin
+        self.asked, self.lines = 0.0, []  # when idle: what each rank is in
+
+    def __call__(self):
+        now = time.monotonic()
+        if now - self.last < 0.15:
+            return False
+        self.last = now
+        updates = sum(file.stat().st_size  # a byte for each
+                      for file in self.observed.glob("*.updates"))
+        if updates > self.updates:
+            self.updates, self.spent, self.stepped = updates, 0.0, now
+        self.reason = self.look(now, updates)
+        if now - self.said > SAYS and not self.reason:
+            self.said = now
+            self.say(f"        still waiting after {now - self.begin:.0f} s: "
+                     f"{updates} updates made, over all ranks" + "".join(
+                         f", rank {rank} is in line {line}"
+                         for rank, line in enumerate(self.lines) if line))
+        return bool(self.reason)
+
+    def look(self, now, updates):
+        """Why it is to end, "" if it is to go on."""
+        size = len(self.launch.jobs)
+        if self.launch.printed() > FLOOD:
+            return "flood"
+        if updates > self.endless * size:
+            return "endless"
+        activity = self.launch.activity()
+        if activity is None:  # no such figures on this system
+            return "waits" if now - self.stepped > self.patience else ""
+        tasks, eager = activity
+        used = sum(seconds - self.tasks.get(task, 0.0)
+                   for task, seconds in tasks.items())
+        self.tasks = tasks
+        self.cpu += used
+        self.spent += used
+        self.looks.append((now, used, eager))
+        if not self.begun and any(self.observed.glob("*.jsonl")):
+            self.begun, self.looks = True, self.looks[-1:]
+        if not self.sleeps(self.idle if self.begun else UNSTARTED):
+            self.lines = []
+        elif not self.begun:
+            return "unstarted"
+        elif not self.lines or now - self.asked > LOOKS:
+            self.asked, self.lines = now, self.launch.lines()
+            if self.hangs(size):
+                return "hangs"
+            if now - self.stepped > self.patience:
+                return "waits"
+        return "busy" if self.spent > self.allowed * size else ""
+
+    def hangs(self, size):
+        return hangs(
+            [read_events(self.observed / f"{rank}.jsonl")
+             for rank in range(size)], self.lines,
+            {rank for rank, job in enumerate(self.launch.jobs)
+             if not job.is_alive()}, size)
+
+    def sleeps(self, seconds):
+        """Whether no rank has done or wanted to do anything for so long."""
+        now = self.last
+        while now - self.looks[0][0] > seconds:
+            self.looks.pop(0)
+        watched = now - max(self.begin, self.looks[0][0])
+        busy = sum(used for _, used, _ in self.looks[1:])
+        wanted = sum(eager > 0 for _, _, eager in self.looks)
+        return (watched > 0.9 * seconds and busy < 0.05 * watched
+                and wanted < 0.2 * len(self.looks))

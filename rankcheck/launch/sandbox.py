@@ -1,0 +1,313 @@
+"""A copy of the current folder, in which a watched script runs.
+
+A file that was there before is never changed, and nothing is left beside it:
+
+- The copy is the ranks' current folder. Small files are copied, of others and
+  of large folders it has links. The folders above it are there, too, so that
+  `../data` leads to where it does from the current folder.
+- Before a rank writes to what is a link, the guard puts a copy in its place.
+- Before a rank changes what was there before and is elsewhere, as by an
+  absolute path, the guard ends the rank, and `require_kept` says why.
+- A child process or a compiled library can still write through a link, unseen:
+  `Kept` compares the user's own files before and after.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.errors import UserError, show_path
+
+SMALL = 1_000_000  # bytes of a file that is copied at once
+MOST = 2_000  # entries of a folder that is copied with all that is in it
+ROOM = 100_000_000  # bytes that are copied at once, in all
+NOTES = "guard"  # the folder of what the guards tell one another
+LOOKS = 20_000  # at files that `Kept` compares
+STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
+BY_WHOM = ("by another program, or by what the script has started or compiled:"
+           " then try it in a copy of this folder")
+
+# What a change does to a path: it makes something where nothing is; it takes
+# what is there away, or puts something else in its place; it changes the
+# content, of which what was there before may be needed, or not.
+NEW, ENTRY, CONTENT, EMPTY = range(4)
+# The audit events of changes: the place of the path among their arguments,
+# and of the open folder that it is relative to, if it can be
+CHANGES = {
+    "os.chmod": [(CONTENT, 0, 2)], "os.chown": [(CONTENT, 0, 3)],
+    "os.link": [(CONTENT, 0, 2), (NEW, 1, 3)], "os.mkdir": [(NEW, 0, 2)],
+    "os.remove": [(ENTRY, 0, 1)], "os.removexattr": [(CONTENT, 0, None)],
+    "os.rename": [(ENTRY, 0, 2), (ENTRY, 1, 3)], "os.rmdir": [(ENTRY, 0, 1)],
+    "os.setxattr": [(CONTENT, 0, None)], "os.symlink": [(NEW, 1, 2)],
+    "os.truncate": [(CONTENT, 0, None)], "os.utime": [(CONTENT, 0, 3)],
+    "shutil.rmtree": [(CONTENT, 0, 1), (ENTRY, 0, 1)],
+    "sqlite3.connect": [(CONTENT, 0, None)]}
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The copy, and the probe that guards a rank.
+
+    ours: the folder of all that the program writes. top: a folder in it that
+    stands for the root of the file system; `top/home/me` is /home/me.
+    """
+
+    ours: str
+    top: str
+
+    def __call__(self, log):
+        """Guard this process, and the workers that it forks."""
+        import torch  # here, where it has been imported already
+
+        from rankcheck.probes.recorder import replace
+
+        inside = threading.local()  # what the guard itself opens is no change
+        sys.dont_write_bytecode = True
+
+        def guard(changes):
+            if not getattr(inside, "guard", False):
+                inside.guard = True
+                try:
+                    for kind, path in changes:
+                        self.before_change(kind, path)
+                finally:
+                    inside.guard = False
+
+        def on_event(event, args):
+            if event == "open":
+                if kind := kind_of(args[2] or 0):
+                    guard([(kind, args[0])])
+            elif event in STARTS:
+                self.note("started", event)
+            elif event in CHANGES:
+                guard([(kind, absolute(args, path, folder))
+                       for kind, path, folder in CHANGES[event]])
+
+        sys.addaudithook(on_event)
+
+        @replace(torch, "save")
+        def save(save, obj, f, *args, **kwargs):
+            guard([(EMPTY, f)])  # it opens a file by its name without Python
+            save(obj, f, *args, **kwargs)
+
+    def before_change(self, kind, path):
+        """Put a copy where `path` leads, or end this process.
+
+        path: of any type; an open file is none.
+        """
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return
+        path = os.path.abspath(os.fsdecode(path))
+        try:
+            if is_below(path, self.top):
+                self.copy_up(kind, path)
+            # `data/..` is elsewhere if data is a link
+            folder, name = os.path.split(path)
+            place = os.path.realpath(path if kind >= CONTENT else folder)
+            if kind < CONTENT:
+                place = os.path.join(place, name)
+            if not is_below(place, self.ours):
+                self.before_change_outside(kind, place)
+        except OSError:  # the script will meet it itself
+            pass
+
+    def before_change_outside(self, kind, place):
+        if not os.path.lexists(place):
+            self.note("made", place)
+            return
+        now = os.lstat(place)
+        # an empty file may be a lock, and nothing in it can be lost
+        changes = kind == ENTRY or (
+            kind > ENTRY and stat.S_ISREG(now.st_mode) and now.st_size)
+        made = self.noted("made") if changes else ()
+        if changes and not any(is_below(place, known) for known in made):
+            self.note("refused", place)
+            os._exit(1)
+
+    def copy_up(self, kind, path):
+        """Make what is on the way to `path` folders and files of the copy.
+
+        Of all ranks one does it at a time.
+        """
+        with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            here, names = self.top, path[len(self.top):].split("/")[1:]
+            while names and (len(names) > 1 or kind >= CONTENT):
+                here = f"{here}/{names.pop(0)}"
+                if not os.path.islink(here):
+                    continue
+                place = os.path.realpath(here)
+                if is_below(place, self.top):  # a link inside the copy
+                    names = place[len(self.top):].split("/")[1:] + names
+                    here = self.top
+                elif os.path.isdir(place):
+                    os.unlink(here)
+                    os.mkdir(here)
+                    fill(here, place)
+                elif not names and not os.path.exists(place):
+                    os.unlink(here)  # what it makes is not to be outside
+                elif not names:
+                    self.copy_file(place, here, kind == EMPTY)
+
+    def copy_file(self, place, here, empty):
+        """Put a copy in the place of a link to a file, whole or not at all."""
+        if not stat.S_ISREG(os.stat(place).st_mode):
+            return
+        part = f"{self.ours}/{NOTES}/copy"
+        try:
+            if empty:
+                open(part, "w").close()
+            else:
+                shutil.copyfile(place, part)
+            shutil.copystat(place, part)
+            os.replace(part, here)
+        except OSError:  # too large for this disk, or not readable
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+
+    def note(self, name, place):
+        with contextlib.suppress(OSError), open(
+                f"{self.ours}/{NOTES}/{name}", "a") as file:
+            file.write(f"{place}\n")
+
+    def noted(self, name):
+        try:
+            return Path(self.ours, NOTES, name).read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def require_kept(self, remedy):
+        """Raise `UserError` if a rank was ended, as it would change a file."""
+        for place in self.noted("refused")[:1]:
+            raise UserError(f"{place} was there before, and the script was "
+                            f"about to change it: it is as it was. {remedy}")
+
+    def name(self, path):
+        """Where the copy of a file is."""
+        return Path(self.top + os.path.abspath(path))
+
+    def as_known(self, text):
+        """A text with the paths as the user knows them."""
+        return text.replace(self.top, "")
+
+
+def kind_of(flags):
+    """What opening a file with these flags does to it, 0 for nothing."""
+    if flags & os.O_TRUNC:
+        return EMPTY
+    return CONTENT if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else 0
+
+
+def absolute(args, path, folder):
+    """The path among an event's arguments; None for an open file."""
+    path, folder = args[path], args[folder] if folder and (
+        folder < len(args)) else None
+    if isinstance(folder, int) and folder >= 0:
+        with contextlib.suppress(OSError, TypeError):
+            return os.path.join(os.readlink(f"/proc/self/fd/{folder}"),
+                                os.fsdecode(path))
+    return path
+
+
+def is_below(path, folder):
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def make(ours, name, script):
+    """A `Sandbox` with a copy of the current folder and of a script.
+
+    The copy is in ours/name. One that is there already is taken as it is.
+    """
+    ours, cwd = os.path.realpath(ours), os.getcwd()
+    os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
+    top, way = f"{ours}/{name}", [*reversed(Path(cwd).parents), Path(cwd)]
+    sandbox = Sandbox(ours, top)
+    if not os.path.exists(top):
+        for folder, child in zip(way, way[1:]):
+            os.makedirs(f"{top}{child}")
+            fill(f"{top}{folder}", folder)
+        few = len(os.listdir(cwd)) <= MOST
+        fill(top + cwd, cwd, [ROOM] if few else None)
+        sandbox.copy_up(CONTENT, str(sandbox.name(script)))
+    return sandbox
+
+
+def fill(copy, folder, room=None):
+    """Give each entry of `folder` one in `copy`, unless it has one.
+
+    room: [the bytes that may still be copied]; a folder in it is copied with
+    all that is in it, if it has few entries and is not hidden. None: there
+    are only links.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            place = f"{copy}/{entry.name}"
+            try:
+                if entry.is_symlink():
+                    os.symlink(os.readlink(entry.path), place)
+                elif room and entry.is_dir() and entry.name[0] != "." and (
+                        len(walk(entry.path, MOST)) < MOST):
+                    os.mkdir(place)
+                    fill(place, entry.path, room)
+                elif room and entry.is_file() and entry.stat().st_size <= min(
+                        SMALL, room[0]):
+                    shutil.copy2(entry.path, place)
+                    room[0] -= entry.stat().st_size
+                else:
+                    os.symlink(entry.path, place)
+            except FileExistsError:
+                pass  # on the way to the current folder
+            except OSError:  # it may not be read
+                with contextlib.suppress(OSError):
+                    os.symlink(entry.path, place)
+
+
+def walk(folder, most):
+    """The entries below a folder, those close to it first, `most` at most.
+
+    Hidden folders and caches are left out.
+    """
+    found, folders = [], deque([folder])
+    while folders and len(found) < most:
+        with contextlib.suppress(OSError), os.scandir(
+                folders.popleft()) as entries:
+            for entry in entries:
+                found.append(entry)
+                if entry.is_dir(follow_symlinks=False) and not (
+                        entry.name.startswith((".", "__pycache__"))):
+                    folders.append(entry.path)
+    return found[:most]
+
+
+class Kept:
+    """The files of the current folder, to see which of them are changed."""
+
+    def __init__(self):
+        self.before = self.look()
+
+    def look(self):
+        """{path: what changes with it}."""
+        found = {}
+        for entry in walk(os.getcwd(), LOOKS):
+            with contextlib.suppress(OSError):
+                if entry.is_file(follow_symlinks=False):
+                    now = entry.stat(follow_symlinks=False)
+                    found[entry.path] = (
+                        now.st_ino, now.st_size, now.st_mtime_ns)
+        return found
+
+    def changed(self):
+        """Say which have changed, or are gone, since this was asked last."""
+        now = self.look()
+        names = [show_path(path) for path, before in self.before.items()
+                 if now.get(path) != before]
+        self.before = now
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return names and f"{', '.join(names[:3])}{more} changed meanwhile"

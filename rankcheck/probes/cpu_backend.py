@@ -1,0 +1,76 @@
+"""Lets a process do on a CPU what it would do on a GPU, and notes what it asks
+for.
+"""
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from rankcheck.probes.recorder import note, replace
+
+
+def process(log):
+    """There is no accelerator, groups use gloo, and nothing is compiled.
+
+    What torch.compile returns is called all the same.
+    """
+    torch.compiler.set_stance("force_eager")
+    note_groups(log)
+    kept = []
+
+    @replace(dist, "init_process_group")
+    @replace(c10d, "init_process_group")
+    def initialise(initialise, backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)  # gloo has none
+        if isinstance(backend, str) and "gloo" not in backend:
+            backend = "gloo"  # what is no name PyTorch refuses
+        return initialise(backend, *args, **kwargs)
+
+    @replace(dist, "destroy_process_group")
+    @replace(c10d, "destroy_process_group")
+    def destroy(destroy, group=None):
+        # The end of a gloo group joins its thread with the interpreter's
+        # lock in hand, which that thread may wait for: it never ends.
+        kept.extend(c10d._world.pg_map)
+        return destroy(group)
+
+    @replace(DistributedDataParallel, "__init__")
+    def wrap(wrap, ddp, module, device_ids=None, output_device=None,
+             *args, **kwargs):
+        if device_ids:  # a CPU has no number
+            log.asked("device_ids", number(device_ids[0]))
+        wrap(ddp, module, None, None, *args, **kwargs)
+
+    @replace(torch.accelerator, "current_accelerator")
+    def no_accelerator(current, check_available=False):
+        return None
+
+    @replace(torch.accelerator, "set_device_index")
+    @replace(torch.cuda, "set_device")
+    def set_device(function, device):
+        log.asked("set_device", number(device))
+
+
+def on_gpu(log):
+    """Notes the same; the process keeps its GPU and NCCL. Nothing is compiled,
+    and a convolution is as precise as the other operations.
+    """
+    torch.compiler.set_stance("force_eager")
+    torch.backends.cudnn.allow_tf32 = False
+    note_groups(log)
+
+
+def note_groups(log):
+    """That it makes a process group, or wraps a model in DDP."""
+    note(log, dist, "init_process_group")
+    note(log, c10d, "init_process_group")
+    note(log, DistributedDataParallel, "__init__", "DistributedDataParallel")
+
+
+def number(device):
+    """The index of a device, as an int or None."""
+    found = re.search(r"\d+$", str(device))
+    return int(found[0]) if found else None

@@ -1,0 +1,71 @@
+"""A trial: the script is started once, watched, and what came is collected.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from rankcheck.deadlock import read_events
+from rankcheck.launch.hang_detector import Patience
+from rankcheck.launch.ranks import Launch
+
+SECONDS = 900  # after which a trial is ended, whatever it does
+LITTLE = 1e6  # with no more than that left, a file may not be whole
+
+
+@dataclass
+class Trial:
+    """What came of one start of a script. It can be pickled."""
+
+    script: Path  # which may have gone
+    ranks: list = ()  # of rankcheck.launch.ranks.Rank
+    gave_up: str = ""  # why it was ended: "hangs", "waits", "busy", ...
+    seen: list = field(default_factory=list)  # of each rank, None if it died
+    events: list = field(default_factory=list)  # of each rank, in their order
+    patience: float = 0.0  # seconds of idleness after which it is ended
+    seconds: float = 0.0
+    cpu: float = 0.0
+    # what is known of the script
+    steps: int | None = None  # after which it should end
+    first_step: int = 0
+    mpirun: bool = False  # which ends the others of a rank that fails
+    alike: bool = True  # whether all ranks call the same collectives
+
+    def asked(self, what, rank=0):
+        """The values with which a rank asked for it."""
+        seen = self.seen[rank]
+        return [value for name, value in seen["asked"] if name == what]
+
+    def calls(self, rank):
+        return [event for event in self.events[rank] if "call" in event]
+
+    def updates(self, rank):
+        return sum("call" not in event for event in self.events[rank])
+
+    def read(self, observed):
+        """Take in what the ranks' probes have seen."""
+        for rank in range(len(self.ranks)):
+            file = observed / f"{rank}.pt"
+            self.seen.append(torch.load(file) if file.exists() else None)
+            self.events.append(read_events(observed / f"{rank}.jsonl"))
+
+
+def watch(trial, flags, seen, say, budget, **options):
+    """Run a trial's script once, under observation; returns the `Trial`.
+
+    seen: the folder of what its probes see. budget: what it may take, see
+    `Patience`. options: of `rankcheck.launch.ranks.Start`.
+    """
+    begin = time.monotonic()
+    seen.mkdir(exist_ok=True)
+    launch = Launch(trial.script, *flags, log=seen, mpirun=trial.mpirun,
+                    **options)
+    patience = Patience(launch, seen, say, **budget)
+    trial.ranks = launch.wait(SECONDS, patience)
+    trial.gave_up, trial.cpu = patience.reason, patience.cpu
+    trial.patience = patience.patience
+    trial.seconds = time.monotonic() - begin
+    trial.read(seen)
+    return trial

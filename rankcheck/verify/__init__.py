@@ -1,0 +1,10 @@
+"""Does any training script train on N processes as on one?
+
+`rankcheck verify -n 2 -- train.py --its-flags` runs the script,
+unchanged, as one process and as two, for a few updates, and watches it by the
+probes of rankcheck/probes/training.py:
+
+    questions   what is asked, causes before effects
+    resume      what a resume brings back
+    command     runs the script, and prints the answers
+"""

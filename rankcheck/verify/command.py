@@ -1,0 +1,179 @@
+"""rankcheck verify -n 2 -- train.py --its-flags."""
+
+import argparse
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+from rankcheck.errors import UserError, require
+from rankcheck.findings import Questions, warn
+from rankcheck.launch import fork_server, sandbox, scratch
+from rankcheck.launch.hang_detector import PATIENCE
+from rankcheck.report import Events, Terminal
+
+MOST = 64  # processes on this machine's CPU
+WATCHES = ("rankcheck.probes.training", "rankcheck.probes.torch_api")
+PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False"}
+REMEDY = ("Name another folder for what it writes: one below the current "
+          "folder, or one with {run} in it, which is another name each time.")
+IDLE = 10.0  # seconds in which no rank does anything: does it hang?
+
+
+class NotCompared(UserError):
+    """The script was not seen to do anything that is right or wrong."""
+
+    status = 2
+
+
+def add_arguments(parser):
+    parser.add_argument("-n", type=int, default=2, dest="size", metavar="N",
+                        help="the number of processes (2)")
+    parser.add_argument("--steps", type=int, default=4,
+                        help="how many updates are watched (4)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
+                        help="where: cpu (the default), or gpu, one of this "
+                        "machine for each process")
+    parser.add_argument("--patience", type=float, default=PATIENCE,
+                        metavar="SECONDS", help="how long it may be idle, as "
+                        "in a download, before it is given up "
+                        f"({PATIENCE:.0f})")
+    parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
+                        "resume brings back, with these flags of the "
+                        'script: --resume-with="--resume"')
+    parser.add_argument("--events", action="store_true",
+                        help=argparse.SUPPRESS)  # for a notebook
+    parser.add_argument("program", nargs=argparse.REMAINDER,
+                        metavar="-- SCRIPT FLAGS", help="the script, which "
+                        "is not changed, and its own flags")
+
+
+def main(args):
+    return int(not verify(args.program, args.size, args.steps,
+                          args.resume_with, args.events, args.device,
+                          args.patience))
+
+
+def verify(program, size, steps, resume_with=None, events=False, device="cpu",
+           patience=PATIENCE):
+    """Print the answers; returns whether nothing was found to be wrong.
+
+    program: the script and its flags, in which {n} is the number of
+    processes, {rank} the rank, and {run} the name of a run. steps: how many
+    updates are watched. resume_with: flags, in one string, that resume a run.
+    events: print JSON, for a `Board` elsewhere. device: "gpu" takes one of
+    this machine for each process. patience: seconds without an update, in
+    which the ranks may be idle; then it raises `NotCompared`.
+    """
+    program = program[program[:1] == ["--"]:]
+    require(program, "name the script: rankcheck verify -n 2 -- "
+            "train.py --its-flags")
+    require(1 < size <= MOST and steps > 0,
+            f"-n is 2 to {MOST}, --steps 1 or more")
+    script = Path(program[0]).absolute()
+    require(script.is_file(), f"{program[0]} is not there")
+    if device == "gpu":
+        import torch
+
+        count = torch.accelerator.device_count()
+        require(count >= size, f"--device gpu takes a GPU for each of the "
+                f"{size} processes, and this machine has {count}")
+    data, out = scratch.read_script(script), Events() if events else Terminal()
+    preload = [*fork_server.PRELOAD, *WATCHES, *(
+        name for name in PRELOAD if name.split(".")[0].encode() in data)]
+    files = sandbox.Kept()
+    with scratch.scratch_folder(out.interrupted) as folder:
+        fork_server.get_servers(preload, size, 0)  # import torch meanwhile
+        from rankcheck.verify import questions, resume
+
+        (folder / "tmp").mkdir()
+        files.changed()  # by others, while torch was imported
+
+        def try_out(size, steps, kind="", more=(), gpus=False):
+            return run(folder, script, [*program[1:], *more], size, steps,
+                       kind, preload, out.say, gpus, device, patience)
+
+        more = Questions()
+        if resume_with is not None:
+            more.add("a resume brings everything back")(
+                lambda case: resume.verify(
+                    shlex.split(resume_with), case, steps))
+
+        out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
+                f"on the {device.upper()}")
+        findings, not_seen = questions.verify(
+            try_out, size, steps, more, device)
+        if changed := files.changed():
+            findings.append(warn(changed, sandbox.BY_WHOM))
+    for finding in findings:
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
+        out.say(f"  {finding.verdict:4}  {finding.text}")
+        if finding.advice:
+            out.say(f"        -> {finding.advice}")
+    out.say("not seen:")
+    for text in not_seen:
+        out.report(finding=["", text, ""])
+        out.say(f"        {text}")
+    wrong = sum(finding.verdict == "FAIL" for finding in findings)
+    warned = sum(finding.verdict == "warn" for finding in findings)
+    out.say(f"\n{wrong} wrong, {warned} to look at."
+            + (" The first FAIL is often the cause of the others."
+               if wrong > 1 else ""))
+    out.report(right=not wrong)
+    return not wrong
+
+
+def with_size(flag, size):
+    """{n} is the number of processes; {16/n} and {2*n} are calculated."""
+    def value(found):
+        number, sign = int(found[1] or 1), found[2] or "*"
+        if sign == "*":
+            return str(number * size)
+        require(number % size == 0, f"{found[0]}: {number} is not divisible "
+                f"by {size}")
+        return str(number // size)
+
+    return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
+
+
+def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
+        patience):
+    """Start the script once, under observation: a `Trial`."""
+    from rankcheck import exits
+    from rankcheck.probes import training
+    from rankcheck.trial import LITTLE, SECONDS, Trial, watch
+
+    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
+    place = "saved" if kind == "resumed" else kind  # it goes on there
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
+            + f"-{place}" * bool(place))
+    copy = sandbox.make(folder, name, script)
+    trial = watch(
+        Trial(copy.name(script)), [
+            with_size(flag, size).replace("{run}", name) for flag in flags],
+        seen, say, {"allowed": SECONDS, "idle": IDLE,
+                     "patience": patience},
+        world_size=size,
+        probes=[copy, *training.probes(seen, size, steps, kind, gpus, device)],
+        env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
+                        if device == "gpu" else
+                        scratch.quiet_environment(folder / "tmp") | {
+            "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
+        preload=preload, within=folder, cwd=str(copy.name(Path.cwd())),
+        hashes=int(kind == "hashes"))
+    copy.require_kept(REMEDY)
+    if trial.gave_up == "waits":
+        raise NotCompared(f"{script.name}, {size} process{'es' * (size > 1)}: "
+                          + exits.explain(trial).text
+                          + ". If it needs longer: --patience SECONDS")
+    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+        raise scratch.full(folder.parent)  # where large checkpoints were saved
+    if kind != "saved":
+        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+    trial.script = script
+    for rank in trial.ranks:
+        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+    return trial

@@ -1,0 +1,270 @@
+"""Questions about what one process computes, and the ranks together."""
+
+import torch
+
+from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.tensors import assemble
+from rankcheck.verify.comparison import (
+    GRADIENT,
+    LOSS,
+    UPDATE,
+    flat,
+    gradients_of,
+    named,
+    off,
+)
+from rankcheck.verify.questions.question import question
+
+EARLY = 8  # updates in which rounding does not grow that large
+
+
+@question("losses, gradients and weights are those of one process")
+def same(case):
+    if case.apart:
+        return []
+    good, mine = case.single, case.updates
+    if case.still:
+        mine, good = mine[:1], [
+            update for update in case.still.seen[0]["updates"]
+            if update["optimizer"] == 0][:case.size]
+    why = reason(case)
+    findings = weighting(case, mine[0], good if case.still else good[:1])
+    for what in (loss_error, gradient_error, weight_error):
+        finding = compare(case, what, mine, good, why)
+        if finding:
+            findings.append(finding)
+    return findings
+
+
+def compare(case, error, mine, good, why):
+    largest = None
+    for step, updates in enumerate(mine):
+        if not case.still and step >= len(good):
+            break
+        alone = good if case.still else good[step:step + 1]
+        value = error(case, updates, alone, step)
+        if value is None:
+            continue
+        amount, bound, text, multiple = value
+        if not amount <= bound:
+            text = f"in update {step} {text}"
+            if why and multiple:
+                return fail(f"{text}, about {multiple:.3g} times as much",
+                            f"{why[0]}: that explains a few per cent, no "
+                            "such factor: is something multiplied or divided "
+                            "by the number of processes?")
+            if step >= EARLY and amount < 10 * bound:
+                return warn(text, "rounding grows to that, too: watch fewer "
+                            "updates, by --steps")
+            return warn(f"{text}: {why[0]}", why[1]) if why else fail(
+                text, "the ranks read the samples of the single process: "
+                "what else differs, a scale, a seed, an order, the number "
+                "that a mean is taken over?" if not case.parts else
+                ": ".join(case.parts))
+        largest = max(largest or 0.0, amount)
+    if largest is None:
+        return None
+    words = {loss_error: "losses", gradient_error: "gradients",
+             weight_error: "weights, relative to how far they have moved,"
+             }[error]
+    return ok(f"{words} agree with a single process (to {largest:.0e})")
+
+
+def weighting(case, updates, alone):
+    """How do the parts of an update count in its gradients?
+
+    A loss that is a mean over all targets of all ranks weighs the parts by
+    their targets; if each backward pass takes the mean of its own, all parts
+    count alike. Sets case.weights: of the minibatches of one process.
+    """
+    case.weights = [1 / len(alone)] * len(alone)
+    mine, each, _ = gradients_of(updates, alone)
+    if mine is None:
+        return []
+    bound = GRADIENT * case.loosely
+
+    def agrees(one, other):
+        return off(one, other) < bound
+
+    counts = sorted({count for update in updates
+                     for count in update["counts"]})
+    here, own, _ = gradients_of(updates, updates, "local")
+    (_, ours, keys), (_, theirs, others) = (
+        gradients_of(updates, some, "weighed")
+        for some in (updates, alone))
+    if (counts and counts[-1] > 1.01 * counts[0]
+            and own and len(here) == len(mine)
+            and agrees(here, sum(own) / len(own)) and keys == others
+            and agrees(over_all(updates, ours), over_all(alone, theirs))):
+        part = "rank's" if all(len(update["counts"]) == 1
+                               for update in updates) else "microbatch's"
+        words = " or ".join(map(str, counts[:4])) + (
+            " targets" if updates[0]["targets"] else " samples")
+        case.parts = (
+            f"each {part} loss is the mean over its own {words}, and all "
+            "count alike", "divide each sum by the mean number over all "
+            "ranks (all_reduce it) and microbatches: that is the mean over "
+            "all")
+        return [warn(*case.parts)] if case.still else []
+    if len(alone) == 1 or parallel(mine, mix(case.weights, each), bound):
+        return []
+    targets = [sum(update["counts"]) for update in alone]
+    whole = [count / max(sum(targets), 1) for count in targets]
+    fitted = torch.linalg.lstsq(torch.stack(each).T.double(),
+                                mine.double()[:, None]).solution[:, 0]
+    fitted = (fitted / fitted.sum()).tolist()
+    for weights, finding in (
+            (whole, ok("the loss is the mean over all targets of all ranks")),
+            (fitted, warn("the gradients are a weighted mean of those of "
+                          f"{len(each)} minibatches, with weights from "
+                          f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
+                          "if these follow the numbers of tokens or samples"))
+    ):
+        if parallel(mine, mix(weights, each), bound) and min(weights) > 0 and (
+                weights is whole or len(mine) > 8 * len(each)):
+            case.weights = weights
+            return [finding] * agrees(mine, mix(weights, each))
+    return []
+
+
+def over_all(updates, weighed):
+    """Their gradients, if each backward pass has taken the mean over its own
+    targets, but all targets were to count alike.
+    """
+    return sum(len(update["counts"]) * vector for update, vector in zip(
+        updates, weighed, strict=True)) / sum(
+            sum(update["counts"]) for update in updates)
+
+
+def mix(weights, vectors):
+    return sum(weight * vector for weight, vector
+               in zip(weights, vectors, strict=True))
+
+
+def ratio_of(mine, good):
+    """The factor that brings the second closest to the first."""
+    return (mine @ good / good.square().sum().clamp(min=1e-30)).item()
+
+
+def parallel(mine, good, bound):
+    return off(mine, ratio_of(mine, good) * good) < bound
+
+
+def multiple_of(mine, good, size):
+    """The factor between two vectors of one direction, None if there is none.
+
+    Nearly the number of processes or a part of it, or certainly not 1.
+    """
+    ratio = ratio_of(mine, good)
+    alike = (mine @ good / (mine.norm() * good.norm()).clamp(min=1e-30)).item()
+    near = any(abs(ratio / factor - 1) < 0.15 for factor in (size, 1 / size))
+    far = abs(ratio - 1) > 0.5 and alike > 0.98
+    return ratio if alike > 0.9 and (near or far) else None
+
+
+@question("the losses are no multiple of those of one process")
+def losses_apart(case):
+    alone = case.single
+    if not (case.apart and alone) or case.other_weights or reason(case):
+        return []
+    here, own, _ = gradients_of(case.updates[0], case.updates[0],
+                                "local")
+    if own and off(here, sum(own)) < GRADIENT * case.loosely:
+        return []  # `summed` has looked at the losses
+    each = [sum(update["losses"]) for update in case.updates[0]]
+    mean, good = sum(each) / case.size, sum(alone[0]["losses"])
+    if good > 0 and max(each) < 1.2 * min(each) and any(  # not by chance
+            abs(mean / good / factor - 1) < 0.2
+            for factor in (case.size, 1 / case.size)):
+        return [warn(
+            f"in update 0 the mean loss is about {mean / good:.2f} times that "
+            "of one process", "and so are the gradients: are they divided or "
+            "multiplied by the number of processes, and by DDP as well, which "
+            "takes the mean?")]
+    return []
+
+
+def loss_error(case, updates, alone, step):
+    losses = [sum(update["losses"]) for update in updates]
+    if not all(update["losses"] for update in (*updates, *alone)):
+        return None
+    good = mix(case.weights, [sum(update["losses"]) for update in alone])
+    mine = sum(losses) / len(losses)
+    if abs(sum(losses) - good) < LOSS * case.loosely * abs(good):
+        mine = good  # each has divided its sum by the whole minibatch
+    first = sum(case.single[0]["losses"])
+    ratio = mine / (good or 1e-30)
+    here, each, _ = gradients_of(updates, alone)
+    multiple = each and multiple_of(here, mix(case.weights, each), case.size)
+    return (abs(mine - good) / max(abs(good), abs(first), 1e-30),
+            LOSS * case.loosely,
+            f"the mean loss is {mine:.6g}, with one process {good:.6g}",
+            ratio if multiple and abs(ratio / multiple - 1) < 0.15 else None)
+
+
+def gradient_error(case, updates, alone, step):
+    mine, each, keys = gradients_of(updates, alone)
+    if mine is None:
+        return None
+    good = mix(case.weights, each)
+    first = assemble([first_update(case, updates)["gradients"]]).length()
+    whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
+             ).item()  # what has converged is but noise
+    bound = GRADIENT * case.loosely * (10 if step else 1)
+    sizes = list(keys.values())
+    first = [key for key, *pair in zip(
+        keys, mine.split(sizes), good.split(sizes), strict=True)
+        if off(*pair) > bound]
+    factor = f"{ratio_of(mine, good):.3g}"
+    return whole, bound, (
+        f"the gradients are {factor} times those of one process"
+        if factor != "1" and parallel(mine, good, bound)
+        else f"the gradients differ by {percent(whole)} from those of one "
+        f"process, first {named(case, first or keys)}"), multiple_of(
+            mine, good, case.size)
+
+
+def weight_error(case, updates, alone, step):
+    """By how much of the way from the first weights they are off."""
+    if case.still or "weights" not in updates[0]:
+        return None
+    begin = assemble([first_update(case, updates)["before"]]).tensors
+    mine = assemble([update["weights"] for update in updates])
+    good = assemble([alone[0]["weights"]]).tensors
+    keys = [key for key in good if key in mine.tensors and key in begin
+            and mine.tensors[key].shape == good[key].shape]
+    if mine.apart or not keys:
+        return None
+    begin, good, mine = (flat(tensors, keys) for tensors in (
+        begin, good, mine.tensors))
+    error = off(mine - begin, good - begin)
+    return error, min(0.5, UPDATE * case.loosely), (
+        f"the weights are off by {percent(error)} of the way that one process "
+        "has gone"), multiple_of(mine - begin, good - begin, case.size)
+
+
+def first_update(case, updates):
+    """Of the same optimizer, as one process."""
+    return next(update for update in case.single
+                if update["optimizer"] == updates[0]["optimizer"])
+
+
+def reason(case):
+    """A known reason why they differ though nothing is wrong, or None.
+
+    It explains no factor: see `multiple_of`.
+    """
+    if any(seen["batchnorm"] for seen in case.together.seen):
+        return ("BatchNorm takes the mean over the samples of one process",
+                "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
+                "all, on GPUs")
+    if any(seen["draws"] for seen in case.together.seen):
+        return ("the model draws random numbers, each rank its own",
+                "right if that is wanted: switch it off by a flag, if there "
+                "is one, to compare the rest")
+    if case.still and any(update["mixed"] for update in case.updates[0]):
+        return ("ranks gather something before backward()", "a loss that "
+                "depends on the samples of all ranks is not the mean of "
+                f"those of {case.size} minibatches; keep the minibatch, to "
+                "compare")
+    return None

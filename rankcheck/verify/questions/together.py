@@ -1,0 +1,199 @@
+"""Questions about what the ranks do together, without another run."""
+
+import itertools
+
+from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.tensors import assemble
+from rankcheck.verify.comparison import (
+    GRADIENT,
+    gradients_of,
+    named,
+    off,
+    splits_matrices,
+)
+from rankcheck.verify.questions.question import question
+
+SUMMED = ("divide them by the number of processes after all_reduce, or call "
+          "the DDP wrapper, which does")
+
+
+@question("each rank draws random numbers of its own")
+def same_numbers(case):
+    of_one = [updates for updates in case.updates
+              if updates[0]["optimizer"] == 0]
+    names = [name for name in of_one[0][0]["random"]
+             if len(of_one) == len({updates[0]["random"][name]
+                                    for updates in of_one}) > 1
+             and all(update["random"][name] == updates[0]["random"][name]
+                     for updates in of_one for update in updates)]
+    if not names or splits_matrices(case):
+        return []
+    return [warn("all ranks draw the same random numbers in each update: "
+                 + " and ".join(names), "for dropout, noise and "
+                 "augmentation another seed on each rank, once the model is "
+                 "made; the same for what all ranks are to do alike")]
+
+
+@question("the ranks train together at every update")
+def averages(case):
+    of_one = [updates for updates in case.updates
+              if updates[0]["optimizer"] == 0 and "weights" in updates[0]]
+    at, whole = [0], True
+    for i, (last, updates) in enumerate(itertools.pairwise(of_one), 1):
+        ended = [update["weights"]["flat"] for update in last]
+        begun = [update["now"]["flat"] for update in updates]
+        if (all(one.equal(begun[0]) for one in begun)
+                and not any(one.equal(begun[0]) for one in ended)
+                and not all(one.equal(ended[0]) for one in ended)):
+            at.append(i)
+            whole &= off(begun[0], sum(ended) / case.size) < 1e-5
+    if len(at) == 1:
+        return []
+    every = min(b - a for a, b in itertools.pairwise(at))
+    case.apart = case.averaged = (
+        f"weights are {'averaged' if whole else 'made equal'} every "
+        + (f"{every} updates" if every > 1 else "update"))
+    return [warn(case.averaged, "until then each rank trains alone, on its "
+                 "part of the minibatch: right for local SGD")]
+
+
+def clipped_first(case):
+    return any(update["late"] > 0.5 * update["elements"]
+               for update, *_ in case.updates)
+
+
+@question("gradients are reduced once, and clipped after that")
+def reductions(case):
+    if splits_matrices(case) or case.averaged:
+        return []  # activations are reduced, too; or weights
+    mine = [updates[0] for updates in case.updates]
+    reduced, elements, sent = (
+        sum(update[key] for update in mine) / len(mine)
+        for key in ("reduced", "elements", "bytes"))
+    times = reduced / max(elements, 1)
+    if times < 0.5 and case.by_step:
+        return [ok("gradients are reduced by the optimizer, in its step()")]
+    if times < 0.5:
+        made = case.asked("DistributedDataParallel")
+        hint = ("the model is wrapped in DDP, but not called by it: call "
+                "model(...), not model.module(...) or the one inside"
+                if made and not any(update["wrapped"] for update in mine) else
+                "wrap the model in DistributedDataParallel and call that; or "
+                "all_reduce every gradient before optimizer.step()")
+        return [fail(f"gradients are not reduced: {reduced:.0f} "
+                     f"elements in an update of {elements:.0f}", hint)]
+    once = times < 1.9  # copies of shards (HSDP) are reduced, too
+    often = "once" if once else f"{times:.2g} times"
+    words = (f"gradients are reduced {often} an update, "
+             f"{sent / 1e6:.3g} MB in "
+             f"{max(update['calls'] for update in mine)} calls")
+    findings = [ok(words)] if once else [warn(
+        words, "once is enough: all microbatches but the last under "
+        "model.no_sync(), their forward pass, too; or does one loss take "
+        "several passes?")]
+    if case.asked("clipped"):
+        findings.append(warn(
+            "gradients are clipped before scaler.unscale_(optimizer)", "call "
+            "that first: the limit is for gradients without the scale"))
+    if clipped_first(case):
+        findings.append(fail("gradients are clipped before they are reduced",
+                             "reduce first: the norm is that of the mean"))
+    return findings
+
+
+@question("every parameter gets a gradient")
+def unused(case):
+    keys = {key for updates in case.updates for update in updates
+            for key in update["without"]}
+    if not keys:
+        return []
+    words = f"{len(keys)} parameters got no gradient in "
+    if not any(update["gradients"][part] for updates in case.updates
+               for update in updates for part in ("plain", "sharded")):
+        return [fail(f"{words}any update: {named(case, keys)}", "the "
+                     "optimizer has other parameters than the model"
+                     + ": make it after fully_shard, which replaces them"
+                     * bool(case.asked("fully_shard")))]
+    return [warn(f"{words}some update: {named(case, keys)}", "unused? DDP "
+                 "then needs find_unused_parameters=True")]
+
+
+@question("gradients and weights are equal on all ranks")
+def equal(case):
+    findings = []
+    if case.averaged:
+        return findings
+    for when, what, hint in (
+            ("in", "gradients", "all ranks have to reduce all of them, after "
+             "the last backward()"),
+            ("after", "weights", "the same update on all ranks, from the same "
+             "weights and gradients")):
+        if what == "gradients" and (clipped_first(case) or case.by_step):
+            continue  # they are seen before that
+        for step, updates in enumerate(case.updates):
+            whole = assemble([update[what] for update in updates
+                              if what in update])
+            if not whole.tensors:
+                break
+            if whole.apart:
+                findings.append(fail(
+                    f"{when} update {step} the {what} of rank "
+                    f"{min(whole.differing)} are not rank 0's: "
+                    f"{named(case, whole.apart)}", hint))
+                break
+        else:
+            findings.append(ok(f"{what} are equal on all ranks in all "
+                               f"{len(case.updates)} updates"))
+    return findings
+
+
+@question("gradients are the mean of the ranks' own")
+def mean(case):
+    worst, scale = None, ""
+    for step, updates in enumerate(case.updates):
+        # what the script has taken of them may count, or not
+        found = [gradients_of(updates, updates, what)
+                 for what in ("local", "sums")]
+        if any(mine is None for mine, *_ in found):
+            return []
+        mine, each, _ = min(found, key=lambda one: off(
+            one[0], sum(one[1]) / case.size))
+        good = sum(each) / case.size
+        if not good.any():
+            continue
+        bound = GRADIENT * case.loosely
+        if off(mine, good) < bound:
+            worst = max(worst or 0.0, off(mine, good))
+        elif off(mine, case.size * good) < bound:
+            return [summed(case, step)]
+        else:
+            owner = [r for r, one in enumerate(each) if off(mine, one) < bound]
+            if owner:
+                return [fail(f"in update {step} all ranks have the gradients "
+                             f"of rank {owner[0]} alone", "all_reduce adds "
+                             "up those of all ranks; broadcast does not")]
+            factor = (mine @ good / (good @ good)).item()
+            error = off(mine, factor * good)
+            worst = max(worst or 0.0, error)
+            scale = f", times {factor:.3g}"
+            if not error <= bound:
+                return [warn(f"in update {step} the gradients are not the "
+                             "mean of the ranks' own, off by "
+                             f"{percent(off(mine, good))}", "does the script "
+                             "change them otherwise, too?")]
+    return [] if worst is None else [ok(
+        f"gradients are the mean of the ranks' own{scale}, before they are "
+        f"clipped (to {worst:.0e})")]
+
+
+def summed(case, step):
+    """The sum is wrong unless each rank divides its loss by their number."""
+    mine, good = (sum(map(sum, [update["losses"] for update in updates]))
+                  / len(updates) for updates in (
+                      case.updates[0], case.single[:1] or [
+                          {"losses": []}]))
+    text = f"in update {step} the gradients are the sum over all ranks"
+    if good and abs(mine / good - 1) < 0.2:
+        return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)
+    return warn(text, "right if each rank's loss is a sum divided by the "
+                "whole minibatch; else " + SUMMED)

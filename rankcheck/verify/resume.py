@@ -1,0 +1,233 @@
+"""What does a resume bring back?
+
+The script runs as several processes until it has saved something and has the
+gradients of the update after that. There it is ended, started again with the
+flags that resume it, and compared: with itself in that update, and after it
+with the run that was not interrupted.
+"""
+
+from collections import Counter
+
+from rankcheck import tensors
+from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.tensors import assemble, relative_error
+from rankcheck.verify.comparison import how_it_ends
+
+SAME = 1e-6  # relative: what was saved is to come back as it was
+CLOSE = 1e-4  # of what is computed from it
+
+
+def verify(flags, case, steps):
+    """Findings. flags: a list, added to those of the script."""
+    first = case.try_out(case.size, steps, "saved")
+    ended = how_it_ends(first, "the run to be resumed: ")
+    if ended:
+        return [ended]
+    places = {seen["saved"] for seen in first.seen}
+    if None in places:
+        return [fail(f"it has saved nothing by torch.save before update "
+                     f"{steps - 1}, the last that is watched", "let it save "
+                     "earlier, by its flags, or watch more updates: --steps")]
+    if len(places) > 1:
+        return [warn("the ranks save after different updates", "verify "
+                     "cannot tell what a resume brings back")]
+    at = places.pop()  # updates of all optimizers before that
+    made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
+               for update in first.seen[0]["updates"][:at])
+    again = case.try_out(case.size, steps - made, "resumed", flags)
+    ended = how_it_ends(again, "resumed, ")
+    if ended:
+        return [ended]
+    before, good = by_update(first, 0, at), by_update(first, at)
+    back = by_update(again, 0)
+    whole = by_update(case.together, 0)
+    same = all(samples(one) == samples(other) and rates(one) == rates(other)
+               for one, other in zip(before + good, whole, strict=False))
+    same = same and put_together((before + good)[0], "before").error(
+        put_together(whole[0], "before")) <= SAME
+    if same:
+        good = good + whole[at + len(good):]
+    findings = [*weights(before, good, back), *kept(case, good, back),
+                *learning_rates(before, good, back),
+                *position(before, good, back),
+                *random_numbers(before, good, back)]
+    if not same:
+        findings.append(warn(
+            "only the next update was compared: two runs with the same flags "
+            "differ", "set a seed, and write {run} into the flag that names "
+            "its folder"))
+    elif not any(finding.verdict == "FAIL" for finding in findings):
+        findings += afterwards(good, back)
+    for finding in findings:
+        finding.sentence.insert(0, f"a resume after {made} updates: ")
+    return findings
+
+
+def by_update(trial, begin, end=None):
+    """What all ranks have recorded of each update."""
+    return list(zip(*(seen["updates"][begin:end] for seen in trial.seen),
+                    strict=False))
+
+
+def samples(updates):
+    return Counter(row for update in updates for row in update["rows"])
+
+
+def rates(updates):
+    return [update["rates"] for update in updates]
+
+
+def firsts(good, back):
+    """The first update of each optimizer: (uninterrupted, resumed)."""
+    found = {}
+    for one, other in zip(good, back, strict=False):
+        if one[0]["before"] and other[0]["before"]:
+            found.setdefault(one[0]["optimizer"], (one, other))
+    return found.values()
+
+
+def put_together(updates, what):
+    return assemble([update[what] for update in updates])
+
+
+def weights(before, good, back):
+    for one, other in firsts(good, back):
+        mine, saved = put_together(other, "before"), put_together(
+            one, "before")
+        error = mine.error(saved)
+        if not error <= SAME:  # nan is not
+            begin = next((put_together(updates, "before")
+                          for updates in before if updates[0]["optimizer"]
+                          == one[0]["optimizer"]), saved)
+            return [fail("the weights begin anew" if mine.error(begin) < SAME
+                         else f"the weights are off by {percent(error)}",
+                         "load them: model.load_state_dict(...)")]
+    return [ok("the weights come back")]
+
+
+def kept(case, good, back):
+    """What the optimizers keep: moments, the number of their steps."""
+    names = set()
+    for one, other in firsts(good, back):
+        lack = [rank for rank, (saved, mine) in enumerate(zip(
+            one, other, strict=True))
+            if tensors.names(saved["kept"]) - tensors.names(mine["kept"])]
+        if 0 < len(lack) < len(one):
+            return [fail("the optimizer's state does not come back on rank "
+                         f"{lack[0]}", "every rank loads it: "
+                         "optimizer.load_state_dict(...)")]
+        saved, mine = put_together(one, "kept"), put_together(other, "kept")
+        load = ("load it, once the optimizer has its parameters: "
+                "optimizer.load_state_dict(...)")
+        for key in saved.tensors:
+            name = key.split()[1]
+            names.add(name)
+            parameter = case.name(key.split()[0])
+            if key not in mine.tensors:
+                return [fail(f"the optimizer's state does not come back: no "
+                             f"{name} of {parameter}", load)]
+            value, expected = mine.tensors[key], saved.tensors[key]
+            if value.shape != expected.shape:
+                return [fail(f"the optimizer's {name} of {parameter} has "
+                             "another shape", load)]
+            error = relative_error({key: value}, {key: expected})
+            if not error <= SAME:
+                return [fail(
+                    f"the optimizer's {name} of {parameter} is "
+                    + (f"{value.item():g}, not {expected.item():g}"
+                       if value.numel() == 1 else
+                       f"off by {percent(error)}"), load)]
+    if not names:
+        return [ok("the optimizer keeps no state")]
+    return [ok(f"the optimizer's state comes back ({', '.join(sorted(names))}"
+               ")")]
+
+
+def learning_rates(before, good, back):
+    for i, (one, other) in enumerate(zip(good, back, strict=False)):
+        mine, saved = other[0]["rates"], one[0]["rates"]
+        if len(mine) != len(saved) or not all(
+                abs(a - b) <= SAME * abs(b) for a, b in zip(mine, saved,
+                                                           strict=True)):
+            anew = i < len(before) and mine == before[i][0]["rates"]
+            return [fail(
+                f"the learning rate is {mine[0]:.6g}, not {saved[0]:.6g}, "
+                f"{later(i)}" + ", as at the start" * anew, "it follows from "
+                "the step: scheduler.load_state_dict(...), or count the "
+                "steps on")]
+    return [ok(f"the learning rate goes on ({good[0][0]['rates'][0]:.4g})"
+               if good[0][0]["rates"] else "no learning rate was seen")]
+
+
+def later(i):
+    return f"{i} updates later" if i > 1 else (
+        "in the update after the next" if i else "in the next update")
+
+
+def position(before, good, back):
+    """Does it go on in the data where it was?"""
+    if not samples(good[0]):
+        return [warn("its position in the data was not seen", "no samples "
+                     "were seen: a sample is a row of what the model gets")]
+    for i, (one, other) in enumerate(zip(good, back, strict=False)):
+        if samples(one) == samples(other):
+            continue
+        old = next((j for j, updates in enumerate(before)
+                    if samples(updates) == samples(other)), None)
+        return [fail(f"{later(i)} it reads "
+                     + (f"the samples of update {old} again" if old is not None
+                        else "other samples than without the stop"),
+                     "save the position in the data, with the seed of its "
+                     "order, and skip what was read")]
+    return [ok("it goes on in the data where it was")]
+
+
+def random_numbers(before, good, back):
+    """Only of generators that the script has used between two updates."""
+    if len(before) < 2:
+        return [warn("whether random numbers are drawn was not seen: it has "
+                     "saved after the first update", "let it save later")]
+    texts = []
+    for name in good[0][0]["random"]:
+        drawn = [{updates[rank]["random"][name] for updates in before}
+                 for rank in range(len(good[0]))]
+        if all(len(states) == 1 for states in drawn):
+            continue
+        wrong = [rank for rank, update in enumerate(back[0])
+                 if update["random"][name] != good[0][rank]["random"][name]]
+        if wrong:
+            return [warn(f"{name} random numbers do not go on (rank "
+                         f"{wrong[0]})", "dropout, augmentation and sampling "
+                         "draw others then: save the generators' states of "
+                         "each rank, or seed them from the step")]
+        texts.append(ok(f"{name} random numbers go on"))
+    return texts or [ok("no random numbers are drawn from one update to the "
+                        "next")]
+
+
+def afterwards(good, back):
+    """Is what is computed from it the same, too?"""
+    count = 0
+    for i, (one, other) in enumerate(zip(good, back, strict=False)):
+        mine, expected = (sum(sum(update["losses"]) for update in updates)
+                          for updates in (other, one))
+        if not abs(mine - expected) <= CLOSE * max(abs(expected), 1e-30):
+            return [fail(f"{later(i)} the loss is {mine / len(one):.6g}, not "
+                         f"{expected / len(one):.6g}", "something else does "
+                         "not come back: BatchNorm's statistics, the scale "
+                         "of a GradScaler, the seed?")]
+        for what in ("weights", "buffers"):
+            if what in one[0] and what in other[0]:
+                count += what == "weights"
+                error = put_together(other, what).error(
+                    put_together(one, what))
+                if not error <= CLOSE:
+                    return [fail(f"{later(i)} the {what} are off by "
+                                 f"{percent(error)}", "something else does "
+                                 "not come back: a setting of the optimizer, "
+                                 "BatchNorm's statistics?")]
+    if not count:
+        return [warn("no update after it was compared", "let it save "
+                     "earlier, or watch more updates: --steps")]
+    return [ok(f"the {count} updates after it are those of the run that was "
+               "not stopped")]

@@ -1,0 +1,1 @@
+"""Why a job hangs, dies or crawls: rankcheck why."""

@@ -1,0 +1,30 @@
+"""Lets any script leave evidence for `rankcheck why`.
+
+Python imports it by its name where this folder is in PYTHONPATH, as `why run`,
+`launch` and the batch files set it. A process in which RANKCHECK_WHY names a
+folder is watched if it is a rank, or becomes one later. A Python before 3.9,
+which may be anything that a job calls, is left alone.
+"""
+
+import os
+import sys
+
+if os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
+    from importlib import util
+
+    spec = util.spec_from_file_location("rankcheck.why.witness", os.path.join(
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        "witness.py"))
+    witness = util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(witness)
+        witness.start(os.environ["RANKCHECK_WHY"])
+    except Exception as error:  # never the script's problem
+        sys.stderr.write("no evidence for `why`: " + str(error) + "\n")
+
+# One of the site's own, which this one hides, takes its place; if there is
+# none, Python passes over this ImportError. Another clone's is not the site's.
+this = sys.modules.pop(__name__)  # Python 2 empties a module nobody holds
+sys.path[:] = [path for path in sys.path
+               if not path.endswith("/rankcheck/why/hook")]
+import sitecustomize  # noqa: E402, F401

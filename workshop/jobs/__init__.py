@@ -1,0 +1,1 @@
+"""Jobs, and the machine that they run on."""

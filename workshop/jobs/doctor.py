@@ -1,0 +1,341 @@
+"""Does this machine have everything the workshop needs? One line per answer.
+
+It works without torch, too: then the questions that need torch say so. With
+--ranks, under any launcher, it asks all ranks: see doctor_ranks.py. Run as a
+script, it does an all-reduce: the doctor starts that as several processes.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, explain, require, run_main
+from backstage.process import count_cores
+from rankcheck import errors
+from workshop.as_torchrun import join_world
+from workshop.jobs import git
+from workshop.jobs.interpreter import PACKAGES
+
+ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
+ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
+
+
+def add_arguments(parser):
+    parser.add_argument("--ranks", action="store_true", help="ask all "
+                        "processes that a launcher has started: do they reach "
+                        "each other, how fast?")
+
+
+def main(args):
+    """Print the answers; return 1, the exit status, if anything is to do."""
+    if args.ranks:
+        join_world()
+        from workshop.jobs.doctor_ranks import ask_ranks
+
+        ask_device()  # which says more, where torch finds no GPU
+        return ask_ranks()
+    questions = (
+        ("course", ask_course), ("python", ask_python),
+        ("environment", ask_environment), ("packages", ask_packages),
+        ("device", ask_device), ("processes", ask_processes),
+        ("MPI", ask_mpi),
+        ("data", ask_data), ("vocabulary", ask_vocabulary),
+        ("write access", ask_write_access), ("SLURM", ask_slurm))
+    status = 0
+    for name, ask in questions:
+        try:
+            sign, answer = "ok", ask()
+        except ModuleNotFoundError as error:
+            sign, answer = "TO DO", f"{error.name} is missing, see packages"
+        except (UserError, errors.UserError, OSError, ImportError,
+                RuntimeError) as error:
+            sign = "TO DO"  # the last two: torch does not fit this machine
+            answer = explain(error) or str(error).strip().partition("\n")[0]
+        status |= sign != "ok"
+        print(f"{sign:5}  {name}: {answer}", flush=True)
+    return int(status)
+
+
+def ask_course():
+    site = ROOT / "site.sh"
+    return f"commit {name_commit()}; site file " + (
+        str(site) if site.is_file() else f"none, there is no {site}")
+
+
+def name_commit():
+    """The commit of this clone; "-dirty" if files were changed since."""
+    try:
+        git.require_clone()
+        return git.run("describe", "--always", "--dirty", "--exclude=*")
+    except UserError:
+        return "unknown, not a git clone that you may read"
+
+
+def ask_python():
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    require(sys.version_info >= (3, 10), f"{version}, {sys.executable}: a run "
+            "needs 3.10 to 3.14: load a module for it in site.sh (see "
+            "site.example.sh)")
+    return f"{version}, {sys.executable}"
+
+
+def ask_environment():
+    require(sys.prefix != sys.base_prefix, f"none is active: {ACTIVATE}")
+    folder = Path(sys.prefix)
+    if folder.stat().st_uid == os.getuid():
+        return f"{folder} (yours)"
+    try:
+        owner = folder.owner()
+    except KeyError:  # the user has no name on this machine
+        owner = f"user {folder.stat().st_uid}"
+    return f"{folder} (shared, {owner} keeps it up to date)"
+
+
+def ask_packages():
+    missing = [name for name in PACKAGES
+               if importlib.util.find_spec(name) is None]
+    require(not missing, f"{', '.join(missing)} missing: {ACTIVATE}")
+    return ", ".join(PACKAGES)
+
+
+def ask_device():
+    import torch
+
+    from backstage.device import device_name, find_gpu
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        gpu = find_gpu()
+        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
+                f"({name_build()}) finds none that it can use; "
+                f"{name_driver()}. Name a build of PyTorch that fits in "
+                "site.sh, for CUDA 12 if the driver is older than 580 (see "
+                "site.example.sh)")
+        return (f"torch {torch.__version__}, no accelerator: "
+                f"{count_cores()} CPUs, enough for preset nano")
+    count = torch.accelerator.device_count()
+    name = device_name(torch.device(accelerator.type, 0))
+    answer = f"torch {torch.__version__}, {count} x {name}"
+    if accelerator.type == "cuda":
+        answer += f", {name_libraries(Path(torch.__file__).parents[1])}"
+    return answer
+
+
+def name_driver(root=Path("/")):
+    """The version of NVIDIA's driver, as part of a sentence."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "no NVIDIA driver is loaded"
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
+    found = re.search(r"\s(\d+(\.\d+)+)\s", text)
+    return f"the NVIDIA driver is {found[1] if found else 'unknown'}"
+
+
+def name_build():
+    """What this PyTorch was built for, as part of a sentence."""
+    import torch
+
+    if torch.version.cuda:
+        return f"for CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"for ROCm {torch.version.hip}"
+    return "for XPUs" if torch.version.xpu else "for CPUs alone"
+
+
+def name_libraries(packages, maps=Path("/proc/self/maps")):
+    """NCCL and cuDNN, as they are loaded, and where from.
+
+    Those of a module for CUDA come before those that this PyTorch was built
+    with. packages: the folder where pip has installed them.
+    """
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    cudnn = torch.backends.cudnn.version()  # 91002 is 9.10.2
+    major, rest = divmod(cudnn or 0, 10_000)
+    names = [("NCCL", nccl, "libnccl.so"),
+             ("cuDNN", f"{major}.{rest // 100}.{rest % 100}" if cudnn else
+              "none", "libcudnn.so")]
+    try:
+        loaded = {line.split(maxsplit=5)[-1]
+                  for line in maps.read_text().splitlines() if "/" in line}
+    except OSError:  # this system does not tell
+        loaded = set()
+    answers = []
+    for name, version, file in names:
+        others = sorted(
+            path for path in loaded if Path(path).name.startswith(file)
+            and not Path(path).is_relative_to(packages))
+        answers.append(f"{name} {version}" + (
+            f" (of {others[0]}, not the one that pip has installed)"
+            if others else ""))
+    return ", ".join(answers)
+
+
+def ask_processes():
+    """Whether two processes reach each other."""
+    import torch
+
+    require_loopback()
+    # with NCCL two processes cannot share a GPU: then use the CPU
+    device = ("auto" if torch.accelerator.is_available()
+              and torch.accelerator.device_count() > 1 else "cpu")
+    return start_ranks(2, device)
+
+
+def require_loopback():
+    """Raise a `UserError` if this machine cannot connect to itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # which sends nothing
+        except OSError as error:
+            raise UserError("this machine cannot connect to itself, its "
+                            "loopback interface is down: ip link set lo up"
+                            ) from error
+
+
+def ask_mpi():
+    """Whether mpirun starts more ranks than a small machine has cores."""
+    from rankcheck.launch.ranks import require_mpirun
+
+    try:
+        require_mpirun()
+    except errors.UserError as error:
+        return f"{error}; only the lesson mpi needs it"
+    import torch  # noqa: F401  # the ranks are forked with it
+
+    return start_ranks(4, "by MPI", mpirun=True)
+
+
+def start_ranks(number, device, **options):
+    """What so many processes on this machine say of their all-reduce."""
+    from rankcheck.launch.ranks import launch
+    from rankcheck.launch.scratch import scratch_folder
+
+    begin = time.monotonic()
+    with scratch_folder(b"\ninterrupted\n") as folder:
+        ranks = launch(__file__, device, world_size=number, timeout=60,
+                       within=folder, **options)
+    lines = [line for rank in ranks for line in rank.err.splitlines()]
+    require(all(rank.status == 0 for rank in ranks),
+            f"{number} processes on this machine do not reach each other: "
+            + next((line.removeprefix("error: ") for line in lines
+                    if line.startswith("error")),
+                   lines[-1] if lines else "no answer after 60 s"))
+    return (f"{''.join(rank.out for rank in ranks).strip()} in "
+            f"{time.monotonic() - begin:.1f} s")
+
+
+def ask_data():
+    folders = [ROOT / "fineweb" / "demo", ROOT / "fineweb" / "edu_fineweb10B"]
+    named = os.environ.get("WORKSHOP_DATA")
+    if named:
+        folders[1] = Path(named)
+        require(folders[1].is_dir(), f"WORKSHOP_DATA is {named}, which does "
+                "not exist: fix site.sh")
+    require(folders[0].is_dir(), f"no demo dataset: {ACTIVATE}")
+    return "; ".join(
+        f"{folder} ({count_tokens(folder, 'train'):,} train + "
+        f"{count_tokens(folder, 'val'):,} val tokens)"
+        for folder in folders if folder.is_dir())
+
+
+def count_tokens(folder, split):
+    shards = sorted(folder.glob(f"*_{split}_*.npy"))
+    require(shards, f"{folder}: there is no shard *_{split}_*.npy: make the "
+            "dataset again")
+    import numpy as np
+
+    try:
+        return sum(len(np.load(shard, mmap_mode="r")) for shard in shards)
+    except (ValueError, EOFError, TypeError) as error:
+        raise UserError(f"{folder}: a shard is damaged ({error}): make the "
+                        "dataset again") from error
+
+
+def ask_vocabulary():
+    """Whether text can be generated without a network."""
+    from backstage import dataset
+
+    demo = dataset.load_vocabulary(ROOT / "fineweb" / "demo")
+    gpt2 = ("GPT-2's is on this machine" if dataset.gpt2_is_cached() else
+            "GPT-2's is not on this machine (activate.sh downloads it; "
+            "datasets with their own do not need it)")
+    return f"the demo dataset's has {demo.n_vocab:,} tokens; {gpt2}"
+
+
+def ask_write_access():
+    for folder in (ROOT / "code", ROOT / "runs"):
+        while not folder.exists():
+            folder = folder.parent
+        require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
+                "written: work in a clone of your own")
+    free = shutil.disk_usage(ROOT).free / 1e9
+    require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk: "
+            f"make room; a run of preset gpt2 needs {ROOM} GB for two "
+            "checkpoints and part of a third")
+    return f"{ROOT}, {free:,.0f} GB free on this disk"
+
+
+def ask_slurm():
+    if not shutil.which("sbatch"):
+        return "not on this machine" + (
+            ", but PBS is: see batchfiles/README.md" if shutil.which("qsub")
+            else ": start runs with torchrun")
+    version = subprocess.run(["sbatch", "--version"], capture_output=True,
+                             text=True, check=False)
+    require(version.returncode == 0, "SLURM does not answer ("
+            + version.stderr.strip().rpartition("\n")[2] + "). The lessons do "
+            "not need SLURM: in a terminal, `python -m workshop launch ddp -- "
+            "--preset tiny` starts the script")
+    names = [f"{name}={value}" for name, value in sorted(os.environ.items())
+             if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
+             and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",
+                                "_RESERVATION"))]
+    return f"{version.stdout.strip()}, " + (
+        " ".join(names) or "no account or partition in the environment: "
+        "name them in site.sh if your site wants them")
+
+
+def all_reduce(device):
+    """Sum a one from each rank; rank 0 prints how many there were."""
+    import torch
+    import torch.distributed as dist
+
+    from backstage.device import use_device
+
+    device = use_device(device, int(os.environ["LOCAL_RANK"]))
+    backend = dist.get_default_backend_for_device(device)
+    device_id = None if device.type == "cpu" else device
+    dist.init_process_group(backend, device_id=device_id)
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        print(f"{total.item():.0f} processes added up over {backend}")
+    dist.destroy_process_group()
+
+
+def all_reduce_by_mpi():
+    """The same by MPI; rank 0 prints which library that is, too."""
+    from backstage.mpi import MPI
+
+    comm = MPI.COMM_WORLD
+    total = comm.allreduce(1)
+    if comm.rank == 0:
+        version = ".".join(map(str, MPI.get_vendor()[1]))
+        print(f"{total} processes added up over {MPI.get_vendor()[0]} "
+              f"{version}")
+    MPI.Finalize()
+
+
+if __name__ == "__main__":
+    run_main(all_reduce_by_mpi if sys.argv[1] == "by MPI" else
+             lambda: all_reduce(sys.argv[1]))

@@ -1,0 +1,259 @@
+"""The doctor's questions to all ranks: python -m workshop doctor --ranks
+
+Under any launcher: who each rank is, whether they train one model together,
+how fast they reach each other, and over which network.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from backstage.device import device_name, use_device
+from backstage.errors import warn
+from backstage.files import write_atomically
+from backstage.world import keep_group, on_every_rank
+from rankcheck.launch import scratch
+from workshop.results.speed import NETWORK
+
+STEPS = 10  # of training
+INSIDE, BETWEEN = "in the nodes", "between nodes"
+
+
+def ask_ranks():
+    """Ask all ranks; rank 0 prints a line for each answer. All ranks.
+
+    The result, an exit status, is 1 if anything is to be done.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = use_device("auto", local_rank)
+    backend = dist.get_default_backend_for_device(device)
+    log = None
+    if backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+        log = scratch.make_folder() / "nccl.txt"
+        os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET",
+                          NCCL_DEBUG_FILE=str(log))
+    dist.init_process_group(
+        backend, device_id=None if device.type == "cpu" else device,
+        timeout=datetime.timedelta(minutes=2))
+    keep_group()
+    host = socket.gethostname()
+    for rank, (its_host, its_local, its_device) in enumerate(on_every_rank(
+            (host, local_rank, device_name(device)))):
+        say(f"rank {rank}: local rank {its_local} on {its_host}, {its_device}")
+    right = train(device)
+    right &= time_all_reduces(device, backend, on_every_rank(host))
+    for line in sorted(set(on_every_rank(
+            f"{host} talks over {name_network(backend, log)}"))):
+        say(line)
+    if log:
+        scratch.remove(log.parent)
+    return int(not right)
+
+
+def say(answer, right=True):
+    if dist.get_rank() == 0:
+        print(f"{'ok' if right else 'TO DO':5}  {answer}", flush=True)
+
+
+def train(device):
+    """Train a tiny model with DDP; whether all ranks have the same weights.
+
+    Every rank has its own samples of one rule, so the loss falls. All ranks.
+    """
+    torch.manual_seed(dist.get_rank())  # DDP copies rank 0's weights
+    raw_model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    model = DistributedDataParallel(raw_model.to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(256, 64, device=device)
+    losses = []
+    for _ in range(STEPS):
+        loss = torch.nn.functional.mse_loss(model(x), x.sum(1, True) / 8)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total := loss.detach())
+        losses.append(total.item() / dist.get_world_size())
+    weights = on_every_rank(
+        sum(weight.double().sum().item() for weight in model.parameters()))
+    same = len(set(weights)) == 1
+    right = same and losses[-1] < losses[0]
+    say(f"training: {STEPS} steps of a tiny model, loss {losses[0]:.3f} -> "
+        f"{losses[-1]:.3f}, "
+        f"{'the same weights' if same else 'OTHER WEIGHTS'} on all ranks",
+        right)
+    return right
+
+
+def time_all_reduces(device, backend, hosts):
+    """Time an all-reduce over all ranks, in each node, and between nodes.
+
+    hosts: each rank's. Returns whether all sums were right. All ranks.
+    """
+    n = dist.get_world_size()
+    nodes = list(dict.fromkeys(hosts))
+    ranks = {node: [rank for rank in range(n) if hosts[rank] == node]
+             for node in nodes}
+    right, speed = time_all_reduce(
+        device, backend, [list(range(n))], "all-reduce")
+    speeds = {INSIDE if len(nodes) == 1 else BETWEEN: speed}
+    if 1 < len(nodes) < n:
+        # one rank of each node: they share the network with nobody
+        for name, groups in (
+                (INSIDE, [ranks[node] for node in nodes]),
+                (BETWEEN, [[ranks[node][0] for node in nodes]])):
+            same, speeds[name] = time_all_reduce(device, backend, groups, name)
+            right &= same
+    if dist.get_rank() == 0:
+        try:
+            NETWORK.parent.mkdir(exist_ok=True)
+            write_atomically(NETWORK, json.dumps(speeds).encode())
+        except OSError as error:
+            warn(f"`why` will not know these speeds: {error}")
+    return right
+
+
+def time_all_reduce(device, backend, groups, name):
+    """Time one in each of the groups, lists of ranks, at the same time.
+
+    Returns whether its sums were right, and gigabytes per second. All ranks.
+    """
+    rank, mine = dist.get_rank(), None
+    for group in groups:  # every rank has to make every group
+        made = dist.new_group(group)
+        mine = (group, made) if rank in group else mine
+    # on a GPU as many as GPT-2 has gradients, on a CPU fewer
+    numel = 2**20 if device.type == "cpu" else 124 * 10**6
+    megabytes = numel * 4 / 1e6
+    answer = None
+    if mine:
+        group, made = mine
+        values = torch.empty(numel, device=device)
+        seconds = []
+        for _ in range(6):
+            values.fill_(rank + 1)
+            dist.barrier(made)
+            begin = time.perf_counter()
+            dist.all_reduce(values, group=made)
+            values[-1].item()  # waits for the device
+            seconds.append(time.perf_counter() - begin)
+        # the first one also connects
+        answer = (min(seconds[1:]),
+                  bool((values == sum(group) + len(group)).all()))
+    answers = [answer for answer in on_every_rank(answer) if answer]
+    slowest = max(best for best, _ in answers)
+    right = all(right for _, right in answers)
+    size = max(len(group) for group in groups)
+    # the least that each rank has to send (and receive)
+    speed = 2 * (size - 1) / size * megabytes / 1e3 / slowest
+    say(f"{name}: {size} ranks over {backend}, {megabytes:,.0f} MB in "
+        f"{1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
+        + ("" if right else "; the sum was wrong"), right)
+    return right, speed
+
+
+# ----------------------------------------------------------- which network
+
+
+def name_network(backend, log):
+    """What this rank talks over, such as "eth0, not InfiniBand".
+
+    log: the file that NCCL writes, or None.
+    """
+    if log and log.exists():
+        return read_nccl_log(log.read_text(errors="replace"))
+    if not sys.platform.startswith("linux"):
+        return f"{backend}, over a network that this system does not tell"
+    names = set(find_interfaces()) or {"no network"}
+    return " and ".join(sorted(describe(name) for name in names))
+
+
+def read_nccl_log(text):
+    """The network that NCCL says it uses between nodes, in its own words."""
+    # NET/IB : Using [0]mlx5_0:1/IB ..., or NET/Socket : Using [0]eth0:10.0...
+    used = re.findall(r"NET/(\S+) : Using (?:\[\d+\])?([^\s:/]+)", text)
+    # the one that it chose in the end, which may be a plugin's
+    chosen = re.findall(r"Using network (.+)", text)
+    if chosen:
+        kind = chosen[-1].strip()
+        used = [pair for pair in used if pair[0] == kind]
+    if chosen and not used:
+        # NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)
+        found = re.findall(r"(?i)selected provider is ([^\s,]+)", text)
+        provider = f" ({found[-1]})" if found else ""
+        return f"{kind}{provider}, by NCCL between the nodes"
+    if not used:
+        return "nccl, whose log names no network"
+    kind, name = used[-1]
+    if kind == "IB":
+        return f"{name}, InfiniBand or RoCE, by NCCL between the nodes"
+    return f"{describe(name)}, by NCCL between the nodes"
+
+
+def find_interfaces():
+    """The network interfaces of this process's connections to other ranks.
+
+    The connection to the store, at MASTER_PORT, is none.
+    """
+    addresses = {address(name): name for _, name in socket.if_nameindex()}
+    store = int(os.environ["MASTER_PORT"])
+    for handle in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is no connection
+            (here, port), (_, other) = read_ends(handle)
+            if store not in (port, other):
+                loopback = here.startswith("127.") or here == "::1"
+                yield "lo" if loopback else addresses.get(here, here)
+
+
+def read_ends(handle):
+    """(address, port) of both ends of an open socket, which stays open.
+
+    Raises OSError if it is none, or not one of a network.
+    """
+    link = socket.socket(fileno=handle)
+    try:
+        if link.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError
+        return [(end[0].removeprefix("::ffff:"), end[1])  # IPv4 in IPv6
+                for end in (link.getsockname(), link.getpeername())]
+    finally:
+        link.detach()
+
+
+def address(interface):
+    """The interface's address of IPv4; "" if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(  # SIOCGIFADDR
+                asking, 0x8915, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
+def describe(interface, sys_folder=Path("/sys/class")):
+    if interface == "lo":
+        return "lo, inside the node"
+    try:
+        kind = (sys_folder / "net" / interface / "type").read_text().strip()
+    except OSError:
+        return interface
+    if kind == "32":  # ARPHRD_INFINIBAND
+        return f"{interface}, InfiniBand by TCP"
+    cards = sorted(path.name for path in sys_folder.glob("infiniband/*"))
+    if cards:
+        return (f"{interface}, not InfiniBand, although this node has "
+                f"{', '.join(cards)}")
+    return f"{interface}, not InfiniBand, which this node does not have"

@@ -1,0 +1,132 @@
+"""Find and run the workshop's own Python from another, a portal's kernel."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import require
+from rankcheck.errors import KILLED
+
+PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
+HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
+                f"importlib.util.find_spec(name) for name in {PACKAGES}))")
+
+# What activate.sh does if everything is set up. The site's modules come first,
+# because the environment's Python may need their libraries.
+FROM_SITE = """
+[ ! -f site.sh ] || . ./site.sh
+venv=${WORKSHOP_VENV:-.venv}
+case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
+case $venv in *.tar | *.tar.*)
+    venv=$(bash environment/archive.sh unpack "$venv") || exit ;;
+esac
+exec "$venv/bin/python" "$@"
+"""
+
+
+def find():
+    """The command that starts the workshop's Python, a list.
+
+    Raises `UserError` if there is none.
+    """
+    candidates = [[sys.executable]]
+    if os.environ.get("VIRTUAL_ENV"):
+        candidates.append([os.environ["VIRTUAL_ENV"] + "/bin/python"])
+    candidates.append(["bash", "-lc", FROM_SITE, "bash"])
+    for command in candidates:
+        try:
+            probe = subprocess.run(
+                [*command, "-c", HAS_PACKAGES], cwd=ROOT, env=variables(),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, check=False)
+        except OSError:  # there is no such program
+            continue
+        if probe.returncode == 0:
+            return command
+    require(False, "the workshop's environment does not exist yet: run "
+            f"`source activate.sh` in a terminal, in {ROOT}")
+
+
+def archive():
+    """The archive from which this Python's environment was unpacked, or ""."""
+    marker = Path(sys.prefix, "workshop-base")
+    said = marker.read_text() if marker.exists() else ""
+    return next(iter(re.findall("^archive=(.*)$", said, re.M)), "")
+
+
+def variables():
+    """Its environment variables: as in activate.sh, without a kernel's.
+
+    A kernel asks for colours, and a cell of ours shows their codes.
+    """
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("PYTHONHOME", "MPLBACKEND", "FORCE_COLOR",
+                           "CLICOLOR_FORCE")}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("TIKTOKEN_CACHE_DIR",
+                   str(ROOT / "fineweb" / ".cache" / "tiktoken"))
+    return env
+
+
+def site_variables():
+    """The environment, with what site.sh exports."""
+    if not (ROOT / "site.sh").exists() or not shutil.which("bash"):
+        return dict(os.environ)
+    printed = subprocess.run(
+        ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2; env -0"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, check=False).stdout.decode()
+    pairs = (item.partition("=") for item in printed.split("\0"))
+    return {name: value for name, _, value in sorted(pairs)}
+
+
+def sbatch_variables():
+    """What `sbatch` passes on, as after activate.sh.
+
+    That is this clone, and what site.sh sets: account, partition and so on.
+    """
+    return {name: value for name, value in site_variables().items()
+            if name.startswith("SBATCH_")} | {"WORKSHOP": str(ROOT)}
+
+
+def run(*arguments, on_line):
+    """Run `python arguments...` there; returns its exit status.
+
+    on_line: a function that gets each line that it prints, as it comes.
+    Raises `UserError` if there is no environment.
+    """
+    with subprocess.Popen(
+            [*find(), *map(str, arguments)], cwd=ROOT, env=variables(),
+            text=True, errors="replace", stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            for line in process.stdout:
+                on_line(line)
+        except KeyboardInterrupt:  # the kernel's stop button
+            process.terminate()
+            for line in process.stdout:
+                on_line(line)  # a run saves a checkpoint, says how to go on
+            print("interrupted")
+    if process.returncode == -signal.SIGKILL:
+        on_line(f"error: {KILLED}")
+    return process.returncode
+
+
+def start(*arguments):
+    """Start `python arguments...` there: a process with pipes, for a dialogue.
+
+    It is in a session of its own: Ctrl-C, or a kernel's stop button, does not
+    reach it. It has to end where its standard input does. Raises `UserError`
+    if there is no environment.
+    """
+    return subprocess.Popen(
+        [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
+        errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True)

@@ -1,0 +1,222 @@
+"""Starts a stage with what is here: python -m workshop launch STAGE -- FLAGS
+
+In a job of SLURM it starts a process for each of its GPUs on all of its nodes,
+in one of PBS as many on each node as the job's mpiprocs, elsewhere one for
+each GPU of this machine. It prints the command before it becomes that command,
+so that you can type it yourself the next time, and the one before it by which
+each node unpacks an archive of the environment. `launch doctor` starts the
+doctor's questions to all ranks in the same way.
+Only the standard library, from Python 3.9 on.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from tempfile import gettempdir
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from rankcheck.reader import read_regular
+from rankcheck.why.start import make_folder, switch_on
+from workshop.jobs import interpreter
+from workshop.lesson import desk
+from workshop.stages import STAGES, find
+
+# Of a job's variables srun may see these. The others are options of whatever
+# this shell was started with, such as a portal's JupyterLab.
+KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
+# Open MPI gives the processes on other nodes only the variables that it is
+# told to.
+SENT = re.compile(
+    r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
+    r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
+
+NOT_HERE = "is not here: load its module, or run `source activate.sh`"
+
+
+@dataclass
+class Place:
+    """Where the processes will be."""
+
+    name: str  # of the job, or ""
+    hosts: list
+    per_host: int  # processes
+    scheduler: str = ""  # "SLURM", "PBS", or "" on a machine of your own
+
+    def __str__(self):
+        return (f"{self.name or 'no job'}: {len(self.hosts)} x "
+                f"{self.per_host} processes, on {' '.join(self.hosts)}")
+
+
+def find_place(env, count_devices):
+    """Where we are. count_devices: a function that counts this machine's.
+
+    Raises a `UserError` if the job does not say how many processes it wants.
+    """
+    require("RANK" not in env, "this is a rank of a launcher already (RANK is "
+            "set): call it once, in the job's shell, or unset RANK")
+    if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
+        hosts = ask("scontrol", "show", "hostnames",
+                    env["SLURM_JOB_NODELIST"]).split()
+        require(hosts, "scontrol knows no node of this job")
+        gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
+                or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
+        tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
+        require(gpus or len(tasks) == 1, "the job has "
+                f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes: ask "
+                "for as many on each, with --ntasks-per-node")
+        return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
+                     gpus or max(1, *tasks), "SLURM")
+    if "PBS_NODEFILE" in env:
+        text = read_regular(env["PBS_NODEFILE"]).decode(errors="replace")
+        counts = Counter(text.split())
+        require(len({*counts.values()}) == 1, f"{env['PBS_NODEFILE']} does "
+                "not name all nodes equally often: ask for as many mpiprocs "
+                "on each")
+        return Place(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
+                     next(iter(counts.values())), "PBS")
+    return Place("", ["this machine"], count_devices() or 2)
+
+
+def numbers(env, name):
+    """Those in a variable of SLURM's, such as 2, 4(x2),1 or a100:4.
+
+    Raises a `UserError` if it holds something else.
+    """
+    words = [word for word in env.get(name, "").split(",") if word]
+    found = [re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
+             for word in words]
+    require(all(found), f"{name} is {env.get(name)!r:.40}, which says no "
+            f"number: unset {name}")
+    return [int(one[1]) for one in found]
+
+
+def make_command(place, launcher, program, env):
+    """The command, a list.
+
+    launcher: of the program's processes, as in the registry of stages.
+    """
+    total = len(place.hosts) * place.per_host
+    if launcher == "python":
+        return ["python", *program]
+    mpi = launcher == "mpirun"
+    if place.scheduler == "SLURM":
+        cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
+                 or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
+        cores = max(1, min(cores) // place.per_host)
+        # each process asks srun for its rank: see prepare_process()
+        return [*on_each_host(place, place.per_host, env, cores), "python",
+                *program]
+    python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
+    if place.scheduler == "PBS":
+        cores = env.get("NCPUS", "")  # of a node
+        if cores.isdecimal() and cores == env.get("OMP_NUM_THREADS"):
+            # PBS has set it, for one process on each node
+            cores = max(1, int(cores) // place.per_host)
+            python = ["env", f"OMP_NUM_THREADS={cores}", *python]
+        return [*on_each_host(place, place.per_host, env), *python, *program]
+    if mpi:
+        return ["mpirun", "-n", str(total), *(
+            ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]
+    # torchrun takes flags from such variables, which Kubeflow sets
+    require(env.get("PET_NNODES", "1") == "1", "this is one of several nodes "
+            f"(PET_NNODES is {env.get('PET_NNODES')}): `torchrun "
+            f"{shlex.join(program)}` on each of them; `unset PET_NNODES` to "
+            "train on this one alone")
+    unset = [word for name in sorted(env) if name.startswith("PET_")
+             for word in ("-u", name)]
+    return [*["env", *unset] * bool(unset), "torchrun", "--standalone",
+            "--nproc-per-node", str(total), *program]
+
+
+def on_each_host(place, processes, env, cores=1):
+    """What starts a program so many times on each of the job's nodes.
+
+    cores: of each of the processes, where the scheduler divides them.
+    """
+    total = len(place.hosts) * processes
+    if place.scheduler == "SLURM":
+        return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
+                f"--ntasks-per-node={processes}", f"--cpus-per-task={cores}",
+                "--overlap", "--kill-on-bad-exit=1"]
+    per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
+    if is_open_mpi("mpiexec"):
+        per_host = [word for name in env if SENT.fullmatch(name)
+                    for word in ("-x", name)] + ["--bind-to", "none", "-N"]
+    return ["mpiexec", "-n", str(total), *per_host, str(processes)]
+
+
+def is_open_mpi(program):
+    """Whether it is Open MPI's, which binds a process to a core or two."""
+    return "Open" in ask(program, "--version")
+
+
+def add_arguments(parser):
+    parser.after = "the script's own"
+    parser.description += (" The command is printed first. What follows -- "
+                           "are the script's own flags.")
+    parser.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage:"
+                        " your script if it has passed the check, else the "
+                        "solution; or the doctor, who asks all ranks")
+    parser.add_argument("--dry-run", action="store_true", dest="dry",
+                        help="only print the command")
+
+
+def main(args):
+    """Print the command, and become it unless dry."""
+    stage, flags = args.stage, args.flags
+    env = switch_on(os.environ)
+    place = find_place(env, count_devices)
+    if stage == "doctor":
+        launcher, why = "mpirun", "program   the doctor"
+        program = ["-m", "workshop", "doctor", "--ranks", *flags]
+    else:
+        launcher = find(stage).launcher
+        script, why = desk.choose(stage)
+        program = [str(script), *flags]
+    command = make_command(place, launcher, program, env)
+    archive, first = interpreter.archive(), []
+    if archive and command[0] in ("srun", "mpiexec"):
+        # another node may not have unpacked it yet
+        first = [*on_each_host(place, 1, env), "env",
+                 f"TMPDIR={gettempdir()}", "bash",
+                 str(ROOT / "environment" / "archive.sh"), "unpack", archive]
+    print(f"place     {place}", why,
+          *[f"first     {shlex.join(first)}"] * bool(first),
+          f"command   {shlex.join(command)}", sep="\n", flush=True)
+    if args.dry:
+        return
+    make_folder(env["RANKCHECK_WHY"])
+    if place.scheduler == "SLURM" and command[0] == "srun":
+        env = {name: value for name, value in env.items()
+               if name.startswith(KEPT) or not name.startswith("SLURM_")}
+    if first:
+        done = subprocess.run(first, env=env, stdout=subprocess.DEVNULL)
+        require(done.returncode == 0, f"not every node could unpack {archive}:"
+                " what is printed above says why")
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        raise UserError(f"{command[0]} {NOT_HERE}") from error
+
+
+def ask(*command):
+    """What a program says; a `UserError` if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True,
+                              check=True).stdout
+    except FileNotFoundError as error:
+        raise UserError(f"{command[0]} {NOT_HERE}") from error
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"`{shlex.join(command)}` fails: "
+                        "run it here to see why") from error
+
+
+def count_devices():
+    """The accelerators that torch can use on this machine."""
+    import torch
+
+    return torch.accelerator.device_count()

@@ -1,0 +1,129 @@
+"""Opens JupyterLab with the script and a lesson side by side.
+
+    python -m workshop lab ddp
+
+Only the standard library and JupyterLab's own, from Python 3.9 on.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from workshop.lesson.journey import what_next
+from workshop.stages import DESK, LESSONS
+
+
+def add_arguments(parser):
+    parser.after, parser.passes_on = "JupyterLab's own flags", True
+    parser.description += (" Further flags are JupyterLab's, such as "
+                           "--no-browser.")
+    parser.add_argument("stage", nargs="?", choices=LESSONS, help="the stage "
+                        "that the lesson makes (left out: start_here)")
+
+
+def main(args):
+    """Become JupyterLab. args.flags: JupyterLab's own.
+
+    args.stage: its lesson is opened. If it is None, that is what was open
+    last, or else start_here. Where nothing has been trained yet, start_here is
+    the tab in front of the lesson.
+    """
+    stage, flags = args.stage, args.flags
+    require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
+            "jupyterlab: run `source activate.sh` first")
+    require_room()
+    names = [stage or "start_here"]
+    if stage and not (ROOT / "runs").exists():
+        names.insert(0, "start_here")
+    workspace = write_workspace(*names)
+    page = f"tree/{workspace.relative_to(ROOT)}"
+    with contextlib.suppress(UserError):  # the lesson will tell
+        words, lessons = what_next()
+        print(" ".join([words, *lessons]), flush=True)
+    last = "" if stage else find_last()
+    if last:
+        page = f"workspaces/{last}"
+    ours = {
+        "--ServerApp.root_dir": ROOT,
+        "--LabApp.default_url": f"/lab/{page}",
+        "--LabApp.news_url": None,  # its question would cover the lesson
+        # a kernel whose notebook is closed ends after half an hour
+        "--MappingKernelManager.cull_idle_timeout": 1800,
+        "--MappingKernelManager.cull_interval": 10}
+    os.execv(sys.executable, [
+        sys.executable, "-m", "jupyterlab",
+        *(f"{name}={value}" for name, value in ours.items() if not any(
+            flag.startswith(name) for flag in flags)),
+        *["--allow-root"] * (os.geteuid() == 0),  # as in a container
+        *flags])
+
+
+def find_last():
+    """The workspace in which the script was open last, or ""."""
+    from jupyterlab.commands import get_workspaces_dir
+
+    for file in sorted(Path(get_workspaces_dir()).glob("*-workspace"),
+                       key=os.path.getmtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads(file.read_text("utf-8"))
+            if f"editor:code/{DESK.name}" in saved["data"]:
+                return saved["metadata"]["id"]
+    return ""
+
+
+def require_room():
+    """Raise a `UserError` unless JupyterLab can write where it has to."""
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    folder = Path(jupyter_runtime_dir())
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")  # a full disk refuses this alone
+    except OSError as error:
+        raise UserError(
+            f"JupyterLab cannot write to {folder} ({error.strerror}): make "
+            "room, or let it have another home: export HOME=$(mktemp -d)"
+        ) from error
+
+
+def write_workspace(*names, root=ROOT):
+    """Write a JupyterLab workspace with the script and, beside it, lessons.
+
+    names: a stage, or start_here; several are tabs, the first of them in
+    front. root: the folder that JupyterLab shows, where the workspace's paths
+    begin. Returns the file's path, in notebooks/. Raises ValueError if the
+    course is not inside root, OSError if it cannot write.
+    """
+    here, name = ROOT.resolve().relative_to(root.resolve()), names[-1]
+
+    def widget(kind, path):
+        path = (here / path).as_posix()
+        return f"{kind}:{path}", {
+            "data": {"path": path, "factory": kind.title()}}
+
+    script = widget("editor", f"code/{DESK.name}")
+    lessons = [widget("notebook", "notebooks/" + (
+        f"{name}.ipynb" if name == "start_here" else f"diff_{name}.ipynb"))
+        for name in names]
+    widgets = dict([script, *lessons])
+    halves = [{"type": "tab-area", "currentIndex": 0,
+               "widgets": [key for key, _ in tabs]}
+              for tabs in ([script], lessons)]
+    closed = {"collapsed": True, "visible": True, "widgets": []}
+    layout = {
+        "main": {"dock": {"type": "split-area", "orientation": "horizontal",
+                          "sizes": [0.5, 0.5], "children": halves},
+                 "current": lessons[0][0]},
+        "left": closed, "right": closed}
+    path = ROOT / "notebooks" / f"beside_{name}.jupyterlab-workspace"
+    path.write_text(json.dumps({
+        "data": {"layout-restorer:data": layout, **widgets},
+        "metadata": {"id": name}}, indent=1) + "\n", "utf-8")
+    return path

@@ -1,0 +1,263 @@
+"""What a model takes, by arithmetic: memory, and what its processes send.
+
+The formulas are those that the lessons explain and measure. All is in fp32, as
+without autocast; GB are 10**9 bytes. tests/test_traffic.py counts the traffic
+of real runs; its table is workshop/lessons/traffic.md. Only the standard
+library, from Python 3.9 on.
+"""
+
+from types import SimpleNamespace
+
+from backstage.flops import (
+    PEAKS,
+    flops_per_token,
+    num_parameters,
+    padded_vocab_size,
+)
+
+FP32 = 4  # bytes
+STATE = {"parameters": 4, "gradients": 4, "moments": 8}  # bytes of each weight
+# What FSDP shards while it accumulates without reducing: until the last
+# microbatch each rank keeps the gradients of all weights.
+ACCUMULATING = ("parameters", "moments")
+
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257,
+        "block_size": 1024}
+XL = {**GPT2, "n_layer": 48, "n_head": 25, "n_embd": 1600}
+
+
+def is_count(value):
+    """Whether a value is a whole number from 1 to 2**31 - 1."""
+    return type(value) is int and 0 < value < 2**31
+
+
+# -------------------------------------------------------------------- memory
+
+
+def state(config, n=1, sharded=tuple(STATE)):
+    """Bytes that each of n devices keeps of a model's state.
+
+    sharded: the kinds of which each device has 1/n; the others are whole.
+    """
+    return num_parameters(config) * sum(
+        size / n if kind in sharded else size for kind, size in STATE.items())
+
+
+def block_parameters(width, tensor_parallel=1):
+    """How many weights a block has, or a rank of a TP group has of it."""
+    divided = 12 * width**2 + 7 * width  # matrices, most of the biases
+    return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
+
+
+def gathered(config):
+    """Bytes that FSDP makes whole at a time: the embeddings and a block.
+
+    What is in no block is one group: it is whole from the forward pass to the
+    end of the backward pass.
+    """
+    block = block_parameters(config["n_embd"])
+    return FP32 * (num_parameters(config) - (config["n_layer"] - 1) * block)
+
+
+def activations(config, recompute=False):
+    """Bytes that the backward pass needs of a sample of full length."""
+    L, H, C = config["n_layer"], config["n_head"], config["n_embd"]
+    T, V = config["block_size"], padded_vocab_size(config["vocab_size"])
+    block = FP32 * (16 * T * C + 4 * T + H * T)
+    ends = FP32 * (2 * T * C + 2 * T + T * V)
+    if recompute:  # the blocks' inputs, and one block at a time
+        return L * FP32 * T * C + block + ends
+    return L * block + ends
+
+
+def at_most(config, recompute=False):
+    """Bytes that a sample takes in the backward pass, where they are most.
+
+    First come the gradients of the logits and of their log-softmax, each as
+    large as what is kept of them, while no block is recomputed yet.
+    """
+    logits = FP32 * config["block_size"] * padded_vocab_size(
+        config["vocab_size"])
+    kept = activations(config, recompute)
+    if not recompute:
+        return kept + 2 * logits
+    block = activations({**config, "n_layer": 1}) - activations(
+        {**config, "n_layer": 0})
+    return kept - block + max(2 * logits, block - logits)
+
+
+# ------------------------------------------------------------------- traffic
+
+
+def ring(n, num_bytes):
+    """The bytes that each of n processes sends in a ring all-reduce."""
+    return 2 * (n - 1) / n * num_bytes
+
+
+def of_step(split, config, mesh, microbatches, B, T):
+    """{collective: (calls, bytes)} of a rank in each pipeline stage.
+
+    split: what is split over the devices: "samples" (each has a copy of the
+    model, as with DDP), "parameters" (FSDP), "matrices" (tensor parallelism
+    and FSDP), "layers" (a pipeline, with both). None for anything else.
+    config: a GPTConfig's dictionary. mesh: (pipeline, data, tensor) parallel.
+    microbatches: how many a rank takes in a step, of B samples of T tokens.
+    The bytes are those that the rank puts in: its input of a reduction, its
+    part of what is gathered.
+
+    all_reduce is inside a TP group (and FSDP's norm), and allreduce is any
+    other. DDP's calls are those of one bucket: larger models have one for
+    every 25 MB.
+    """
+    pp, dp, tp = mesh
+    if pp * dp * tp == 1:
+        return [{}]
+    if split not in ("samples", "parameters", "matrices", "layers") or (
+            split == "layers" and pp == 1):
+        return None
+    L, C = config["n_layer"] // pp, config["n_embd"]
+    table = padded_vocab_size(config["vocab_size"]) * C // tp  # tied, so once
+    block = block_parameters(C, tp)
+    stages = []
+    for number in range(pp):
+        first, last = number == 0, number == pp - 1
+        outside = ((first or last) * table + last * 2 * C
+                   + first * config["block_size"] * C)
+        calls = Calls()
+        if split == "samples":
+            calls.add("allreduce", 1, L * block + outside)
+        elif dp > 1:
+            share(calls, split, dp, microbatches, L, block, outside,
+                  first or last)
+        if split in ("matrices", "layers"):
+            hidden = B * T * C  # what goes from block to block
+            if tp > 1:  # two forward and two backward, and one at each end
+                ends = first + last
+                calls.add("all_reduce", microbatches * (4 * L + ends), hidden)
+            calls.add("all_reduce", last * 3 * microbatches, B * T)  # loss
+            for name in ("send", "recv"):
+                calls.add(name, microbatches * (2 - first - last), hidden)
+            if pp > 1:  # the tied matrix's gradient, and the loss
+                calls.add("allreduce", int(first or last), table // dp)
+                calls.add("allreduce", 1, 1)
+            calls.add("allreduce", 1, 1)  # the norm
+        calls.add("allreduce", 1, 2)  # the mean loss, and whether to stop
+        stages.append(dict(sorted(calls.items())))
+    return stages
+
+
+class Calls(dict):
+    """{collective: (calls, bytes)}"""
+
+    def add(self, name, number, elements):
+        """So many calls, each of which puts in so many fp32 numbers."""
+        if number:
+            calls, size = self.get(name, (0, 0))
+            self[name] = calls + number, size + number * elements * FP32
+
+
+def share(calls, split, dp, microbatches, L, block, outside, is_end):
+    """Add what FSDP sends: it gathers weights, and reduces gradients.
+
+    A block is gathered before each forward and each backward pass, what is in
+    no block once for both. In a pipeline a block stays gathered from its first
+    forward pass to its first backward pass.
+    """
+    if split == "parameters":  # the norm: one number of each parameter
+        calls.add("all_reduce", 1, 12 * L + 4)
+    blocks, rest = 2 * microbatches, microbatches
+    if split == "layers":
+        blocks, rest = microbatches + 1, 1
+    calls.add("allgather_base", blocks * L, block // dp)
+    calls.add("allgather_base", rest * is_end, outside // dp)
+    calls.add("reduce_scatter_base", L, block)
+    calls.add("reduce_scatter_base", int(is_end), outside)
+
+
+# ------------------------------------------------------------------ decisions
+
+
+def decisions(memory=80e9, nodes=2, gpus=4):
+    """When to divide what: (when, what to take, what that means).
+
+    The numbers are those of GPT-2 XL on these devices.
+    """
+    n, L, T, C = nodes * gpus, XL["n_layer"], XL["block_size"], XL["n_embd"]
+    parameters, free = num_parameters(XL), memory - state(XL)
+    groups = [d for d in range(2, XL["n_head"] + 1) if XL["n_head"] % d == 0]
+    # a pipeline stage's gradients and, for a while, its parameters are whole
+    whole = FP32 * parameters / nodes
+    return [
+        ("It fits on one GPU", "DDP",
+         f"GPT-2: {state(GPT2) / 1e9:.1f} GB of state, and a step all-reduces "
+         f"{FP32 * num_parameters(GPT2) / 1e9:.2f} GB"),
+        ("The state fits, the activations do not",
+         "a smaller microbatch; --recompute",
+         f"{activations(XL) / 1e9:.1f} GB a sample, recomputed "
+         f"{activations(XL, True) / 1e9:.2f} GB; with the gradients of the "
+         f"logits, {free // at_most(XL):.0f} or "
+         f"{free // at_most(XL, True):.0f} samples at once"),
+        ("The state does not fit, or leaves too little, on one node",
+         "FSDP, tensor parallelism or a pipeline",
+         f"on GPUs of 24 GB: {state(XL) / 1e9:.1f} GB do not fit on one; "
+         f"on a node of {gpus}, each keeps about "
+         f"{state(XL, gpus) / 1e9:.1f} GB; a pipeline needs no fast links"),
+        ("The same, on several nodes", "FSDP",
+         f"on {nodes} such nodes, each of {n} keeps "
+         f"{state(XL, n, ACCUMULATING) / 1e9:.1f} GB while it accumulates, "
+         f"{state(XL, n) / 1e9:.1f} GB if it reduces in each microbatch; "
+         f"{gathered(XL) / 1e9:.2f} GB are gathered at a time"),
+        ("A layer is too large, or there are more GPUs than samples",
+         "tensor parallelism, inside a node",
+         f"{(4 * L + 2) * FP32 * T * C / 1e9:.2f} GB a sample into "
+         f"{4 * L + 2} all-reduces; not for this model on a node of {gpus}: "
+         f"with {XL['n_head']} heads, only groups of "
+         f"{' or '.join(map(str, groups))} are possible"),
+        ("FSDP waits for the network between the nodes",
+         "hybrid sharding; a pipeline between the nodes",
+         f"{2 * FP32 * T * C / 1e6:.0f} MB a sample between two pipeline "
+         f"stages of {L // nodes} blocks; with 32 microbatches they wait "
+         f"{(nodes - 1) / (32 + nodes - 1):.1%} of the time"),
+        ("All of that at once", "3D: (pipeline, FSDP, tensor)",
+         f"on {nodes} x {gpus} GPUs: {nodes} pipeline stages x {gpus} shards; "
+         f"{(whole + 12 * parameters / n) / 1e9:.1f} GB each while they "
+         f"accumulate, and up to {whole / 1e9:.1f} GB are gathered"),
+        ("It does not fit even when sharded, or there is only one GPU",
+         "offload to CPU or NVMe",
+         f"{FP32 * parameters / n / 1e9:.2f} GB down and up in a step: "
+         f"{2e3 * FP32 * parameters / n / 25e9:.0f} ms at 25 GB/s"),
+    ]
+
+
+# ---------------------------------------------------------- larger minibatches
+
+
+def critical_tokens(loss):
+    """The critical minibatch of a language model at a loss, in tokens.
+
+    Kaplan et al. (2020), arXiv:2001.08361, equation 1.4: fitted to models
+    with a vocabulary of 50,257 tokens, samples of 1,024, on WebText2.
+    """
+    return 2e8 / loss ** (1 / 0.21)
+
+
+def bills(loss, tokens=18_692 * 512 * 1024, minibatch=512 * 1024,
+          share=0.4, B=16, gpus=(8, 32, 128, 512, 2048)):
+    """What the same loss costs with more A100s, as rows of a table.
+
+    tokens: what training takes with that minibatch. share: of the peak that
+    a GPU reaches. Each GPU has one microbatch of B samples in a step, and the
+    time for sending is left out. McCandlish et al. (2018), equation 2.11.
+    """
+    T, critical = GPT2["block_size"], critical_tokens(loss)
+    fewest = tokens / (minibatch + critical)  # steps
+    speed = share * PEAKS["A100"][0] * 1e12 / flops_per_token(
+        SimpleNamespace(**GPT2), T)
+    rows = []
+    for n in gpus:
+        size = n * B * T
+        steps = fewest * (1 + critical / size)
+        cost = steps * size / speed / 3600
+        rows.append((n, f"{size:,}", f"{steps:,.0f}", f"{60 * cost / n:,.0f}",
+                     f"{cost:,.0f}"))
+    return rows

@@ -1,0 +1,137 @@
+"""python -m workshop why, with what a step's time goes to in a run of ours,
+and whether more nodes pay.
+
+By what the run's folder has: metrics.csv, the record of --profile, and the
+runs beside it that train the same on fewer nodes. What the network can do is
+known from the last `doctor --ranks`.
+"""
+
+import json
+import statistics
+
+from backstage.errors import UserError
+from backstage.files import reading, show_path
+from rankcheck.why import command
+from workshop.results.arithmetic import ring
+from workshop.results.profile import recorded_parts
+from workshop.results.runs import RUNS, describe, list_folders, read, read_all
+from workshop.stages import STAGES
+
+# Gigabytes/s inside and between nodes, as doctor --ranks has measured them
+NETWORK = RUNS / "network.json"
+SHARE = 0.1  # of a step that a part may take which is not training
+# What to try first, by the part that takes more than that.
+ADVICE = {
+    "data": "the input is slow: put the dataset on the node's own disk, or "
+            "into memory (/dev/shm); fewer, larger shards; or the loop itself "
+            "takes time between the passes, such as callbacks",
+    "all-reduce": "communication is exposed: a larger --minibatch-size sends "
+                  "as much for more samples; fewer nodes; a faster network "
+                  "(python -m workshop doctor --ranks)",
+    "waiting": "the ranks do not work equally long: what else runs on the "
+               "node of the slowest?",
+}
+
+
+add_arguments = command.add_arguments
+
+
+def main(args):
+    """`why`, of a run of ours as well; returns the exit status."""
+    return command.main(args, runs=RUNS, describe_run=describe,
+                        explain_speed=explain)
+
+
+def explain(folder):
+    """Lines about the speed of the run in a folder; [] if it is not ours."""
+    try:
+        run = read(folder)
+        ranks = recorded_parts(folder)
+        return [*explain_step(run, ranks), *explain_nodes(run, ranks)]
+    except UserError:
+        return []
+
+
+def explain_step(run, ranks):
+    """By part, and what to try first."""
+    yield (f"a step takes {1000 * run.seconds:.0f} ms, "
+           f"{run.tokens_per_second:,.0f} tokens/s"
+           + (f", MFU {100 * run.mfu:.0f}%" if run.mfu else ""))
+    if not ranks:
+        yield "what that time goes to: start it again with --profile 10"
+        return
+    mean = average(ranks)
+    whole = sum(mean.values())
+    yield "of that: " + ", ".join(
+        f"{100 * seconds / whole:.0f}% {part}" for part, seconds in sorted(
+            mean.items(), key=lambda item: -item[1]))
+    part = max(ADVICE, key=mean.get)
+    if mean[part] < SHARE * whole:
+        yield ("that is the work of training: a larger microbatch, --compile "
+               "or a faster device make it shorter")
+        return
+    who = ""
+    if part == "waiting":  # the others wait for the one that waits least
+        times = [rank[part] for rank in ranks]
+        who = f" (rank {times.index(min(times))} is the slowest)"
+    yield f"try first: {ADVICE[part]}{who}"
+
+
+def average(ranks):
+    """Seconds of a step by part, the mean of all ranks."""
+    return {part: statistics.mean(rank[part] for rank in ranks)
+            for part in ranks[0]}
+
+
+def explain_nodes(run, ranks):
+    """Whether it is faster than on fewer nodes, and why not."""
+    if run.nodes == 1:
+        return
+    others, _ = read_all(list_folders(run.folder.parent))
+    fewer = [other for other in others if other.stage == run.stage
+             and other.nodes < run.nodes and other.alike(run)]
+    if not fewer:
+        yield ("no run beside it trains the same on fewer nodes: start one to "
+               "see what the nodes bring")
+    else:
+        yield from compare(run, ranks, fewer[-1])
+    if run.sent and STAGES[run.stage].split == "samples":
+        yield explain_network(ring(run.world_size, run.sent))
+
+
+def compare(run, ranks, other):
+    """A run and a newer one on fewer nodes, in what they have in common."""
+    ratio = run.tokens_per_second / other.tokens_per_second
+    devices = run.world_size / other.world_size
+    yield (f"with {devices:.3g} times the processes of "
+           f"{show_path(other.folder)}, on {run.nodes} nodes for "
+           f"{other.nodes}, it makes {ratio:.2f} times its tokens/s"
+           + (": more nodes are slower" if ratio < 1 else ""))
+    before = recorded_parts(other.folder)
+    if not (ranks and before) or ratio > 0.9 * devices:
+        return
+    # what does not get shorter although there are more processes
+    now, before = average(ranks), average(before)
+    lost = {part: now[part] - before[part] / (
+        1 if part == "all-reduce" else devices) for part in now}
+    part = max(lost, key=lost.get)
+    yield (f"most of that is lost to {part}: {1000 * now[part]:.1f} ms of a "
+           f"step, {1000 * before[part]:.1f} ms before"
+           + (f"; try first: {ADVICE[part]}" if part in ADVICE else ""))
+
+
+def explain_network(sent):
+    """How long a step's messages take at least, by the doctor's figures."""
+    doctor = "`python -m workshop doctor --ranks`"
+    try:
+        with reading(NETWORK, f"run {doctor} again"):
+            speeds = {where: float(speed) for where, speed
+                      in json.loads(NETWORK.read_bytes()).items()}
+    except (FileNotFoundError, UserError):
+        speeds = {}
+    times = " or ".join(
+        f"{1000 * sent / (1e9 * speed):.1f} ms {where} ({speed:.2f} GB/s)"
+        for where, speed in speeds.items() if speed > 0)
+    return f"a rank sends {sent / 1e6:,.1f} MB in a step: " + (
+        f"that takes {times}, as the doctor measured it" if times else
+        f"{doctor} on these nodes says how long that takes")

@@ -1,1 +1,0 @@
-"""Why a job hangs, dies or crawls: python -m workshop why."""
