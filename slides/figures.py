@@ -302,17 +302,17 @@ def partition(samples=24, ranks=4):
 
 
 @figure
-def zero(gpus=4):
+def zero(gpus=8):
     """What each GPU keeps of the state: 4, 4 and 8 bytes a parameter."""
-    kinds = (("parameters", 4), ("gradients", 4), ("moments", 8))
+    kinds = [*arithmetic.STATE.items()]
     names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")
-    left, unit, gap = 104, 6.6, 10
+    left, unit, gap = 104, 3.1, 8
     bar, fills = 16 * unit, (ORANGE, "#6b6b6b", BLUE)
     right = left + gpus * (bar + gap)
     out, told = [text(right, 14, "GPT-2 XL", "bold")], []
     for k, (name, size) in enumerate(kinds):
-        out += [box(left + 162 * k, 2, 18, 18, fills[k], opacity=0.75),
-                text(left + 24 + 162 * k, 15, f"{name}: {size} bytes")]
+        out += [box(left + 157 * k, 2, 18, 18, fills[k], opacity=0.75),
+                text(left + 24 + 157 * k, 15, f"{name}: {size} bytes")]
     for sharded, name in enumerate(names):
         y = 34 + 54 * sharded
         out.append(text(0, y + 23, name, "bold"))
@@ -326,7 +326,8 @@ def zero(gpus=4):
                 begin = x if whole else x + gpu * part
                 out.append(box(begin, y, part, 36, fills[k], opacity=0.75))
                 x += width
-        each = state(sharded, gpus) / 1e9
+        each = arithmetic.state(arithmetic.XL, gpus, [
+            kind for kind, _ in kinds[len(kinds) - sharded:]]) / 1e9
         out.append(text(right, y + 23, f"{each:.1f} GB", "bold"))
         told.append(f"{name}: {each:.1f} GB")
     return svg(right + 78, 34 + 54 * 4, out, "What each GPU keeps",
@@ -334,15 +335,6 @@ def zero(gpus=4):
                f"{gpus} GPUs. ZeRO-1 divides the moments, ZeRO-2 the "
                "gradients, too, ZeRO-3 and FSDP all three. For GPT-2 XL: "
                f"{', '.join(told)} on each.")
-
-
-def state(sharded, devices):
-    """Bytes on each device of GPT-2 XL's state: sharded, 0 to 3 kinds."""
-    sizes = (4, 4, 8)  # bytes: parameters, gradients, moments
-    parameters = arithmetic.state(arithmetic.XL) / sum(sizes)
-    return parameters * sum(
-        size / devices if k >= len(sizes) - sharded else size
-        for k, size in enumerate(sizes))
 
 
 @figure
@@ -518,26 +510,6 @@ def grid():
 # --------------------------------------------------------------- results
 
 
-def panel(name):
-    """A panel of the notebook's results, with larger words."""
-    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
-    order = list(plot.STAGES)
-    found.sort(key=lambda run: (order.index(run.stage), run.world_size))
-
-    def draw(ax):
-        plot.PANELS[name](ax, found)
-        ax.set_ylabel(textwrap.fill(ax.get_ylabel(), 32))
-        beside(ax, ax.get_legend().get_title().get_text())
-
-    return large(draw)
-
-
-def beside(ax, title=""):
-    """Put the legend beside the axes: with large words it covers curves."""
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), title=title or None,
-              title_fontsize=LARGE)
-
-
 def large(draw, size=(7.2, 3.3)):
     """draw(axes) as SVG, with words that can be read from the last row."""
     with matplotlib.rc_context(dict.fromkeys((
@@ -708,36 +680,29 @@ def assisted(proposed=4, right=2):
 @figure
 def rungs():
     """The panel of the notebook: the project's figures, and the examples."""
-    record = measured_ladder()
-    return large(lambda ax: plot.ladder(ax, [], record))
-
-
-def measured_ladder():
-    """The example's rungs that ran on GPUs: those of a CPU are on no slide."""
-    record = runs.read_ladder(example=True)
-    return {**record, "rungs": [rung for rung in record["rungs"]
-                                if rung["device"] != "cpu"]}
-
-
-for NAME in ("loss", "published"):
-    FIGURES[NAME] = lambda name=NAME: panel(name)
+    return large(lambda ax: plot.ladder(
+        ax, [], runs.read_ladder(example=True)), (8.4, 4.1))
 
 
 @figure
-def scaling():
-    """The efficiency of the course's GPUs."""
+def loss():
+    """The panel of the notebook's results, with larger words."""
+    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
+    order = list(plot.STAGES)
+    found.sort(key=lambda run: (order.index(run.stage), run.world_size))
+
     def draw(ax):
-        ax.set(title="scaling efficiency", xlabel="GPUs",
-               ylabel="speed of each,\nrelative to one alone", ylim=(0, 1.1))
-        styles = ("o-", "s--", "D-", "^--")  # dashed: the larger microbatch
-        for (name, points), style in zip(runs.PUBLISHED.items(), styles,
-                                         strict=True):
-            ax.plot(points.keys(), [points[1] / n / points[n]
-                                    for n in points], style, label=name,
-                    color=plot.PUBLISHED[name.startswith("A100")])
-        plot.count_axis(ax, 16)
-        beside(ax)
+        plot.loss(ax, found)
+        ax.set_ylabel(textwrap.fill(ax.get_ylabel(), 32))
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), title_fontsize=
+                  LARGE, title=ax.get_legend().get_title().get_text() or None)
     return large(draw)
+
+
+@figure
+def published():
+    """The panel of the notebook's results: all that was published."""
+    return large(lambda ax: plot.published(ax, []))
 
 
 # ------------------------------------------- the script, launchers, Lightning

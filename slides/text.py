@@ -11,6 +11,7 @@ import re
 import textwrap
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from functools import partial
 from itertools import pairwise
 
 import jinja2
@@ -58,6 +59,11 @@ DECKS = {deck.name: deck for deck in (
     Deck("the-ladder", "the-ladder", "The ladder: one model, four versions"),
     Deck("pages-to-keep", "pages-to-keep", "Pages to keep"),
 )}
+
+
+def read_source(name):
+    """A deck's template."""
+    return (SLIDES / "source" / f"{name}.md").read_text("utf-8")
 
 
 # ------------------------------------------------------- the plan, the clock
@@ -110,24 +116,27 @@ class Clock:
 
     def section(self, name):
         """Begin a section of the plan."""
-        self.close()
-        self.where, self.left = name, self.plan[name].minutes[self.length]
-        return ""
+        row = self.plan[name]
+        return self.begin(name, row.minutes[self.length], row.what)
 
-    def lessons(self):
-        """(how many lessons the deck has, the minutes of all of it)."""
-        source = (SLIDES / "source" / f"{self.deck.source}.md").read_text(
-            "utf-8")
-        names = re.findall(r'clock\.section\("(.+?)"\)', source)
-        return len(names), sum(
-            [self.plan[name].minutes[self.length] for name in names]
-            + [*map(int, re.findall(r"clock\.talk\((\d+)\)", source))])
-
-    def talk(self, minutes):
+    def talk(self, minutes, what):
         """Begin a section that is in this deck alone."""
+        return self.begin("", minutes, what)
+
+    def begin(self, where, minutes, what):
+        """The directive by which Marp writes a section's name at the top."""
         self.close()
-        self.where, self.left = "", minutes
-        return ""
+        self.where, self.left = where, minutes
+        return f"<!-- header: {json.dumps(what)} -->"
+
+    def parts(self):
+        """The deck's sections: [(minutes, what, whether it is a lesson)]."""
+        source = read_source(self.deck.source)
+        return [(self.plan[name].minutes[self.length], self.plan[name].what,
+                 True) if name else (int(minutes), what, False)
+                for name, minutes, what in re.findall(
+                    r'clock\.(?:section\("(.+?)"|talk\((\d+), "(.+?)")\)',
+                    source)]
 
     def close(self):
         """End the section."""
@@ -171,17 +180,18 @@ def facts():
         schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
     rows = {path.name: runs.read(path)
             for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
+    ladder = runs.read_ladder(example=True)
     record = json.loads((runs.EXAMPLES / "first_gpu.json").read_text())
     gpu = {name: record["items"][name]["found"][name]
            for name in ("std", "std, eager")}
     return {
         **ASSUMED, "T": T, "S": S, "steps": steps, "shards": SHARDS,
         "accumulation": S // ASSUMED["B"], "tokens": steps * S * T,
-        "minibatch_tokens": S * T,
+        "minibatch_tokens": S * T, "last": read_last_step(),
         "small": small, "large": large, "state": arithmetic.state,
         "kinds": arithmetic.STATE, "accumulating": arithmetic.ACCUMULATING,
         "GPT2": arithmetic.GPT2, "XL": arithmetic.XL,
-        "activations": arithmetic.activations, "each": figures.state,
+        "activations": arithmetic.activations,
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": arithmetic.ring,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
@@ -189,16 +199,17 @@ def facts():
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
             std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
         "efficiency": runs.efficiency(rows.values()),
-        "published": runs.PUBLISHED, "waiting": waiting,
+        "published": runs.PUBLISHED, "published_gpus": runs.PUBLISHED_GPUS,
+        "efficiency_of": runs.published_efficiency, "waiting": waiting,
         "university": runs.UNIVERSITY, "rungs": runs.RUNGS,
-        "ladder": runs.read_ladder(example=True),
-        "measured": figures.measured_ladder()["rungs"], "ring": figures.RING,
+        "ladder": ladder,
+        "measured": [rung for rung in ladder["rungs"]
+                     if "interpreted" not in rung["name"]],
+        "ring": figures.RING,
         "critical": arithmetic.critical_tokens, "bills": arithmetic.bills,
         "messages": lambda **changes: len([*std.GPT(replace(
             std.MODELS["nano"], **changes)).parameters()]),
         "unread": lambda ranks: (1 - 1 / ranks) ** ranks,
-        "speedup": lambda name: (runs.PUBLISHED[name][1] / min(
-            runs.PUBLISHED[name].values())),
         "shard": SHARD, "ln": math.log,
         "spread": lambda names: max(
             abs(row["loss"] / one["loss"] - 1) for name in names
@@ -207,74 +218,33 @@ def facts():
     }
 
 
-# What the slides cite: authors, year, title, where.
-REFERENCES = {
-    "brown": "Brown et al. (2020). Language models are few-shot learners. "
-             "arXiv:2005.14165.",
-    "chen": "Chen et al. (2016). Training deep nets with sublinear memory "
-            "cost. arXiv:1604.06174.",
-    "dalcin": "Dalcin & Fang (2021). mpi4py: status update after 12 years "
-              "of development. Computing in Science & Engineering 23(4).",
-    "devlin": "Devlin et al. (2018). BERT: pre-training of deep bidirectional "
-              "transformers for language understanding. arXiv:1810.04805.",
-    "goyal": "Goyal et al. (2017). Accurate, large minibatch SGD: training "
-             "ImageNet in 1 hour. arXiv:1706.02677.",
-    "hoffmann": "Hoffmann et al. (2022). Training compute-optimal large "
-                "language models. arXiv:2203.15556.",
-    "huang": "Huang et al. (2019). GPipe: efficient training of giant neural "
-             "networks using pipeline parallelism. NeurIPS.",
-    "kaplan": "Kaplan et al. (2020). Scaling laws for neural language models. "
-              "arXiv:2001.08361.",
-    "karpathy": "Karpathy (2024). Let's reproduce GPT-2 (124M). Video, and "
-                "github.com/karpathy/build-nanogpt.",
-    "leviathan": "Leviathan et al. (2023). Fast inference from transformers "
-                 "via speculative decoding. ICML.",
-    "li": "Li et al. (2020). PyTorch distributed: experiences on accelerating "
-          "data parallel training. VLDB 13(12).",
-    "malladi": "Malladi et al. (2022). On the SDEs and scaling rules for "
-               "adaptive gradient algorithms. NeurIPS.",
-    "mccandlish": "McCandlish et al. (2018). An empirical model of "
-                  "large-batch training. arXiv:1812.06162.",
-    "mpi": "MPI Forum (1994). MPI: a message-passing interface standard.",
-    "narayanan19": "Narayanan et al. (2019). PipeDream: generalized pipeline "
-                   "parallelism for DNN training. SOSP.",
-    "narayanan21": "Narayanan et al. (2021). Efficient large-scale language "
-                   "model training on GPU clusters using Megatron-LM. SC.",
-    "ouyang": "Ouyang et al. (2022). Training language models to follow "
-              "instructions with human feedback. NeurIPS.",
-    "patarasuk": "Patarasuk & Yuan (2009). Bandwidth optimal all-reduce "
-                 "algorithms for clusters of workstations. JPDC 69(2).",
-    "penedo": "Penedo et al. (2024). The FineWeb datasets: decanting the web "
-              "for the finest text data at scale. arXiv:2406.17557.",
-    "radford": "Radford et al. (2019). Language models are unsupervised "
-               "multitask learners. OpenAI.",
-    "raffel": "Raffel et al. (2019). Exploring the limits of transfer "
-              "learning with a unified text-to-text transformer. "
-              "arXiv:1910.10683.",
-    "rajbhandari": "Rajbhandari et al. (2020). ZeRO: memory optimizations "
-                   "toward training trillion parameter models. SC.",
-    "schaeffer": "Schaeffer et al. (2023). Are emergent abilities of large "
-                 "language models a mirage? arXiv:2304.15004.",
-    "shoeybi": "Shoeybi et al. (2019). Megatron-LM: training multi-billion "
-               "parameter language models using model parallelism. "
-               "arXiv:1909.08053.",
-    "tazi": "Tazi et al. (2025). The ultra-scale playbook: training LLMs on "
-            "GPU clusters. Hugging Face.",
-    "wei": "Wei et al. (2022). Emergent abilities of large language models. "
-           "arXiv:2206.07682.",
-    "yamazaki": "Yamazaki et al. (2019). Yet another accelerated SGD: "
-                "ResNet-50 training on ImageNet in 74.7 seconds. "
-                "arXiv:1903.12650.",
-    "zellers": "Zellers et al. (2019). HellaSwag: can a machine really finish "
-               "your sentence? arXiv:1905.07830.",
-    "zhao": "Zhao et al. (2023). PyTorch FSDP: experiences on scaling fully "
-            "sharded data parallel. VLDB 16(12).",
-}
+CITATION = re.compile(  # "Li et al. (2020)", "(Li et al., 2020)"
+    r"\b([A-Z][\w-]+)(?:'s|\s+et\s+al\.|\s+&\s+[A-Z]\w+|\s+Forum)?"
+    r"(?:,\s+|\s+\()((?:19|20)\d\d)\b")
 
 
-def references(*names):
-    """A list of references, in the order of their authors."""
-    return "\n".join(f"- {REFERENCES[name]}" for name in sorted(names))
+def cited(text):
+    """Whom a text cites: {(first author, year)}, in the text's order."""
+    return dict.fromkeys(found.groups() for found in CITATION.finditer(text))
+
+
+def read_references():
+    """{(first author, year): reference} of docs/references.md, as sorted."""
+    text = (ROOT / "docs" / "references.md").read_text("utf-8")
+    return {next(iter(cited(line))): line.removeprefix("- ")
+            for line in text.splitlines() if line.startswith("- ")}
+
+
+def references(source, page=1, pages=1):
+    """The references that a deck's source cites: this page of the list."""
+    known, names = read_references(), cited(read_source(source))
+    unknown = [" ".join(name) for name in names if name not in known]
+    require(not unknown, f"slides/source/{source}.md: docs/references.md does "
+            f"not have {', '.join(unknown)}")
+    found = [line for name, line in known.items() if name in names]
+    size = -(-len(found) // pages)
+    return "\n".join(f"- {line}" for line in
+                     found[(page - 1) * size:page * size])
 
 
 # -------------------------------------------- what comes from lessons, files
@@ -402,9 +372,18 @@ def stage_table():
                       "|---|---|---|---:|", *rows])
 
 
-def from_readme(heading):
-    """The README's table with this heading; its links become names."""
+def read_last_step():
+    """(steps, validation loss, bits per byte) of the run in the README."""
     text = (ROOT / "README.md").read_text("utf-8")
+    steps, loss, bits = re.findall(
+        r"^\| step +\d+/(\d+) .*val: ([\d.]+) .*bits/byte: ([\d.]+)", text,
+        re.M)[-1]
+    return int(steps), float(loss), float(bits)
+
+
+def from_readme(heading, folder="."):
+    """A README's table with this heading; its links become names."""
+    text = (ROOT / folder / "README.md").read_text("utf-8")
     found = re.search(rf"^\| {heading} \|.*\n(\|.*\n)+", text, re.M)
     return re.sub(r"\[(\w+)\]\([^)]+\)", r"`\1`", found[0].strip())
 
@@ -619,6 +598,7 @@ def write(deck, site_file=ROOT / "site.example.sh"):
     settings.filters["gb"] = lambda value, digits=1: (
         f"{value / 1e9:,.{digits}f} GB")
     settings.filters["power"] = power_of_ten
+    settings.filters["percent"] = lambda value: f"{value:.0%}"
     settings.filters["code"] = lambda words: re.sub(
         r"(--\w+)", r"`\1`", words)
     rows = [row for row in clock.plan.values()
@@ -634,7 +614,8 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         excerpt=excerpt, hunk=hunk, log=log, printed=printed, done=done,
         mistakes=mistakes, cell=cell, kept=kept, key_lines=key_lines,
         now="## What you have now", constants=constants,
-        checklist=checklist, references=references, site=site(site_file))
+        checklist=checklist, site=site(site_file),
+        references=partial(references, deck.source))
     clock.close()
     return re.sub(r"\n{3,}", "\n\n", text)
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import re
 import shlex
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from conftest import linear_light, needs
+from matplotlib.figure import Figure
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -24,6 +26,7 @@ from workshop import __main__ as tools
 from workshop.check.questions import QUESTIONS
 from workshop.lesson import render
 from workshop.notebook import pictures
+from workshop.results import plot
 from workshop.stages import LESSONS
 
 
@@ -81,6 +84,25 @@ def test_every_section_of_the_plan_has_slides_and_a_lesson(monkeypatch):
     more = {**plan, "new": text.Row("new", "New", "notebooks", {120: 5})}
     monkeypatch.setattr(text, "read_plan", lambda: more)
     assert uncovered() == ["| New | - | `notebooks` |"]
+
+
+@pytest.mark.parametrize("deck", [*text.DECKS][:-1])  # those of a talk
+def test_a_deck_says_what_comes_where_one_is_and_what_to_remember(deck):
+    pages = text.pages(decks()[deck])
+    assert any(re.search("^## (Outline|The plan)$", page, re.M)
+               for page in pages)
+    assert re.search('^<!-- header: ".+" -->$', pages[0], re.M)
+    assert pages[-1].startswith("## What to remember")
+
+
+def test_training_at_scale_explains_before_it_decides():
+    titles = re.findall("^## (Divide the state|Divide the layers|Divide the "
+                        "matrices|Divide all three|Decide)",
+                        decks()["training-at-scale"], re.M)
+    assert [*dict.fromkeys(titles)] == [
+        "Divide the state", "Divide the layers", "Divide the matrices",
+        "Divide all three", "Decide"]
+    assert titles == sorted(titles, key=[*dict.fromkeys(titles)].index)
 
 
 def test_there_is_a_page_to_keep_for_each_lesson():
@@ -153,6 +175,79 @@ def test_a_command_has_a_script_and_its_flags(data, monkeypatch):
             assert tools.parse().command == words[3]
 
 
+@pytest.mark.parametrize("deck", text.DECKS)
+def test_several_processes_start_a_script_that_can(deck):
+    """The desk's is std until a slide resets, or checks, another stage."""
+    desk = "std"
+    for command in commands({deck: decks()[deck]}):
+        stage = re.match(r"python -m workshop (?:reset|check) (\w+)$", command)
+        desk = stage[1] if stage else desk
+        if re.match("torchrun|mpirun|srun", command) and (
+                "code/train_gpt2.py" in command):
+            by_mpi = re.match(r"mpirun -n \d python code", command)
+            assert desk not in ("std", "kernels"), command
+            assert (desk == "mpi") == bool(by_mpi), command
+
+
+# ------------------------------------------------------------- references
+
+
+def texts():
+    """{path: text} of what people read: documents, notebooks, docstrings."""
+    made = {ROOT / "slides" / f"{name}.md" for name in text.DECKS}
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "*.md", "*.ipynb", "*.py"], cwd=ROOT,
+        capture_output=True, text=True, check=True).stdout.split("\0")
+    for path in map(ROOT.joinpath, filter(None, listed)):
+        if path not in made and path.exists() and not path.is_relative_to(
+                ROOT / "tests") and path.name != "references.md":
+            found = path.read_text("utf-8")
+            if path.suffix == ".ipynb":
+                found = "\n".join("".join(cell["source"]) for cell in
+                                  json.loads(found)["cells"])
+            yield path, found
+
+
+def test_what_is_cited_is_what_is_listed():
+    """By author and year, or by arXiv's number, which is the same one."""
+    known = text.read_references()
+    assert [*known.values()] == sorted(known.values(), key=str.lower)
+    number = r"(?:arXiv:|arxiv\.org/abs/)(\d{4}\.\d{5})"
+    numbers = {name: re.findall(number, line) for name, line in known.items()}
+    assert all(re.search(r"arXiv:\d{4}\.\d{5}|doi:10|\w\.\w+/|UT-CS", line)
+               for line in known.values())
+    used = set()
+    for path, found in texts():
+        names = text.cited(found)
+        assert names.keys() <= known.keys(), path
+        for one in re.findall(number, found):
+            assert [one] in numbers.values(), (path, one)
+            used |= {name for name, own in numbers.items() if own == [one]}
+        for cited in re.finditer(rf"{text.CITATION.pattern},\s+{number}",
+                                 found):
+            assert numbers[cited[1], cited[2]] == [cited[3]], path
+        used |= names.keys()
+    assert used == known.keys()
+
+
+@pytest.mark.parametrize("deck", text.DECKS)
+def test_a_deck_lists_what_it_cites(deck):
+    """In the text that is shown; unknown authors are refused."""
+    shown = decks()[deck]
+    listed = re.findall(r"^- (.+)$", shown, re.M)
+    known = text.read_references()
+    rest = "\n".join(line for line in shown.splitlines()
+                     if line.removeprefix("- ") not in known.values())
+    assert deck == "pages-to-keep" or text.cited(rest).keys() == {
+        name for name, line in known.items() if line in listed}
+
+
+def test_somebody_unknown_is_not_cited(monkeypatch):
+    monkeypatch.setattr(text, "read_source", lambda name: "(Nobody, 1999)")
+    with pytest.raises(UserError, match="does not have Nobody 1999"):
+        text.references("course")
+
+
 def test_each_part_of_a_change_says_where_it_is():
     """A call in `main` is not taken for the end of the function above it."""
     for stage in LESSONS:
@@ -206,14 +301,6 @@ def test_the_check_on_the_slides_asks_todays_questions():
     assert rows.count("\n") > 20 and not table.strip()
 
 
-def test_no_slide_shows_the_seconds_of_a_cpu():
-    for rung in text.runs.read_ladder(example=True)["rungs"]:
-        if rung["device"] == "cpu":
-            assert f"{rung['training']:,.0f}" not in decks()["the-ladder"]
-    assert not any(re.search(r"\| dt:|\d ms: [\d.]+ GB/s", deck)
-                   for deck in decks().values())
-
-
 # ----------------------------------------------------------------- figures
 
 
@@ -224,6 +311,26 @@ def test_headings_of_tables_are_of_columns():
         "style=''>b</th></tr></thead>")
     for deck in decks().values():  # of a list of changes, too
         assert "\n| | |\n" not in deck
+
+
+def test_ten_curves_of_seven_points_are_named_where_they_end():
+    ax = Figure().subplots()
+    plot.published(ax, [])
+    curves = [line for line in ax.get_lines() if "%" in line.get_label()]
+    assert len(curves) == 10
+    names = {name.get_text(): name.get_position()[1] for name in ax.texts}
+    for curve in curves:
+        assert len(curve.get_xdata()) == 7
+        assert abs(names[curve.get_label()] - curve.get_ydata()[-1]) < 0.15
+    heights = sorted(names.values())
+    assert all(high - low > 0.05 for low, high in pairwise(heights))
+
+
+@pytest.mark.parametrize(("heights", "apart"), [
+    ((0.2, 0.9), (0.2, 0.9)), ((0.5, 0.5, 0.5), (0.4, 0.5, 0.6)),
+    ((0.4, 0.5, 0.52), (0.37333, 0.47333, 0.57333))])
+def test_names_that_touch_move_apart(heights, apart):
+    assert plot.spread(heights, 0.1) == pytest.approx(apart, abs=1e-4)
 
 
 def test_every_figure_of_the_list_is_on_a_slide():

@@ -200,17 +200,18 @@ def decisions(memory=80e9, nodes=2, gpus=4):
         ("The state does not fit, or leaves too little, on one node",
          "FSDP, tensor parallelism or a pipeline",
          f"on GPUs of 24 GB: {state(XL) / 1e9:.1f} GB do not fit on one; "
-         f"on {gpus}, each keeps about {state(XL, gpus) / 1e9:.1f} GB; a "
-         "pipeline needs no fast links"),
+         f"on a node of {gpus}, each keeps about "
+         f"{state(XL, gpus) / 1e9:.1f} GB; a pipeline needs no fast links"),
         ("The same, on several nodes", "FSDP",
-         f"each of {n} keeps {state(XL, n, ACCUMULATING) / 1e9:.1f} GB while "
-         f"it accumulates, {state(XL, n) / 1e9:.1f} GB if it reduces in each "
-         f"microbatch; {gathered(XL) / 1e9:.2f} GB are gathered at a time"),
+         f"on {nodes} such nodes, each of {n} keeps "
+         f"{state(XL, n, ACCUMULATING) / 1e9:.1f} GB while it accumulates, "
+         f"{state(XL, n) / 1e9:.1f} GB if it reduces in each microbatch; "
+         f"{gathered(XL) / 1e9:.2f} GB are gathered at a time"),
         ("A layer is too large, or there are more GPUs than samples",
          "tensor parallelism, inside a node",
          f"{(4 * L + 2) * FP32 * T * C / 1e9:.2f} GB a sample into "
-         f"{4 * L + 2} all-reduces; not for this model on {gpus} GPUs: with "
-         f"{XL['n_head']} heads, only groups of "
+         f"{4 * L + 2} all-reduces; not for this model on a node of {gpus}: "
+         f"with {XL['n_head']} heads, only groups of "
          f"{' or '.join(map(str, groups))} are possible"),
         ("FSDP waits for the network between the nodes",
          "hybrid sharding; a pipeline between the nodes",

@@ -15,7 +15,7 @@ os.environ["MPLBACKEND"] = "agg"  # a shell's may be none, or want a display
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from backstage.errors import require, run_main
 from backstage.files import write_atomically
@@ -29,7 +29,7 @@ DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
 PARTS = {  # of workshop/results/profile.py
     "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
     "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
-PUBLISHED = ("#a85500", "#2166c0")  # of Max 1550 and A100, here, on the slides
+PUBLISHED = ("#2166c0", "#a85500")  # of A100 and Max 1550
 MARK = "made by python -m workshop plot, which replaces it"  # in a picture
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
@@ -120,7 +120,7 @@ def scaling(ax, runs):
                 "--", color=colour(first), label=f"{kind}, the model")
             most = max(most, *xs)
     ax.set_ylim(0, 1.15)
-    count_axis(ax, most)
+    count_axis(ax, powers_of_two(most))
     ax.legend(loc="lower left")
     if not found:
         return note(ax, "there is no run on one process\nto compare with")
@@ -176,21 +176,48 @@ def parts(ax, runs):
 
 
 def published(ax, runs):
-    """The course's own curves: time per epoch against the number of GPUs."""
-    ax.set(title="measured on GPUs: one epoch, A100-40 and Max 1550",
-           xlabel="GPUs", ylabel="seconds", xscale="log", yscale="log")
-    for name, points in results.PUBLISHED.items():
-        dash = "--" if name.endswith("256") else "-"
-        ax.plot(points.keys(), points.values(), "o" + dash, label=name,
-                color=PUBLISHED[name.startswith("A100")], markersize=4)
-        ax.plot(points.keys(), [points[1] / n for n in points], ":",
-                color=INK, linewidth=0.8)
-    ax.plot([], [], ":", color=INK, linewidth=0.8, label="ideal")
-    count_axis(ax, 16)
-    ax.set_yticks([5, 10, 20, 50, 100])
-    ax.yaxis.set_major_formatter(ScalarFormatter())
+    """Another course's scaling: ten curves, named where they end."""
+    ax.set(title="measured by another course",
+           xlabel="GPUs", ylabel="speed of each,\nrelative to one alone",
+           ylim=(0.3, 1.05))
+    ends = {}
+    for device, color in zip(results.PUBLISHED, PUBLISHED, strict=True):
+        for size, marker in zip(results.PUBLISHED[device], "os^vD",
+                                strict=True):
+            kept = results.published_efficiency(device, size)
+            name = f"{device}, {size}: {kept[16]:.0%}"
+            ax.plot(kept.keys(), kept.values(), marker + "-", color=color,
+                    label=name, markersize=5, linewidth=1)
+            ends[name] = kept[16], color
+    heights = spread(sorted(end for end, _ in ends.values()), 0.062)
+    for (name, (end, color)), y in zip(
+            sorted(ends.items(), key=lambda item: item[1]), heights,
+            strict=True):
+        ax.plot((16, 18.5), (end, y), ":", color=color, linewidth=0.8,
+                clip_on=False)
+        ax.text(19, y, name, color=color, va="center")
+    ax.text(19, 1.07, "device, batch size", va="center")
+    count_axis(ax, results.PUBLISHED_GPUS)
+    ax.set_xlim(0.9, 17)
     ax.minorticks_off()
-    ax.legend()
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def spread(heights, least):
+    """Sorted heights, moved apart until each is `least` above the last.
+
+    Those that touch share the move: their mean stays where it was.
+    """
+    groups = []  # of (mean, how many)
+    for height in heights:
+        groups.append((height, 1))
+        while len(groups) > 1:
+            (below, m), (above, n) = groups[-2:]
+            if above - below >= least * (m + n) / 2:
+                break
+            groups[-2:] = [((below * m + above * n) / (m + n), m + n)]
+    return [mean + least * (k - (n - 1) / 2)
+            for mean, n in groups for k in range(n)]
 
 
 def gpus(ax, runs):
@@ -294,9 +321,8 @@ def powers_of_two(most):
     return [2**k for k in range(most.bit_length())]
 
 
-def count_axis(ax, most):
-    """Label the x axis with numbers of devices: 1, 2, 4, ..."""
-    ticks = powers_of_two(most)
+def count_axis(ax, ticks):
+    """Label the x axis with these numbers of devices."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
 

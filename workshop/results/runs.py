@@ -31,13 +31,22 @@ COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
 DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
-# The course's own scaling plots: seconds per epoch, by the number of GPUs and
-# the samples of a microbatch (other data, another epoch length than here).
+# Another course's seconds per epoch (Llewellyn-Jones, 2025), by device and
+# batch size: the heights of the points in its slides/graphics/scaling-*.svg.
+PUBLISHED_GPUS = 1, 2, 3, 4, 8, 12, 16
 PUBLISHED = {
-    "A100-40, microbatch 16": {1: 155.5, 4: 43.7, 8: 21.4, 16: 11.3},
-    "A100-40, microbatch 256": {1: 54.0, 4: 13.9, 8: 7.1, 16: 3.8},
-    "Max 1550, microbatch 16": {1: 122.1, 4: 37.5, 8: 24.8, 16: 14.7},
-    "Max 1550, microbatch 256": {1: 41.0, 4: 11.8, 8: 8.3, 16: 6.0},
+    "A100-40 fp16": {
+        16: (155.5, 80.26, 58.84, 43.66, 21.36, 14.50, 11.26),
+        32: (85.02, 43.97, 31.48, 23.75, 12.15, 8.690, 6.570),
+        64: (67.79, 34.85, 24.19, 18.00, 9.240, 6.460, 4.880),
+        128: (58.99, 30.25, 20.09, 15.29, 7.820, 5.410, 4.040),
+        256: (54.00, 27.48, 18.35, 13.91, 7.130, 4.940, 3.840)},
+    "Max 1550 bf16": {
+        16: (122.1, 90.12, 61.21, 37.49, 24.77, 18.19, 14.69),
+        32: (72.09, 39.20, 26.44, 20.68, 14.43, 10.95, 9.120),
+        64: (55.56, 28.86, 19.95, 15.60, 10.95, 8.530, 7.320),
+        128: (47.05, 24.22, 16.78, 13.01, 9.190, 7.320, 6.390),
+        256: (41.03, 21.76, 14.98, 11.78, 8.250, 6.590, 5.960)},
 }
 
 # A university project's GPT-2 (6 layers, 384 wide): the seconds of training
@@ -297,6 +306,13 @@ def list_folders(parent):
 
 
 # ----------------------------------------------------------------- scaling
+
+
+def published_efficiency(device, batch_size):
+    """Speed of each GPU, relative to one alone: {n: ratio}, from PUBLISHED."""
+    seconds = PUBLISHED[device][batch_size]
+    return {n: seconds[0] / (n * value) for n, value in
+            zip(PUBLISHED_GPUS, seconds, strict=True)}
 
 
 def efficiency(results):
