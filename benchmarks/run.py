@@ -1,14 +1,12 @@
 """Measures this machine: prints tables, and writes JSON beside them.
 
     python benchmarks/run.py                     # how fast one device trains
-    python benchmarks/run.py speed scaling growth shared tokenising
+    python benchmarks/run.py speed scaling growth
 
     speed       std, ddp and lit, at nano and at 124M parameters, beside
                 transformers' GPT-2 and nanoGPT's model in their own loops
     scaling     more processes: strong, weak, the exposed all-reduce
     growth      more shards, more steps, larger checkpoints
-    shared      a step beside other programs that need the CPU
-    tokenising  text into shards, against the usual recipe
 
 The figures are medians over the rounds. README.md beside this file says what
 was measured, and on what.
@@ -36,7 +34,7 @@ from turns import processor
 
 sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]
 
-Part = Literal["speed", "scaling", "growth", "shared", "tokenising"]
+Part = Literal["speed", "scaling", "growth"]
 
 
 @dataclass
@@ -51,8 +49,6 @@ class Flags:
     """A tiny model and few steps: to see that everything works."""
     device: str = "auto"
     """cpu, cuda, xpu, mps (auto: an accelerator, if any)."""
-    parquet: Path | None = None
-    """For tokenising: a file with a column `text`, such as FineWeb-Edu's."""
     output: Path = ROOT / "runs" / "benchmark.json"
     """The file for the figures."""
 
