@@ -56,8 +56,8 @@ print(*sys.version_info[:2], *sys.argv[1:])' $system 2>/dev/null
 }
 
 requirements() {
-    cat {.,tests,fineweb}/requirements.txt environment/constraints.txt \
-        pyproject.toml | cksum # the last one says which packages are ours
+    { cat {.,tests,fineweb}/requirements.txt environment/constraints.txt
+    sed '/^\[tool.pytest/,$d' pyproject.toml; } | cksum # our own packages
 }
 
 # Git in this clone alone: not in a repository around it, nor in one that

@@ -25,7 +25,6 @@ from notebooks.experiments import hangs, your_model
 from rankcheck.launch.ranks import launch
 from rankcheck.verify.command import verify
 from slides import figures, schedules
-from workshop import rehearse
 from workshop.lesson import checked, documents, journey, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells, following, magics, pictures, printed
@@ -688,7 +687,7 @@ def test_a_cell_with_a_wrong_argument_says_so_in_a_line(call, capsys):
     if call.startswith("magics"):  # which show it
         text = capsys.readouterr().out.rstrip()
     else:
-        text = said.more[rehearse.COMPLAINT]
+        text = said.more[shown.COMPLAINT]
     assert text and "\n" not in text and len(text) < 200
 
 

@@ -52,10 +52,6 @@ COMMANDS = {
             "workshop.classroom",
             "Show how far those are who take part, on a page that updates "
             "itself."),
-        "rehearse": (
-            "workshop.rehearse",
-            "Do what an attendee does in an hour, in a fresh clone, and say "
-            "how long each step takes."),
         "update": (
             "workshop.update",
             "Bring this clone to the newest state of the course; what you "
