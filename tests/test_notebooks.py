@@ -29,6 +29,7 @@ from workshop.lesson import checked, documents, journey, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells, following, magics, pictures, printed
 from workshop.notebook import lab as opener
+from workshop.notebook.shown import COMPLAINT
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
 
@@ -687,7 +688,7 @@ def test_a_cell_with_a_wrong_argument_says_so_in_a_line(call, capsys):
     if call.startswith("magics"):  # which show it
         text = capsys.readouterr().out.rstrip()
     else:
-        text = said.more[shown.COMPLAINT]
+        text = said.more[COMPLAINT]
     assert text and "\n" not in text and len(text) < 200
 
 

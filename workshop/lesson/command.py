@@ -7,7 +7,8 @@ import argparse
 import os
 import platform
 import sys
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from backstage.errors import require
 from workshop import classroom
@@ -81,6 +82,7 @@ def script(args):
     path, reason = desk.choose(args.stage)
     print(reason, file=sys.stderr, flush=True)
     print(path, flush=True)
-    print("software  Python", platform.python_version(), "torch",
-          version("torch"), "lightning", version("lightning"), "commit",
-          name_commit(), file=sys.stderr)
+    with suppress(PackageNotFoundError):  # the script says which is missing
+        print("software  Python", platform.python_version(), "torch",
+              version("torch"), "lightning", version("lightning"), "commit",
+              name_commit(), file=sys.stderr)
