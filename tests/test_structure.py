@@ -27,7 +27,7 @@ HOUSES = {
         "why": "why.*",
         "launch": "launch.*",
         "trial": "trial",
-        "verify": "verify.*",
+        "verify": "verification.*",
         "commands": "__main__"},
     "workshop": {
         "stages": "stages vocabulary",

@@ -15,7 +15,7 @@ from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from rankcheck.errors import UserError
-from rankcheck.verify.command import verify
+from rankcheck.verification.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
