@@ -115,7 +115,7 @@ def kept(case, good, back):
         if 0 < len(lack) < len(one):
             return [fail("the optimizer's state does not come back on rank "
                          f"{lack[0]}", "every rank loads it: "
-                         "optimizer.load_state_dict(...)")]
+                         "optimizer.load_state_dict(...)", ranks=lack)]
         saved, mine = put_together(one, "kept"), put_together(other, "kept")
         load = ("load it, once the optimizer has its parameters: "
                 "optimizer.load_state_dict(...)")
