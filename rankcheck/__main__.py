@@ -3,35 +3,43 @@ why does a job hang?
 """
 
 import sys
+import traceback
 
 from rankcheck.command_line import parse
 from rankcheck.errors import UserError
 
 COMMANDS = {
-    "verify": ("rankcheck.verify.command", "Run any training script as one "
-               "process and as several for a few updates: does it train "
+    "verify": ("rankcheck.verification.command", "Run any training script as "
+               "one process and as several for a few updates: does it train "
                "alike?"),
     "why": ("rankcheck.why.command", "Say why a job of several processes "
             "hangs, has ended or is slow: which rank, and which line.")}
 
 
 def main():
+    """Exit with 0 if nothing is wrong, 1 if something is, and 2 if that could
+    not be found out.
+    """
     try:
         args = parse("rankcheck", "For any training script. COMMAND --help "
                      "says more of each.", {"commands": COMMANDS})
         sys.exit(args.function(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "status", 1))
+        sys.exit(2)
     except ModuleNotFoundError as error:
         if error.name != "torch":
-            raise
-        print(f"error: {sys.executable} has no torch: start rankcheck by the "
-              "Python that trains", file=sys.stderr)
-        sys.exit(1)
+            traceback.print_exc()
+        else:
+            print(f"error: {sys.executable} has no torch: start rankcheck by "
+                  "the Python that trains", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception:  # a bug of ours: Python's own status would be 1
+        traceback.print_exc()
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def explain(trial):
     if first is not None and not (apart and EFFECT.search(said[first].text)):
         last = said[first]
         return fail([f"rank {first} ", *last.sentence], ON_CPU * bool(
-            NO_GPU.search(last.text)), last.error)
+            NO_GPU.search(last.text)), last.error, ranks=[first])
     if trial.gave_up == "hangs":
         return fail(["it hangs: ", *where_all(trial)], apart)
     return fail(apart)
@@ -101,7 +101,7 @@ def where(trial, rank):
     stack = re.findall(r'File "(.*)", line (\d+) in (\S+)',
                        trial.ranks[rank].err)
     inside = [stack[0][2] if stack else ""] + [name for file, _, name in stack
-              if file.endswith(("distributed_c10d.py", "sleeping_mpi.py"))
+              if file.endswith(("distributed_c10d.py", "blocking_mpi.py"))
               and name != "wrapper"]
     lines = own_places(trial, trial.ranks[rank].err)
     if lines:

@@ -1,6 +1,6 @@
 """A question of the check or of verify, its answer, and the numbers in it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # What is raised where a script leaves something that no question knows.
 STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
@@ -41,16 +41,18 @@ class Line(int):
 class Finding:
     """What was found: verdict is "ok", "warn" or "FAIL".
 
-    A sentence is a list of texts and `Line`s: who shows it to the attendee
-    knows which of their lines these are.
+    A sentence is a list of texts and `Line`s: whoever prints it may replace
+    each `Line` by the line in another version of the script.
     """
 
     verdict: str
     sentence: list
-    hint: list  # what to do, where neither the sentence nor a lesson says it
+    hint: list  # what to do, where the sentence does not say it
     error: str = ""  # with which the script has ended, without its place
     kind: str = ""  # the fault's name, where it has one
-    ranks: list = ()  # those to blame, as `why` knows them
+    ranks: list = ()  # those to blame: their numbers; `why` has `Rank`s
+    numbers: dict = field(default_factory=dict)  # in the sentence, by name
+    question: str = ""  # its title; "" if it is about the runs themselves
 
     @property
     def text(self):
@@ -71,19 +73,20 @@ class Finding:
                         for part in words]
 
 
-def ok(text):
-    return Finding("ok", [text], [])
+def ok(text, **more):
+    """more: further fields; so below."""
+    return Finding("ok", [text], [], **more)
 
 
-def warn(text, hint):
-    return Finding("warn", [text], [hint])
+def warn(text, hint, **more):
+    return Finding("warn", [text], [hint], **more)
 
 
-def fail(sentence, hint="", error=""):
+def fail(sentence, hint="", error="", **more):
     """sentence, hint: a text, or texts and `Line`s."""
     sentence, hint = ([words] if isinstance(words, str) else [*words]
                       for words in (sentence, hint))
-    return Finding("FAIL", sentence, hint, error)
+    return Finding("FAIL", sentence, hint, error, **more)
 
 
 def number(row, column):

@@ -14,7 +14,7 @@ from rankcheck.findings import Finding, Line
 from rankcheck.launch.ranks import Rank
 from rankcheck.report import Quiet
 from rankcheck.tensors import assemble, describe
-from rankcheck.verify import resume
+from rankcheck.verification import resume
 from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process

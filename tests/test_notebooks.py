@@ -23,7 +23,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from notebooks.experiments import hangs, your_model
 from rankcheck.launch.ranks import launch
-from rankcheck.verify.command import verify
+from rankcheck.verification.command import verify
 from slides import figures, schedules
 from workshop.lesson import checked, documents, journey, render
 from workshop.lesson.diff import Diff

@@ -12,7 +12,7 @@ from verify_cases import read
 from rankcheck.errors import UserError
 from rankcheck.launch import sandbox
 from rankcheck.launch.ranks import launch
-from rankcheck.verify.command import verify
+from rankcheck.verification.command import verify
 
 # Each writes to the file called `name`; after it comes what it needs first
 WAYS = {

@@ -3,8 +3,8 @@
 `--tables` runs all of them; without it, those that differ in kind.
 """
 
-import os
-import shutil
+import json
+import re
 import subprocess
 import sys
 
@@ -15,7 +15,7 @@ from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from rankcheck.errors import UserError
-from rankcheck.verify.command import verify
+from rankcheck.verification.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
@@ -71,30 +71,130 @@ def test_an_error_in_another_file_names_it(tmp_path):
     assert not problem(case, status, out), out
 
 
-@pytest.mark.whole
-def test_outside_the_course(tmp_path):
-    """Installed from a clone, beside torch and what that needs alone."""
-    for name in ("backstage", "rankcheck", "workshop"):
-        shutil.copytree(ROOT / name, tmp_path / "clone" / name)
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / "clone")
+COURSE = re.compile(r"workshop|lesson|stage|course|activate\.sh|GPT-?2|"
+                    "backstage|notebook", re.IGNORECASE)
+HOUSE = ROOT / "rankcheck"
+README = (HOUSE / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """A function that runs a command where torch, pytest and the wheel are
+    installed, and nothing else: its status, what it prints, its errors.
+    """
+    top = tmp_path_factory.mktemp("theirs")
+    before = {*HOUSE.rglob("*")}
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-index",
-         "--no-build-isolation", "--target", tmp_path / "ours",
-         tmp_path / "clone"], check=True)
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    link_package("torch", theirs)
-    (tmp_path / "work").mkdir()
-    shutil.copy(ROOT / "tests" / "foreign" / "ddp.py", tmp_path / "work")
-    for words, says in ((["verify", "--", "ddp.py"], "0 wrong"),
-                        (["why", str(os.getpid())], "of test_verify.py"),
-                        (["why", "run", "--", "true"],
-                         f"why {tmp_path}/.cache/workshop-why/")):
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps",
+         "--no-build-isolation", "-w", top, HOUSE], check=True)
+    assert {path for path in {*HOUSE.rglob("*")} - before
+            if "__pycache__" not in str(path)} == set()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip",
+                    top / "venv"], check=True)
+    site, = top.glob("venv/lib/python*/site-packages")
+    link_package("torch", site)
+    link_package("pytest", site)
+    wheel, = top.glob("*.whl")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", top / "venv/bin/python",
+         "install", "-q", "--no-index", wheel], check=True)
+    (top / "work").mkdir()
+
+    def run(*words):
         end = subprocess.run(
-            [sys.executable, "-S", "-m", "workshop", *words],
-            cwd=tmp_path / "work", text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, check=False, env=os.environ | {
-                "HOME": str(tmp_path),
-                "PYTHONPATH": f"{tmp_path / 'ours'}:{theirs}"})
-        assert says in end.stdout, end.stdout
+            words, cwd=top / "work", text=True, capture_output=True,
+            check=False, env={"HOME": str(top), "OMP_NUM_THREADS": "1",
+                              "PATH": f"{top}/venv/bin:/usr/bin:/bin"})
+        assert not COURSE.search(end.stdout + end.stderr), end
+        return end
+
+    run.work = top / "work"
+    return run
+
+
+WRONG = edit(read("ddp"), ("sampler=sampler)", "shuffle=False)"),
+             ("    sampler.set_epoch(epoch)\n", ""))
+DIES = edit(read("ddp"), ("    for x, y in loader:\n", """\
+    for number, (x, y) in enumerate(loader):
+        if rank == 1 and number == 3: raise ValueError('no sample 3')
+"""))
+IDLE = "import time\ntime.sleep(99)\n"
+
+
+def readme_says(command):
+    """The lines that it shows for a command, without those that are left out.
+    """
+    _, shown = README.split(f"$ rankcheck {command}\n")
+    return [line for line in re.split(r"\n(?:```|\$)", shown)[0].split("\n")
+            if line.strip() not in ("", "...")]
+
+
+@pytest.mark.whole
+def test_a_stranger_verifies(stranger):
+    """As the README has it. Without NumPy, torch's warning of that is its own
+    matter.
+    """
+    (stranger.work / "train.py").write_text(WRONG)
+    end = stranger("rankcheck", "verify", "-n", "2", "--", "train.py")
+    assert end.returncode == 1 and not end.stderr, end
+    for line in readme_says("verify -n 2 -- train.py --its-flags"):
+        assert f"{line}\n" in end.stdout, (line, end)
+    for command in "verify", "why":
+        assert not stranger("rankcheck", command, "--help").returncode
+
+
+@pytest.mark.whole
+def test_a_stranger_asks_why(stranger):
+    (stranger.work / "train.py").write_text(DIES)
+    start = stranger(
+        "rankcheck", "why", "run", "--", "python", "-m",
+        "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+    assert start.returncode == 1, start
+    begin, folder = start.stdout.splitlines()[0].rsplit(" ", 1)
+    end = stranger("rankcheck", "why")
+    assert end.returncode == 1, end
+    shown = [begin + " ", *readme_says("why")]
+    shown[1:2] = [f"what was started last: {folder}"]
+    for line in shown:
+        assert line in start.stdout + end.stdout, (line, start, end)
+    none = stranger("rankcheck", "why", "nowhere")
+    assert none.returncode == 2 and none.stderr.count("\n") == 1, none
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("script", "status"), [
+    (read("ddp"), 0), (DIES, 1), (WRONG, 1), ("", 1), (IDLE, 2), ("1 +", 2),
+    (None, 2)], ids=["right", "dies", "wrong", "does nothing", "waits",
+                     "no Python", "not there"])
+def test_a_strangers_tests(script, status, stranger):
+    """The README's, and the JSON document."""
+    (file := stranger.work / "train.py").unlink(missing_ok=True)
+    if script is not None:
+        file.write_text(script)
+    end = stranger("rankcheck", "verify", "--json", "--patience",
+                   "4" if script == IDLE else "60", "--", "train.py", "-x")
+    document = json.loads(end.stdout)
+    assert end.returncode == document["status"] == status, end
+    assert (document["schema"], document["script"], document["flags"]) == (
+        1, "train.py", ["-x"])
+    assert (document["error"] is None) == (status < 2), document
+    assert f"error: {document['error']}\n" * (status == 2) == end.stderr
+    failed = [finding for finding in document["findings"]
+              if finding["verdict"] == "FAIL"]
+    assert bool(failed) == (status == 1)
+    for table in README.split("| field | what it is |")[1:]:
+        names = re.findall(r"[a-z_]+", " ".join(re.findall(
+            r"^\| ([a-z_, ]+) \|", table, re.MULTILINE)))
+        for place in (document, *document["findings"]):
+            if names[0] in place:
+                assert sorted(names) == sorted(place)
+    if script == DIES:
+        assert failed[0]["ranks"] == [1]
+        assert failed[0]["places"] == [{"file": "train.py", "line": 23}]
+    if script == WRONG:
+        assert failed[0]["question"] == "the ranks read different samples"
+    if script in (read("ddp"), WRONG, None):
+        code = re.search("```python\n(.*?)```", README, re.DOTALL)[1]
+        (stranger.work / "test_theirs.py").write_text(code)
+        end = stranger("python", "-m", "pytest", "-q", "test_theirs.py")
+        assert f"1 {'failed' if status else 'passed'}" in end.stdout, end

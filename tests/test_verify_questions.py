@@ -22,8 +22,8 @@ from verify_cases import outcome
 
 from rankcheck.probes.torch_api import clipping
 from rankcheck.probes.training import Modules, Rows
-from rankcheck.verify import command, questions
-from rankcheck.verify.questions import QUESTIONS
+from rankcheck.verification import command, questions
+from rankcheck.verification.questions import QUESTIONS
 
 RIGHT, MORE, AVERAGED = (
     "DDP: right", "DDP: minibatch multiplied", "local SGD: right")

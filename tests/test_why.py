@@ -1158,7 +1158,7 @@ def test_the_page_has_a_row_for_each_fault():
         f"{rule.advice.format_map(NamesOf(ADVICE))} |\n"
         for sign in SIGNS for rules in [signs[sign]]
         for rule in rules.values())
-    assert table in (ROOT / "docs" / "why.md").read_text(), table
+    assert table in (ROOT / "rankcheck/docs/why.md").read_text(), table
 
 
 def test_who_is_deaf_is_said_when_rank_0_has_tried():

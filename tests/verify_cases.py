@@ -450,7 +450,7 @@ def wrong(style, mistake, says, *changes, resumes=False):
 
 def outcome(case, folder):
     """(exit status, what it prints), run in an empty folder."""
-    from rankcheck.verify.command import verify
+    from rankcheck.verification.command import verify
 
     script = Path(folder, "their_train.py")
     text = edit(STYLES[case.style], *case.changes)

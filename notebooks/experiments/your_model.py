@@ -52,7 +52,7 @@ def edited(number, mistake=0):
 
 
 def ask(number, mistake, flags, events=False):
-    from rankcheck.verify.command import verify
+    from rankcheck.verification.command import verify
 
     text = edited(number, mistake)
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -223,7 +224,12 @@ def preload_all(names):
 
 @functools.cache
 def preload_one(name):
-    with contextlib.suppress(Exception):  # the rank will say it
+    """Import it, without torch's warning that there is no NumPy: each process
+    of ours would print it.
+    """
+    with (contextlib.suppress(Exception),  # the rank will say it
+          warnings.catch_warnings()):
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         importlib.import_module(name)
 
 

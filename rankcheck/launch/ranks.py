@@ -60,7 +60,7 @@ class Start:
     world_size: None is plain python. nodes: on how many nodes the processes
     believe they are. mpirun: whether they are ranks of MPI, which mpirun
     starts if there are several. sleeping: whether MPI's ranks sleep while
-    they wait (see sleeping_mpi.py). probes: functions that get each process's
+    they wait (see blocking_mpi.py). probes: functions that get each process's
     `Log` before the script begins; log: the folder in which it is kept.
     preload: what is imported once for all of them, if no earlier launch has
     done so. place: the folder that the script imports from, its own by

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from rankcheck import tensors as parts
+import rankcheck.tensors as parts
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
 from rankcheck.probes.files import opened, results

@@ -4,7 +4,7 @@ The rules are asked in their order, causes before effects: ranks that have not
 met cannot call different collectives, and one that has ended makes others
 wait. Each has its fault, sentence and advice as data, and a function that says
 of a `Job` which ranks are to blame and, in a dictionary, what else stands in
-the sentence. Its docstring is the fault's line in docs/why.md.
+the sentence. Its docstring is the fault's line in rankcheck/docs/why.md.
 """
 
 import math

@@ -40,7 +40,7 @@ import traceback
 from pathlib import Path
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
-WATCHED = "WORKSHOP_WATCHED"  # the id of the rank that has started this
+WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down

@@ -3,8 +3,8 @@
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verify.comparison import read, rows, splits_matrices
-from rankcheck.verify.questions.question import always, question
+from rankcheck.verification.comparison import read, rows, splits_matrices
+from rankcheck.verification.questions.question import always, question
 
 
 @question("the ranks read different samples", where=always)
@@ -183,7 +183,7 @@ def samplers(case):
                      "of what one process reads, and rank 0 does, though their"
                      " DistributedSamplers agree", "the ranks' datasets "
                      "differ: random_split and its like need the same seed on "
-                     "all ranks")]
+                     "all ranks", ranks=[known.index(min(known))])]
     epochs = case.together.asked("epochs")
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",

@@ -4,7 +4,7 @@ import torch
 
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble
-from rankcheck.verify.comparison import (
+from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
     UPDATE,
@@ -13,7 +13,7 @@ from rankcheck.verify.comparison import (
     named,
     off,
 )
-from rankcheck.verify.questions.question import question
+from rankcheck.verification.questions.question import question
 
 EARLY = 8  # updates in which rounding does not grow that large
 
@@ -48,26 +48,30 @@ def compare(case, error, mine, good, why):
         amount, bound, text, multiple = value
         if not amount <= bound:
             text = f"in update {step} {text}"
+            numbers = {"update": step, "off": amount, "limit": bound}
             if why and multiple:
                 return fail(f"{text}, about {multiple:.3g} times as much",
                             f"{why[0]}: that explains a few per cent, no "
                             "such factor: is something multiplied or divided "
-                            "by the number of processes?")
+                            "by the number of processes?",
+                            numbers={**numbers, "factor": multiple})
             if step >= EARLY and amount < 10 * bound:
                 return warn(text, "rounding grows to that, too: watch fewer "
-                            "updates, by --steps")
-            return warn(f"{text}: {why[0]}", why[1]) if why else fail(
+                            "updates, by --steps", numbers=numbers)
+            return warn(f"{text}: {why[0]}", why[1],
+                        numbers=numbers) if why else fail(
                 text, "the ranks read the samples of the single process: "
                 "what else differs, a scale, a seed, an order, the number "
                 "that a mean is taken over?" if not case.parts else
-                ": ".join(case.parts))
+                ": ".join(case.parts), numbers=numbers)
         largest = max(largest or 0.0, amount)
     if largest is None:
         return None
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"
              }[error]
-    return ok(f"{words} agree with a single process (to {largest:.0e})")
+    return ok(f"{words} agree with a single process (to {largest:.0e})",
+              numbers={"off": largest})
 
 
 def weighting(case, updates, alone):

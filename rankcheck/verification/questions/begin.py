@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rankcheck.findings import fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces
-from rankcheck.verify.comparison import AGAIN, how_it_ends, named
-from rankcheck.verify.questions.question import question
+from rankcheck.verification.comparison import AGAIN, how_it_ends, named
+from rankcheck.verification.questions.question import question
 
 
 @question("no run begins with what the one before has saved")
@@ -74,7 +74,8 @@ def start(case):
             return [fail(f"rank {rank} begins with other weights than rank "
                          f"0: {named(case, whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
-                         "DDP, which sends rank 0's")]
+                         "DDP, which sends rank 0's",
+                         ranks=sorted(whole.differing))]
     if case.split:
         case.apart, case.other_weights = "parameters are split by hand", True
         return [warn(

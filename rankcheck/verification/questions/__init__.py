@@ -8,7 +8,7 @@ order is its place in the files, which are asked in the order of the imports.
 import functools
 
 from rankcheck.findings import STRANGE, fail, ok, warn
-from rankcheck.verify.comparison import (
+from rankcheck.verification.comparison import (
     Case,
     find_split,
     how_it_ends,
@@ -21,12 +21,12 @@ from rankcheck.verify.comparison import (
 )
 
 # isort: off
-from rankcheck.verify.questions.question import QUESTIONS
-from rankcheck.verify.questions import begin
-from rankcheck.verify.questions import samples
-from rankcheck.verify.questions import together
-from rankcheck.verify.questions import single
-from rankcheck.verify.questions import left
+from rankcheck.verification.questions.question import QUESTIONS
+from rankcheck.verification.questions import begin
+from rankcheck.verification.questions import samples
+from rankcheck.verification.questions import together
+from rankcheck.verification.questions import single
+from rankcheck.verification.questions import left
 # isort: on
 
 __all__ = ["QUESTIONS", "begin", "left", "samples", "single", "together",
@@ -99,11 +99,14 @@ def verify(try_out, size, steps, more=(), device="cpu"):
 
 def ask(question, case):
     try:
-        return question.answer(case) if question.where(case) else []
+        findings = question.answer(case) if question.where(case) else []
     except STRANGE as error:
-        return [warn(f"verify cannot tell whether {question.title}: "
-                     f"{type(error).__name__}: {error}", "the script does "
-                     "this in a way that verify does not know")]
+        findings = [warn(f"verify cannot tell whether {question.title}: "
+                         f"{type(error).__name__}: {error}", "the script does "
+                         "this in a way that verify does not know")]
+    for finding in findings:
+        finding.question = question.title
+    return findings
 
 
 def starts(try_out, size, steps, device):
@@ -138,7 +141,7 @@ def counts(case):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
             return [fail(f"rank {rank} makes {count} updates, and rank 0 "
                          f"{made[0]}", "every rank calls optimizer.step() "
-                         "after every minibatch")]
+                         "after every minibatch", ranks=[rank])]
     return []
 
 

@@ -4,14 +4,14 @@ import itertools
 
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble
-from rankcheck.verify.comparison import (
+from rankcheck.verification.comparison import (
     GRADIENT,
     gradients_of,
     named,
     off,
     splits_matrices,
 )
-from rankcheck.verify.questions.question import question
+from rankcheck.verification.questions.question import question
 
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
@@ -139,7 +139,8 @@ def equal(case):
                 findings.append(fail(
                     f"{when} update {step} the {what} of rank "
                     f"{min(whole.differing)} are not rank 0's: "
-                    f"{named(case, whole.apart)}", hint))
+                    f"{named(case, whole.apart)}", hint,
+                    ranks=sorted(whole.differing), numbers={"update": step}))
                 break
         else:
             findings.append(ok(f"{what} are equal on all ranks in all "

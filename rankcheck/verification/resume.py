@@ -8,10 +8,10 @@ with the run that was not interrupted.
 
 from collections import Counter
 
-from rankcheck import tensors
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble, relative_error
-from rankcheck.verify.comparison import how_it_ends
+from rankcheck.tensors import names as names_of
+from rankcheck.verification.comparison import how_it_ends
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
@@ -111,11 +111,11 @@ def kept(case, good, back):
     for one, other in firsts(good, back):
         lack = [rank for rank, (saved, mine) in enumerate(zip(
             one, other, strict=True))
-            if tensors.names(saved["kept"]) - tensors.names(mine["kept"])]
+            if names_of(saved["kept"]) - names_of(mine["kept"])]
         if 0 < len(lack) < len(one):
             return [fail("the optimizer's state does not come back on rank "
                          f"{lack[0]}", "every rank loads it: "
-                         "optimizer.load_state_dict(...)")]
+                         "optimizer.load_state_dict(...)", ranks=lack)]
         saved, mine = put_together(one, "kept"), put_together(other, "kept")
         load = ("load it, once the optimizer has its parameters: "
                 "optimizer.load_state_dict(...)")

@@ -1,6 +1,8 @@
 """rankcheck verify -n 2 -- train.py --its-flags."""
 
 import argparse
+import json
+import math
 import re
 import shlex
 import shutil
@@ -10,7 +12,7 @@ from rankcheck.errors import UserError, require
 from rankcheck.findings import Questions, warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
-from rankcheck.report import Events, Terminal
+from rankcheck.report import Events, Quiet, Terminal
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("rankcheck.probes.training", "rankcheck.probes.torch_api")
@@ -20,13 +22,12 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
+SCHEMA = 1  # of --json: another number if a field changes or goes
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
 class NotCompared(UserError):
     """The script was not seen to do anything that is right or wrong."""
-
-    status = 2
 
 
 def add_arguments(parser):
@@ -44,6 +45,8 @@ def add_arguments(parser):
     parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                         "resume brings back, with these flags of the "
                         'script: --resume-with="--resume"')
+    parser.add_argument("--json", action="store_true", help="print one JSON "
+                        "document instead, which the README describes")
     parser.add_argument("--events", action="store_true",
                         help=argparse.SUPPRESS)  # for a notebook
     parser.add_argument("program", nargs=argparse.REMAINDER,
@@ -52,21 +55,93 @@ def add_arguments(parser):
 
 
 def main(args):
-    return int(not verify(args.program, args.size, args.steps,
-                          args.resume_with, args.events, args.device,
-                          args.patience))
+    """The exit status: 0, 1 if something is wrong, 2 if it was not compared.
+    """
+    try:
+        if args.json:
+            return print_document(args)
+        return int(not verify(args.program, args.size, args.steps,
+                              args.resume_with, args.events, args.device,
+                              args.patience))
+    except UserError as error:
+        error.status = 2  # whichever command has called this
+        raise
+
+
+def print_document(args):
+    """Print what was found as one JSON document; returns the exit status."""
+    program = args.program[args.program[:1] == ["--"]:]
+    document = {"schema": SCHEMA, "script": "".join(program[:1]),
+                "flags": program[1:], "processes": args.size,
+                "steps": args.steps, "device": args.device, "status": 2,
+                "error": "interrupted", "findings": [], "not_seen": []}
+    out = Quiet()
+    out.interrupted = b""
+    try:
+        findings, document["not_seen"] = examine(
+            program, args.size, args.steps, args.resume_with, args.device,
+            args.patience, out=out)
+        document["findings"] = [describe(finding, program[0])
+                                for finding in findings]
+        document["status"] = int(any(
+            finding.verdict == "FAIL" for finding in findings))
+        document["error"] = None
+    except Exception as error:
+        document["error"] = str(error)
+        raise
+    finally:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    return document["status"]
+
+
+def describe(finding, script):
+    """What JSON says of a finding."""
+    return {"question": finding.question or None, "verdict": finding.verdict,
+            "text": finding.text, "advice": finding.advice,
+            "ranks": [*finding.ranks],
+            "places": [{"file": script, "line": line}
+                       for line in sorted(finding.lines)],
+            "numbers": {name: float(value) if math.isfinite(value) else None
+                        for name, value in finding.numbers.items()}}
 
 
 def verify(program, size, steps, resume_with=None, events=False, device="cpu",
            patience=PATIENCE):
     """Print the answers; returns whether nothing was found to be wrong.
 
+    events: print JSON, for a `Board` elsewhere. For the others see `examine`.
+    """
+    out = Events() if events else Terminal()
+    findings, not_seen = examine(program, size, steps, resume_with, device,
+                                 patience, out=out)
+    for finding in findings:
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
+        out.say(f"  {finding.verdict:4}  {finding.text}")
+        if finding.advice:
+            out.say(f"        -> {finding.advice}")
+    out.say("not seen:")
+    for text in not_seen:
+        out.report(finding=["", text, ""])
+        out.say(f"        {text}")
+    wrong = sum(finding.verdict == "FAIL" for finding in findings)
+    warned = sum(finding.verdict == "warn" for finding in findings)
+    out.say(f"\n{wrong} wrong, {warned} to look at."
+            + (" The first FAIL is often the cause of the others."
+               if wrong > 1 else ""))
+    out.report(right=not wrong)
+    return not wrong
+
+
+def examine(program, size, steps, resume_with=None, device="cpu",
+            patience=PATIENCE, *, out):
+    """(the `Finding`s, causes first; texts: what was not seen).
+
     program: the script and its flags, in which {n} is the number of
     processes, {rank} the rank, and {run} the name of a run. steps: how many
     updates are watched. resume_with: flags, in one string, that resume a run.
-    events: print JSON, for a `Board` elsewhere. device: "gpu" takes one of
-    this machine for each process. patience: seconds without an update, in
-    which the ranks may be idle; then it raises `NotCompared`.
+    device: "gpu" takes one of this machine for each process. patience:
+    seconds without an update, in which the ranks may be idle; then it raises
+    `NotCompared`. out: what is told how far it has come.
     """
     program = program[program[:1] == ["--"]:]
     require(program, "name the script: rankcheck verify -n 2 -- "
@@ -81,13 +156,14 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu",
         count = torch.accelerator.device_count()
         require(count >= size, f"--device gpu takes a GPU for each of the "
                 f"{size} processes, and this machine has {count}")
-    data, out = scratch.read_script(script), Events() if events else Terminal()
+    data = scratch.read_script(script)
     preload = [*fork_server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
-        from rankcheck.verify import questions, resume
+        fork_server.preload_one("torch")
+        from rankcheck.verification import questions, resume
 
         (folder / "tmp").mkdir()
         files.changed()  # by others, while torch was imported
@@ -108,22 +184,7 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu",
             try_out, size, steps, more, device)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
-    for finding in findings:
-        out.report(finding=[finding.verdict, finding.text, finding.advice])
-        out.say(f"  {finding.verdict:4}  {finding.text}")
-        if finding.advice:
-            out.say(f"        -> {finding.advice}")
-    out.say("not seen:")
-    for text in not_seen:
-        out.report(finding=["", text, ""])
-        out.say(f"        {text}")
-    wrong = sum(finding.verdict == "FAIL" for finding in findings)
-    warned = sum(finding.verdict == "warn" for finding in findings)
-    out.say(f"\n{wrong} wrong, {warned} to look at."
-            + (" The first FAIL is often the cause of the others."
-               if wrong > 1 else ""))
-    out.report(right=not wrong)
-    return not wrong
+    return findings, not_seen
 
 
 def with_size(flag, size):
@@ -142,7 +203,7 @@ def with_size(flag, size):
 def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
         patience):
     """Start the script once, under observation: a `Trial`."""
-    from rankcheck import exits
+    from rankcheck.exits import explain
     from rankcheck.probes import training
     from rankcheck.trial import LITTLE, SECONDS, Trial, watch
 
@@ -167,7 +228,7 @@ def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
     copy.require_kept(REMEDY)
     if trial.gave_up == "waits":
         raise NotCompared(f"{script.name}, {size} process{'es' * (size > 1)}: "
-                          + exits.explain(trial).text
+                          + explain(trial).text
                           + ". If it needs longer: --patience SECONDS")
     if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
         raise scratch.full(folder.parent)  # where large checkpoints were saved

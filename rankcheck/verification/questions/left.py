@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rankcheck.findings import fail, ok, warn
 from rankcheck.tensors import assemble
-from rankcheck.verify.questions.question import always, question
+from rankcheck.verification.questions.question import always, question
 
 
 @question("buffers are equal on all ranks")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankcheck import exits
+from rankcheck.exits import explain
 from rankcheck.findings import fail
 from rankcheck.tensors import assemble, whole_here, without
 
@@ -96,7 +96,7 @@ def how_it_ends(trial, size):
     """
     words = {1: "as one process "}.get(size, f"as {size} processes " if (
         isinstance(size, int)) else size)
-    finding = exits.explain(trial)
+    finding = explain(trial)
     if finding:
         finding.sentence.insert(0, words)
         said = "".join(rank.err for rank in trial.ranks)
