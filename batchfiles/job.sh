@@ -38,8 +38,7 @@ fi
 archive=$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)
 if [ -n "$archive" ]; then
     srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-        bash "$WORKSHOP/environment/archive.sh" unpack "$archive" >/dev/null ||
-        exit 1
+        bash "$WORKSHOP/setup.sh" unpack "$archive" >/dev/null || exit 1
 fi
 
 # The processes meet on the first node, at a port of this job's own.

@@ -108,7 +108,7 @@ def session(clone):
 
 def unpack(archive, attendees):
     """Print how long it takes one attendee, and all of them at once."""
-    script = ROOT / "environment" / "archive.sh"
+    script = ROOT / "setup.sh"
 
     def call(*command, folder):
         begin = time.monotonic()

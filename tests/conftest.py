@@ -39,7 +39,7 @@ NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 ENVIRONMENT = (  # what activate.sh needs
-    "activate.sh", "requirements.txt", "environment",
+    "activate.sh", "setup.sh", "requirements.txt", "constraints.txt",
     "fineweb", "tests/requirements.txt")
 
 

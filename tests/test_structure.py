@@ -175,4 +175,4 @@ def test_the_map_has_a_line_for_each_module():
     for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),
-            *ROOT.glob("environment/*.py"), *ROOT.glob("code/*.py"))), line
+            *ROOT.glob("code/*.py"))), line
