@@ -33,8 +33,8 @@
 #   export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
-# uv installs the packages: the site's, or one that pip brings. Of pip's settings,
-# here or in a pip.conf, activate.sh heeds those that say which packages to
+# uv installs the packages: the site's, or one that pip brings. Of pip's
+# settings, here or in a pip.conf, it is given those that say which packages to
 # take, and from where, but none that puts them elsewhere.
 #
 # An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
