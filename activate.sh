@@ -9,8 +9,8 @@
 # into site.sh: see site.example.sh.
 #
 # Your own shell reads this file, so it never exits, leaves the options as they
-# were, and removes its one function again. environment/setup.sh does the work,
-# in a process of its own.
+# were, and removes its one function again. setup.sh makes the environment, in a
+# process of its own.
 
 # tcsh runs the next line up to its exit; fish, which its end stops, shows it
 test "$?shell" = 1 && echo "start bash or zsh first" && exit 1 && time
@@ -106,11 +106,11 @@ _workshop_activate() {
     *) _workshop_venv=$_workshop_root/$_workshop_venv ;;
     esac
     case $_workshop_venv in *.tar | *.tar.*)
-        _workshop_venv=$(bash -p "$_workshop_root/environment/archive.sh" \
-            unpack "$_workshop_venv") || return 1 ;;
+        _workshop_venv=$(bash -p "$_workshop_root/setup.sh" unpack \
+            "$_workshop_venv") || return 1 ;;
     esac
     # -p: without the functions that this shell has exported, such as a cd
-    bash -p "$_workshop_root/environment/setup.sh" "$_workshop_venv" \
+    bash -p "$_workshop_root/setup.sh" make "$_workshop_venv" \
         "$WORKSHOP_SITE_PACKAGES" || return 1
 
     # shellcheck disable=SC1091 # Python creates it

@@ -33,8 +33,9 @@
 #   export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
-# Of pip's settings, here or in a pip.conf, activate.sh heeds those that say
-# which packages to take, and from where, but none that puts them elsewhere.
+# uv installs the packages: the site's, or one that pip brings. Of pip's
+# settings, here or in a pip.conf, it is given those that say which packages to
+# take, and from where, but none that puts them elsewhere.
 #
 # An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
 # for CUDA 12, from PyTorch's index for it. PyTorch 2.11 has cu126 and cu128,
@@ -57,8 +58,8 @@
 #
 #   WORKSHOP_VENV=/shared/workshop/venv
 #
-# Or an archive of it (environment/archive.sh), which each node unpacks on its
-# own disk, in $TMPDIR or /tmp: faster where the shared disk is slow.
+# Or an archive of it (setup.sh pack), which each node unpacks on its own disk,
+# in $TMPDIR or /tmp: faster where the shared disk is slow.
 #
 #   WORKSHOP_VENV=/shared/workshop/venv.tar.zst
 

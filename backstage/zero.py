@@ -32,7 +32,7 @@ class Zero(DeepSpeedStrategy):
         require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
                 f"GPUs, not on {device.type}: use --strategy fsdp2")
         require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
-                "installed: pip install -r environment/deepspeed.txt, or use "
+                "installed: pip install -r deepspeed.txt, or use "
                 "--strategy fsdp2")
 
     def setup(self, trainer):

@@ -84,7 +84,7 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # how many GPUs and cores SLURM gave it, in whatever way they were asked for.
 # shellcheck disable=SC2016 # the nodes' own variables
 mapfile -t given < <(srun --mpi=none bash -c '((SLURM_LOCALID)) && exit
-    [ -z "$2" ] || bash "$1/environment/archive.sh" unpack "$2" >/dev/null &&
+    [ -z "$2" ] || bash "$1/setup.sh" unpack "$2" >/dev/null &&
     echo "${SLURM_GPUS_ON_NODE:-0} $SLURM_CPUS_ON_NODE"
 ' - "$WORKSHOP" "$(sed -n 's/^archive=//p' "${VIRTUAL_ENV-}/workshop-base" \
     2>/dev/null)" | sort -nk1,1 -k2)

@@ -39,7 +39,8 @@ NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
 ENVIRONMENT = (  # what activate.sh needs
-    "activate.sh", "requirements.txt", "pyproject.toml", "environment",
+    "activate.sh", "setup.sh", "requirements.txt", "constraints.txt",
+    "pyproject.toml",
     "fineweb", "tests/requirements.txt")
 
 

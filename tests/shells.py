@@ -1,5 +1,6 @@
 """activate.sh in real shells, for clones that need tiny packages."""
 
+import ensurepip
 import inspect
 import os
 import re
@@ -57,16 +58,19 @@ def tiny_clone(folder):
 
     It needs two tiny packages, and has its dataset.
     """
+    needs("uv")  # the packages are all that is at hand
     repo = folder / "my own clone"
     copy_course(repo, *ENVIRONMENT, "backstage", "workshop")
     (repo / "pyproject.toml").write_text(PROJECT)
     (repo / "backend.py").write_text(BACKEND)
-    for name in "requirements.txt", "environment/constraints.txt":
+    for name in "requirements.txt", "constraints.txt":
         (repo / name).write_text("one==1.0\n")
     (repo / "tests/requirements.txt").write_text("two\n")
     (repo / "wheels").mkdir()
     for name in "one", "two", "three":
         wheel(repo / "wheels", name, {f"{name}.py": f"name = '{name}'\n"})
+    for pip in Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"):
+        shutil.copy(pip, repo / "wheels")
     (repo / "fineweb/demo").mkdir()
     (repo / "fineweb/demo/manifest.json").touch()
     return repo
@@ -76,7 +80,8 @@ def environment(repo, **changes):
     """The variables of a user who has not set anything up."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("PIP_", "PYTHON", "WORKSHOP_", "TIKTOKEN_",
-                                   "VIRTUAL_ENV", "TORCH_DISABLE_", "OMP_"))}
+                                   "VIRTUAL_ENV", "TORCH_DISABLE_", "OMP_",
+                                   "UV_"))}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": (repo / "wheels").as_uri(),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1", "https_proxy": CLOSED}
@@ -142,17 +147,10 @@ def named(repo, venv):
 
 
 def set_up_from(model):
-    """A function that sets a tiny clone up, at once: it copies this model.
-
-    What is beside the model's environment stays.
-    """
+    """A function that sets a tiny clone up, at once: it copies this model."""
     model = tiny_clone(model)
-    lock, old = model / ".venv.lock", model / ".venv.workshop-old"
-    lock.write_text("theirs")
-    (old / "notes").mkdir(parents=True)
     said = works(model, f"{PACKAGES}; python -m pip check; pip --version")
     assert f"{model}\nNo broken" in said and f"from {model}/.venv/lib" in said
-    assert lock.read_text() == "theirs" and (old / "notes").exists()
 
     def call(folder, shared=False):
         """The clone and its environment: its own, or folder/shared/venv."""
@@ -161,12 +159,9 @@ def set_up_from(model):
         if shared:
             named(repo, venv)
         shutil.copytree(model / ".venv", venv, symlinks=True)
-        for path in (*venv.glob("*"), *venv.glob("bin/*"),
+        for path in (venv / "workshop-base",
                      *venv.glob("lib/python*/site-packages/*.pth")):
-            if path.is_file() and not path.is_symlink():
-                path.write_text(path.read_text().replace(
-                    str(model / ".venv"), str(venv)).replace(
-                    str(model), str(repo)))
+            path.write_text(path.read_text().replace(str(model), str(repo)))
         return repo, venv
     return call
 

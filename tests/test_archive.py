@@ -5,8 +5,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 from cluster import wait_for
@@ -31,7 +29,7 @@ def archives(tmp_path_factory, set_up):
     folder = tmp_path_factory.mktemp("archives")
     repo, venv = set_up(folder, shared=True)
     for name in ("venv.tar", "venv.tar.gz"):
-        out, err = source(repo, f"'{repo}/environment/archive.sh' pack "
+        out, err = source(repo, f"'{repo}/setup.sh' pack "
                           f"{folder}/{name} && echo packed")
         assert out.endswith("packed\n"), out + err
     venv.rename(folder / "not here")  # nothing of it is needed any more
@@ -42,12 +40,9 @@ def archives(tmp_path_factory, set_up):
 @pytest.fixture
 def node(tmp_path):
     """A function that sources activate.sh where TMPDIR is a node's disk."""
-    # a short path, for an environment's: pytest's may be too long
-    with tempfile.TemporaryDirectory() as disk:
-        yield node_with(tiny_clone(tmp_path), Path(disk))
+    repo, disk = tiny_clone(tmp_path), tmp_path / "a node's disk"
+    disk.mkdir()
 
-
-def node_with(repo, disk):
     def call(archive, then="", disk=disk, **changes):
         (repo / "site.sh").write_text(
             f"WORKSHOP_VENV={shlex.quote(str(archive))}\n")
@@ -87,14 +82,14 @@ def test_it_is_unpacked_once(archives, node):
 
 def test_two_shells_at_once(archives, node):
     again = f"source '{node.repo}/activate.sh'"
-    out, err = node(archives / "venv.tar.gz", f"rm -r {node.disk}/*/[0-9]*\n"
+    out, err = node(archives / "venv.tar.gz", 'rm -r "$TMPDIR"/*/[0-9]*\n'
                     f"{again} & {again}; wait; {PACKAGES}")
     assert out.count("is active") == 3 and out.endswith(f"{node.repo}\n")
     assert err.count("unpacking") == 2 and len(node.left()) == 1, err
 
 
 def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
-    bad, odd, full = tmp_path / "bad.tar", tmp_path / "a b", node.disk / "full"
+    bad, full = tmp_path / "bad.tar", node.disk / "full"
     refused(node(tmp_path / "no.tar.gz"), "no.tar.gz cannot be read")
     refused(node(tmp_path / "no" / "a.tar"), "there is no folder .*/no,")
     whole = (archives / "venv.tar").read_bytes()
@@ -102,11 +97,9 @@ def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
     for size in (1000, len(whole) // 2, end):
         bad.write_bytes(whole[:size])
         out, err = node(bad)
-        refused((out, err.partition("\n")[2]), "bad.tar in|is not whole")
-    odd.mkdir()
-    refused(node(archives / "venv.tar", disk=odd), "TMPDIR be shorter")
+        refused((out, err.partition("\n")[2]), "bad.tar in .*is it whole")
     refused(node(archives / "venv.tar", disk=tmp_path / "no"), "cannot be mad")
-    assert node.left() == [] == [*odd.glob("*/[0-9]*")]
+    assert node.left() == []
     full.mkdir()
     mount("-t", "tmpfs", "-o", "size=2M", "tmpfs", full)
     out, err = node(archives / "venv.tar", disk=full)
@@ -116,7 +109,7 @@ def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
 
 def test_it_replaces_only_what_it_has_packed(set_up, tmp_path):
     repo, _ = set_up(tmp_path)
-    pack = f"'{repo}/environment/archive.sh' pack {tmp_path}"
+    pack = f"'{repo}/setup.sh' pack {tmp_path}"
     other = tmp_path / "a.tar"
     subprocess.run(["tar", "-cf", other, "activate.sh"], cwd=repo, check=True)
     theirs = other.read_bytes()
@@ -148,11 +141,11 @@ def test_what_a_killed_one_has_left_goes(archives, node):
     left.with_name("b.new").joinpath("notes").write_text("theirs")
     marked = node.repo.parent / "marked"
     marked.mkdir()
-    (marked / ".workshop-unpacking").touch()
+    (marked / ".begun").touch()
     left.with_name("c.new").symlink_to(marked)
     assert "status=0" in node(archives / "venv.tar")[0]
     place, *theirs = sorted(node.left())
     assert place.isdigit() and theirs == ["a.new", "b.new", "c.new"]
     assert left.with_name("b.new").joinpath("notes").read_text() == "theirs"
-    assert (marked / ".workshop-unpacking").exists()
-    assert not (left.parent / place / ".workshop-unpacking").exists()
+    assert (marked / ".begun").exists()
+    assert not (left.parent / place / ".begun").exists()

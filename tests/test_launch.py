@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import world
-from conftest import program, python
+from conftest import needs, program, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -177,18 +177,17 @@ def test_each_node_unpacks_an_archive(slurm, tmp_path):
     """Both a job of a batch file and launch: each node has its own disk."""
     if slurm.mode != "ns":
         pytest.skip("the nodes share their disks here")
+    needs("uv")
     venv, folder = tmp_path / "venv", slurm.repo.parent
     disk, archive, script = (
         folder / name for name in ("disk", "venv.tar", "job.sh"))
     disk.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv],
-                   check=True)
+    subprocess.run(["uv", "venv", "-q", "--relocatable", "--python",
+                    sys.executable, venv], check=True)
     site, = venv.glob("lib/python*/site-packages")
     (site / "all.pth").write_text(sysconfig.get_path("purelib"))
-    program(venv / "workshop-base", Path(
-        sys.prefix, "workshop-base").read_text().replace(
-            sys.prefix, str(venv)))
-    pack = "bash", ROOT / "environment" / "archive.sh", "pack", archive
+    shutil.copy(Path(sys.prefix, "workshop-base"), venv)
+    pack = "bash", ROOT / "setup.sh", "pack", archive
     subprocess.run(pack, check=True,
                    env=os.environ | {"VIRTUAL_ENV": str(venv)})
     shutil.rmtree(venv)

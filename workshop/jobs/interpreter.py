@@ -23,7 +23,7 @@ FROM_SITE = """
 venv=${WORKSHOP_VENV:-.venv}
 case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
 case $venv in *.tar | *.tar.*)
-    venv=$(bash environment/archive.sh unpack "$venv") || exit ;;
+    venv=$(bash setup.sh unpack "$venv") || exit ;;
 esac
 exec "$venv/bin/python" "$@"
 """

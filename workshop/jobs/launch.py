@@ -182,8 +182,8 @@ def main(args):
     if archive and command[0] in ("srun", "mpiexec"):
         # another node may not have unpacked it yet
         first = [*on_each_host(place, 1, env), "env",
-                 f"TMPDIR={gettempdir()}", "bash",
-                 str(ROOT / "environment" / "archive.sh"), "unpack", archive]
+                 f"TMPDIR={gettempdir()}", "bash", str(ROOT / "setup.sh"),
+                 "unpack", archive]
     print(f"place     {place}", why,
           *[f"first     {shlex.join(first)}"] * bool(first),
           f"command   {shlex.join(command)}", sep="\n", flush=True)

@@ -1,0 +1,326 @@
+#!/usr/bin/env bash
+# The environment, by uv; activate.sh calls this in a process of its own.
+#
+#     setup.sh make VENV [yes]     makes it; yes: on the site's own PyTorch
+#     setup.sh pack venv.tar.gz    packs the active one into one large file
+#     setup.sh unpack venv.tar.gz  on this node's disk, once for each user
+#
+# Its marker says which clone made it and, once it is whole, of what. All paths
+# in it are relative. Nothing is removed that no mark of ours names.
+set -euo pipefail
+unset CDPATH PYTHONHOME
+# shellcheck disable=SC2046 # several names
+unset $(git rev-parse --local-env-vars 2>/dev/null)
+marker=workshop-base
+
+say() { echo "activate.sh: $*" >&2; }
+fail() { say "$*" && exit 1; }
+field() { sed -n "s/^$1=//p" "$venv/$marker" 2>/dev/null || true; }
+reason() { # the line that says most
+    grep -vE '^ *(hint|\[|$)|^tar: Exit' | tail -n 1 |
+        sed -E 's/^ *(error|cause|Caused by): //'
+}
+lock() { # a file, until this process and all that it started have ended
+    { exec 9>>"$1"; } 2>/dev/null || fail "${1%/*} is not writable"
+    ! command -v flock >/dev/null || flock -n 9 2>/dev/null || { # no macOS
+        say "waiting for $(head -n 1 "$1"), who has locked $1"
+        flock 9 2>/dev/null || say "no locks here: use one shell at a time"
+    }
+    echo "process $$ of ${USER-$UID} on $HOSTNAME" >"$1"
+}
+
+# --- make
+
+requirements() {
+    { cat {.,tests,fineweb}/requirements.txt constraints.txt
+    sed '/^\[tool.pytest/,$d' pyproject.toml; } | cksum # our own packages
+}
+base() { # Python's version, and whether it sees the site's packages
+    "$1" -c 'import sys; print(*sys.version_info[:2], *sys.argv[1:])' \
+        ${system:+"$system"} 2>/dev/null
+}
+age() { # of this clone's commit, not of a repository around it
+    [ ! "$(git rev-parse --show-toplevel 2>/dev/null)" -ef . ] ||
+        git log -1 --format=%ct 2>/dev/null || true
+}
+
+must_change() { # whether the environment has to be changed, and may be
+    local clone marked='' own='' mine='' whole=''
+    clone=$(field clone)
+    [ ! -f "$venv/$marker" ] || marked=yes
+    [ -z "$(field requirements)" ] || whole=yes
+    if [ "$venv" -ef .venv ] || [ "$venv" = "$PWD/.venv" ]; then own=yes; fi
+    if [ "$clone" -ef . ] || { [ "$own" ] && [ "$marked" ] &&
+        [ ! -e "$clone" ]; }; then mine=yes; fi # it has moved with the clone
+    if [ "$(field requirements)" = "$(requirements)" ] &&
+        [ "$(field base)" = "$(base "$venv/bin/python")" ]; then
+        return 1
+    elif [ "$own" ] && [ ! -e "$venv" ] && [ ! -L .venv ]; then
+        return 0
+    elif [ -O "$venv" ] && [ -z "$(find "$venv/" -mindepth 1 \
+        ! -name .workshop-lock 2>&1)" ]; then
+        return 0 # an empty folder of this user's
+    elif [ "$mine" ] && { [ "$own" ] || [ ! "$whole" ]; }; then
+        return 0
+    elif [ "${WORKSHOP_INSTALL-}" = yes ] && [ "$marked" ] && [ -O "$venv" ]
+    then
+        [ "0$(age)" -ge "0$(field age)" ] || fail "$venv stays as it is: the" \
+            "newer clone $clone has made it: update this one (git pull)"
+        return 0
+    elif [ "$marked" != "$whole" ] || [ "${WORKSHOP_INSTALL-}" = yes ] ||
+        ! "$venv/bin/python" -c '' 2>/dev/null ||
+        { [ "$own" ] && [ ! "$marked" ]; }; then
+        fail "$venv stays as it is: it is not complete, activate.sh has not" \
+            "made it, or you may not change it or run its Python: rename it," \
+            "name an empty folder in site.sh, or ask its owner to run, with" \
+            "a Python for all, \`WORKSHOP_INSTALL=yes source activate.sh\`"
+    elif [ "$marked" ] && [ "$(field requirements)" != "$(requirements)" ]
+    then
+        echo "activate.sh: the shared environment $venv was made for other" \
+            "requirements than this clone's: if something is missing, ask" \
+            "its owner to run \`WORKSHOP_INSTALL=yes source activate.sh\`"
+    fi
+    return 1
+}
+
+find_python() { # for a newer one, some of constraints.txt have no file
+    for python in python3 python3.{14,13,12,11,10} python; do
+        ! "$python" -c 'import sys
+sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null || return 0
+    done
+    fail "there is no Python 3.10 to 3.14 here: install one, or load a" \
+        "module for it in site.sh (see site.example.sh)"
+}
+
+# pip's settings of where packages come from, as commands for pip and uv: any
+# other, such as prefix, user or dry-run, would put them elsewhere
+settings() {
+    env -u PIP_PYTHON "$venv/bin/python" -m pip config list -vvv |
+        "$venv/bin/python" -c '
+import ast, os, re, shlex, sys
+listed, found = sys.stdin.read(), {}
+for section in "global", "install", ":env:":  # the later ones win
+    found |= re.findall(
+        rf"(?m)^{section}\.(?:default-)?(\S+)=(.{{3,}})", listed)
+for name, *others in (words.split("=") for words in sys.argv[1:]):
+    values = [value for value in ast.literal_eval(found.get(name, repr("")
+              )).split() if value[0] != "/" or os.path.exists(value)]
+    for variable in ["PIP_" + name.upper().replace("-", "_"), *others]:
+        if {*values} - {"0", "no", "false"}:
+            print(f"export {variable}=" + shlex.quote(
+                (" ", ",")[variable == "UV_FIND_LINKS"].join(values)))' \
+        index-url=UV_DEFAULT_INDEX extra-index-url=UV_INDEX no-index \
+        find-links=UV_FIND_LINKS constraint=UV_CONSTRAINT only-binary \
+        no-binary proxy=HTTP_PROXY=HTTPS_PROXY trusted-host=UV_INSECURE_HOST \
+        cert=SSL_CERT_FILE client-cert=SSL_CLIENT_CERT \
+        timeout=UV_HTTP_TIMEOUT retries=UV_HTTP_RETRIES keyring-provider
+}
+
+run() { # show an installer's progress or, in one line, why it failed
+    local line log why advice='is there a network? name a mirror in site.sh'
+    log=$(mktemp "${TMPDIR:-/tmp}/workshop-XXXXXX")
+    if COLUMNS=9999 "$@" 2>&1 | tee "$log" | while IFS= read -r line; do
+        case $line in *Downloading* | Prepared* | Installed* | *Retrying*)
+            echo "$line" ;;
+        esac
+    done; then
+        rm "$log"
+        return
+    fi
+    why=$(reason <"$log")
+    case $why in
+    *ertificate*) advice='name yours in site.sh (export PIP_CERT=FILE)' ;;
+    *"o space"* | *quota*) advice='make room' ;;
+    esac
+    if [ "$before" ] && ! grep -qE '^Prepared|Failed to .*install' "$log"; then
+        rm -rf "${venv:?}/$cache"
+        mv "$venv/$marker~" "$venv/$marker" # it is as it was
+    fi
+    fail "cannot set up $venv ($why): $advice; all of it: $log"
+}
+
+broken() { # the packages of which an interrupted installation has left a part
+    "$venv/bin/python" -c 'import sysconfig
+from importlib.metadata import distributions
+for package in distributions(path=[sysconfig.get_path("purelib")]):
+    files = package.files or []
+    if package.name and not (any(file.name == "INSTALLER" for file in files)
+            and all(file.locate().exists() and file.size in (
+                None, file.locate().stat().st_size) for file in files)):
+        print("--reinstall-package", package.name)'
+}
+
+fill() { # what another attempt has left is completed
+    local before='' cache uv made='' pins=constraints.txt wanted parts=''
+    wanted=(-r requirements.txt -r tests/requirements.txt)
+    cache=$(field cache)
+    cache=${cache:-.workshop-$$-$RANDOM}
+    if ! grep -qs relocatable "$venv/pyvenv.cfg"; then
+        parts=--force-reinstall # of earlier days, or nothing is there
+    elif [ "$(field requirements)" ] &&
+        [ "$(field base)" = "$(base "$venv/bin/python")" ]; then
+        before=yes
+        cp "$venv/$marker" "$venv/$marker~"
+    fi
+    printf '%s\n' "clone=$PWD" "cache=$cache" >"$venv/$marker"
+    [ "$before" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} && "$python" \
+        -m venv ${system:+"$system"} "$venv" 2>&1) ||
+        fail "$python cannot make a virtual environment (on Debian and" \
+            "Ubuntu: apt install python3-venv): ${made##*$'\n'}"
+    made=$(settings 2>/dev/null) ||
+        fail "pip cannot read its settings: see pip config list"
+    unset "${!PIP_@}"
+    eval "$made"
+    # on the same disk, it is linked from there; no home's quota is filled
+    export UV_CACHE_DIR=${UV_CACHE_DIR:-$venv/$cache} PIP_CONFIG_FILE=/dev/null
+    export UV_INDEX_STRATEGY=unsafe-best-match PYTHONNOUSERSITE=1 # as pip
+    echo "activate.sh: installing requirements.txt (minutes, the first time)"
+    uv=$(type -P uv) && "$uv" --version >/dev/null 2>&1 || uv=$venv/bin/uv
+    "$uv" --version >/dev/null 2>&1 || run "$venv/bin/python" -m pip install \
+        -c "$pins" uv
+    [ "$before" ] || run "$uv" venv -q --relocatable --allow-existing \
+        --python "$(type -P "$python")" --prompt workshop \
+        ${system:+"$system"} "$venv"
+    install() {
+        run "$uv" pip install --python "$venv/bin/python" \
+            ${PIP_NO_INDEX:+--no-index} \
+            ${PIP_ONLY_BINARY:+--only-binary="$PIP_ONLY_BINARY"} \
+            ${PIP_NO_BINARY:+--no-binary="$PIP_NO_BINARY"} -c "$pins" "$@"
+    }
+    [ "$before$parts" ] || parts=$(broken)
+    [ "$before" ] || install --force-reinstall pip
+    if [ "$system" ]; then # uv does not see what the site has: pip chooses
+        pins=$venv/$cache/torch.txt
+        "$venv/bin/python" -c 'from importlib.metadata import version
+print("torch==" + version("torch"))' >"$pins" 2>/dev/null ||
+            fail "the site's Python has no PyTorch: load its module in site.sh"
+        run "$venv/bin/python" -m pip install -q --dry-run -c "$pins" \
+            --report "$venv/$cache/report" "${wanted[@]}"
+        made=$("$venv/bin/python" -c 'import json, sys
+for package in json.load(open(sys.argv[1]))["install"]:
+    print("{name}=={version}".format(**package["metadata"]))
+' "$venv/$cache/report")
+        read -rd '' -a wanted \
+            <<<"--no-deps $made ${parts//--reinstall-package/}" || true
+    fi
+    # shellcheck disable=SC2086 # several words
+    install -e . "${wanted[@]}" $parts
+    made=$("$venv/bin/python" -c 'import importlib.util
+if importlib.util.find_spec("torch"): import torch' 2>&1) ||
+        say "PyTorch is installed, but cannot be loaded here" \
+            "(${made##*$'\n'}): a module in site.sh may be missing, or one" \
+            "too many"
+    rm -rf "${venv:?}/$cache" "$venv/$marker~"
+    printf '%s\n' "clone=$PWD" "base=$(base "$venv/bin/python")" \
+        "age=$(age)" "requirements=$(requirements)" >"$venv/$marker"
+}
+
+# Git sees a notebook without its outputs and without what JupyterLab notes of
+# the kernel: a lesson that was only run and saved is no difference to it.
+filter_notebooks() {
+    local filter
+    filter="$(printf %q "$venv/bin/nbstripout") --keep-id --extra-keys \
+'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
+metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
+metadata.language_info.pygments_lexer metadata.language_info.version'"
+    if [ -x "$venv/bin/nbstripout" ] &&
+        [ "$(git rev-parse --show-toplevel)" -ef . ] &&
+        [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then
+        # Git does not trust the times in the index of a new clone, and would
+        # filter each notebook for the first status: look without the filter
+        git -c filter.nbstripout.clean=cat update-index -q --refresh || true
+        git config filter.nbstripout.clean "$filter"
+    fi
+}
+
+make() {
+    cd -P "$(dirname "${BASH_SOURCE[0]}")"
+    while [[ $venv == ?*/ ]]; do venv=${venv%/}; done
+    venv=$(cd -P -- "$venv" 2>/dev/null && pwd && exit
+        cd -P -- "${venv%/*}" 2>/dev/null || { echo "$venv" && exit; }
+        echo "$PWD/${venv##*/}")
+    if must_change; then
+        [ "${WORKSHOP_INSTALL-}" != no ] || fail "the environment $venv is" \
+            "not up to date, and a job installs nothing: run \`source" \
+            "$(printf %q "$PWD/activate.sh")\` in a terminal first"
+        find_python # $python
+        echo "activate.sh: setting up $venv"
+        mkdir -p "$venv"
+        lock "$venv/.workshop-lock"
+        ! must_change || fill # else the shell that had the lock has done it
+    fi
+    if [ ! -e fineweb/demo/manifest.json ]; then
+        [ "${WORKSHOP_INSTALL-}" != no ] || fail "there is no demo dataset:" \
+            "run \`source $(printf %q "$PWD/activate.sh")\` in a terminal first"
+        "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
+    fi
+    [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
+    filter_notebooks 2>/dev/null || true
+    # GPT-2's vocabulary, quietly; only a shell that sets it up waits for it
+    [ -n "$(find "$TIKTOKEN_CACHE_DIR" -type f ! -name '*.tmp' 2>/dev/null |
+        sed -n 2p)" ] || "$venv/bin/python" -c 'import signal
+signal.alarm(20)  # seconds; some firewalls never answer
+import tiktoken
+tiktoken.get_encoding("gpt2")' >/dev/null 2>&1 &
+    [ -z "${python-}" ] || wait
+}
+
+# --- an archive
+
+pack() {
+    local said
+    cd "${VIRTUAL_ENV-/}"
+    { [ -e "$marker" ] && grep -q relocatable pyvenv.cfg; } || fail "source" \
+        "activate.sh first: an environment that it has made is what is packed"
+    [ ! -e "$1" ] || tar -tf "$1" "./$marker" >/dev/null 2>&1 ||
+        fail "$1 stays as it is, for it is no packed environment: name another"
+    new=$(mktemp -d "${1%/*}/.new-XXXXXX")
+    trap 'rm -rf "$new"' EXIT
+    # the marker comes last: an archive without it is not whole
+    said=$({ find . -mindepth 1 -maxdepth 1 ! -name "$marker" -print0 &&
+        printf '%s\0' "./$marker"; } | tar --null -T - -caf "$new/${1##*/}" \
+        2>&1) || fail "cannot pack it in $1: $(echo "$said" | reason)"
+    chmod a+r "$new/${1##*/}"
+    mv "$new/${1##*/}" "$1"
+}
+
+unpack() {
+    local folder=${TMPDIR:-/tmp} said
+    folder=${folder%/}/gpt2-workshop-$UID
+    # a new archive has a folder of its own
+    # shellcheck disable=SC2012 # stat has other options on each system
+    venv=$folder/$(TZ=UTC LC_ALL=C ls -lLn "$1" | cksum | cut -d ' ' -f 1)
+    new=$venv.new
+    mkdir -m 700 "$folder" 2>/dev/null || true
+    { [ -O "$folder" ] && [ -w "$folder" ]; } || fail "$folder cannot be" \
+        "made, or is not yours: let TMPDIR name another disk of this node"
+    clear_away() { # only ours, its mark last
+        [ ! -f "$new/.begun" ] || { rm -rf "${new:?}"/* && rm -r "$new"; }
+    }
+    [ -e "$venv" ] || lock "$folder/lock"
+    if [ ! -e "$venv" ]; then # no other shell has done it meanwhile
+        say "unpacking $1 in $venv (a minute, once on each node)"
+        clear_away # what a killed one has left
+        trap clear_away EXIT
+        said=$({ mkdir "$new" && : >"$new/.begun" &&
+            tar -C "$new" --no-same-owner -xf "$1" &&
+            ls "$new/$marker"; } 2>&1) || fail "cannot unpack $1 in $folder" \
+            "($(echo "$said" | reason)): is it whole, is there room? TMPDIR" \
+            "may name another disk"
+        echo "archive=$1" >>"$new/$marker"
+        mv "$new" "$venv"
+        rm "$venv/.begun"
+    fi
+    echo "$venv"
+}
+
+venv=${2-} system=$([ "${3-}" != yes ] || echo --system-site-packages)
+if [ "${1-}" != make ]; then
+    [[ ${1-} =~ ^(un)?pack$ && $venv == *.tar* ]] ||
+        fail "setup.sh needs pack or unpack, and an archive: venv.tar.gz"
+    venv=$(cd -P "$(dirname "$2")" 2>/dev/null && pwd)/${2##*/} ||
+        fail "there is no folder $(dirname "$2"), where $2 is to be"
+    [ "$1" = pack ] || [ -r "$venv" ] ||
+        fail "$2 cannot be read: \`setup.sh pack\` makes it"
+fi
+"$1" "$venv"
