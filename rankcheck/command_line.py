@@ -5,6 +5,7 @@ Only the standard library, from Python 3.9 on.
 
 import argparse
 import importlib
+import os
 import sys
 import textwrap
 
@@ -31,6 +32,9 @@ class Parser(argparse.ArgumentParser):
         if unknown and not self.passes_on:
             self.error(f"unrecognized arguments: {' '.join(unknown)}"
                        + f": {self.after} come after --" * bool(self.after))
+        for name, value in vars(args).items():  # a shell leaves it in -o=~/x
+            if isinstance(value, str):
+                setattr(args, name, os.path.expanduser(value))
         args.flags = unknown + words[end + 1:]
         return args
 

@@ -311,6 +311,7 @@ def test_an_answer_is_one_without_its_second_part(looks, tmp_path,
                                                   monkeypatch):
     """`why` waits for that, but not for ever."""
     record = {
+        "format": witness.FORMAT,
         "rank": 0, "world_size": 1, "pid": os.getpid(), "calls": None,
         "host": witness.name_host(os.environ), "ended": None, "oom_before": 0,
         "began": 1, "written": 1, "start": [], "stack": [], "joined": True,
@@ -645,15 +646,26 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
     ({"began": 9, "joined": False, "stack": [["x.py", 3, "rendezvous"]]},
      [0, 1])])
 def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
-    record = {"rank": 0, "world_size": 2, "host": "node1", "written": 10,
-              "began": 1, "start": [], "stack": [], "joined": True,
-              "calls": None, "ended": None, "answers": True}
+    record = {"format": witness.FORMAT, "rank": 0, "world_size": 2,
+              "host": "node1", "written": 10, "began": 1, "start": [],
+              "stack": [], "joined": True, "calls": None, "ended": None,
+              "answers": True}
     for pid, changes in enumerate(({}, others)):
         (tmp_path / f"node1-{pid}.json").write_text(json.dumps(
             {**record, "pid": pid, **changes}))
     monkeypatch.setattr(evidence, "ANSWER", 0)
     monkeypatch.setattr(evidence, "answered", lambda *_: True)
     assert sorted(rank.pid for rank in collect(tmp_path, [])) == chosen
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", '{"rank": 0}', "[" * 100_000, '{"format": 1}'])
+def test_files_of_ones_own_are_no_evidence(text, tmp_path):
+    for name in "eval-2026.json", "node1-7.json", "node1-7.exits":
+        (tmp_path / name).write_text(text)
+    os.mkfifo(tmp_path / "a-1.json")
+    with pytest.raises(UserError, match="no process there has said which"):
+        command.look(str(tmp_path), tmp_path, [])
 
 
 def test_a_rank_that_only_its_launcher_has_seen(tmp_path):

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from rankcheck.errors import UserError, require
+from rankcheck.reader import read_regular
 from rankcheck.why import witness
 from rankcheck.why.ranks import MEETING, PATIENCE, Rank
 from rankcheck.why.start import STARTS
@@ -208,12 +209,26 @@ def of_last_start(records):
 
 
 def read(folder):
-    """The records of all processes, None of them half written."""
-    return [json.loads(file.read_text()) for file in folder.glob("*-*.json")]
+    """The records of all processes, none of them half written.
+
+    Others may have files of such names there.
+    """
+    records = map(read_json, folder.glob("*-*.json"))
+    return [record for record in records
+            if record.get("format") == witness.FORMAT]
+
+
+def read_json(file):
+    """The dictionary in a file, {} if it holds something else."""
+    try:
+        value = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def has_thread(record):
-    return record.get("answers", True)  # an earlier version had always one
+    return record["answers"]
 
 
 def add_exits(folder, records):
@@ -226,7 +241,9 @@ def add_exits(folder, records):
         size = known[0]["world_size"]
     for file in folder.glob("*.exits"):
         host = file.stem.rpartition("-")[0]
-        for pid, told in json.loads(file.read_text()).items():
+        for pid, told in read_json(file).items():
+            if not (pid.isdigit() and isinstance(told, dict)):
+                continue  # somebody's own file
             ended = {**told, "told": True}
             record = next((
                 record for record in known if record["pid"] == int(pid)

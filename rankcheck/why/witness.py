@@ -41,6 +41,7 @@ from pathlib import Path
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
+FORMAT = "rankcheck 1"  # of a record
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -394,6 +395,7 @@ class Witness:
             return
         rank, size = find_rank()
         record = {
+            "format": FORMAT,
             "rank": rank, "world_size": size, "host": self.host,
             "pid": self.owner,
             "master": [os.environ.get("MASTER_ADDR"),
