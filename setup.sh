@@ -32,8 +32,8 @@ lock() { # a file, until this process and all that it started have ended
 # --- make
 
 requirements() {
-    { cat {.,tests,fineweb}/requirements.txt constraints.txt
-    sed '/^\[tool.pytest/,$d' pyproject.toml; } | cksum # our own packages
+    cat {.,tests,fineweb}/requirements.txt constraints.txt pyproject.toml |
+        cksum # the last one says which packages are ours
 }
 base() { # Python's version, and whether it sees the site's packages
     "$1" -c 'import sys; print(*sys.version_info[:2], *sys.argv[1:])' \
