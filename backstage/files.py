@@ -35,8 +35,7 @@ def reading(file, remedy=""):
     own exceptions. `FileNotFoundError` and another `Damaged` stay as they are.
     """
     try:
-        # one would wait for ever for what a pipe holds
-        require(stat.S_ISREG(os.stat(file).st_mode), "not a file")
+        require(stat.S_ISREG(os.stat(file).st_mode), "not a file")  # a pipe
         yield
     except (FileNotFoundError, Damaged):
         raise
@@ -104,14 +103,14 @@ def reason(error):
     return " ".join(first.split())[:200] + missing
 
 
-def write_atomically(path, data, advice=""):
+def write_atomically(path, data, advice="", last_look=bool):
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
     Raises `UserError`, with the advice, if they cannot be written.
+    last_look: called just before the old file is gone; it may raise.
     """
-    path = Path(path)
-    part = None
+    path, part = Path(path), None
     try:
         part, file = open_part(path)
         with file:
@@ -120,6 +119,7 @@ def write_atomically(path, data, advice=""):
             os.fsync(file.fileno())
         if path.exists():  # a script may be executable
             os.chmod(part, path.stat().st_mode)
+        last_look()
         os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:

@@ -309,9 +309,9 @@ def test_what_is_no_file_is_one_line_and_nobody_waits(repo, kind, monkeypatch):
     NO_FILE[kind](Path("train_gpt2.py"))
     for words in (("diff", "ddp"), ("check", "ddp"), ("apply", "ddp", "3"),
                   ("check", "ddp", "3"), ("reset", "std"),
-                  ("reset", "--undo"),
-                  ("verify", "code/train_gpt2.py")):
+                  ("reset", "--undo")):
         workshop(repo, *words, status=1)
+    workshop(repo, "verify", "code/train_gpt2.py", status=2)
     for words in (("reset", "--list"), ("script", "ddp"),
                   ("launch", "ddp", "--dry-run")):
         assert "cannot be read" in workshop(repo, *words)

@@ -227,10 +227,12 @@ def preload_one(name):
     """Import it, without torch's warning that there is no NumPy: each process
     of ours would print it.
     """
-    with (contextlib.suppress(Exception),  # the rank will say it
-          warnings.catch_warnings()):
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    ours = warnings.filters[0]
+    with contextlib.suppress(Exception):  # the rank will say it
         importlib.import_module(name)
+    with contextlib.suppress(ValueError):  # a module has cleared them
+        warnings.filters.remove(ours)
 
 
 def tell_ended(link, jobs):

@@ -114,7 +114,7 @@ def replace_desk(data, before=None, what=""):
             write_through(target, data, require_the_same, backup)
         else:
             # An editor's save after this last look is lost: microseconds.
-            write_atomically(target, data, lambda: require_the_same(
+            write_atomically(target, data, last_look=lambda: require_the_same(
                 read_regular(target) if target.exists() else None))
     except (OSError, UserError) as error:
         with suppress(OSError):  # a disk may fail after the replacement, too

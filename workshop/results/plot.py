@@ -195,7 +195,7 @@ def published(ax, runs):
             strict=True):
         ax.plot((16, 18.5), (end, y), ":", color=color, linewidth=0.8,
                 clip_on=False)
-        ax.text(19, y, name, color=color, va="center")
+        ax.text(19, y, name, color=INK, va="center")
     ax.text(19, 1.07, "device, batch size", va="center")
     count_axis(ax, results.PUBLISHED_GPUS)
     ax.set_xlim(0.9, 17)
