@@ -1,6 +1,5 @@
 """`python -m workshop update`: the course's newest state, nothing lost."""
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ from conftest import copy_course, git, program, python, workshop
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
 JOB = "batchfiles/job.sh"
+WHO = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER")
+       for what in ("NAME", "EMAIL")}
 
 
 @pytest.fixture(scope="module")
@@ -56,111 +57,84 @@ def update(clone, status=0, **variables):
         "PATH": "/usr/bin:/bin", "HOME": str(clone)} | variables)
 
 
-def same(clone, course, but=""):
-    """Check that all files of the course, but for one, are in the clone."""
-    for name in git(course, "ls-files").split():
-        assert name == but or (clone / name).read_bytes() == (
-            course / name).read_bytes(), name
+def same(clone, course, *but):
+    """Check that all files of the course, but these, are in the clone."""
+    for name in {*git(course, "ls-files").split()} - {*but}:
+        assert (clone / name).read_bytes() == (course / name).read_bytes()
 
 
-def kept(clone, name):
-    """What was set aside of the file."""
-    path = clone / name
-    file, = (path.parent.glob("backups/20*.py") if name == DESK else
-             path.parent.glob(f"{path.stem}.20*{path.suffix}"))
-    return file
+def copied(clone, name):
+    """What is in the copy of the file that the update made."""
+    file, = (clone / "code" / "backups").glob(f"update-*/{name}")
+    return file.read_text()
 
 
-def test_what_was_edited_is_kept_under_a_dated_name(course, clone):
-    append(course, "# new\n", JOB, DESK)
-    append(course, "\n", LESSON)
-    (course / "batchfiles" / "batch-doctor.sh").unlink()
-    (course / "notebooks" / "more.ipynb").write_text("{}")
-    (course / "slides").mkdir()
-    (course / "slides" / "one.md").write_text("new")
-    commit(course)
-
-    append(clone, "# mine\n", JOB, "batchfiles/batch-doctor.sh", DESK)
-    (clone / "notebooks" / "more.ipynb").write_text("my own")
-    (clone / "slides").write_text("a file where a folder comes")
-    notebook = json.loads((clone / LESSON).read_text())
-    cell = next(c for c in notebook["cells"] if c["cell_type"] == "code")
-    cell["outputs"] = [{"output_type": "stream", "name": "stdout",
-                        "text": ["what I saw"]}]
-    (clone / LESSON).write_text(json.dumps(notebook))
-    mine = {name: (clone / name).read_bytes() for name in (
-        JOB, "batchfiles/batch-doctor.sh", LESSON,
-        "notebooks/more.ipynb", "slides", DESK)}
-
-    said = update(clone)
-    same(clone, course, but=DESK)
-    assert not (clone / "batchfiles" / "batch-doctor.sh").exists()
-    for name, data in mine.items():
-        assert kept(clone, name).read_bytes() == data
-        assert name == "slides" or f"your {name} is" in said
-    assert git(clone, "status", "--short") == f" M {DESK}\n"
-    assert "origin/main" in said and "source activate.sh" in said
-    again = update(clone)
-    assert "nothing new" in again and "job.sh" not in again
-    assert (clone / DESK).read_bytes() == mine[DESK]
-
-
-def test_commits_of_ones_own_become_a_branch(course, clone):
-    append(clone, "# mine\n", DESK, JOB)
-    commit(clone)
-    renew(course, JOB)
-    mine = git(clone, "rev-parse", "HEAD")
-    said = update(clone)
-    branch, = re.findall(r"in the branch (mine-\S+)", said)
-    assert git(clone, "rev-parse", branch) == mine
-    same(clone, course, but=DESK)
-    assert "# mine" in (clone / DESK).read_text()
-
-
-def test_what_the_newest_course_has_not_changed_stays_in_its_place(
-        course, clone):
-    renew(course, "batchfiles/README.md")
-    append(clone, "# mine\n", JOB, DESK)
-    mine = clone / "tmp" / "check-1" / "script.py"  # where TMPDIR may be
-    mine.parent.mkdir(parents=True)
-    mine.touch()
-    update(clone, TMPDIR=str(clone / "tmp"))
-    assert git(clone, "status", "--short") == (
-        f" M batchfiles/job.sh\n M {DESK}\n?? tmp/\n")
-    assert [*mine.parent.parent.rglob("*.py")] == [mine]
-    assert (clone / JOB).read_text().endswith("# mine\n")
-
-
-def test_what_was_staged_is_kept(course, clone):
-    renew(course, JOB, DESK)
-    append(clone, "# staged\n", JOB)
-    append(clone, "# mine\n", DESK)
+def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
+    other = "batchfiles/batch-doctor.sh"
+    renew(course, JOB, DESK, LESSON, "batchfiles/README.md")
+    append(clone, "# mine\n", JOB, DESK, other)
     (clone / "mine.txt").write_text("mine")
-    git(clone, "add", "-A")
-    append(clone, "# and more\n", JOB)
     said = update(clone)
-    same(clone, course, but=DESK)
-    assert "git stash list" in said
-    assert git(clone, "show", "stash^2:batchfiles/job.sh").endswith(
-        "# staged\n")
-    assert kept(clone, JOB).read_text().endswith(
-        "# staged\n# and more\n")
+    same(clone, course, DESK, other)
+    for name in DESK, other:
+        assert (clone / name).read_text().endswith("# mine\n")
+    for name in JOB, DESK, other:
+        assert copied(clone, name).endswith("# mine\n")
+    assert "# mine" in git(clone, "stash", "show", "-p")
+    assert copied(clone, LESSON) + "# new\n" == (clone / LESSON).read_text()
+    conflict, = re.findall("changed by you and by the course: (.*)", said)
+    assert conflict.startswith(f"{JOB}: the course's is there, yours in code/")
+    assert git(clone, "status", "--short") == (
+        f"M  {other}\n M {DESK}\n?? mine.txt\n")
+    assert "origin/main" in said and "source activate.sh" in said
+    assert "nothing new" in update(clone)
+
+
+def test_what_was_staged_is_copied(course, clone):
+    renew(course, JOB, DESK)
+    append(clone, "# staged\n", JOB, DESK)
+    (clone / "mine.txt").write_text("mine")
+    (clone / "batchfiles" / "README.md").unlink()
+    git(clone, "add", "-A")
+    append(clone, "# and more\n", JOB, DESK)
+    update(clone)
+    same(clone, course, DESK, "batchfiles/README.md")
+    for name in JOB, DESK:
+        assert copied(clone, f"staged/{name}").endswith("# staged\n")
+        assert copied(clone, name).endswith("# staged\n# and more\n")
+    assert (clone / DESK).read_text() == copied(clone, DESK)
     assert (clone / "mine.txt").read_text() == "mine"
-    assert (clone / DESK).read_text().endswith("# mine\n")
+    assert not (clone / "batchfiles" / "README.md").exists()
 
 
-def test_a_killed_update_leaves_the_script_under_a_dated_name(course, clone):
+def test_commits_of_ones_own_are_merged_or_nothing_changes(course, clone):
+    append(clone, "# mine\n", JOB)
+    commit(clone)
+    append(clone, "# mine\n", DESK)
+    renew(course, DESK)
+    update(clone, **WHO)
+    same(clone, course, DESK, JOB)
+    renew(course, JOB)
+    before = git(clone, "rev-parse", "HEAD")
+    assert "your commits change what" in update(clone, status=1, **WHO)
+    assert git(clone, "rev-parse", "HEAD") == before
+    assert git(clone, "status", "--short") == f" M {DESK}\n"
+    for name in JOB, DESK:
+        assert (clone / name).read_text().endswith("# mine\n")
+
+
+def test_a_killed_update_leaves_a_copy_of_the_script(course, clone):
     renew(course, DESK)
     append(clone, "# mine\n", DESK)
     programs = clone / "programs"
     programs.mkdir()
-    # ends the update where it asks for the reset
+    # ends the update where it asks for the merge
     program(programs / "git", """#!/bin/sh
-case "$*" in *--keep*) kill -9 $PPID; exit;; esac
+case "$*" in *--autostash*) kill -9 $PPID; exit;; esac
 exec /usr/bin/git "$@"
 """)
     python(clone, "-m", "workshop", "update", PATH=f"{programs}:/usr/bin:/bin")
-    assert kept(clone, DESK).read_text().endswith("# mine\n")
+    assert copied(clone, DESK).endswith("# mine\n")
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -173,21 +147,44 @@ def test_a_script_that_is_a_link_stays_one(course, clone, tmp_path, link):
          else mine, clone / DESK)
     update(clone)
     assert (clone / DESK).samefile(mine)
-    assert kept(clone, DESK).read_text() == mine.read_text()
+    assert copied(clone, DESK) == mine.read_text()
     assert mine.read_text().endswith("# mine\n")
 
 
-def test_a_link_in_the_place_of_a_folder_leads_to_nothing_that_changes(
-        course, clone, tmp_path):
-    append(course, "\n", LESSON)
-    commit(course)
-    mine = tmp_path / "my-notebooks"
-    (clone / "notebooks").rename(mine)
-    (clone / "notebooks").symlink_to(mine)
-    before = {path.name: path.read_bytes() for path in mine.iterdir()}
-    update(clone)
-    assert before == {path.name: path.read_bytes() for path in mine.iterdir()}
-    same(clone, course)
+@pytest.mark.parametrize("name, kind, staged", [
+    ("notebooks", "link", False), (JOB, "folder", False),
+    (JOB, "folder", True), ("batchfiles", "file", False),
+    ("batchfiles/new.sh", "new", False), ("runs/new.sh", "new", False)])
+def test_what_takes_the_place_of_the_courses_files_is_left_alone(
+        name, kind, staged, course, clone, tmp_path):
+    """Git's own stash removes a folder that is where a file was."""
+    renew(course, LESSON)
+    mine, elsewhere = clone / name, tmp_path / "elsewhere"
+    if kind == "new":  # what git would overwrite where it is ignored
+        (course / name).parent.mkdir(exist_ok=True)
+        (course / name).write_text("new")
+        git(course, "add", "-f", name)
+        commit(course)
+        mine.parent.mkdir(exist_ok=True)
+    else:
+        mine.rename(elsewhere)
+    if staged:
+        git(clone, "add", "-A")
+    if kind == "link":
+        mine.symlink_to(elsewhere)
+    elif kind == "folder":
+        mine.mkdir()
+        mine /= "mine.txt"
+    if kind != "link":
+        mine.write_text("mine")
+
+    def states():
+        return [(path, path.lstat().st_ino, path.lstat().st_mtime)
+                for path in (mine, *elsewhere.rglob("*"))]
+
+    before = states()
+    assert name in update(clone, status=1)
+    assert states() == before
 
 
 # --------------------------------------------- no repository but the clone
@@ -209,32 +206,28 @@ def theirs(tmp_path):
 
 
 @pytest.mark.parametrize("place", [
-    "course", "a/b/course", "link", "worktree", "ignored", "submodule's"])
+    "course", "link", "worktree", "submodule's"])
 def test_the_repository_around_a_course_without_git_is_left_alone(
         place, theirs, course, tmp_path):
-    around, name = theirs, "course"
-    if place == "a/b/course":
-        name = place
-    elif place == "worktree":
+    around = theirs
+    if place == "worktree":
         around = tmp_path / "around"
         git(theirs, "worktree", "add", "-q", "--track", "-b", "more",
             str(around), "origin/main")
-    elif place == "ignored":
-        (theirs / ".git" / "info" / "exclude").write_text("course\n")
     elif place == "submodule's":
         around = theirs / "sub"
         git(theirs, "-c", "protocol.file.allow=always", "submodule", "add",
             "-q", str(tmp_path / "origin.git"), "sub")
         git(theirs, "reset", "-q")
-    shutil.copytree(course, around / name,
+    shutil.copytree(course, around / "course",
                     ignore=shutil.ignore_patterns(".git"))
     if place == "link":
         (tmp_path / "link").symlink_to(around)
         around = tmp_path / "link"
     precious = around / "precious.txt"
     precious.write_text("not committed")
-    said = update(around / name, status=1)
-    assert "a folder in the repository" in said
+    said = update(around / "course", status=1)
+    assert "not a git repository" in said
     assert precious.read_text() == "not committed"
 
 
@@ -267,10 +260,11 @@ def test_other_kinds_of_clones_are_updated(
         course / "backstage" / "__init__.py").read_bytes()
 
 
-def test_a_clone_whose_files_are_elsewhere_is_left_alone(
-        theirs, course, clone):
+def test_only_the_files_of_the_course_are_touched(theirs, course, clone):
     git(clone, "config", "core.worktree", str(theirs))
-    assert "a folder in the repository" in update(clone, status=1)
+    renew(course, JOB)
+    update(clone)
+    same(clone, course)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
@@ -285,11 +279,8 @@ def test_if_git_fails_the_script_is_there(course, clone):
     append(clone, "# mine\n", DESK, JOB)
     (clone / ".git" / "index.lock").touch()  # another git is at work
     assert "index.lock" in update(clone, status=1)
-    assert "# mine" in (clone / DESK).read_text()
-    (clone / ".git" / "index.lock").unlink()
-    update(clone)
-    same(clone, course, but=DESK)
-    assert "# mine" in kept(clone, JOB).read_text()
+    for name in DESK, JOB:
+        assert (clone / name).read_text().endswith("# mine\n")
 
 
 def test_a_merge_goes_on_where_it_was(course, clone):
@@ -310,10 +301,11 @@ def test_without_edits_it_is_the_new_one_and_what_fails_is_one_line(
     renew(course, DESK)
     said = update(clone)
     same(clone, course)
-    assert git(clone, "status", "--short") == "" and "your code" not in said
+    assert git(clone, "status", "--short") == ""
+    assert "copies" not in said
     course.rename(tmp_path / "gone")
-    assert "git fetch failed" in update(clone, status=1)
+    assert "git fetch: " in update(clone, status=1)
     git(clone, "checkout", "-q", "--detach")
     assert "git switch main" in update(clone, status=1)
     shutil.rmtree(clone / ".git")
-    assert "not a git clone" in update(clone, status=1)
+    assert "git clone" in update(clone, status=1)
