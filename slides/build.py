@@ -13,7 +13,6 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from slides import figures, text
-from workshop.stages import LESSONS, STAGES
 
 SLIDES = text.SLIDES
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
@@ -129,7 +128,6 @@ def documents():
                    re.findall(r"\]\(svg/(.+)\.svg\)", deck)})
     found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
               for name in used}
-    found |= {STAGES[name].lesson: text.fold_lines(name) for name in LESSONS}
     readme = SLIDES / "README.md"
     head, mark, _ = readme.read_text("utf-8").partition(PLAN)
     require(mark, f"slides/README.md has no line {PLAN}")

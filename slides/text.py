@@ -21,7 +21,7 @@ from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
 from notebooks.experiments import sharding
 from slides import figures, schedules
-from workshop.lesson import documents, render
+from workshop.lesson import render
 from workshop.lesson.diff import Diff, differences, load_lesson
 from workshop.results import arithmetic, runs
 from workshop.stages import FIRST, LESSONS, STAGES
@@ -331,26 +331,6 @@ def diff(stage, words):
             f"{sign}{row}" for (sign, _), row in
             zip(rows, body.splitlines(), strict=True))]
     return "\n".join(["```diff", *out, "```"])
-
-
-def fold_lines(stage):
-    """A lesson's document, with all lines of each change below its anchors.
-
-    Where the anchors are not all of them.
-    """
-    whole = documents.FOLDED.sub("", STAGES[stage].lesson.read_text("utf-8"))
-    words = iter(load_lesson(stage).changes)
-
-    def fold(block):
-        lines = re.sub(r"^@@ line \d+(?:, (.+))? @@", lambda found:
-                       f"@@ {found[1] or 'outside of functions'} @@",
-                       diff(stage, next(words).title), flags=re.M)
-        if block[0].splitlines()[1:] == re.sub(
-                "@@.*\n", "", lines).splitlines()[1:]:
-            return block[0]
-        return (f"{block[0]}<details><summary>All its lines</summary>\n\n"
-                f"{lines}\n\n</details>\n")
-    return re.sub(r"^```diff\n(?:.+\n)+?```\n", fold, whole, flags=re.M)
 
 
 def changed_lines(stage):

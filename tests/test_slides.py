@@ -55,9 +55,8 @@ def test_what_the_repository_keeps_is_up_to_date(monkeypatch):
     expected = build.documents()
     assert not stale(expected), "run `python -m slides --markdown`"
     kept = {*(ROOT / "slides" / "svg").glob("*"),
-            *(ROOT / "slides").glob("*.md"),
-            *(ROOT / "workshop" / "lessons").glob("*.md")}
-    assert kept - {ROOT / "workshop/lessons/traffic.md"} == expected.keys()
+            *(ROOT / "slides").glob("*.md")}
+    assert kept == expected.keys()
     monkeypatch.setattr(text, "SHARDS", 99)
     assert stale({ROOT / "slides" / "course-60.md": text.write(
         text.DECKS["course-60"])}) == ["course-60.md"]

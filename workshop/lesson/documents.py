@@ -21,8 +21,7 @@ with `**Predict and check.**`, and the answer quotes the check:
     **Answer.** Both take device 0. The check says: `rank 1 asks for ...`.
 
 The code itself is in solutions/: an anchor ties a change to the lines of the
-diff between the two stages. `python -m slides --markdown` writes them below
-it, folded, for those who read a lesson on the web; nothing reads them here.
+diff between the two stages. `python -m workshop diff STAGE` shows them all.
 """
 
 import re
@@ -35,8 +34,6 @@ from workshop.stages import LESSONS, STAGES
 FENCE = "```"
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
 ANSWER = "**Answer.** "
-FOLDED = re.compile(r"<details><summary>All its lines</summary>\n.*?\n"
-                    r"</details>\n", re.S)
 
 
 @dataclass
@@ -78,8 +75,7 @@ def parse(text, name):
         if not condition:
             raise ValueError(f"{name}, line {line}: {complaint}")
 
-    head, *sections = split(FOLDED.sub(  # the numbers of lines stay
-        lambda found: "\n" * found[0].count("\n"), text))
+    head, *sections = split(text)
     begins = head.heading.startswith("# ") and head.prose and not head.blocks
     require(begins and sections, head.line, "a lesson begins with its title, "
             "'# ...', an introduction in prose only, and change '## 1. ...'")
