@@ -80,7 +80,7 @@ function broken(least) {
   };
   let seen = 0;
   for (const output of pane().querySelectorAll(".jp-OutputArea-output")) {
-    for (const one of [output, ...output.querySelectorAll("*:not(.unseen, caption, svg *)")])
+    for (const one of [output, ...output.querySelectorAll("*:not(.unseen, caption, svg *, .said, .said *)")])
       if (one.clientWidth && one.scrollWidth > one.clientWidth + 1)
         tell(`${one.scrollWidth} of ${one.clientWidth}`, one.innerText ?? "");
     const walk = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);

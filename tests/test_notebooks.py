@@ -27,7 +27,7 @@ from rankcheck.verification.command import verify
 from slides import figures, schedules
 from workshop.lesson import checked, documents, journey, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, following, magics, pictures, printed
+from workshop.notebook import cells, following, magics, pictures
 from workshop.notebook import lab as opener
 from workshop.notebook.shown import COMPLAINT
 from workshop.results import plot as panels
@@ -231,35 +231,16 @@ time.sleep(60)
     assert lines == ["begun\n", "saved\n"]
 
 
-def test_a_tables_headings_name_rows_and_columns():
-    drawn = printed.to_html(
-        "run   steps  loss\nddp      20  7.25\nlit      30  7.5\n")
-    assert re.findall('<th scope="(.*?)">(.*?)</th>', drawn) == [
-        ("col", "run"), ("col", "steps"), ("col", "loss"), ("row", "ddp"),
-        ("row", "lit")]
-    assert re.findall("<td>(.*?)</td>", drawn) == ["20", "7.25", "30", "7.5"]
-    drawn = printed.to_html("| step 0/2 | loss 7 |\nsaved one\n"
-                            "| step 1/2 | loss 6 |\nsaved two\n")
-    assert drawn.count("<table") == 1 and "saved two" in drawn
-    assert printed.whole("by 1e-05 with --eval-every 2") == (
-        'by <span class="whole">1e-05</span> with '
-        '<span class="whole">--eval-every</span> 2')
-
-
-def test_a_log_shows_some_of_its_steps(tmp_path, monkeypatch):
-    job = [f"script {i}" for i in range(9)]
-    job += [f"| step {i:4}/50 | loss {i}.5" for i in range(50)]
-    (tmp_path / "slurm-1.out").write_text("\n".join(
-        job + [f"> text {i}" for i in range(30)] + ["finished: here"]))
+def test_what_is_printed_is_shown_as_it_is(tmp_path, monkeypatch):
+    lines = ["run    steps", "   <b>   7", *map(str, range(2000)), "`end`"]
+    (tmp_path / "slurm-1.out").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    said = cells.log().html
-    *_, steps = re.findall(r"<table.*?</table>", said)
-    assert re.findall(r"<td>(\d+).5</td>", steps) == [
-        "0", "1", "2", "4", "8", "16", "32", "48", "49"]
-    head, texts, end = re.split(
-        "<table.*</table>|<details>.*</details>", said.replace("\n", "|"))
-    assert "|script 8" in head and "9 of 50 steps" in texts
-    assert "30 invented texts" in said and "finished: here" in end
+    printed = re.search('class="said".*<pre>(.*)</pre>', cells.log(3).html,
+                        re.DOTALL)[1]
+    assert printed == (f"{tmp_path}/slurm-1.out:\nrun    steps\n"
+                       "   &lt;b&gt;   7\n...\n1998\n1999\n<code>end</code>")
+    assert len(cells.log().text.splitlines()) == 1 + len(lines)
+    assert "599\n...\n" not in cells.log(2000).html
 
 
 def test_lesson_mpi_runs_with_the_environment_that_the_site_names(shown):

@@ -22,18 +22,20 @@ from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, render
 from workshop.lesson.diff import Diff, Script
 from workshop.lesson.journey import done, what_next
-from workshop.notebook import following, lab, magics, pictures, printed
+from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
     Shown,
+    as_table,
     in_one_line,
     live,
     picture,
-    said,
     said_by,
     said_meanwhile,
     split_words,
+    table,
+    told,
 )
 from workshop.results import arithmetic
 from workshop.results import runs as results
@@ -110,14 +112,6 @@ def check(stage, change=None):
                 return show(now=True)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-def as_table(rows, kind="numbers", notes=()):
-    """Rows as `printed.table` has them; notes: lines that stand below it."""
-    lines = [render.paragraph(render.quote(note)) for note in notes]
-    return Shown(
-        render.box(printed.table(rows, kind) + "".join(lines)),
-        "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
 def on_board(*arguments, link=str):
@@ -225,7 +219,7 @@ def undo():
 def how_to_reload(function, *args):
     """What it prints; how to see the new script stands out."""
     text = said_by(function, *args).text
-    return said(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
+    return told(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
 
 
 def drawn(draw):
@@ -258,7 +252,7 @@ def journey():
     return Shown(render.box(
         render.paragraph(f"<strong>{render.quote(words)}</strong> "
                          + ", ".join(links))
-        + printed.table(rows, "words")), " ".join([words, *lessons]))
+        + table(rows, "words")), " ".join([words, *lessons]))
 
 
 @in_one_line
@@ -292,8 +286,8 @@ def gpus():
                                  text=True, check=False)
             require(run.returncode == 0, (run.stderr or run.stdout).strip())
             rows = [line.split(",") for line in run.stdout.splitlines()]
-            return Shown(render.box(printed.table(rows)), run.stdout)
-    return said("There is no GPU here (neither nvidia-smi nor xpu-smi):\nall "
+            return Shown(render.box(table(rows)), run.stdout)
+    return told("There is no GPU here (neither nvidia-smi nor xpu-smi): all "
                 "lessons work on the CPU, and a batch job may have a GPU.")
 
 
@@ -423,5 +417,5 @@ def plot(panel, *folders):
     drawn = drawn_by("workshop.results.plot", panel, *(
         str(Path(str(name)).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")
-    return picture(drawn) if drawn.startswith("<svg") else said(
+    return picture(drawn) if drawn.startswith("<svg") else told(
         f"There is no picture yet: {drawn}.")

@@ -13,8 +13,7 @@ from backstage.errors import require
 from backstage.files import show_path
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
-from workshop.lesson import render
-from workshop.notebook.shown import Shown, in_one_line, said, split_words
+from workshop.notebook.shown import in_one_line, said, split_words, told
 from workshop.stages import batch_files
 
 
@@ -33,8 +32,7 @@ def slurm():
     """Say whether SLURM is here, and what the site asks for."""
     require(shutil.which("sbatch"), no_slurm())
     os.environ.update(interpreter.sbatch_variables())
-    answer = ask_slurm()
-    return Shown(render.box(render.paragraph(render.quote(answer))), answer)
+    return told(ask_slurm())
 
 
 @in_one_line
@@ -55,7 +53,7 @@ def submit(name, flags="", options=""):
     command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
-        return said(f"Nothing is submitted: `{command}` needs a y.\nIf "
+        return told(f"Nothing is submitted: `{command}` needs a y.\nIf "
                     "JupyterLab runs no other cell, press Enter in the "
                     "box above.")
     return ask("sbatch", *options,
@@ -91,11 +89,8 @@ def ask(*command):
 
 
 @in_one_line
-def log(lines=8):
-    """My newest job's log: its first lines, some steps, its last lines.
-
-    lines: how many are shown at first, and twice as many at the end.
-    """
+def log(lines=600):
+    """My newest job's log, with so many of its first and its last lines."""
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
             if path.is_file() and path.stat().st_uid == os.getuid()]

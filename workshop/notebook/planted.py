@@ -9,7 +9,7 @@ import tempfile
 from backstage.errors import require
 from workshop.jobs import interpreter
 from workshop.lesson import render
-from workshop.notebook import printed, shown
+from workshop.notebook import shown
 
 planted = []  # the program that runs a job with a fault, and its folder
 
@@ -61,6 +61,6 @@ def reason(text, last):
     kind = "good" if fault.startswith("nothing is wrong") else "bad"
     out = [render.paragraph(f"<strong>{fault}</strong>", kind),
            *map(render.paragraph, lines[lines.index(fault) + 1:]),
-           *(render.folded("The evidence", printed.to_html(part))
+           *(render.folded("The evidence", shown.printed(part.rstrip()))
              for part in evidence)]
     return shown.Shown(render.box("".join(out), last), text)

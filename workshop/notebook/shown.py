@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import html
 import inspect
 import io
 import os
@@ -12,7 +13,6 @@ import time
 from backstage.errors import UserError, require
 from workshop.jobs import interpreter
 from workshop.lesson import render
-from workshop.notebook import printed
 
 COMPLAINT = "application/x-workshop-complaint"  # docs/rehearse.sh looks for it
 
@@ -43,14 +43,53 @@ def complaint(error):
     return Shown(render.box(line, str(error)), text, **{COMPLAINT: text})
 
 
-def said(text, status="", above="", most=None):
-    """Lines of text: JupyterLab would wrap printed ones inside of words.
+def told(text):
+    """Sentences of ours, a paragraph for each line."""
+    lines = map(render.quote, text.splitlines())
+    return Shown(render.box("".join(map(render.paragraph, lines))),
+                 render.as_calls(text))
 
-    above: HTML that stands over them. most: as `printed.to_html` has it.
+
+def said(text, status="", above="", most=600):
+    """What a program prints, as it prints it, in a box that scrolls.
+
+    above: HTML that stands over it. most: how many of its first lines, and
+    of its last, are shown of a long text.
     """
     text = text.rstrip()
-    return Shown(render.box(above + printed.to_html(text, most), status),
+    lines = text.split("\n")
+    if len(lines) > 2 * most:
+        lines[most:-most] = ["..."]
+    return Shown(render.box(above + printed("\n".join(lines)), status),
                  render.as_calls(text))
+
+
+def printed(text):
+    """HTML of a text in a box that scrolls, and begins at its end."""
+    return render.scrolling(f"<pre>{render.quote(text)}</pre>",
+                            "What was printed", 'div class="said"')
+
+
+def table(rows, kind="numbers"):
+    """An HTML table of rows of cells; the first row is its head.
+
+    kind: of what most cells hold; "words" begin at the left.
+    """
+    head, *body = [[html.escape(str(cell)) for cell in row] for row in rows]
+    lines = ["".join(f'<th scope="col">{name}</th>' for name in head)]
+    lines += [f'<th scope="row">{name}</th>' + "".join(
+        f"<td>{cell}</td>" for cell in cells) for name, *cells in body]
+    lines = "".join(f"<tr>{line}</tr>" for line in lines)
+    return render.scrolling(f'<table class="{kind}">{lines}</table>',
+                            f"Table: {', '.join(head)}")
+
+
+def as_table(rows, kind="numbers", notes=()):
+    """Rows as a table; notes: lines that stand below it."""
+    lines = [render.paragraph(render.quote(note)) for note in notes]
+    return Shown(
+        render.box(table(rows, kind) + "".join(lines)),
+        "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
 def said_by(function, *args):
