@@ -13,7 +13,7 @@ from rankcheck.report import MEANING, SIGNS, Board
 from workshop import classroom
 from workshop.check.command import check
 from workshop.lesson import render
-from workshop.notebook import pictures
+from workshop.notebook import check_pictures, pictures
 
 
 @pytest.mark.whole
@@ -62,7 +62,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     off = [abs(mine - good) for mine, good in zip(
         seen["loss"], seen["single"], strict=True)]
     assert off[0] < 1e-5 < min(off[1:])
-    drawn = pictures.errors(seen["single"], {"2": seen["loss"]})
+    drawn = check_pictures.errors(seen["single"], {"2": seen["loss"]})
     heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", re.search(
         r'polyline points="(.*?)"', drawn)[1])]
     line = float(re.search(r'y1="([\d.]+)"[^>]*stroke-dash', drawn)[1])
@@ -70,12 +70,12 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
 
     expected, read, readers = (seen[what] for what in (
         "expected", "read", "readers"))
-    drawn = pictures.reads(expected, read, readers)
+    drawn = check_pictures.reads(expected, read, readers)
     assert "stroke-dasharray" not in drawn
     about = ElementTree.fromstring(drawn).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 4 5 8 9 12 13, rank 1 ")
     # as if half of the samples were read by both, the other half by nobody
-    drawn = pictures.reads(expected, [read[0], read[0]], readers)
+    drawn = check_pictures.reads(expected, [read[0], read[0]], readers)
     assert drawn.count("stroke-dasharray") == 16 * 6
 
 
@@ -152,7 +152,7 @@ def test_the_signs_have_a_legend_and_words():
 
 @pytest.mark.parametrize("losses", [[None, 5.0], [5.0, 5.0], []])
 def test_losses_that_are_missing_are_drawn(losses):
-    ElementTree.fromstring(pictures.errors([5.0, 4.0], {"1": losses}))
+    ElementTree.fromstring(check_pictures.errors([5.0, 4.0], {"1": losses}))
 
 
 def test_every_picture_has_a_title_and_a_description():
@@ -160,8 +160,9 @@ def test_every_picture_has_a_title_and_a_description():
     drawn = [pictures.cadence(), pictures.strategies(), pictures.words(),
              pictures.data_parallel(), pictures.nodes(),
              pictures.tensors(shown),
-             pictures.reads([[0, 1]], [[[0, 1]]], [0]),
-             pictures.errors([1.0], {"1": [1.0]}), pictures.samples_read(),
+             check_pictures.reads([[0, 1]], [[[0, 1]]], [0]),
+             check_pictures.errors([1.0], {"1": [1.0]}),
+             pictures.samples_read(),
              pictures.tied()]
     for svg in drawn:
         title, about, *_ = ElementTree.fromstring(svg)
@@ -187,11 +188,11 @@ def test_those_that_read_the_same_have_one_colour():
     """On a mesh of 2 x 2 x 2: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7."""
     readers = [0, 0, 1, 1] * 2
     read = [[[0, 1]] if number == 0 else [[2, 3]] for number in readers]
-    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
+    drawn = check_pictures.reads([[0, 1, 2, 3]], read, readers)
     assert "stroke-dasharray" not in drawn
     assert "ranks 0, 1, 4, 5" in drawn and "ranks 2, 3, 6, 7" in drawn
     read[7] = [[0, 3]]  # one of them reads another sample
-    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
+    drawn = check_pictures.reads([[0, 1, 2, 3]], read, readers)
     assert drawn.count("stroke-dasharray") == 2
     root = ElementTree.fromstring(drawn)
     width = float(root.get("viewBox").split()[2])

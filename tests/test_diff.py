@@ -14,7 +14,7 @@ from conftest import copy_course, copy_desk, edit, python
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.lesson import render
+from workshop.lesson import page, render
 from workshop.lesson.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
@@ -308,7 +308,7 @@ def test_hints_keep_the_code_one_click_away(look):
     diff = look(STD)
     html = render.to_html(diff, hints=True)
     assert html.count("<summary>Show the code</summary>") == COUNT
-    why = render.quote(diff.left[0].why.split("\n\n")[0])
+    why = page.quote(diff.left[0].why.split("\n\n")[0])
     assert html.index(why) < html.index("Show the")
     text = render.to_text(diff, hints=True)
     line = STD.splitlines().index("    device = use_device(hp.device)") + 1

@@ -24,7 +24,7 @@ from backstage.flags import parse
 from slides import build, figures, schedules, text
 from workshop import __main__ as tools
 from workshop.check.questions import QUESTIONS
-from workshop.lesson import render
+from workshop.lesson.page import STYLE
 from workshop.notebook import pictures
 from workshop.results import plot
 from workshop.stages import LESSONS
@@ -376,7 +376,7 @@ def test_red_green_blind_people_tell_added_lines_from_removed_ones(page):
         f"{round(float(share) * int(part) + (1 - float(share)) * page):02x}"
         for part in colour.split(", ")) for colour, share in re.findall(
             r"pre\.code \.(?:add|del) \{ background: rgba\((.*), (.*)\)",
-            render.STYLE)]
+            STYLE)]
     assert len(grounds) == 2 and nearest(grounds) > 20
     assert nearest(("#ddffdd", "#ffdddd")) < 20  # green and red: it is seen
 

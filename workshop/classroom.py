@@ -23,9 +23,10 @@ from typing import Optional
 from backstage import ROOT
 from backstage.errors import require
 from backstage.files import write_atomically
+from rankcheck.html import BLUE, ORANGE
 from rankcheck.reader import may_replace, read_regular
 from workshop.lesson import documents
-from workshop.lesson.render import BLUE, ORANGE, quote
+from workshop.lesson.page import quote
 from workshop.stages import LESSONS, STAGES, batch_files
 
 # Nobody waits for it: the folder may be full, gone, or on a server that does

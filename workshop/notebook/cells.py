@@ -15,14 +15,22 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
+from rankcheck.html import paragraph
 from rankcheck.reader import read_regular
 from rankcheck.report import Board
 from workshop import classroom
 from workshop.jobs import interpreter
-from workshop.lesson import backups, desk, render
+from workshop.lesson import backups, desk, page, render
 from workshop.lesson.diff import Diff, Script
 from workshop.lesson.journey import done, what_next
-from workshop.notebook import following, lab, magics, pictures
+from workshop.notebook import (
+    check_pictures,
+    following,
+    lab,
+    magics,
+    outline,
+    pictures,
+)
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -103,7 +111,7 @@ def check(stage, change=None):
     seen, script = following.saved_at(), read_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]),
-                           link=render.link_lines)
+                           link=page.link_lines)
 
     def follow():
         for is_new in following.saves(seen):
@@ -120,10 +128,10 @@ def on_board(*arguments, link=str):
     link: a function that makes links in the HTML. Returns the `Board`, and the
     function that shows it anew.
     """
-    board = Board(render.as_calls)
+    board = Board(page.as_calls)
     show = live(lambda: following.alive(Shown(
-        render.box(link(board.to_html(check_pictures(board)))
-                   + render.KEEP_IN_SIGHT * (board.right is not None
+        page.box(link(board.to_html(check_pictures.draw(board)))
+                   + page.KEEP_IN_SIGHT * (board.right is not None
                                              and not board.is_old),
                    board.last), board.to_text())))
     board.update({"say": "The processes start, which takes some seconds."})
@@ -148,17 +156,6 @@ def read_script():
         return None
 
 
-def check_pictures(board):
-    last = [*board.pictures.values()][-1:]
-    drawn = [pictures.reads(seen["expected"], seen["read"], seen["readers"])
-             for seen in last if any(seen["read"])]
-    losses = {name: seen["loss"] for name, seen in board.pictures.items()
-              if seen["loss"]}
-    if losses:
-        drawn.append(pictures.errors(last[0]["single"], losses))
-    return f"<div>{''.join(drawn)}</div>" if drawn else ""
-
-
 @in_one_line
 def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
@@ -171,7 +168,7 @@ def beside(stage):
     if workspace:
         lines.append(f'<a href="{workspace}">Script and lesson side by side'
                      "</a>: opens both anew (save first)")
-    return Shown(render.box("".join(map(render.paragraph, lines))),
+    return Shown(page.box("".join(map(paragraph, lines))),
                  f"Your script is {path}")
 
 
@@ -249,8 +246,8 @@ def journey():
     words, lessons = what_next()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
     rows = [("lesson", "it makes", "check passed", "runs"), *done()]
-    return Shown(render.box(
-        render.paragraph(f"<strong>{render.quote(words)}</strong> "
+    return Shown(page.box(
+        paragraph(f"<strong>{page.quote(words)}</strong> "
                          + ", ".join(links))
         + table(rows, "words")), " ".join([words, *lessons]))
 
@@ -261,8 +258,8 @@ def script_map():
     script = Script(DESK)
     require(script.tree, f"{show_path(DESK)} is not Python yet: "
             f"{script.syntax_error or 'it is nested too deeply'}")
-    rows = pictures.script_map("".join(script.raw), f"../{show_path(DESK)}")
-    return Shown(render.box(rows), "(a map of the script)")
+    rows = outline.script_map("".join(script.raw), f"../{show_path(DESK)}")
+    return Shown(page.box(rows), "(a map of the script)")
 
 
 @in_one_line
@@ -286,7 +283,7 @@ def gpus():
                                  text=True, check=False)
             require(run.returncode == 0, (run.stderr or run.stdout).strip())
             rows = [line.split(",") for line in run.stdout.splitlines()]
-            return Shown(render.box(table(rows)), run.stdout)
+            return Shown(page.box(table(rows)), run.stdout)
     return told("There is no GPU here (neither nvidia-smi nor xpu-smi): all "
                 "lessons work on the CPU, and a batch job may have a GPU.")
 
@@ -307,7 +304,7 @@ def load_ipython_extension(ipython):
     if following.pulse():
         from IPython.display import display
 
-        display(Shown(render.texts(following.pulse()), ""))
+        display(Shown(page.texts(following.pulse()), ""))
     with contextlib.suppress(UserError):  # the first cell will tell
         magics.warm.start()
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
-from workshop.lesson import checked, render
+from workshop.lesson import checked, page
 from workshop.notebook.shown import Shown
 from workshop.stages import DESK
 
@@ -53,7 +53,7 @@ def alive(shown):
     path = pulse()
     if not path:
         return shown
-    return Shown(render.stale(path) + shown.html, shown.text)
+    return Shown(page.stale(path) + shown.html, shown.text)
 
 
 @functools.lru_cache(1)

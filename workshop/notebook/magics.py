@@ -6,7 +6,7 @@ import time
 
 from backstage.errors import UserError, require
 from workshop.jobs import interpreter
-from workshop.lesson import render
+from workshop.lesson import page
 from workshop.notebook import pictures
 from workshop.notebook.shown import complaint, live, said
 
@@ -96,5 +96,5 @@ def run_ranks(name, cell, number, seconds):
                 if any(answer[what])]
             words = f"{who}, {time.monotonic() - begin:.1f} s"
             state = said("\n".join([*lines, words]), words, "".join(
-                [*drawn, answer["svg"] or "", render.KEEP_IN_SIGHT]))
+                [*drawn, answer["svg"] or "", page.KEEP_IN_SIGHT]))
     show(now=True)

@@ -1,14 +1,26 @@
-"""Pictures for the lessons: SVG, for the light and the dark theme."""
+"""Pictures for the lessons."""
 
-import ast
 import html
-import math
-import re
 
-# one a process; white words can be read on them, they are seen in both themes,
-# and red-green blind people tell them apart
-COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
-CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
+from workshop.notebook.shapes import (
+    CELL,
+    COLOURS,
+    GREY,
+    LINE,
+    arrow,
+    box,
+    cell,
+    frame,
+    in_cell,
+    label,
+    line,
+    middle,
+    plural,
+    rect,
+    stripes,
+    svg,
+    text,
+)
 
 
 def cadence(worlds=(1, 2, 4)):
@@ -127,91 +139,6 @@ def strategies(gpus=4):
                         f"{', '.join(rows[len(rows) - sharded:]) or 'nothing'}"
                         " sharded, the rest whole on each GPU."
                         for name, sharded in names), 60)
-
-
-def plural(count, word, ending):
-    return f"{count} {word}{ending if count > 1 else ''}"
-
-
-def attributes(style):
-    return "".join(f' {name.replace("_", "-")}="{value}"'
-                   for name, value in style.items())
-
-
-def label(x, y, words, **style):
-    return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{words}</text>'
-
-
-def text(x, y, words, weight="normal"):
-    """Words that begin at x and stand on y."""
-    return label(x, y, words, font_weight=weight)
-
-
-def middle(x, y, words, **style):
-    """Words around x."""
-    return label(x, y, words, **style, text_anchor="middle")
-
-
-def rect(x, y, width, height=20, **style):
-    return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" '
-            f'height="{height:g}"{attributes(style)}/>')
-
-
-def stripes(x, y, width, height, colours, **style):
-    """A rectangle of so many equal parts, side by side."""
-    part = width / max(len(colours), 1)
-    return "".join(rect(x + i * part, y, part, height, fill=colour, **style)
-                   for i, colour in enumerate(colours))
-
-
-def cell(x, y, number, rank):
-    """A microbatch in the colour of its process."""
-    return rect(x, y, CELL - 2, rx=3, fill=COLOURS[rank]) + in_cell(
-        x, y, number, fill="#fff")
-
-
-def in_cell(x, y, number, **style):
-    return middle(x + CELL / 2 - 1, y + 14, number, **style, font_size=11)
-
-
-def frame(x, y, width, filled=False):
-    return rect(x + 1, y + 1, width - 2, rx=2,
-                fill_opacity=0.35 if filled else 0, stroke="currentColor",
-                stroke_opacity=0.6)
-
-
-def line(x1, y1, x2, y2, width, **style):
-    return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
-            f'stroke="currentColor" stroke-width="{width}"'
-            f"{attributes(style)}/>")
-
-
-GREY = "#808080"
-
-
-def svg(width, height, parts, title, about, more=0):
-    """The picture of these parts, as wide as it needs, or as there is.
-
-    title, about: for people who cannot see it: what it is, what it shows.
-    more: how much wider it may be.
-    """
-    return (f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
-            f'style="width: 100%; max-width: {width + more:g}px; '
-            'font: 12px var(--jp-ui-font-family, sans-serif)" '
-            f'fill="currentColor"><title>{html.escape(title)}</title>'
-            f'<desc>{html.escape(about)}</desc>{"".join(parts)}</svg>')
-
-
-def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
-    return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
-                stroke=colour) + middle(
-                    x + width / 2, y + height / 2 + 4, words)
-
-
-def arrow(x, y, end):
-    """An arrow down, from y to end."""
-    return (line(x, y, x, end - 4, 1.5) + '<path d="M'
-            f'{x - 4:g},{end - 7:g} L{x + 4:g},{end - 7:g} L{x:g},{end:g}z"/>')
 
 
 # -------------------------------------------------------------- start_here
@@ -361,38 +288,6 @@ def tied():
                "both a + b, so their copies get the same update.")
 
 
-def script_map(source, path):
-    """Sections, classes and functions of a script, with links to their lines.
-    """
-    heads = [(number, match[1]) for number, row in
-             enumerate(source.splitlines(), 1)
-             if (match := re.fullmatch(r"# -{3,} (.+)", row))]
-    heads = [(0, "beginning"), *heads, (source.count("\n") + 2, "")]
-    items = [node for node in ast.parse(source).body
-             if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    out = []
-    for (begin, name), (end, _) in zip(heads, heads[1:]):
-        rows = [describe(node, path) for node in items
-                if begin < node.lineno < end]
-        if rows:
-            out.append(f"<h3>{html.escape(name)}</h3>{''.join(rows)}")
-    return "".join(out)
-
-
-def describe(node, path):
-    """A class or function in a row: its line, name, methods, purpose."""
-    kind = "class" if isinstance(node, ast.ClassDef) else "def"
-    methods = [child.name for child in node.body
-               if isinstance(child, ast.FunctionDef)
-               and not child.name.startswith("__")]
-    about = (ast.get_docstring(node) or "").split("\n")[0]
-    inside = f": {', '.join(methods)}" if methods and kind == "class" else ""
-    return (f'<p><a href="{path}#line={node.lineno - 1}">line '
-            f"{node.lineno}</a> {kind} "
-            f"<strong>{node.name}</strong>{inside} "
-            f'<span class="place">{html.escape(about)}</span></p>')
-
-
 # ------------------------------------------------------------- collectives
 
 
@@ -472,47 +367,6 @@ def value_box(x, y, width, value):
         x, y, width, 24, GREY, number(value), 0)
 
 
-# ------------------------------------------------------------------- check
-
-
-def reads(expected, read, readers):
-    """Which ranks read which sample, a row for each step.
-
-    expected: the samples of each step; read: for each rank, those it read in
-    each step; readers: for each rank a number, the same for ranks that have to
-    read the same. A sample that others read, too, or not all of them, has a
-    frame, and the colours of all.
-    """
-    left, most = 52, max(map(len, expected))
-    groups = [[rank for rank, one in enumerate(readers) if one == number]
-              for number in dict.fromkeys(readers)]
-    out, x = [text(0, 14, "who read which sample", "bold")], left
-    for k, ranks in enumerate(groups):
-        name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        out += [cell(x, 24, "", k % len(COLOURS)),
-                text(x + CELL + 2, 38, name)]
-        x += CELL + 16 + 7 * len(name)
-    y, told = 54, []
-    for step, samples in enumerate(expected):
-        out.append(text(0, y + 15, f"step {step}"))
-        found = [part[step] if step < len(part) else [] for part in read]
-        for k, sample in enumerate(samples):
-            owners = [i for i, ranks in enumerate(groups)
-                      if any(sample in found[rank] for rank in ranks)]
-            whole = all(sample in found[rank] for i in owners
-                        for rank in groups[i])
-            out.append(sample_box(left + k * CELL, y, sample, owners, whole))
-        others = sum(one not in samples for part in found for one in part)
-        if others:
-            out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
-        told.append(f"step {step}: " + ", ".join(
-            f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
-            for rank, numbers in enumerate(found)) + ".")
-        y += LINE
-    return svg(max(left + most * CELL + 34, x), y, out,
-               "Which rank read which sample", " ".join(told))
-
-
 def sample_box(x, y, sample, owners, whole=True):
     """A sample, in the colours of those that read it.
 
@@ -526,66 +380,6 @@ def sample_box(x, y, sample, owners, whole=True):
             + rect(x, y, CELL - 2, rx=3, fill="none", stroke="currentColor",
                    stroke_width=1.5, stroke_dasharray="3 2")
             + in_cell(x, y, sample, **style))
-
-
-def errors(single, losses, allowed=1e-5):
-    """|loss - that of the single device| by step, on a logarithmic axis.
-
-    single: the single device's losses; losses: {number of processes: losses};
-    allowed: what rounding may make of it, relatively. None is a missing loss.
-    """
-    left, top, width, height = 52, 30, 330, 150
-    low, high = -9, 1  # powers of ten; equal ones are on the axis
-
-    def place(error):
-        power = math.log10(error) if error > 0 else low
-        return top + height * (high - min(max(power, low), high)) / (
-            high - low)
-
-    out = [text(0, 14, "|loss - single device|, by step", "bold")]
-    for power in range(low, high + 1, 2):
-        y = place(10**power) if power > low else place(0)
-        out += [text(0, y + 4, "equal" if power == low else f"1e{power:+d}"),
-                line(left, y, left + width, y, 1, stroke_opacity=0.25)]
-    steps = len(single)
-    xs = [left + (step + 0.5) * width / steps for step in range(steps)]
-    out += [middle(x, top + height + 16, str(step))
-            for step, x in enumerate(xs)]
-    bound = place(allowed * max(value or 0 for value in single))
-    out += [line(left, bound, left + width, bound, 1.5,
-                 stroke_dasharray="6 4"),
-            label(left + width, bound - 5, "rounding, at most",
-                  text_anchor="end")]
-    told = []
-    for k, (name, values) in enumerate(losses.items()):
-        colour = COLOURS[k % len(COLOURS)]
-        points = [(x, place(abs(mine - good))) for x, mine, good in zip(
-            xs, values, single) if mine is not None and good is not None]
-        out.append(f'<polyline points="'
-                   f'{" ".join(f"{x:g},{y:g}" for x, y in points)}" '
-                   f'fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [marker(k, x, y, colour) for x, y in points]
-        x, y = left + 110 * (k % 3), top + height + 32 + 18 * (k // 3)
-        out += [marker(k, x + 6, y, colour), text(x + 16, y + 4, plural(
-            int(name), "process", "es") if name.isdigit() else name)]
-        told.append(f"{name}: " + " ".join(
-            f"{abs(mine - good):.0e}" for mine, good in zip(values, single)
-            if mine is not None and good is not None) + ".")
-    return svg(left + width + 4,
-               top + height + 44 + 18 * ((len(losses) - 1) // 3), out,
-               "How far the loss is from the single device's",
-               "By step, on 1, 2 and more processes. " + " ".join(told))
-
-
-def marker(k, x, y, colour):
-    """A point of the k-th curve: curves differ in shape, too."""
-    corners = ((), (-4, -4, 4, -4, 4, 4, -4, 4), (0, -5, 5, 4, -5, 4),
-               (0, -5, 5, 0, 0, 5, -5, 0))[k % 4]
-    if not corners:
-        return f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{colour}"/>'
-    points = " ".join(f"{x + corners[i]:g},{y + corners[i + 1]:g}"
-                      for i in range(0, len(corners), 2))
-    return f'<polygon points="{points}" fill="{colour}"/>'
 
 
 # ---------------------------------------------------------------- sharding

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 
 from backstage.errors import require
+from rankcheck.html import folded, paragraph
 from workshop.jobs import interpreter
-from workshop.lesson import render
+from workshop.lesson import page
 from workshop.notebook import shown
 
 planted = []  # the program that runs a job with a fault, and its folder
@@ -55,12 +56,12 @@ def why():
 def reason(text, last):
     """What `why` prints: what is wrong, what to try, the evidence folded."""
     answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
-    lines = render.quote(answer).splitlines()
+    lines = page.quote(answer).splitlines()
     # the last one: before, it may say that it looks again
     fault = [line for line in lines if not line.startswith("try: ")][-1]
     kind = "good" if fault.startswith("nothing is wrong") else "bad"
-    out = [render.paragraph(f"<strong>{fault}</strong>", kind),
-           *map(render.paragraph, lines[lines.index(fault) + 1:]),
-           *(render.folded("The evidence", shown.printed(part.rstrip()))
+    out = [paragraph(f"<strong>{fault}</strong>", kind),
+           *map(paragraph, lines[lines.index(fault) + 1:]),
+           *(folded("The evidence", shown.printed(part.rstrip()))
              for part in evidence)]
-    return shown.Shown(render.box("".join(out), last), text)
+    return shown.Shown(page.box("".join(out), last), text)

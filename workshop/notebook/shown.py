@@ -11,8 +11,9 @@ import shlex
 import time
 
 from backstage.errors import UserError, require
+from rankcheck.html import paragraph, scrolling
 from workshop.jobs import interpreter
-from workshop.lesson import render
+from workshop.lesson import page
 
 COMPLAINT = "application/x-workshop-complaint"  # docs/rehearse.sh looks for it
 
@@ -38,16 +39,16 @@ class Shown:
 
 def complaint(error):
     """What went wrong, in one line."""
-    line = render.paragraph(render.quote(str(error)), "bad")
-    text = render.as_calls(str(error))
-    return Shown(render.box(line, str(error)), text, **{COMPLAINT: text})
+    line = paragraph(page.quote(str(error)), "bad")
+    text = page.as_calls(str(error))
+    return Shown(page.box(line, str(error)), text, **{COMPLAINT: text})
 
 
 def told(text):
     """Sentences of ours, a paragraph for each line."""
-    lines = map(render.quote, text.splitlines())
-    return Shown(render.box("".join(map(render.paragraph, lines))),
-                 render.as_calls(text))
+    lines = map(page.quote, text.splitlines())
+    return Shown(page.box("".join(map(paragraph, lines))),
+                 page.as_calls(text))
 
 
 def said(text, status="", above="", most=600):
@@ -60,13 +61,13 @@ def said(text, status="", above="", most=600):
     lines = text.split("\n")
     if len(lines) > 2 * most:
         lines[most:-most] = ["..."]
-    return Shown(render.box(above + printed("\n".join(lines)), status),
-                 render.as_calls(text))
+    return Shown(page.box(above + printed("\n".join(lines)), status),
+                 page.as_calls(text))
 
 
 def printed(text):
     """HTML of a text in a box that scrolls, and begins at its end."""
-    return render.scrolling(f"<pre>{render.quote(text)}</pre>",
+    return scrolling(f"<pre>{page.quote(text)}</pre>",
                             "What was printed", 'div class="said"')
 
 
@@ -80,15 +81,15 @@ def table(rows, kind="numbers"):
     lines += [f'<th scope="row">{name}</th>' + "".join(
         f"<td>{cell}</td>" for cell in cells) for name, *cells in body]
     lines = "".join(f"<tr>{line}</tr>" for line in lines)
-    return render.scrolling(f'<table class="{kind}">{lines}</table>',
+    return scrolling(f'<table class="{kind}">{lines}</table>',
                             f"Table: {', '.join(head)}")
 
 
 def as_table(rows, kind="numbers", notes=()):
     """Rows as a table; notes: lines that stand below it."""
-    lines = [render.paragraph(render.quote(note)) for note in notes]
+    lines = [paragraph(page.quote(note)) for note in notes]
     return Shown(
-        render.box(table(rows, kind) + "".join(lines)),
+        page.box(table(rows, kind) + "".join(lines)),
         "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
@@ -176,4 +177,4 @@ def live(make):
 
 
 def picture(svg):
-    return Shown(render.box(svg + render.KEEP_IN_SIGHT), "(a picture)")
+    return Shown(page.box(svg + page.KEEP_IN_SIGHT), "(a picture)")

@@ -1,0 +1,124 @@
+"""Parts of what a notebook shows: the style, the scripts, links and code."""
+
+import html
+import json
+import re
+import time
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.files import show_path
+from rankcheck.html import BLUE, ORANGE, quote_text, scrolling
+from workshop.stages import DESK
+
+# Half a laptop's screen has 72 columns, the scripts up to 79. Where JupyterLab
+# wraps, End stops inside of a line, and Enter there splits it.
+#
+# JupyterLab's variables follow its theme; other pages keep their own colours.
+# The numbers and signs are text, which cannot be selected: anyone who copies
+# from the view copies only code. Where lines are removed there are stripes
+# beside the colour.
+PAGE = Path(__file__).parent
+
+
+def script(name):
+    """A script for the page, without the comment above it."""
+    text = (PAGE / name).read_text("utf-8")
+    text = re.sub("^//.*\n", "", text, flags=re.M).strip()
+    return f"<script>{text}</script>"
+
+
+STYLE = "<style>\n{}</style>".format(
+    (PAGE / "view.css").read_text("utf-8").replace("BLUE", BLUE).replace(
+        "ORANGE", ORANGE))
+KEEP_IN_SIGHT = script("keep_in_sight.js")
+BRING_LINE = script("bring_line.js")
+KEEP_UNFOLDED = script("keep_unfolded.js")
+TEXTS = script("texts.js")
+ANNOUNCE = script("announce.js")
+STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
+it does not follow your script any more.</strong> Run this cell again.</p
+>""" + script("stale.js") + "</div>"
+
+
+def texts(path):
+    """A script for the page, which looks after what is not shown from here.
+
+    path: as below.
+    """
+    there = Path(path).parents[2] / DESK.relative_to(ROOT)
+    return BRING_LINE + TEXTS.replace("DESK", json.dumps(there.as_posix()))
+
+
+def stale(path):
+    """HTML that says when the view under it is dead.
+
+    path: in JupyterLab, of the file into which its kernel writes the time.
+    """
+    return STYLE + texts(path) + STALE.replace(
+        "TIME", time.strftime("%H:%M:%S")).replace(
+        "PATH", json.dumps(path)).replace("BORN", str(time.time()))
+
+
+def link(text, line=""):
+    """HTML: JupyterLab opens the attendee's script beside, at the line."""
+    path = f"../{show_path(DESK)}{line and f'#line={int(line) - 1}'}"
+    return f'<a href="{path}">{text}</a>'
+
+
+def link_lines(text):
+    """The text, in which each line of the attendee's script is a link."""
+    return re.sub(r"(?<!\.py, )\bline (\d+)",
+                  lambda it: link(it[0], it[1]), text)
+
+
+def code_box(view, about):
+    """The HTML of rows of code; about: its name for those who listen."""
+    kinds = {"-": ' class="del" role="deletion"',
+             "+": ' class="add" role="insertion"', "": ' class="gap"',
+             "@": ' class="title"'}
+    lines = []
+    for line, sign, parts in view:
+        text = "".join(
+            f"<mark>{html.escape(part)}</mark>" if differs
+            else html.escape(part) for part, differs in parts)
+        whole = "".join(part for part, _ in parts)
+        hang = len(whole) - len(whole.lstrip()) + 4  # where it goes on
+        # a line's end of its own: an export has no style sheet
+        lines.append(f'<span{kinds.get(sign, "")} style="--hang: {hang}ch">'
+                     f'<b>{line or "":>5} {sign or "⋯"} </b>{text}\n</span>')
+    return scrolling(f'<code>{"".join(lines)}</code>', about,
+                     'pre class="code"')
+
+
+def quote(text):
+    """HTML of a text, with calls in the place of terminal commands."""
+    return quote_text(as_calls(text))
+
+
+def as_calls(text):
+    """The text with calls, for a cell, in the place of terminal commands."""
+    def call(command):
+        name, *words = command[1].split()
+        if words == ["--undo"]:
+            name, words = "undo", []
+        named = {"--list": "", "--all": '"all"', "--no-hints": "hints=False"}
+        words = [named.get(word, word if word.isdigit() and len(word) < 3
+                           else f'"{word}"') for word in words]
+        return f"`{name}({', '.join(words)})`"
+
+    return re.sub(r"`python -m workshop ((?:apply|check|diff|reset)"
+                  r" [^`]+)`", call, text)
+
+
+def box(text, status=""):
+    """The style, and the HTML that it applies to.
+
+    status: a line of text that is read aloud where someone listens.
+    """
+    if status:
+        words = json.dumps(as_calls(status)).replace("<", "\\u003c")
+        text += ANNOUNCE.replace("WORDS", words)
+    if "#line=" in text:
+        text += BRING_LINE
+    return f'{STYLE}<div class="ws">{text}</div>'
