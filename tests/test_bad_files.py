@@ -5,6 +5,7 @@ The examples are what once ended with a traceback, a hang or a crash.
 """
 
 import argparse
+import base64
 import contextlib
 import io
 import json
@@ -12,7 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +62,9 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5)
+VALUES = JSON | st.sampled_from([
+    torch.zeros(3), torch.zeros(()), torch.zeros(3, dtype=torch.int64), [],
+    {}, 2**70, -1, float("nan")])
 MODEL = std.GPT(std.GPTConfig(32, 257, 1, 2, 8))
 WEIGHT = "transformer.h.0.attn.c_attn.weight"
 
@@ -74,17 +81,6 @@ def one_line(read, *arguments):
     except (UserError, errors.UserError) as error:
         assert len(str(error).splitlines()) == 1, error
         return None
-
-
-def flipped(content, begin=0):
-    """Strategy: the content with a bit of it changed, from `begin` on."""
-    def flip(position, bit):
-        changed = bytearray(content)
-        changed[position] ^= 1 << bit
-        return bytes(changed)
-
-    return st.builds(flip, st.integers(begin, len(content) - 1),
-                     st.integers(0, 7))
 
 
 def changed(value, path, new):
@@ -104,7 +100,7 @@ def places(value, path=()):
             yield from places(value[key], (*path, key))
 
 
-# ------------------------------------------------------------- checkpoints
+# ------------------------------------------------------- a place is changed
 
 
 OPTIMIZER = MODEL.configure_optimizers(std.PRESETS["tiny"])
@@ -114,6 +110,10 @@ STATE = {
     "optimizer": MOMENTS, "config": asdict(MODEL.config),
     "hyperparameters": {"data": "data"}}
 OUTLINE = outline(MODEL, OPTIMIZER)
+PLACES = [*places(STATE)]
+MOMENT = "optimizer", "state", WEIGHT, "exp_avg"
+ROWS = ",".join(COLUMNS) + "\n" + "".join(
+    f"{step},5.5,,0.01,1.5,0.25,1000,,4,1000\n" for step in range(3))
 
 
 def as_bytes(save, *arguments, **options):
@@ -124,7 +124,7 @@ def as_bytes(save, *arguments, **options):
 
 
 CONTENT = as_bytes(lambda file: torch.save(STATE, file))
-DIRECTORY = CONTENT.index(b"PK\x01\x02")  # which no checksum covers
+SHARD = as_bytes(np.save, np.arange(100, dtype=np.uint16))
 
 
 def read_checkpoint(file):
@@ -132,6 +132,155 @@ def read_checkpoint(file):
     state, _ = load_trained(file)
     check_fit(file, state, OUTLINE)
     return state
+
+
+def is_for_the_model(state):
+    std.GPTConfig(**state["config"])
+    return type(state["step"]) is int and state["step"] >= 0 and all(
+        weight.shape == WEIGHTS[name].shape
+        for name, weight in state["model"].items())
+
+
+def read_run(file):
+    """What a run is resumed with, and what is shown among the results."""
+    (file.parent / "metrics.csv").write_text(ROWS)
+    started = one_line(runs.read_started, file.parent)
+    assert started is None or started["max_steps"] > 0
+    return runs.read(file.parent)
+
+
+def read_shard(file):
+    file.with_name("any_val_000001.npy").write_bytes(SHARD)
+    dataset.check_shards(file.parent, 32)
+    return np.load(file)
+
+
+def read_manifest(file):
+    ratio = dataset.bytes_per_token(file.parent)
+    assert ratio is None or ratio > 0
+    return dataset.read_manifest(file.parent)
+
+
+@dataclass
+class Reader:
+    """good: a file's bytes, or what it holds, which `save` writes."""
+
+    file: str
+    good: object
+    read: Callable  # the file: what it holds, or a `UserError`
+    is_right: Callable  # of what was read
+    save: Callable = lambda value, file: file.write_text(json.dumps(value))
+
+    def try_content(self, place, content):
+        """Read this in the file's place: it is right, or one line."""
+        save_vocabulary(BYTES, place)
+        file = place / self.file
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            self.save(content, file)
+        result = one_line(self.read, file)
+        assert result is None or self.is_right(result)
+
+
+# how a run is recorded: as the examples in example-logs/ have it
+RECORDED = json.loads((runs.EXAMPLES / "ddp-2" / RECORD).read_text())
+READERS = {
+    "checkpoint": Reader(
+        "any.pt", CONTENT, read_checkpoint,
+        lambda state: same_state(state["model"], WEIGHTS)),
+    "values": Reader("any.pt", STATE, read_checkpoint, is_for_the_model,
+                     torch.save),
+    "record": Reader(RECORD, RECORDED, read_run, lambda run: (
+        run.accumulation >= 0 and run.name and run.preset
+        and (run.sent is None or run.sent >= 0))),
+    "metrics": Reader(
+        "metrics.csv", ROWS.encode(), lambda file: [*runs.read_metrics(file)],
+        lambda rows: all(row["step"] >= 0 and isinstance(row["loss"], float)
+                         and row.keys() >= {*COLUMNS} for row in rows)),
+    "shard": Reader("any_train_000001.npy", SHARD, read_shard,
+                    lambda tokens: len(tokens) == 100),
+    "tokens": Reader(
+        dataset.TOKENS, b"".join(b"%s %d\n" % (
+            base64.b64encode(bytes([byte])), byte) for byte in range(256)),
+        lambda file: dataset.load_vocabulary(file.parent),
+        lambda encoding: encoding.encode("a") == [97]),
+    "settings": Reader(
+        dataset.SETTINGS, {"name": "bytes", "pat_str": r"[\s\S]",
+                           "special_tokens": {dataset.END_OF_TEXT: 256}},
+        lambda file: dataset.load_vocabulary(file.parent),
+        lambda encoding: encoding.n_vocab == 257),
+    "manifest": Reader("manifest.json", RECORDED, read_manifest,
+                       lambda value: True),
+}
+
+
+def contents(good):
+    """Strategy: what a file holds, with a place of it changed; any bytes."""
+    if not isinstance(good, bytes):
+        return st.builds(partial(changed, good),
+                         st.sampled_from([*places(good)]), VALUES
+                         if good is STATE else JSON) | st.binary(max_size=50)
+    # of a checkpoint its directory, too, which no checksum covers
+    begins = [0, max(good.find(b"PK\x01\x02"), 0)]
+    position = st.sampled_from(begins).flatmap(
+        lambda begin: st.integers(begin, len(good) - 1))
+    return st.one_of(
+        st.binary(max_size=200), st.text().map(str.encode),
+        position.map(lambda end: good[:end]),
+        st.builds(lambda at, bit: good[:at] + bytes([good[at] ^ 1 << bit])
+                  + good[at + 1:], position, st.integers(0, 7)))
+
+
+@few
+@given(st.data())
+@pytest.mark.parametrize("name", [
+    *READERS.keys() - {"values"},
+    pytest.param("values", marks=pytest.mark.whole)])
+def test_a_place_changed(place, name, data):
+    READERS[name].try_content(
+        place, data.draw(contents(READERS[name].good)))
+
+
+def with_line(number, end):
+    """The vocabulary with another end of this line."""
+    lines = READERS["tokens"].good.split(b"\n")
+    lines[number] = lines[number].split()[0] + end
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    *product(("record", "metrics", "settings", "manifest"), (
+        "ä".encode("latin-1"), bytes(range(256)), b"[" * 1_000_000,
+        b"1" * 1_000_000, b"[1]", b"{}")),
+    ("checkpoint", b""), ("checkpoint", Path("/etc/passwd").read_bytes()),
+    *(("values", changed(STATE, path, value)) for path, value in (
+        ((), torch.zeros(3)), (("step",), "6"), (("model", WEIGHT), None),
+        (("model", WEIGHT), torch.zeros(24, 8, dtype=torch.int64)),
+        (("model",), [1]), (("optimizer", "param_groups"), []),  # an abort
+        (MOMENT, torch.zeros(3)),  # once -11
+        ((*MOMENT[:3], "step"), torch.zeros(3)),
+        (("optimizer", "param_groups", 0, "lr"), "x"),
+        (MOMENT[:3], {"more": 3}), (("config",), [1]),
+        (("config",), asdict(MODEL.config) | {"more": 1}),
+        (("hyperparameters",), None))),
+    ("record", b'{"hyperparameters": [1]}'),
+    ("record", b'{"hyperparameters": null}'),
+    ("metrics", b"step,loss\n0,x\n"), ("metrics", b"step,loss\n0,\0\n"),
+    ("metrics", b"step\ninf\n"),
+    ("shard", as_bytes(np.savez, a=np.zeros(3, np.uint16))),
+    ("shard", SHARD.replace(b"}", b"{")),  # once a TokenError
+    ("shard", SHARD.replace(b"(100,)", b"(10,) ")),  # once fewer, silently
+    ("shard", as_bytes(np.save, np.array([{}]), allow_pickle=True)),
+    ("tokens", with_line(3, b" 4")),  # once a panic
+    ("tokens", with_line(3, b" -3")), ("tokens", with_line(3, b" 3 3")),
+    ("tokens", with_line(3, b" 18446744073709551616"))],
+    ids=lambda value: str(value)[:20])
+def test_what_once_went_wrong(place, name, content):
+    READERS[name].try_content(place, content)
+
+
+# ------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux")
@@ -147,52 +296,6 @@ def test_a_checkpoint_is_mapped_and_not_read(tmp_path, verify):
     assert file.read_bytes() == CONTENT
     file.unlink()  # as the oldest is, while another rank has it
     assert not any(weight.any() for weight in state["model"].values())
-
-
-@few
-@given(st.one_of(flipped(CONTENT), flipped(CONTENT, DIRECTORY),
-                 st.binary(max_size=200),
-                 st.integers(0, len(CONTENT)).map(lambda n: CONTENT[:n])))
-@example(b"")
-@example(Path("/etc/passwd").read_bytes())
-def test_a_checkpoint_of_any_bytes(place, content):
-    file = place / "any.pt"
-    file.write_bytes(content)
-    state = one_line(read_checkpoint, file)
-    assert state is None or same_state(state["model"], WEIGHTS)
-
-
-PLACES = [*places(STATE)]
-VALUES = JSON | st.sampled_from([
-    torch.zeros(3), torch.zeros(()), torch.zeros(3, dtype=torch.int64), [],
-    {}, 2**70, -1, float("nan")])
-
-
-@pytest.mark.whole
-@few
-@given(st.sampled_from(PLACES), VALUES)
-@example((), torch.zeros(3))
-@example(("step",), "6")
-@example(("model", WEIGHT), None)
-@example(("model", WEIGHT), torch.zeros(24, 8, dtype=torch.int64))
-@example(("model",), [1])
-@example(("optimizer", "param_groups"), [])  # once an abort
-@example(("optimizer", "state", WEIGHT, "exp_avg"), torch.zeros(3))  # -11
-@example(("optimizer", "state", WEIGHT, "step"), torch.zeros(3))
-@example(("optimizer", "param_groups", 0, "lr"), "x")
-@example(("optimizer", "state", WEIGHT), {"more": 3})
-@example(("config",), [1])
-@example(("config",), asdict(MODEL.config) | {"more": 1})  # for GPTConfig
-@example(("hyperparameters",), None)
-def test_a_checkpoint_with_another_value(place, path, value):
-    file = place / "value.pt"
-    torch.save(changed(STATE, path, value), file)
-    state = one_line(read_checkpoint, file)
-    if state:
-        assert type(state["step"]) is int and state["step"] >= 0
-        std.GPTConfig(**state["config"])
-        for name, weight in state["model"].items():
-            assert weight.shape == STATE["model"][name].shape
 
 
 def test_a_checkpoint_with_something_missing(tmp_path):
@@ -215,8 +318,8 @@ def test_a_checkpoint_with_something_missing(tmp_path):
     (("model", WEIGHT), WEIGHTS[WEIGHT].to("meta"), "not a whole tensor"),
     (("model", WEIGHT), WEIGHTS[WEIGHT].to(torch.complex64), "complex64"),
     (("model", WEIGHT), WEIGHTS[WEIGHT] * torch.nan, "nan"),
-    (("optimizer", "state", WEIGHT, "exp_avg"),
-     MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan, "exp_avg of .* nan"),
+    (MOMENT, MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan,
+     "exp_avg of .* nan"),
     (("config", "n_layer"), 10**6, "h.999999.ln_1.weight is missing"),
     (("config", "block_size"), 2**30, "wpe.weight: its weight is float"),
     (("config", "n_head"), 3, "n_head does not divide"),
@@ -312,57 +415,6 @@ def test_a_missing_weight_stops_a_run(data, tmp_path):
 # ------------------------------------------------------------------- runs
 
 
-# as the examples in example-logs/ have it
-A_RECORD = json.loads((runs.EXAMPLES / "ddp-2" / RECORD).read_text())
-ROWS = ",".join(COLUMNS) + "\n" + "".join(
-    f"{step},5.5,,0.01,1.5,0.25,1000,,4,1000\n" for step in range(3))
-ANY_JSON = st.binary(max_size=50) | JSON.map(
-    lambda value: json.dumps(value).encode()) | st.builds(
-        lambda path, value: json.dumps(
-            changed(A_RECORD, path, value)).encode(),
-        st.sampled_from([*places(A_RECORD)]), JSON)
-DAMAGE = ["ä".encode("latin-1"), bytes(range(256)), b"[" * 1_000_000,
-          b"1" * 1_000_000, b"[1]", b"{}"]
-
-
-def examples(contents):
-    """A decorator: try these contents first."""
-    def add(test):
-        for content in contents:
-            test = example(content)(test)
-        return test
-
-    return add
-
-
-@few
-@given(ANY_JSON)
-@examples([*DAMAGE, b'{"hyperparameters": [1]}', b'{"hyperparameters": null}'])
-def test_a_record_of_any_bytes(place, content):
-    """A run is resumed with it, or shown among the results."""
-    (place / RECORD).write_bytes(content)
-    (place / "metrics.csv").write_text(ROWS)
-    record = one_line(runs.read_started, place)
-    assert record is None or record["max_steps"] > 0
-    result = one_line(runs.read, place)
-    if result:
-        assert result.accumulation >= 0 and result.name and result.preset
-        assert result.sent is None or result.sent >= 0
-
-
-@few
-@given(st.one_of(st.binary(max_size=100), st.text().map(str.encode),
-                 flipped(ROWS.encode())))
-@examples([*DAMAGE, b"step,loss\n0,x\n", b"step,loss\n0,\0\n",
-           b"step\ninf\n"])
-def test_metrics_of_any_bytes(place, content):
-    file = place / "metrics.csv"
-    file.write_bytes(content)
-    for row in one_line(lambda: [*runs.read_metrics(file)]) or ():
-        assert row["step"] >= 0 and isinstance(row["loss"], float)
-        assert row.keys() >= {*COLUMNS}
-
-
 def test_damaged_files_of_later_steps_take_no_checkpoints_place(tmp_path):
     """A run has gone on from one before them; what it saves now is there."""
     later = [tmp_path / f"step_{step:08d}.pt" for step in (8, 9)]
@@ -396,104 +448,19 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     assert Metrics(file, 4).last == 3
 
 
-def test_pipes_and_folders_are_no_files(tmp_path):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", READERS)
+def test_pipes_and_folders_are_no_files(make, name, tmp_path):
     """Whoever opened a pipe would wait for ever."""
-    shards = make_dataset(tmp_path / "data")
-    for file, read in (
-            (tmp_path / "pipe.pt", load_checkpoint),
-            (tmp_path / RECORD, lambda file: runs.read_started(file.parent)),
-            (tmp_path / "metrics.csv",
-             lambda file: [*runs.read_metrics(file)]),
-            (shards / "manifest.json",
-             lambda file: dataset.read_manifest(file.parent)),
-            *((shards / name, lambda file: dataset.check_shards(shards, 32))
-              for name in ("test_train_000002.npy", "vocabulary.tiktoken",
-                           "vocabulary.json"))):
-        for make in (os.mkfifo, os.mkdir):
-            file.unlink(missing_ok=True)
-            make(file)
-            with pytest.raises(UserError, match="not a file"):
-                read(file)
-        os.rmdir(file)
-        if file.suffix == ".npy":
-            make_dataset(shards)
+    save_vocabulary(BYTES, tmp_path)
+    file = tmp_path / READERS[name].file
+    file.unlink(missing_ok=True)
+    make(file)
+    with pytest.raises(UserError, match="not a file"):
+        READERS[name].read(file)
 
 
 # --------------------------------------------------------------- datasets
-
-
-SHARD = as_bytes(np.save, np.arange(100, dtype=np.uint16))
-
-
-@few
-@given(st.one_of(st.binary(max_size=200), flipped(SHARD[:128]).map(
-    lambda head: head + SHARD[128:])))
-@example(as_bytes(np.savez, a=np.zeros(3, np.uint16)))
-@example(SHARD.replace(b"}", b"{"))  # once a TokenError
-@example(SHARD.replace(b"(100,)", b"(10,) "))  # once fewer tokens, silently
-@example(as_bytes(np.save, np.array([{}]), allow_pickle=True))
-def test_a_shard_of_any_bytes(place, content):
-    for split in "train", "val":
-        (place / f"any_{split}_000001.npy").write_bytes(content)
-    save_vocabulary(BYTES, place)
-    if one_line(lambda: dataset.check_shards(place, 32) or True):
-        tokens = np.load(place / "any_train_000001.npy")
-        assert tokens.tolist() == [*range(100)]
-
-
-@pytest.fixture(scope="module")
-def words(place):
-    """A folder with a vocabulary, and the lines of it."""
-    folder = place / "words"
-    folder.mkdir()
-    save_vocabulary(BYTES, folder)
-    return folder, (folder / dataset.TOKENS).read_bytes().splitlines()
-
-
-RANKS = st.integers() | st.sampled_from([-1, 0, 4, 256, 257, 2**32, 2**64])
-
-
-@few
-@given(st.integers(0, 255), RANKS.map(lambda rank: b" %d" % rank)
-       | st.binary(max_size=9))
-@example(3, b" 4")  # once a panic
-@example(3, b" -3")
-@example(3, b" 3 3")
-def test_a_vocabulary_with_another_line(words, number, end):
-    folder, lines = words
-    save_vocabulary(BYTES, folder)
-    (folder / dataset.TOKENS).write_bytes(b"\n".join(
-        [*lines[:number], lines[number].split()[0] + end,
-         *lines[number + 1:]]))
-    encoding = one_line(dataset.load_vocabulary, folder)
-    assert encoding is None or encoding.encode("a") == [97]
-
-
-@few
-@given(st.binary(max_size=50) | st.builds(
-    lambda path, value: json.dumps(changed({
-        "name": "bytes", "pat_str": r"[\s\S]",
-        "special_tokens": {dataset.END_OF_TEXT: 256}}, path, value)
-    ).encode(), st.sampled_from([
-        (), ("name",), ("pat_str",), ("special_tokens",),
-        ("special_tokens", dataset.END_OF_TEXT)]), JSON))
-@examples(DAMAGE)
-def test_settings_of_a_vocabulary_of_any_bytes(words, content):
-    folder, _ = words
-    save_vocabulary(BYTES, folder)
-    (folder / dataset.SETTINGS).write_bytes(content)
-    encoding = one_line(dataset.load_vocabulary, folder)
-    assert encoding is None or encoding.n_vocab == 257
-
-
-@few
-@given(ANY_JSON)
-@examples(DAMAGE)
-def test_a_manifest_of_any_bytes(place, content):
-    (place / "manifest.json").write_bytes(content)
-    one_line(dataset.read_manifest, place)
-    ratio = dataset.bytes_per_token(place)
-    assert ratio is None or ratio > 0
 
 
 def test_a_shard_of_both_splits(tmp_path):
