@@ -314,10 +314,9 @@ def test_the_speeds_in_and_between_two_nodes(tmp_path):
 
 def test_the_interface_of_a_connection(monkeypatch):
     """Of a real connection, which is not the store's; no other's."""
-    address, = (here for _, name in socket.if_nameindex()
-                if (here := doctor_ranks.address(name)) == "127.0.0.1")
-    with socket.create_server((address, 0)) as door, socket.create_connection(
-            door.getsockname()), socket.socketpair()[0]:  # of no network
+    with (socket.create_server(("127.0.0.1", 0)) as door,
+          socket.create_connection(door.getsockname()),
+          socket.socketpair()[0]):  # of no network
         monkeypatch.setenv("MASTER_PORT", "1")
         assert set(doctor_ranks.find_interfaces()) == {"lo"}
         monkeypatch.setenv("MASTER_PORT", str(door.getsockname()[1]))

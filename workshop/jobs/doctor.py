@@ -149,12 +149,13 @@ def name_build():
     return "for XPUs" if torch.version.xpu else "for CPUs alone"
 
 
-def name_libraries(packages, maps=Path("/proc/self/maps")):
+def name_libraries(packages):
     """NCCL and cuDNN, as they are loaded, and where from.
 
     Those of a module for CUDA come before those that this PyTorch was built
     with. packages: the folder where pip has installed them.
     """
+    import psutil
     import torch
 
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -163,11 +164,7 @@ def name_libraries(packages, maps=Path("/proc/self/maps")):
     names = [("NCCL", nccl, "libnccl.so"),
              ("cuDNN", f"{major}.{rest // 100}.{rest % 100}" if cudnn else
               "none", "libcudnn.so")]
-    try:
-        loaded = {line.split(maxsplit=5)[-1]
-                  for line in maps.read_text().splitlines() if "/" in line}
-    except OSError:  # this system does not tell
-        loaded = set()
+    loaded = {part.path for part in psutil.Process().memory_maps()}
     answers = []
     for name, version, file in names:
         others = sorted(

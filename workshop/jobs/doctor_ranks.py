@@ -4,18 +4,15 @@ Under any launcher: who each rank is, whether they train one model together,
 how fast they reach each other, and over which network.
 """
 
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import re
 import socket
-import struct
-import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +52,7 @@ def ask_ranks():
     right = train(device)
     right &= time_all_reduces(device, backend, on_every_rank(host))
     for line in sorted(set(on_every_rank(
-            f"{host} talks over {name_network(backend, log)}"))):
+            f"{host} talks over {name_network(log)}"))):
         say(line)
     if log:
         scratch.remove(log.parent)
@@ -167,15 +164,13 @@ def time_all_reduce(device, backend, groups, name):
 # ----------------------------------------------------------- which network
 
 
-def name_network(backend, log):
+def name_network(log):
     """What this rank talks over, such as "eth0, not InfiniBand".
 
     log: the file that NCCL writes, or None.
     """
     if log and log.exists():
         return read_nccl_log(log.read_text(errors="replace"))
-    if not sys.platform.startswith("linux"):
-        return f"{backend}, over a network that this system does not tell"
     names = set(find_interfaces()) or {"no network"}
     return " and ".join(sorted(describe(name) for name in names))
 
@@ -207,40 +202,14 @@ def find_interfaces():
 
     The connection to the store, at MASTER_PORT, is none.
     """
-    addresses = {address(name): name for _, name in socket.if_nameindex()}
     store = int(os.environ["MASTER_PORT"])
-    for handle in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # it is no connection
-            (here, port), (_, other) = read_ends(handle)
-            if store not in (port, other):
-                loopback = here.startswith("127.") or here == "::1"
-                yield "lo" if loopback else addresses.get(here, here)
-
-
-def read_ends(handle):
-    """(address, port) of both ends of an open socket, which stays open.
-
-    Raises OSError if it is none, or not one of a network.
-    """
-    link = socket.socket(fileno=handle)
-    try:
-        if link.family not in (socket.AF_INET, socket.AF_INET6):
-            raise OSError
-        return [(end[0].removeprefix("::ffff:"), end[1])  # IPv4 in IPv6
-                for end in (link.getsockname(), link.getpeername())]
-    finally:
-        link.detach()
-
-
-def address(interface):
-    """The interface's address of IPv4; "" if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            found = fcntl.ioctl(  # SIOCGIFADDR
-                asking, 0x8915, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(found[20:24])
+    names = {end.address: name for name, ends in psutil.net_if_addrs().items()
+             for end in ends}
+    for link in psutil.Process().net_connections():
+        if link.raddr and store not in (link.laddr.port, link.raddr.port):
+            here = link.laddr.ip.removeprefix("::ffff:")  # IPv4 in IPv6
+            loopback = here.startswith("127.") or here == "::1"
+            yield "lo" if loopback else names.get(here, here)
 
 
 def describe(interface, sys_folder=Path("/sys/class")):
