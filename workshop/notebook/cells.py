@@ -38,12 +38,12 @@ from workshop.notebook.shown import (
     as_table,
     in_one_line,
     live,
+    output_of,
     picture,
-    said_by,
-    said_meanwhile,
+    run_and_show,
+    show_text,
     split_words,
     table,
-    told,
 )
 from workshop.results import arithmetic
 from workshop.results import runs as results
@@ -204,7 +204,9 @@ def reset(name=""):
 
     Without a name it says which there are.
     """
-    return how_to_reload(desk.reset, name) if name else said_by(desk.list_all)
+    if name:
+        return how_to_reload(desk.reset, name)
+    return output_of(desk.list_all)
 
 
 @in_one_line
@@ -215,8 +217,8 @@ def undo():
 
 def how_to_reload(function, *args):
     """What it prints; how to see the new script stands out."""
-    text = said_by(function, *args).text
-    return told(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
+    text = output_of(function, *args).text
+    return show_text(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
 
 
 def drawn(draw):
@@ -237,7 +239,7 @@ cadence, data_parallel, nodes, samples_read, strategies, tied, words = map(
 def doctor():
     """Does this machine have everything the workshop needs?"""
     os.environ.update(interpreter.sbatch_variables())
-    said_meanwhile("-m", "workshop", "doctor")
+    run_and_show("-m", "workshop", "doctor")
 
 
 @in_one_line
@@ -266,7 +268,7 @@ def script_map():
 def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
     backups.read_script(DESK)  # a FIFO would be waited for
-    status = said_meanwhile(str(DESK), *flags)
+    status = run_and_show(str(DESK), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")
 
@@ -284,8 +286,9 @@ def gpus():
             require(run.returncode == 0, (run.stderr or run.stdout).strip())
             rows = [line.split(",") for line in run.stdout.splitlines()]
             return Shown(page.box(table(rows)), run.stdout)
-    return told("There is no GPU here (neither nvidia-smi nor xpu-smi): all "
-                "lessons work on the CPU, and a batch job may have a GPU.")
+    return show_text("There is no GPU here (neither nvidia-smi nor xpu-smi): "
+                     "all lessons work on the CPU, and a batch job may have a "
+                     "GPU.")
 
 
 # --------------------------------------------------------- one lesson each
@@ -294,7 +297,7 @@ def gpus():
 @in_one_line
 def occupancy():
     """What a GPU has to keep for each of the stage's kernels."""
-    said_meanwhile("-m", "notebooks.experiments.kernels")
+    run_and_show("-m", "notebooks.experiments.kernels")
 
 
 def load_ipython_extension(ipython):
@@ -329,13 +332,13 @@ def verify(script, mistake=0, *flags):
 @in_one_line
 def torchrun(*arguments):
     """Run `torchrun --standalone arguments...`."""
-    said_meanwhile("-m", "torch.distributed.run", "--standalone", *arguments)
+    run_and_show("-m", "torch.distributed.run", "--standalone", *arguments)
 
 
 @in_one_line
 def export(run, folder):
     """Write a run's newest checkpoint in Hugging Face's format."""
-    said_meanwhile("code/huggingface.py", "export", run, folder)
+    run_and_show("code/huggingface.py", "export", run, folder)
 
 
 @in_one_line
@@ -363,7 +366,7 @@ def drawn_by(module, *arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "picture.svg")
-        said_meanwhile("-m", module, *arguments, str(output))
+        run_and_show("-m", module, *arguments, str(output))
         return output.read_text("utf-8") if output.exists() else ""
 
 
@@ -414,5 +417,5 @@ def plot(panel, *folders):
     drawn = drawn_by("workshop.results.plot", panel, *(
         str(Path(str(name)).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")
-    return picture(drawn) if drawn.startswith("<svg") else told(
+    return picture(drawn) if drawn.startswith("<svg") else show_text(
         f"There is no picture yet: {drawn}.")

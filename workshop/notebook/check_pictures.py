@@ -38,7 +38,7 @@ def reads(expected, read, readers):
     frame, and the colours of all.
     """
     left, most = 52, max(map(len, expected))
-    groups = [[rank for rank, one in enumerate(readers) if one == number]
+    groups = [[rank for rank, own in enumerate(readers) if own == number]
               for number in dict.fromkeys(readers)]
     out, x = [text(0, 14, "who read which sample", "bold")], left
     for k, ranks in enumerate(groups):
@@ -49,19 +49,21 @@ def reads(expected, read, readers):
     y, told = 54, []
     for step, samples in enumerate(expected):
         out.append(text(0, y + 15, f"step {step}"))
-        found = [part[step] if step < len(part) else [] for part in read]
+        samples_read = [steps[step] if step < len(steps) else []
+                        for steps in read]
         for k, sample in enumerate(samples):
             owners = [i for i, ranks in enumerate(groups)
-                      if any(sample in found[rank] for rank in ranks)]
-            whole = all(sample in found[rank] for i in owners
-                        for rank in groups[i])
-            out.append(sample_box(left + k * CELL, y, sample, owners, whole))
-        others = sum(one not in samples for part in found for one in part)
+                      if any(sample in samples_read[rank] for rank in ranks)]
+            by_all = all(sample in samples_read[rank] for i in owners
+                         for rank in groups[i])
+            out.append(sample_box(left + k * CELL, y, sample, owners, by_all))
+        others = sum(sample not in samples for part in samples_read
+                     for sample in part)
         if others:
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
         told.append(f"step {step}: " + ", ".join(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
-            for rank, numbers in enumerate(found)) + ".")
+            for rank, numbers in enumerate(samples_read)) + ".")
         y += LINE
     return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(told))
@@ -98,8 +100,9 @@ def errors(single, losses, allowed=1e-5):
     told = []
     for k, (name, values) in enumerate(losses.items()):
         colour = COLOURS[k % len(COLOURS)]
-        points = [(x, place(abs(mine - good))) for x, mine, good in zip(
-            xs, values, single) if mine is not None and good is not None]
+        known = [(x, abs(loss - expected)) for x, loss, expected in zip(
+            xs, values, single) if None not in (loss, expected)]
+        points = [(x, place(error)) for x, error in known]
         out.append(f'<polyline points="'
                    f'{" ".join(f"{x:g},{y:g}" for x, y in points)}" '
                    f'fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -108,8 +111,7 @@ def errors(single, losses, allowed=1e-5):
         out += [marker(k, x + 6, y, colour), text(x + 16, y + 4, plural(
             int(name), "process", "es") if name.isdigit() else name)]
         told.append(f"{name}: " + " ".join(
-            f"{abs(mine - good):.0e}" for mine, good in zip(values, single)
-            if mine is not None and good is not None) + ".")
+            f"{error:.0e}" for _, error in known) + ".")
     return svg(left + width + 4,
                top + height + 44 + 18 * ((len(losses) - 1) // 3), out,
                "How far the loss is from the single device's",

@@ -13,7 +13,12 @@ from backstage.errors import require
 from backstage.files import show_path
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
-from workshop.notebook.shown import in_one_line, said, split_words, told
+from workshop.notebook.shown import (
+    in_one_line,
+    show_output,
+    show_text,
+    split_words,
+)
 from workshop.stages import batch_files
 
 
@@ -32,7 +37,7 @@ def slurm():
     """Say whether SLURM is here, and what the site asks for."""
     require(shutil.which("sbatch"), no_slurm())
     os.environ.update(interpreter.sbatch_variables())
-    return told(ask_slurm())
+    return show_text(ask_slurm())
 
 
 @in_one_line
@@ -53,9 +58,9 @@ def submit(name, flags="", options=""):
     command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])
     sure = answer(f"Submit a job, `{command}`? [y/N] ")
     if sure.strip().lower() not in ("y", "yes"):
-        return told(f"Nothing is submitted: `{command}` needs a y.\nIf "
-                    "JupyterLab runs no other cell, press Enter in the "
-                    "box above.")
+        return show_text(f"Nothing is submitted: `{command}` needs a y.\nIf "
+                         "JupyterLab runs no other cell, press Enter in the "
+                         "box above.")
     return ask("sbatch", *options,
                ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
 
@@ -85,7 +90,7 @@ def ask(*command):
     """What a program of SLURM's says; a `UserError` if it fails."""
     end = subprocess.run(command, capture_output=True, text=True, check=False)
     require(end.returncode == 0, (end.stderr or end.stdout).strip())
-    return said(end.stdout + end.stderr)
+    return show_output(end.stdout + end.stderr)
 
 
 @in_one_line
@@ -98,5 +103,5 @@ def log(lines=600):
             "begins where the job begins. example-logs/job.txt is one to read")
     require(lines in range(1, 10_000), "lines is a number from 1 on")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
-    return said(f"{show_path(newest)}:\n"
+    return show_output(f"{show_path(newest)}:\n"
                 + newest.read_text("utf-8", "replace"), most=lines)

@@ -7,8 +7,8 @@ import time
 from backstage.errors import UserError, require
 from workshop.jobs import interpreter
 from workshop.lesson import page
-from workshop.notebook import pictures
-from workshop.notebook.shown import complaint, live, said
+from workshop.notebook import pictures, shapes
+from workshop.notebook.shown import complaint, live, show_output
 
 
 def ranks(line, cell):
@@ -77,9 +77,9 @@ warm = Warm()
 
 
 def run_ranks(name, cell, number, seconds):
-    who = pictures.plural(int(number), "process", "es")
+    who = shapes.plural(int(number), "process", "es")
     words = f"{who} at work ..."
-    state, show = said(words, words), live(lambda: state)
+    state, show = show_output(words, words), live(lambda: state)
     begin, lines = time.monotonic(), []
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
@@ -95,6 +95,6 @@ def run_ranks(name, cell, number, seconds):
                 ("events", pictures.timeline), ("shown", pictures.tensors))
                 if any(answer[what])]
             words = f"{who}, {time.monotonic() - begin:.1f} s"
-            state = said("\n".join([*lines, words]), words, "".join(
+            state = show_output("\n".join([*lines, words]), words, "".join(
                 [*drawn, answer["svg"] or "", page.KEEP_IN_SIGHT]))
     show(now=True)

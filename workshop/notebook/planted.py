@@ -26,7 +26,7 @@ def plant(number):
         "-m", "notebooks.experiments.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []
-    show = shown.live(lambda: shown.said(state))
+    show = shown.live(lambda: shown.show_output(state))
     show(now=True)
     for line in itertools.chain(program.stdout, ["..\n"]):
         if line not in (".\n", "..\n"):
@@ -50,7 +50,7 @@ def unplant():
 def why():
     """Ask why that job hangs, has died or is slow."""
     require(planted, "plant a fault first: plant(1)")
-    shown.said_meanwhile("-m", "workshop", "why", planted[1], view=reason)
+    shown.run_and_show("-m", "workshop", "why", planted[1], view=reason)
 
 
 def reason(text, last):

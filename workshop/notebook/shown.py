@@ -44,14 +44,14 @@ def complaint(error):
     return Shown(page.box(line, str(error)), text, **{COMPLAINT: text})
 
 
-def told(text):
+def show_text(text):
     """Sentences of ours, a paragraph for each line."""
     lines = map(page.quote, text.splitlines())
     return Shown(page.box("".join(map(paragraph, lines))),
                  page.as_calls(text))
 
 
-def said(text, status="", above="", most=600):
+def show_output(text, status="", above="", most=600):
     """What a program prints, as it prints it, in a box that scrolls.
 
     above: HTML that stands over it. most: how many of its first lines, and
@@ -93,14 +93,14 @@ def as_table(rows, kind="numbers", notes=()):
         "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
-def said_by(function, *args):
+def output_of(function, *args):
     """What the function prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         function(*args)
-    return said(out.getvalue())
+    return show_output(out.getvalue())
 
 
-def said_meanwhile(*arguments, view=said):
+def run_and_show(*arguments, view=show_output):
     """Run `python arguments...`, and show what it prints as it comes.
 
     view: of the text, and of its last line. Returns its exit status.
