@@ -70,22 +70,24 @@ def copied(clone, name):
 
 
 def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
-    other = "batchfiles/batch-doctor.sh"
+    other, gone = "batchfiles/batch-doctor.sh", "batchfiles/torchrun.sh"
+    (course / gone).unlink()
     renew(course, JOB, DESK, LESSON, "batchfiles/README.md")
-    append(clone, "# mine\n", JOB, DESK, other)
+    append(clone, "# mine\n", JOB, DESK, other, gone)
     (clone / "mine.txt").write_text("mine")
     said = update(clone)
     same(clone, course, DESK, other)
-    for name in DESK, other:
+    for name in DESK, other, gone:
         assert (clone / name).read_text().endswith("# mine\n")
-    for name in JOB, DESK, other:
+    for name in JOB, DESK, other, gone:
         assert copied(clone, name).endswith("# mine\n")
     assert "# mine" in git(clone, "stash", "show", "-p")
     assert copied(clone, LESSON) + "# new\n" == (clone / LESSON).read_text()
-    conflict, = re.findall("changed by you and by the course: (.*)", said)
-    assert conflict.startswith(f"{JOB}: the course's is there, yours in code/")
+    conflict, = re.findall("changed by you and the course: (.*)", said)
+    assert conflict.startswith(f"{JOB}: the course's is there, yours "
+                               "in code/backups/update-")
     assert git(clone, "status", "--short") == (
-        f"M  {other}\n M {DESK}\n?? mine.txt\n")
+        f"M  {other}\n M {DESK}\n?? {gone}\n?? mine.txt\n")
     assert "origin/main" in said and "source activate.sh" in said
     assert "nothing new" in update(clone)
 

@@ -59,9 +59,13 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                     *CHANGED, "HEAD", "--", DESK)):
                 ASIDE.replace(DESK)
     if both := git.names(*CHANGED, "--diff-filter=U"):
-        git.run("restore", "--source=HEAD", "--staged", "--worktree", *both)
-        print(f"changed by you and by the course: {', '.join(both)}: the "
-              f"course's is there, yours in {copies} and in `git stash list`")
+        git.run("add", "--", *both)  # what is unmerged is not restored
+        git.run("restore", "--staged", "--", *both)
+        if both := both & git.names("ls-files", "-z"):  # else yours stays
+            git.run("restore", "--", *both)
+            print(f"changed by you and the course: {', '.join(sorted(both))}: "
+                  f"the course's is there, yours in {copies}, and in `git "
+                  "stash list`")
     print(f"{len(news)} files have changed; this clone is {newest}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
 
