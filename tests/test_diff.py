@@ -1,6 +1,7 @@
 """The lesson's diff, on scripts as attendees leave them."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -378,6 +379,7 @@ def test_the_script_of_another_stage_is_told_where_to_start(
 # ------------------------------------------------------------- other Pythons
 
 
+@functools.cache
 def oldest_python():
     """The oldest Python of this machine from 3.9 on, or ours."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))

@@ -275,7 +275,6 @@ def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
         panels.draw_all(tmp_path / f"ours.{kind}", EXAMPLES[:1])
 
 
-@pytest.mark.parametrize("backend", ["nonsense", "tkagg", "module://no.no"])
-def test_plot_needs_no_display_and_no_backend(tmp_path, backend):
+def test_plot_needs_no_display_and_no_backend(tmp_path):
     workshop(ROOT, "plot", EXAMPLES[0], "-o", tmp_path / "a.png",
-             MPLBACKEND=backend, DISPLAY="")
+             MPLBACKEND="module://no.no", DISPLAY="")
