@@ -18,7 +18,7 @@ from workshop.stages import DESK
 # The numbers and signs are text, which cannot be selected: anyone who copies
 # from the view copies only code. Where lines are removed there are stripes
 # beside the colour.
-PAGE = Path(__file__).parent
+PAGE = Path(__file__).with_name("page")
 
 
 def script(name):
