@@ -101,12 +101,12 @@ def words_between(name, first, last):
     return len(re.sub(r"(?s)<details>.*?</details>", "", text).split())
 
 
-def talk(deck, section):
+def talk(length, section):
     """The minutes of a section's slides on which the room does not work."""
     slide = re.compile(r"Minutes ([\d.]+) to ([\d.]+)\..* section: "
                        rf"{section}\.$", re.M)
     spans = (slide.search(page) for page in slides.pages(slides.write(
-        slides.DECKS[deck])) if not re.search("_class: .*task", page))
+        "course", length)) if not re.search("_class: .*task", page))
     return sum(float(span[2]) - float(span[1]) for span in spans if span)
 
 
@@ -129,12 +129,12 @@ def typed(length):
 
 @pytest.mark.parametrize("length", [*APPLIED])
 def test_talk_reading_typing_and_waiting_fit_the_plan(length):
-    plan, deck = slides.read_plan(), f"course-{length}"
+    plan = slides.read_plan()
     rows = table(MEASURED, "step | talk")
     for row, (section, name, first, last) in zip(rows, HOUR, strict=True):
         if length == 120 and name == "results":
             last = None  # there is time for all of it
-        said, words, lines = talk(deck, section), words_between(
+        said, words, lines = talk(length, section), words_between(
             name, first, last), 0
         if section == "diff_ddp":
             more, lines = typed(length)
