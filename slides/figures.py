@@ -374,19 +374,20 @@ KARPATHY = {"fp32": 1000, "TF32": 333, "bf16": 300, "torch.compile": 130,
 def bars(title, rows, unit, kinds=("",)):
     """A horizontal bar for each row, with its sum; kinds: its parts' names.
 
-    rows: {name: [a number for each of the kinds]}
+    rows: [(name, [a number for each of the kinds])]
     """
     out, told, fills = [], [], (BLUE, ORANGE, COLOURS[2], GREY)
-    left = 5 + 7 * max(map(len, rows))
+    largest = max(sum(parts) for _, parts in rows)
+    left = 5 + 7 * max(len(name) for name, _ in rows)
     if len(kinds) > 1:
         for k, kind in enumerate(kinds):
             out += [box(150 * k, 2, 18, 18, fills[k]),
                     text(150 * k + 24, 16, kind)]
-    for k, (name, parts) in enumerate(rows.items()):
+    for k, (name, parts) in enumerate(rows):
         x, y = left, 28 * (k + (len(kinds) > 1))
         out.append(text(0, y + 16, name))
         for part, fill in zip(parts, fills, strict=False):
-            wide = 420 * part / max(map(sum, rows.values()))
+            wide = 420 * part / largest
             out.append(box(x, y, wide, 22, fill))
             x += wide
         amount = f"{sum(parts):,.{int(sum(parts) < 10)}f} {unit}"
@@ -399,7 +400,7 @@ def bars(title, rows, unit, kinds=("",)):
 def one_gpu():
     """What Karpathy (2024) measured: a bar a change, on top of the others."""
     return bars("Milliseconds for 16 samples of GPT-2 on an A100",
-                {name: [ms] for name, ms in KARPATHY.items()}, "ms")
+                [(name, [ms]) for name, ms in KARPATHY.items()], "ms")
 
 
 @figure
@@ -411,24 +412,23 @@ def many_gpus():
     hours = course["flop"] * course["tokens"] / 3600 / (
         course["share"] * course["peak"])
     measured = course["h200"]["tokens_per_second"]
-    return bars("Hours for one epoch of FineWeb-Edu with GPT-2", {
-        f"one A100, at {course['share']:.0%} of its peak": [hours],
-        f"{course['gpus']} of them, at best": [hours / course["gpus"]],
-        "one H200, measured": [course["tokens"] / measured / 3600]}, "hours")
+    return bars("Hours for one epoch of FineWeb-Edu with GPT-2", [
+        ("one A100", [hours]),
+        (f"{course['gpus']} A100s, at best", [hours / course["gpus"]]),
+        ("one H200", [course["tokens"] / measured / 3600])], "hours")
 
 
 @figure
 def gpu_memory():
     """A model's state, and the activations of some samples."""
-    return bars("What fills a GPU, in GB", {
-        f"{name}, {samples} sample{'s' * (samples > 1)}{words}": [
+    return bars("What fills a GPU", [
+        ("recomputed" if again else f"{name}, B = {samples}", [
             *(size * arithmetic.num_parameters(model) / 1e9
               for size in arithmetic.STATE.values()),
-            samples * arithmetic.activations(model, bool(words)) / 1e9]
+            samples * arithmetic.activations(model, again) / 1e9])
         for name, model, samples in (("GPT-2", arithmetic.GPT2, 16),
                                      ("GPT-2 XL", arithmetic.XL, 4))
-        for words in ("", ", recomputed")}, "GB",
-        (*arithmetic.STATE, "activations"))
+        for again in (False, True)], "GB", (*arithmetic.STATE, "activations"))
 
 
 @figure
