@@ -101,12 +101,13 @@ def words_between(name, first, last):
     return len(re.sub(r"(?s)<details>.*?</details>", "", text).split())
 
 
-def talk(length, section):
+def talk(deck, section):
     """The minutes of a section's slides on which the room does not work."""
     slide = re.compile(r"Minutes ([\d.]+) to ([\d.]+)\..* section: "
                        rf"{section}\.$", re.M)
+    name, minutes = deck.split("-")
     spans = (slide.search(page) for page in slides.pages(slides.write(
-        "course", length)) if not re.search("_class: .*task", page))
+        name, int(minutes))) if not re.search("_class: .*task", page))
     return sum(float(span[2]) - float(span[1]) for span in spans if span)
 
 
@@ -129,12 +130,12 @@ def typed(length):
 
 @pytest.mark.parametrize("length", [*APPLIED])
 def test_talk_reading_typing_and_waiting_fit_the_plan(length):
-    plan = slides.read_plan()
+    plan, deck = slides.read_plan(), f"course-{length}"
     rows = table(MEASURED, "step | talk")
     for row, (section, name, first, last) in zip(rows, HOUR, strict=True):
         if length == 120 and name == "results":
             last = None  # there is time for all of it
-        said, words, lines = talk(length, section), words_between(
+        said, words, lines = talk(deck, section), words_between(
             name, first, last), 0
         if section == "diff_ddp":
             more, lines = typed(length)
