@@ -541,18 +541,15 @@ def credits():
     return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
 
 
-def checklist(first=1, last=None):
-    """The first sentence of each point of the README's checklist.
-
-    first, last: only these points, the last one included.
+def checklist():
+    """The first sentence of each point of the checklist for one's own model.
     """
-    text = (ROOT / "README.md").read_text("utf-8")
-    text = text[text.index("## Take it home"):text.index("## Where things")]
+    text = "".join((ROOT / page).read_text("utf-8") for page in (
+        "README.md", "starter/README.md"))
     points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
-    require(points, "README.md has no checklist")
-    return "\n".join([f"{number}. {first_sentence(point)}"
-                      for number, point in enumerate(points, 1)][
-                          first - 1:last])
+    require(points, "there is no checklist")
+    return "\n".join(f"{number}. {first_sentence(point)}"
+                     for number, point in enumerate(points, 1))
 
 
 def first_sentence(text):
