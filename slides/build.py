@@ -122,26 +122,28 @@ def embed(markdown):
 
 def documents():
     """{path: text} of what the repository keeps: decks, figures, a table."""
-    found = {SLIDES / f"{name}.md": text.write(name) for name in text.DECKS}
+    decks = {name: text.write(name) for name in text.DECKS}
+    found = {SLIDES / f"{name}.md": deck for name, deck in decks.items()}
     found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
               for name in figures.FIGURES}
     found |= {STAGES[name].lesson: text.fold_lines(name) for name in LESSONS}
     readme = SLIDES / "README.md"
     head, mark, _ = readme.read_text("utf-8").partition(PLAN)
     require(mark, f"slides/README.md has no line {PLAN}")
-    found[readme] = f"{head}{mark}\n\n{coverage()}\n"
+    found[readme] = f"{head}{mark}\n\n{coverage(decks)}\n"
     return found
 
 
-def coverage():
+def coverage(written):
     """A table: each section of the plan, its slides, its notebook.
 
-    Those of the course for each length.
+    written: {name: a deck's text}. The course is named by its length.
     """
+    *shorter, longest = text.LENGTHS
     decks = {f"{minutes} min": text.write("course", minutes)
-             for minutes in text.LENGTHS}
-    decks |= {f"[{name}]({name}.md)": text.write(name)
-              for name in text.DECKS if name != "course"}
+             for minutes in shorter}
+    decks |= {f"[{name}]({name}.md)" if name != "course" else
+              f"{longest} min": deck for name, deck in written.items()}
     rows = ["| section of the plan | slides | lesson |", "|---|---|---|"]
     for row in text.read_plan().values():
         places = []
