@@ -31,6 +31,11 @@
 #
 # AWS (EFA): the images for deep learning have the plugin in one of these.
 #   export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib
+#
+# Polaris (A100, Slingshot): jobs of several nodes hung with what its module
+# sets. Start them by `mpiexec --cpu-bind depth --depth 8`, or all processes of
+# a node share a core.
+#   unset NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_NET NCCL_NET_GDR_LEVEL
 
 # --- Package index: a mirror, or another build of PyTorch -------------------
 # uv installs the packages: the site's, or one that pip brings. Of pip's
@@ -109,8 +114,21 @@
 #       export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 #   fi
 
-# --- The slides: what they say of a session in your portal ------------------
-# `python -m slides` shows these, with the account and the reservation above.
+# --- The slides: what they say of your site and your session ----------------
+# `python -m slides` shows these on the first and the last page and on "Your
+# session", with the account, the partition and the reservation above.
 #
+#   WORKSHOP_SPEAKER="Ada Example, Example University"
+#   WORKSHOP_EVENT="Summer school on machine learning"
+#   WORKSHOP_DATE="3 June 2027"
+#   WORKSHOP_ADDRESS=https://git.example.org/gpt2-workshop    # to clone
+#   WORKSHOP_DOCS=https://docs.example.org                    # of the cluster
+#   WORKSHOP_VIDEO=https://video.example.org/gpt2             # a recording
+#   WORKSHOP_TALKS=https://example.org/talks
+#   WORKSHOP_THANKS="The computing time was given by the Example Centre."
+#
+# What the form of your portal asks for:
 #   WORKSHOP_PORTAL=https://portal.example.org
-#   WORKSHOP_SESSION="JupyterLab, 1 GPU, 3 hours"
+#   WORKSHOP_KERNEL="Python 3; no conda environment"
+#   WORKSHOP_HOURS=3
+#   WORKSHOP_GPUS=1

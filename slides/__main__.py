@@ -12,6 +12,8 @@ def main():
         prog="python -m slides", description="Build the decks of slides: "
         "pages that need no network, and PDFs.")
     parser.add_argument("deck", nargs="*", help="which ones (default: all)")
+    parser.add_argument("--minutes", type=int, choices=(60, 90, 120),
+                        default=60, help="of the course (60)")
     parser.add_argument("-o", "--output", default="slides/build",
                         help="the folder (slides/build)")
     kind = parser.add_mutually_exclusive_group()
@@ -38,7 +40,7 @@ def main():
             print(f"written: {show_path(path)}")
     else:
         for path in build.build(args.deck or list(text.DECKS), args.output,
-                                not args.no_pdf, args.release):
+                                args.minutes, not args.no_pdf, args.release):
             print(show_path(path))
 
 

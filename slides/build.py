@@ -22,11 +22,11 @@ MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 PLAN = "<!-- the plan: python -m slides --markdown writes it -->"
 
 
-def build(names, folder, pdf=True, release=False):
+def build(names, folder, minutes, pdf=True, release=False):
     """Write the decks' pages, and PDFs, into the folder: their paths.
 
-    release: PDFs with the notes, too, and all of these in an archive. Raises
-    `UserError` if a program is missing.
+    minutes: of the course. release: PDFs with the notes, too, and all of these
+    in an archive. Raises `UserError` if a program is missing.
     """
     require(shutil.which("node"), "node is not installed: the slides need "
             "Node.js 18 or newer (apt-get install nodejs npm, or your "
@@ -34,16 +34,15 @@ def build(names, folder, pdf=True, release=False):
     require(MARP.exists(), "Marp is not installed: run `npm ci --prefix "
             "slides` first")
     browser = find_browser() if pdf else None
-    site = ROOT / "site.sh"
-    if not site.exists():
-        site = ROOT / "site.example.sh"
-        print('there is no site.sh: the names on the slide "Your session" '
-              "are invented", file=sys.stderr)
+    settings = text.site(ROOT / "site.sh")
+    if "WORKSHOP_ADDRESS" not in settings:
+        print("site.sh has no WORKSHOP_ADDRESS: the slides do not say what to "
+              "clone", file=sys.stderr)
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
-            deck = text.write(text.DECKS[name], site)
+            deck = text.write(name, minutes, settings)
             Path(temporary, f"{name}.md").write_text(
                 embed(deck), encoding="utf-8")
         run_marp(temporary, folder)
@@ -113,8 +112,8 @@ def embed(markdown):
                 f'src="data:image/png;base64,{data}"></figure>')
     markdown = re.sub(r"^!\[(.*)\]\((.+\.png)\)$", photo, markdown,
                       flags=re.M)
-    return re.sub(r"^!\[.*\]\(svg/(.+)\.svg\)$", inline, markdown,
-                  flags=re.M)
+    return re.sub(r"^!\[.*\]\((?:svg|source/figures)/(.+)\.svg\)$", inline,
+                  markdown, flags=re.M)
 
 
 # --------------------------------------------- what is kept in the repository
@@ -122,23 +121,27 @@ def embed(markdown):
 
 def documents():
     """{path: text} of what the repository keeps: decks, figures, a table."""
-    found = {SLIDES / f"{name}.md": text.write(deck)
-             for name, deck in text.DECKS.items()}
-    used = sorted({name for deck in found.values() for name in
-                   re.findall(r"\]\(svg/(.+)\.svg\)", deck)})
+    decks = {name: text.write(name) for name in text.DECKS}
+    found = {SLIDES / f"{name}.md": deck for name, deck in decks.items()}
     found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
-              for name in used}
+              for name in figures.FIGURES}
     readme = SLIDES / "README.md"
     head, mark, _ = readme.read_text("utf-8").partition(PLAN)
     require(mark, f"slides/README.md has no line {PLAN}")
-    decks = {path.stem: text for path, text in found.items()
-             if path.parent == SLIDES and path.suffix == ".md"}
     found[readme] = f"{head}{mark}\n\n{coverage(decks)}\n"
     return found
 
 
-def coverage(decks):
-    """A table: each section of the plan, its slides, its notebook."""
+def coverage(written):
+    """A table: each section of the plan, its slides, its notebook.
+
+    written: {name: a deck's text}. The course is named by its length.
+    """
+    *shorter, longest = text.LENGTHS
+    decks = {f"{minutes} min": text.write("course", minutes)
+             for minutes in shorter}
+    decks |= {f"[{name}]({name}.md)" if name != "course" else
+              f"{longest} min": deck for name, deck in written.items()}
     rows = ["| section of the plan | slides | lesson |", "|---|---|---|"]
     for row in text.read_plan().values():
         places = []
@@ -147,7 +150,7 @@ def coverage(decks):
                 text.pages(markdown), 1) if f"section: {row.name}." in page]
             if numbers:
                 last = f" to {numbers[-1]}" if len(numbers) > 1 else ""
-                places.append(f"[{name}]({name}.md) {numbers[0]}{last}")
+                places.append(f"{name}: {numbers[0]}{last}")
         where = f"`{row.where}`" if row.where else ""
         rows.append(f"| {row.what} | {', '.join(places) or '-'} | {where} |")
     return "\n".join(rows)

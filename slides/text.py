@@ -9,9 +9,10 @@ import json
 import math
 import re
 import textwrap
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from difflib import unified_diff
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import jinja2
@@ -40,25 +41,14 @@ PLAN = "| 60 min | 90 min | 120 min | more | what | where |"
 MORE = "more"  # the minutes of what follows the course
 
 
-@dataclass(frozen=True)
-class Deck:
-    """A deck of slides: its source, and how long it takes."""
-
-    name: str
-    source: str
-    title: str
-    minutes: int = 0  # of the course: 60, 90 or 120
-
-
-DECKS = {deck.name: deck for deck in (
-    Deck("course-60", "course", "The course in 60 minutes", 60),
-    Deck("course-90", "course", "The course in 90 minutes", 90),
-    Deck("course-120", "course", "The course in 120 minutes", 120),
-    Deck("training-at-scale", "training-at-scale", "Training at scale"),
-    Deck("practical-mpi", "practical-mpi", "Practical MPI"),
-    Deck("the-ladder", "the-ladder", "The ladder: one model, four versions"),
-    Deck("pages-to-keep", "pages-to-keep", "Pages to keep"),
-)}
+LENGTHS = 60, 90, 120  # minutes of the course; the longest has all slides
+DECKS = {  # a deck's name: its title
+    "course": "The course in {} minutes",
+    "training-at-scale": "Training at scale",
+    "practical-mpi": "Practical MPI",
+    "the-ladder": "The ladder: one model, four versions",
+    "pages-to-keep": "Pages to keep",
+}
 
 
 def read_source(name):
@@ -71,7 +61,7 @@ def read_source(name):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the README's plan.
+    """A row of the plan.
 
     minutes: {60: 5, 120: 10}, or {MORE: 25} for what follows the course.
     """
@@ -83,36 +73,40 @@ class Row:
 
 
 def read_plan():
-    """The README's plan: {name: `Row`}, in its order."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    require(PLAN in text, f"README.md has no table {PLAN}")
+    """The plan of the sessions: {name: `Row`}, in its order."""
+    text = "".join((ROOT / page).read_text("utf-8") for page in (
+        "README.md", "docs/INSTRUCTOR.md"))
+    require(PLAN in text, f"there is no table {PLAN}")
     rows, name, where = {}, "", ""
     for line in text[text.index(PLAN):].splitlines()[2:]:
         if not line.startswith("|"):
             break
         *minutes, what, place = (
             cell.strip() for cell in line.split("|")[1:-1])
-        link = re.search(r"\[(\w+)\]\((.+)\)", place)
+        link = re.search(r"\[(\w+)\]\((?:\.\./)?(.+)\)", place)
         name, where = link.groups() if link else (
             f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
             length: int(cell) for length, cell in
-            zip((60, 90, 120, MORE), minutes, strict=True) if cell})
+            zip((*LENGTHS, MORE), minutes, strict=True) if cell})
     return rows
 
 
 class Clock:
     """Says at which minute a slide is due.
 
-    A section lasts as long as the plan says, and the slide with "rest" gets
-    what its other slides leave.
+    A section lasts as long as the plan says. Its slide with "rest", or its
+    last one, gets what the others leave.
     """
 
-    def __init__(self, deck):
+    def __init__(self, deck, minutes):
         self.deck, self.plan = deck, read_plan()
-        self.length = deck.minutes or MORE
-        self.now, self.where, self.slides = 0, "", []
-        self.left = 0  # minutes of this section
+        self.length = minutes if deck == "course" else MORE
+        self.sections = []  # (name in the plan, minutes, its slides' minutes)
+
+    def has(self, name):
+        """Whether the plan gives a section minutes in this deck."""
+        return name in self.plan and self.length in self.plan[name].minutes
 
     def section(self, name):
         """Begin a section of the plan."""
@@ -125,48 +119,47 @@ class Clock:
 
     def begin(self, where, minutes, what):
         """The directive by which Marp writes a section's name at the top."""
-        self.close()
-        self.where, self.left = where, minutes
+        self.sections.append((where, minutes, []))
         return f"<!-- header: {json.dumps(what)} -->"
 
     def parts(self):
         """The deck's sections: [(minutes, what, whether it is a lesson)]."""
-        source = read_source(self.deck.source)
+        source = read_source(self.deck)
         return [(self.plan[name].minutes[self.length], self.plan[name].what,
                  True) if name else (int(minutes), what, False)
                 for name, minutes, what in re.findall(
                     r'clock\.(?:section\("(.+?)"|talk\((\d+), "(.+?)")\)',
                     source)]
 
-    def close(self):
-        """End the section."""
-        require(self.left == 0, f"{self.deck.name}: {self.left} minutes of "
-                f"{self.where or 'the talk'} are left: say \"rest\"")
-
     def __call__(self, minutes):
-        """The first line of a slide's notes; minutes: a number or "rest".
+        """Where a slide's notes say its time; minutes: a number or "rest"."""
+        self.sections[-1][2].append(minutes)
+        return "\0"
 
-        No slide takes no time; in 90 minutes each takes one at least.
-        """
-        minutes = self.left if minutes == "rest" else minutes
-        if self.deck.minutes == 90:
-            minutes = max(minutes, 1)
-        require(minutes > 0, f"{self.deck.name}: a slide of "
-                f"{self.where or 'the talk'} has no minutes")
-        require(minutes <= self.left, f"{self.deck.name}: {self.where} is "
-                f"{minutes - self.left} minutes too long")
-        self.left -= minutes
-        begin, self.now = self.now, self.now + minutes
-        place = ""
-        if self.where:
-            path = self.plan[self.where].where
-            place = (f" `{path}`," * bool(path)) + f" section: {self.where}."
-        return f"Minutes {begin:g} to {self.now:g}.{place}"
+    def finish(self, text):
+        """The deck, in which the notes say from when to when."""
+        lines, now = [], 0
+        for where, minutes, slides in self.sections:
+            what = f"{self.deck}: {where or 'the talk'}"
+            fixed = sum(slide for slide in slides if slide != "rest")
+            if "rest" not in slides:
+                slides[-1] += minutes - fixed
+            require(fixed < minutes + ("rest" not in slides), f"{what} has "
+                    f"{minutes} minutes, its slides {fixed}")
+            path = where and self.plan[where].where
+            place = (f" `{path}`," * bool(path)) + (
+                f" section: {where}." * bool(where))
+            for slide in slides:
+                begin = now
+                now += minutes - fixed if slide == "rest" else slide
+                lines.append(f"Minutes {begin:g} to {now:g}.{place}")
+        return re.sub("\0", lambda _: lines.pop(0), text)
 
 
 # ------------------------------------------------------------------- facts
 
 
+@cache
 def facts():
     """The numbers on the slides, computed from the course's own code."""
     std = sharding.std
@@ -362,9 +355,14 @@ def read_last_step():
 
 
 def from_readme(heading, folder="."):
-    """A README's table with this heading; its links become names."""
-    text = (ROOT / folder / "README.md").read_text("utf-8")
-    found = re.search(rf"^\| {heading} \|.*\n(\|.*\n)+", text, re.M)
+    """A README's table with this heading; its links become names.
+
+    folder: or the lesson, as "start_here.ipynb".
+    """
+    text = ("\n\n".join(cells(folder.removesuffix(".ipynb")))
+            if folder.endswith(".ipynb") else
+            (ROOT / folder / "README.md").read_text("utf-8"))
+    found = re.search(rf"^\| {heading} \|.*\n(\|.*(?:\n|$))+", text, re.M)
     return re.sub(r"\[(\w+)\]\([^)]+\)", r"`\1`", found[0].strip())
 
 
@@ -404,7 +402,8 @@ def wrap(lines):
     return "\n".join(textwrap.fill(
         re.sub(r"[\d.]+ (ms|GB/s)\b", r"... \1", re.sub(
             r"\| dt:.*", "| ...", line)), 84, replace_whitespace=False,
-        subsequent_indent="    ") for line in lines).rstrip()
+        subsequent_indent="    ", break_on_hyphens=False)
+        for line in lines).rstrip()
 
 
 def done(stage):
@@ -522,18 +521,15 @@ def credits():
     return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
 
 
-def checklist(first=1, last=None):
-    """The first sentence of each point of the README's checklist.
-
-    first, last: only these points, the last one included.
+def checklist():
+    """The first sentence of each point of the checklist for one's own model.
     """
-    text = (ROOT / "README.md").read_text("utf-8")
-    text = text[text.index("## Take it home"):text.index("## Where things")]
+    text = "".join((ROOT / page).read_text("utf-8") for page in (
+        "README.md", "starter/README.md"))
     points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
-    require(points, "README.md has no checklist")
-    return "\n".join([f"{number}. {first_sentence(point)}"
-                      for number, point in enumerate(points, 1)][
-                          first - 1:last])
+    require(points, "there is no checklist")
+    return "\n".join(f"{number}. {first_sentence(point)}"
+                     for number, point in enumerate(points, 1))
 
 
 def first_sentence(text):
@@ -543,50 +539,39 @@ def first_sentence(text):
 
 
 def site(path):
-    """The settings of a site file that concern a session: {name: value}.
-
-    They are read as text; where the file is commented out, as the example
-    is, so are its first values.
-    """
-    names = ("WORKSHOP_PORTAL", "WORKSHOP_SESSION", "SBATCH_ACCOUNT",
-             "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION",
-             "WORKSHOP_DATA")
-    text = path.read_text("utf-8") if path.exists() else ""
-    settings = {}
-    for prefix in (r"^[^#\n]*?", r"^#.*?"):
-        for name in names:
-            found = re.search(rf"{prefix}\b{name}=(\"[^\"]*\"|'[^']*'|\S+)",
-                              text, re.MULTILINE)
-            if found:
-                settings.setdefault(name, found[1].strip("\"'"))
-        if settings:
-            break
-    return {name: settings[name] for name in names if name in settings}
+    """{name: value} of what a site file sets; it is read as text."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else ()
+    return {name: value.strip("\"'") for line in lines
+            if not line.lstrip().startswith("#")
+            for name, value in re.findall(
+                r"\b((?:WORKSHOP|SBATCH)_\w+)=(\"[^\"]*\"|'[^']*'|\S+)", line)}
 
 
 # -------------------------------------------------------------------- decks
 
 
-def write(deck, site_file=ROOT / "site.example.sh"):
-    """The deck's Markdown; site_file: whose settings it shows."""
-    clock = Clock(deck)
-    settings = jinja2.Environment(
+def write(name, minutes=LENGTHS[-1], settings=None):
+    """A deck's Markdown; settings: what site.sh sets, for `site`.
+
+    minutes: of the course, one of `LENGTHS`.
+    """
+    clock = Clock(name, minutes)
+    template = jinja2.Environment(
         loader=jinja2.FileSystemLoader(SLIDES / "source"),
         undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True)
-    settings.filters["n"] = lambda value: f"{value:,.0f}"
-    settings.filters["gb"] = lambda value, digits=1: (
+    template.filters["n"] = lambda value: f"{value:,.0f}"
+    template.filters["gb"] = lambda value, digits=1: (
         f"{value / 1e9:,.{digits}f} GB")
-    settings.filters["power"] = power_of_ten
-    settings.filters["percent"] = lambda value: f"{value:.0%}"
-    settings.filters["code"] = lambda words: re.sub(
-        r"(--\w+)", r"`\1`", words)
-    rows = [row for row in clock.plan.values()
-            if row.name in in_course(clock.plan)
-            and deck.minutes in row.minutes]
-    text = settings.get_template(f"{deck.source}.md").render(
-        **facts(), deck=deck, minutes=deck.minutes, clock=clock,
-        rows=rows, plan=clock.plan, figure=image, changes=changes,
+    template.filters["power"] = power_of_ten
+    template.filters["percent"] = lambda value: f"{value:.0%}"
+    template.filters["code"] = lambda words: re.sub(
+        r"(--[\w-]+)", r"`\1`", words)
+    text = template.get_template(f"{name}.md").render(
+        **facts(), title=DECKS[name].format(minutes), minutes=minutes,
+        clock=clock, rows=[row for row in clock.plan.values()
+                           if minutes in row.minutes],
+        plan=clock.plan, figure=image, changes=changes,
         count=count, change=title,
         number=number, diff=diff, command=command, credits=credits,
         predict=predict, answer=answer, changed_lines=changed_lines,
@@ -594,10 +579,9 @@ def write(deck, site_file=ROOT / "site.example.sh"):
         excerpt=excerpt, hunk=hunk, log=log, printed=printed, done=done,
         mistakes=mistakes, cell=cell, kept=kept, key_lines=key_lines,
         now="## What you have now", constants=constants,
-        checklist=checklist, site=site(site_file),
-        references=partial(references, deck.source))
-    clock.close()
-    return re.sub(r"\n{3,}", "\n\n", text)
+        checklist=checklist, site=defaultdict(str, settings or {}),
+        references=partial(references, name))
+    return re.sub(r"\n{3,}", "\n\n", clock.finish(text))
 
 
 def power_of_ten(value):
@@ -609,17 +593,13 @@ def power_of_ten(value):
     return f"{digits} \u00d7 10{raised}"
 
 
-def in_course(plan):
-    """The names of the sections of the course: not its further lessons."""
-    return [name for name, row in plan.items() if MORE not in row.minutes]
-
-
 def image(name):
     """A figure as an image of Markdown, with what it shows in words."""
     heading, about = figures.describe(figures.draw(name))
     words = f"{heading}. {about}".replace("\n", " ")
     words = words.replace("[", "(").replace("]", ")")
-    return f"![{words}](svg/{name}.svg)"
+    folder = "svg" if name in figures.FIGURES else "source/figures"
+    return f"![{words}]({folder}/{name}.svg)"
 
 
 def pages(markdown):

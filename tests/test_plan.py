@@ -105,8 +105,9 @@ def talk(deck, section):
     """The minutes of a section's slides on which the room does not work."""
     slide = re.compile(r"Minutes ([\d.]+) to ([\d.]+)\..* section: "
                        rf"{section}\.$", re.M)
+    name, minutes = deck.split("-")
     spans = (slide.search(page) for page in slides.pages(slides.write(
-        slides.DECKS[deck])) if not re.search("_class: .*task", page))
+        name, int(minutes))) if not re.search("_class: .*task", page))
     return sum(float(span[2]) - float(span[1]) for span in spans if span)
 
 
