@@ -37,12 +37,12 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         return print(f"nothing new in {newest}")
     with locked_desk():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
-        taken = git.names("ls-files", "--killed", "-z")
-        require(not taken, f"{', '.join(taken)}: move it away, where the "
-                "course has another kind of file, then try again")
-        mine = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
+        in_the_way = git.names("ls-files", "--killed", "-z")
+        require(not in_the_way, f"{', '.join(in_the_way)}: the course has "
+                "another kind of file there: move yours away, then try again")
+        edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
         try:
-            if mine:
+            if edited:
                 DESK.rename(ASIDE)
                 git.run("checkout", "HEAD", "--", DESK)
             git.run("merge", "-q", "--no-edit", "--autostash",
@@ -55,17 +55,18 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                             "is as it was; merge by hand: `git pull`"
                             ) from error
         finally:  # what an editor has saved there meanwhile is newer
-            if mine and not (DESK.exists() and git.names(
+            if edited and not (DESK.exists() and git.names(
                     *CHANGED, "HEAD", "--", DESK)):
                 ASIDE.replace(DESK)
-    if both := git.names(*CHANGED, "--diff-filter=U"):
-        git.run("add", "--", *both)  # what is unmerged is not restored
-        git.run("restore", "--staged", "--", *both)
-        if both := both & git.names("ls-files", "-z"):  # else yours stays
-            git.run("restore", "--", *both)
-            print(f"changed by you and the course: {', '.join(sorted(both))}: "
-                  f"the course's is there, yours in {copies}, and in `git "
-                  "stash list`")
+    if clashes := git.names(*CHANGED, "--diff-filter=U"):
+        git.run("add", "--", *clashes)  # what is unmerged is not restored
+        git.run("restore", "--staged", "--", *clashes)
+        clashes &= git.names("ls-files", "-z")  # what has gone there stays
+        if clashes:
+            git.run("restore", "--", *clashes)
+            print("changed by you and the course: "
+                  f"{', '.join(sorted(clashes))}: the course's is there, "
+                  f"yours in {copies}, and in `git stash list`")
     print(f"{len(news)} files have changed; this clone is {newest}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
 
