@@ -13,6 +13,7 @@ from conftest import needs
 from stages import agree, train
 
 from backstage import ROOT
+from rankcheck.launch.ranks import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole
@@ -193,38 +194,45 @@ JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
          "mpi.name_mpi_ranks(mpi.join_mpi())\n")
 
 
-def test_mpi_on_three_nodes(slurm, data, tmp_path):
-    """By Open MPI, which srun's PMIx tells who is there: the losses of std."""
+@pytest.mark.parametrize("line", ["export SLURM_MPI_TYPE=pmix", ""])
+def test_mpi_on_three_nodes(slurm, data, tmp_path, line):
+    """By Open MPI: srun's PMIx says who is there, or mpirun; std's losses."""
     needs("mpiexec")
-    if slurm.mode != "ns" or not list(Path("/usr/lib").glob("*/pmix2")):
+    if slurm.mode != "ns" or (line and not list(
+            Path("/usr/lib").glob("*/pmix2"))):
         pytest.skip("needs SLURM's PMIx, and a node of each rank's own")
     flags = ("--max-steps", 3, "--minibatch-size", 6)
-    with site(slurm, "export SLURM_MPI_TYPE=pmix"):
-        job = slurm.submit("mpi", *FLAGS, *flags,
+    with site(slurm, line):
+        job = slurm.submit("mpi", *FLAGS, *flags, **OPEN_MPI,
                            options=["--nodes=3", "--gpus-per-node=1"])
         assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    assert ("by mpirun: srun does not tell" in slurm.log(job)) == (not line)
     assert world(slurm.repo / f"runs/mpi-{job}") == (3, 3)
     agree(slurm.result("mpi", job),
           train("std", tmp_path / "alone", *flags, data=data))
 
 
-def test_srun_tells_mpi(slurm):
-    """MPICH's, which site.sh says to SLURM; else an error."""
+def test_who_tells_mpi(slurm):
+    """MPICH's: srun, which site.sh says to SLURM, else its mpirun."""
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    states = []
+    own = slurm.lab_folder / "mpirun"
+    own.symlink_to("/usr/bin/mpiexec.mpich")
     with slurm.counting("mpi", JOINS):
-        for line in "export SLURM_MPI_TYPE=pmi2", "":
+        for line, state, said in (
+                ("export SLURM_MPI_TYPE=pmi2", "COMPLETED", "command   srun"),
+                (f"PATH={own.parent}:$PATH", "COMPLETED", "by mpirun: srun "),
+                ("", "FAILED", "is not this mpirun's MPI")):  # Open MPI's
             with site(slurm, line):
                 job = slurm.submit(
-                    "mpi", "--max-steps", 1, options=["--cpus-per-gpu=1", (
-                        f"--export=ALL,LD_LIBRARY_PATH={library.parent}")])
-                states.append(slurm.wait(job)["JobState"])
-            if line:
+                    "mpi", "--max-steps", 1, **OPEN_MPI, options=[
+                        "--cpus-per-gpu=1",
+                        f"--export=ALL,LD_LIBRARY_PATH={library.parent}"])
+                log = slurm.wait(job)["JobState"], slurm.log(job)
+            assert log[0] == state and said in log[1], log
+            if state == "COMPLETED":
                 assert world(slurm.repo / f"runs/mpi-{job}") == (1, 2)
-    assert states == ["COMPLETED", "FAILED"], slurm.log(job)
-    assert "srun --mpi=list" in slurm.log(job)
 
 
 def test_from_inside_another_job(slurm):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import FLAGS, wait_for, world
+from cluster import FLAGS, start, wait_for, world
 from conftest import edit, program
 from stages import STARTER, Result, agree, train
 
@@ -255,6 +255,18 @@ def test_nothing_is_lost(slurm):
         job.cancel()
     assert job.log.count("requeueing, to go on after") == 1
     job.has_lost_nothing(4)
+
+
+def test_it_uses_more_memory_than_it_asked_for():
+    """At a site whose cgroups allow a job no more: it is not requeued."""
+    if not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
+        pytest.skip("needs cgroups of version 1, which this user may write")
+    with (start(LAB_CGROUP="yes", LAB_NODES="1") as slurm,
+          slurm.counting("std", "taken = b'x' * 2**30\n")):
+        job = slurm.submit("std", options=[ONE_CORE, "--mem=400M"])
+        state, log = slurm.wait(job)["JobState"], slurm.log(job)
+    assert state == "FAILED" and "Out Of Memory" in log, log
+    assert "stopped and not requeued" in log.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("answers", "status"), [(3, 0), (4, 1)])
