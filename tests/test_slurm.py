@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import COUNTS, FLAGS, holding, wait_for, world
-from conftest import needs
+from conftest import needs, program
 from stages import agree, train
 
 from backstage import ROOT
@@ -53,6 +53,7 @@ def test_slurm_accepts_every_file(slurm):
 WAYS = [  # to ask: by srun alone and by torchrun; nodes, cores and GPUs
     ("mpi", "--nodes=2 --gpus-per-node=h100:2", 2, 8, "0,1"),
     ("mpi", "--gres=gpu:4", 1, 8, "0,1,2,3"),
+    ("tp", "--gpus-per-node=0 --gpus=4", 1, 8, "0,1,2,3"),
     ("mpi", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
     ("tp", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
     ("tp", "--gpus-per-node=4 --gpus-per-task=1 --ntasks-per-node=4", 1, 8,
@@ -83,7 +84,8 @@ def test_sbatch_says_the_size(slurm):
                  "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
                  "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
                  "SLURM_GPUS_PER_NODE": "3"}
-    with (slurm.counting("mpi"), slurm.counting("tp"), slurm.counting("3d")):
+    with (slurm.counting("mpi"), slurm.counting("tp"), slurm.counting("3d"),
+          site(slurm, "export SLURM_MPI_TYPE=none")):  # it asks no MPI
         jobs = [slurm.submit(stage, "--max-steps", 1, options=options.split(),
                              **inherited) for stage, options, *_ in WAYS]
         for job in jobs:
@@ -217,8 +219,8 @@ def test_who_tells_mpi(slurm):
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    own = slurm.lab_folder / "mpirun"
-    own.symlink_to("/usr/bin/mpiexec.mpich")
+    own = program(slurm.lab_folder / "mpirun",
+                  '#!/bin/sh\nexec mpiexec.mpich "$@"\n')
     with slurm.counting("mpi", JOINS):
         for line, state, said in (
                 ("export SLURM_MPI_TYPE=pmi2", "COMPLETED", "command   srun"),
