@@ -178,7 +178,8 @@ class Bench:
             {"CUDA_VISIBLE_DEVICES": ""} if not self.gpu else
             SHARED if ranks > self.count else {})
         begin, limit, workers = time.monotonic(), self.left, []
-        with tempfile.TemporaryFile("w+", dir=self.work) as log:
+        with tempfile.TemporaryFile("w+", dir=self.work, encoding="utf-8",
+                                    errors="replace") as log:
             starter = psutil.Popen([str(word) for word in command], cwd=ROOT,
                                    env=env, stdout=log, stderr=log)
             try:
@@ -207,9 +208,9 @@ class Bench:
                 starter.wait()
                 log.seek(0)
                 self.out = log.read()
-                with open(self.output / "logs.txt", "a") as file:
-                    print(f"--- {name}", *self.out.splitlines()[-40:],
-                          sep="\n", file=file)
+                lines = f"--- {name}", *self.out.splitlines()[-40:], ""
+                with open(self.output / "logs.txt", "ab") as file:
+                    file.write("\n".join(lines).encode())
         said = re.findall("^error: .*|^.+(?=\n*\\Z)", self.out, re.M)
         require(stop or fails or not self.status,
                 f"{name}: {[*said, 'no message'][0]}")
