@@ -131,7 +131,8 @@ run() { # show an installer's progress or, in one line, why it failed
     *ertificate*) advice='name yours in site.sh (export PIP_CERT=FILE)' ;;
     *"o space"* | *quota*) advice='make room' ;;
     esac
-    if [ ! "$reinstall" ] && ! grep -qE '^Prepared|Failed to .*install' "$log"; then
+    if [ ! "$reinstall" ] &&
+        ! grep -qE '^Prepared|Failed to .*install' "$log"; then
         rm -rf "${venv:?}/$cache"
         mv "$venv/$marker~" "$venv/$marker" # it is as it was
     fi
@@ -151,8 +152,8 @@ fill() { # what another attempt has left is completed
         cp "$venv/$marker" "$venv/$marker~"
     fi
     printf '%s\n' "clone=$PWD" "cache=$cache" >"$venv/$marker"
-    [ ! "$reinstall" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} && "$python" \
-        -m venv ${system:+"$system"} "$venv" 2>&1) ||
+    [ ! "$reinstall" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} &&
+        "$python" -m venv ${system:+"$system"} "$venv" 2>&1) ||
         fail "$python cannot make a virtual environment (on Debian and" \
             "Ubuntu: apt install python3-venv): ${made##*$'\n'}"
     made=$(settings 2>/dev/null) ||

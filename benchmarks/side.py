@@ -202,17 +202,17 @@ def matmul(precision, name):
 
 
 def say_peak():
-    """Print the most memory that this process had: a GPU's, or its own."""
+    """Print the most memory that this process had, a GPU's or its own, and how
+    many graphs it has compiled.
+    """
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    graphs = sys.modules.get("torch._dynamo.utils")
-    if graphs:
-        graphs = graphs.counters["stats"]["unique_graphs"]
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
     # at once: other ranks print, too
-    sys.stdout.write(f"memory {peak}\n" + f"graphs {graphs}\n" * (
-        graphs is not None))
+    sys.stdout.write(f"memory {peak}\ngraphs {graphs}\n")
     sys.stdout.flush()
 
 
