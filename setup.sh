@@ -117,13 +117,12 @@ for name, *others in (words.split("=") for words in sys.argv[1:]):
 }
 
 run() { # show an installer's progress or, in one line, why it failed
-    local line log why advice='is there a network? name a mirror in site.sh'
+    local log why advice='is there a network? name a mirror in site.sh'
     log=$(mktemp "${TMPDIR:-/tmp}/workshop-XXXXXX")
-    if COLUMNS=9999 "$@" 2>&1 | tee "$log" | while IFS= read -r line; do
-        case $line in *Downloading* | Prepared* | Installed* | *Retrying*)
-            echo "$line" ;;
-        esac
-    done; then
+    if COLUMNS=9999 "$@" 2>&1 | tee "$log" | {
+        grep --line-buffered -E 'Downloading|^Prepared|^Installed|Retrying' ||
+            true # it fails where it finds nothing
+    }; then
         rm "$log"
         return
     fi
@@ -132,39 +131,29 @@ run() { # show an installer's progress or, in one line, why it failed
     *ertificate*) advice='name yours in site.sh (export PIP_CERT=FILE)' ;;
     *"o space"* | *quota*) advice='make room' ;;
     esac
-    if [ "$before" ] && ! grep -qE '^Prepared|Failed to .*install' "$log"; then
+    if [ ! "$reinstall" ] &&
+        ! grep -qE '^Prepared|Failed to .*install' "$log"; then
         rm -rf "${venv:?}/$cache"
         mv "$venv/$marker~" "$venv/$marker" # it is as it was
     fi
     fail "cannot set up $venv ($why): $advice; all of it: $log"
 }
 
-broken() { # the packages of which an interrupted installation has left a part
-    "$venv/bin/python" -c 'import sysconfig
-from importlib.metadata import distributions
-for package in distributions(path=[sysconfig.get_path("purelib")]):
-    files = package.files or []
-    if package.name and not (any(file.name == "INSTALLER" for file in files)
-            and all(file.locate().exists() and file.size in (
-                None, file.locate().stat().st_size) for file in files)):
-        print("--reinstall-package", package.name)'
-}
-
 fill() { # what another attempt has left is completed
-    local before='' cache uv made='' pins=constraints.txt wanted parts=''
+    local cache uv made='' pins=constraints.txt wanted
+    local reinstall=--reinstall # what an interruption has left in part
     wanted=(-r requirements.txt -r tests/requirements.txt)
     cache=$(field cache)
     cache=${cache:-.workshop-$$-$RANDOM}
-    if ! grep -qs relocatable "$venv/pyvenv.cfg"; then
-        parts=--force-reinstall # of earlier days, or nothing is there
-    elif [ "$(field requirements)" ] &&
+    if grep -qs relocatable "$venv/pyvenv.cfg" &&
+        [ "$(field requirements)" ] &&
         [ "$(field base)" = "$(base "$venv/bin/python")" ]; then
-        before=yes
+        reinstall=''
         cp "$venv/$marker" "$venv/$marker~"
     fi
     printf '%s\n' "clone=$PWD" "cache=$cache" >"$venv/$marker"
-    [ "$before" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} && "$python" \
-        -m venv ${system:+"$system"} "$venv" 2>&1) ||
+    [ ! "$reinstall" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} &&
+        "$python" -m venv ${system:+"$system"} "$venv" 2>&1) ||
         fail "$python cannot make a virtual environment (on Debian and" \
             "Ubuntu: apt install python3-venv): ${made##*$'\n'}"
     made=$(settings 2>/dev/null) ||
@@ -178,33 +167,29 @@ fill() { # what another attempt has left is completed
     uv=$(type -P uv) && "$uv" --version >/dev/null 2>&1 || uv=$venv/bin/uv
     "$uv" --version >/dev/null 2>&1 || run "$venv/bin/python" -m pip install \
         -c "$pins" uv
-    [ "$before" ] || run "$uv" venv -q --relocatable --allow-existing \
+    [ ! "$reinstall" ] || run "$uv" venv -q --relocatable --allow-existing \
         --python "$(type -P "$python")" --prompt workshop \
         ${system:+"$system"} "$venv"
-    install() {
-        run "$uv" pip install --python "$venv/bin/python" \
-            ${PIP_NO_INDEX:+--no-index} \
-            ${PIP_ONLY_BINARY:+--only-binary="$PIP_ONLY_BINARY"} \
-            ${PIP_NO_BINARY:+--no-binary="$PIP_NO_BINARY"} -c "$pins" "$@"
-    }
-    [ "$before$parts" ] || parts=$(broken)
-    [ "$before" ] || install --force-reinstall pip
     if [ "$system" ]; then # uv does not see what the site has: pip chooses
         pins=$venv/$cache/torch.txt
         "$venv/bin/python" -c 'from importlib.metadata import version
 print("torch==" + version("torch"))' >"$pins" 2>/dev/null ||
             fail "the site's Python has no PyTorch: load its module in site.sh"
-        run "$venv/bin/python" -m pip install -q --dry-run -c "$pins" \
-            --report "$venv/$cache/report" "${wanted[@]}"
+        made=$venv/bin/python # the site's does not see what is here in part
+        [ ! "$reinstall" ] || made=$(type -P "$python")
+        run "$venv/bin/python" -m pip --python "$made" install -q --dry-run \
+            -c "$pins" --report "$venv/$cache/report" "${wanted[@]}"
         made=$("$venv/bin/python" -c 'import json, sys
 for package in json.load(open(sys.argv[1]))["install"]:
     print("{name}=={version}".format(**package["metadata"]))
 ' "$venv/$cache/report")
-        read -rd '' -a wanted \
-            <<<"--no-deps $made ${parts//--reinstall-package/}" || true
+        read -rd '' -a wanted <<<"--no-deps $made" || true
     fi
-    # shellcheck disable=SC2086 # several words
-    install -e . "${wanted[@]}" $parts
+    # pip, since the one that Python has made cannot be moved
+    run "$uv" pip install --python "$venv/bin/python" -c "$pins" \
+        ${PIP_NO_INDEX:+--no-index} ${reinstall:+"$reinstall"} \
+        ${PIP_ONLY_BINARY:+--only-binary="$PIP_ONLY_BINARY"} \
+        ${PIP_NO_BINARY:+--no-binary="$PIP_NO_BINARY"} -e . pip "${wanted[@]}"
     made=$("$venv/bin/python" -c 'import importlib.util
 if importlib.util.find_spec("torch"): import torch' 2>&1) ||
         say "PyTorch is installed, but cannot be loaded here" \
@@ -233,6 +218,12 @@ metadata.language_info.pygments_lexer metadata.language_info.version'"
     fi
 }
 
+# A job only uses what a terminal has set up.
+in_terminal() {
+    [ "${WORKSHOP_INSTALL-}" != no ] || fail "$1, and a job installs nothing:" \
+        "run \`source $(printf %q "$PWD/activate.sh")\` in a terminal first"
+}
+
 make() {
     cd -P "$(dirname "${BASH_SOURCE[0]}")"
     while [[ $venv == ?*/ ]]; do venv=${venv%/}; done
@@ -240,9 +231,7 @@ make() {
         cd -P -- "${venv%/*}" 2>/dev/null || { echo "$venv" && exit; }
         echo "$PWD/${venv##*/}")
     if must_change; then
-        [ "${WORKSHOP_INSTALL-}" != no ] || fail "the environment $venv is" \
-            "not up to date, and a job installs nothing: run \`source" \
-            "$(printf %q "$PWD/activate.sh")\` in a terminal first"
+        in_terminal "the environment $venv is not up to date"
         find_python # $python
         echo "activate.sh: setting up $venv"
         mkdir -p "$venv"
@@ -250,8 +239,7 @@ make() {
         ! must_change || fill # else the shell that had the lock has done it
     fi
     if [ ! -e fineweb/demo/manifest.json ]; then
-        [ "${WORKSHOP_INSTALL-}" != no ] || fail "there is no demo dataset:" \
-            "run \`source $(printf %q "$PWD/activate.sh")\` in a terminal first"
+        in_terminal "there is no demo dataset"
         "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
     fi
     [ "${WORKSHOP_INSTALL-}" != no ] || exit 0

@@ -13,6 +13,19 @@
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
 source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
-train srun --kill-on-bad-exit=1 --ntasks-per-node="$processes" \
-    --cpus-per-task="$cores" python \
+start=(srun --kill-on-bad-exit=1 --ntasks-per-node="$processes"
+    --cpus-per-task="$cores")
+# If site.sh names no way of srun's, and it does not tell MPI about the others,
+# mpirun starts them: it reads the older names of a job's variables.
+if [ -z "${SLURM_MPI_TYPE-}" ] && ((processes * SLURM_NNODES > 1)) &&
+    type -P mpirun >/dev/null && ! RANKCHECK_WHY='' "${start[@]}" python -c \
+    'from backstage import mpi; mpi.join_mpi()' 2>/dev/null; then
+    echo "by mpirun: srun does not tell MPI who is there (srun --mpi=list)"
+    export SLURM_JOBID=$SLURM_JOB_ID SLURM_NODELIST=$SLURM_JOB_NODELIST
+    export SLURM_TASKS_PER_NODE="$processes(x$SLURM_NNODES)"
+    export {OMPI_MCA_hwloc_base,PRTE_MCA_hwloc_default}_binding_policy=none
+    start=(mpirun -n $((processes * SLURM_NNODES)))
+fi
+
+train "${start[@]}" python \
     "$(stage mpi)" --run-dir "$run" --resume "$@"

@@ -202,36 +202,26 @@ def matmul(precision, name):
 
 
 def say_peak():
-    """Print the most memory that this process had: a GPU's, or its own."""
+    """Print the most memory that this process had, a GPU's or its own, and how
+    many graphs it has compiled.
+    """
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(f"memory {peak}\n")  # at once: other ranks print, too
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    # at once: other ranks print, too
+    sys.stdout.write(f"memory {peak}\ngraphs {graphs}\n")
     sys.stdout.flush()
-
-
-def count_graphs(log):
-    """A probe: says how many processes there are at the end."""
-    def say_graphs():
-        from torch._dynamo.utils import counters
-
-        print(f"graphs {counters['stats']['unique_graphs']}")
-
-    log.on("end", say_graphs)
-
-
-def share_gpu(log):
-    """The same, for one of several ranks on a GPU.
-
-    NCCL refuses two of them on a host, so each says that it has its own.
-    """
-    os.environ["NCCL_HOSTID"] = str(log.rank)
-    count_graphs(log)
 
 
 def main():
     name = sys.argv.pop(1)
+    if "BENCHMARK_SHARES_GPU" in os.environ and "RANK" in os.environ:
+        # NCCL refuses two ranks on a host: each says that it has its own
+        os.environ.update(NCCL_HOSTID=os.environ["RANK"], LOCAL_RANK="0",
+                          LOCAL_WORLD_SIZE="1")
     if name == "matmul":
         matmul(*sys.argv[1:])
     elif name in ("nanogpt", "transformers"):

@@ -344,6 +344,7 @@ def main():
         if last or done % args.eval_every == 0:
             val_loss = evaluate(model, val_data, args, device)
         if rank == 0:
+            (folder / "training").touch()  # for batch.sh
             log(metrics, args, step, loss, val_loss, lr, norm, seconds, stop)
         if last or stop or done % args.checkpoint_every == 0:
             if rank == 0:

@@ -56,7 +56,8 @@ def clone(tmp_path_factory):
     """A copy of the repository that submits, and the nodes' programs."""
     clone = tmp_path_factory.mktemp("pbs") / "my clone"
     clone_course(clone)
-    (clone / "site.sh").write_text(f'WORKSHOP_VENV="{sys.prefix}"\n')
+    (clone / "site.sh").write_text(
+        f'WORKSHOP_VENV="{sys.prefix}"\n${{SITE-}}\n')
     return clone
 
 
@@ -186,6 +187,8 @@ def test_the_doctor_as_a_job(clone, tmp_path):
     ({"PBS_O_WORKDIR": "/nowhere"}, "/nowhere/batchfiles/pbs/job.sh"),
     ({"stage": ""}, "name a stage, as in qsub -v STAGE=ddp"),
     ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
+    ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
+    ({"SITE": "false"}, "a command in"),
     ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
     # as qdel does: the job's shell gets the signal, too

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from cluster import COUNTS, FLAGS, holding, wait_for, world
-from conftest import needs
+from conftest import needs, program
 from stages import agree, train
 
 from backstage import ROOT
+from rankcheck.launch.ranks import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole
@@ -52,6 +53,7 @@ def test_slurm_accepts_every_file(slurm):
 WAYS = [  # to ask: by srun alone and by torchrun; nodes, cores and GPUs
     ("mpi", "--nodes=2 --gpus-per-node=h100:2", 2, 8, "0,1"),
     ("mpi", "--gres=gpu:4", 1, 8, "0,1,2,3"),
+    ("tp", "--gpus-per-node=0 --gpus=4", 1, 8, "0,1,2,3"),
     ("mpi", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
     ("tp", "--gpus-per-node=0 --ntasks-per-node=2", 1, 1, None),
     ("tp", "--gpus-per-node=4 --gpus-per-task=1 --ntasks-per-node=4", 1, 8,
@@ -82,7 +84,8 @@ def test_sbatch_says_the_size(slurm):
                  "SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "3",
                  "SLURM_CPUS_PER_TASK": "5", "SLURM_CPUS_PER_GPU": "5",
                  "SLURM_GPUS_PER_NODE": "3"}
-    with (slurm.counting("mpi"), slurm.counting("tp"), slurm.counting("3d")):
+    with (slurm.counting("mpi"), slurm.counting("tp"), slurm.counting("3d"),
+          site(slurm, "export SLURM_MPI_TYPE=none")):  # it asks no MPI
         jobs = [slurm.submit(stage, "--max-steps", 1, options=options.split(),
                              **inherited) for stage, options, *_ in WAYS]
         for job in jobs:
@@ -193,38 +196,45 @@ JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
          "mpi.name_mpi_ranks(mpi.join_mpi())\n")
 
 
-def test_mpi_on_three_nodes(slurm, data, tmp_path):
-    """By Open MPI, which srun's PMIx tells who is there: the losses of std."""
+@pytest.mark.parametrize("line", ["export SLURM_MPI_TYPE=pmix", ""])
+def test_mpi_on_three_nodes(slurm, data, tmp_path, line):
+    """By Open MPI: srun's PMIx says who is there, or mpirun; std's losses."""
     needs("mpiexec")
-    if slurm.mode != "ns" or not list(Path("/usr/lib").glob("*/pmix2")):
+    if slurm.mode != "ns" or (line and not list(
+            Path("/usr/lib").glob("*/pmix2"))):
         pytest.skip("needs SLURM's PMIx, and a node of each rank's own")
     flags = ("--max-steps", 3, "--minibatch-size", 6)
-    with site(slurm, "export SLURM_MPI_TYPE=pmix"):
-        job = slurm.submit("mpi", *FLAGS, *flags,
+    with site(slurm, line):
+        job = slurm.submit("mpi", *FLAGS, *flags, **OPEN_MPI,
                            options=["--nodes=3", "--gpus-per-node=1"])
         assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+    assert ("by mpirun: srun does not tell" in slurm.log(job)) == (not line)
     assert world(slurm.repo / f"runs/mpi-{job}") == (3, 3)
     agree(slurm.result("mpi", job),
           train("std", tmp_path / "alone", *flags, data=data))
 
 
-def test_srun_tells_mpi(slurm):
-    """MPICH's, which site.sh says to SLURM; else an error."""
+def test_who_tells_mpi(slurm):
+    """MPICH's: srun, which site.sh says to SLURM, else its mpirun."""
     needs("mpiexec.mpich")
     library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    states = []
+    own = program(slurm.lab_folder / "mpirun",
+                  '#!/bin/sh\nexec mpiexec.mpich "$@"\n')
     with slurm.counting("mpi", JOINS):
-        for line in "export SLURM_MPI_TYPE=pmi2", "":
+        for line, state, said in (
+                ("export SLURM_MPI_TYPE=pmi2", "COMPLETED", "command   srun"),
+                (f"PATH={own.parent}:$PATH", "COMPLETED", "by mpirun: srun "),
+                ("", "FAILED", "is not this mpirun's MPI")):  # Open MPI's
             with site(slurm, line):
                 job = slurm.submit(
-                    "mpi", "--max-steps", 1, options=["--cpus-per-gpu=1", (
-                        f"--export=ALL,LD_LIBRARY_PATH={library.parent}")])
-                states.append(slurm.wait(job)["JobState"])
-            if line:
+                    "mpi", "--max-steps", 1, **OPEN_MPI, options=[
+                        "--cpus-per-gpu=1",
+                        f"--export=ALL,LD_LIBRARY_PATH={library.parent}"])
+                log = slurm.wait(job)["JobState"], slurm.log(job)
+            assert log[0] == state and said in log[1], log
+            if state == "COMPLETED":
                 assert world(slurm.repo / f"runs/mpi-{job}") == (1, 2)
-    assert states == ["COMPLETED", "FAILED"], slurm.log(job)
-    assert "srun --mpi=list" in slurm.log(job)
 
 
 def test_from_inside_another_job(slurm):

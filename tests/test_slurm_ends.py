@@ -3,13 +3,16 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from cluster import FLAGS, wait_for, world
-from stages import agree, train
+from cluster import FLAGS, start, wait_for, world
+from conftest import edit, program
+from stages import STARTER, Result, agree, train
 
 from backstage import ROOT
 
@@ -140,6 +143,36 @@ def test_a_signal_during_the_start(slurm, name):
     assert "no such folder" not in said.stderr
 
 
+def test_the_starter_saves_before_its_time_limit_and_goes_on(slurm):
+    """Signalled while its ranks import torch; what is cancelled stays so."""
+    folder = slurm.repo.parent
+    file = program(folder / "batch.sh", edit(
+        STARTER.with_name("batch.sh").read_text(), (
+            "# Load your", f"PATH={Path(sys.executable).parent}:$PATH\n#")))
+    shutil.copy(STARTER, folder)
+
+    def submit(*flags):
+        return slurm(
+            "sbatch", "--parsable", "--output=%A.log", "--array=2",
+            "--nodes=1", "--gpus-per-node=0", "--ntasks-per-node=2",
+            "--cpus-per-task=1", file, *flags).stdout.strip()
+
+    job, short = submit("--max-steps", 10**6), submit("--max-steps", 3)
+    wait_for(lambda: any("train.py" in command
+                         for *_, command in slurm.processes(job)))
+    assert "| step" not in slurm.log(job)
+    slurm("scancel", "--batch", "--signal=USR1", f"{job}_2")
+    wait_for(lambda: "| step" in slurm.log(job).partition(
+        "stopped by a signal")[2], explain=lambda: slurm.log(job))
+    slurm("scancel", job)
+    for number, state, restarts in (job, "CANCELLED", "1"), (
+            short, "COMPLETED", "0"):
+        assert slurm.wait(number)["JobState"] == state, slurm.log(number)
+        assert slurm.job(number)["Restarts"] == restarts
+        steps = Result(folder / f"runs/{number}_2", []).column("step")
+        assert steps == [*range(len(steps))]
+
+
 def test_the_time_limit_is_what_slurm_says(slurm):
     """A job whose run never begins, of the shortest time that there is."""
     with slurm.counting("std", SLOW.replace("6", "600")):
@@ -222,6 +255,18 @@ def test_nothing_is_lost(slurm):
         job.cancel()
     assert job.log.count("requeueing, to go on after") == 1
     job.has_lost_nothing(4)
+
+
+def test_it_uses_more_memory_than_it_asked_for():
+    """At a site whose cgroups allow a job no more: it is not requeued."""
+    if not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
+        pytest.skip("needs cgroups of version 1, which this user may write")
+    with (start(LAB_CGROUP="yes", LAB_NODES="1") as slurm,
+          slurm.counting("std", "taken = b'x' * 2**30\n")):
+        job = slurm.submit("std", options=[ONE_CORE, "--mem=400M"])
+        state, log = slurm.wait(job)["JobState"], slurm.log(job)
+    assert state == "FAILED" and "Out Of Memory" in log, log
+    assert "stopped and not requeued" in log.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("answers", "status"), [(3, 0), (4, 1)])

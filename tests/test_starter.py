@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from cluster import COUNTS
 from conftest import edit, program
 from stages import (
     STARTER,
@@ -28,7 +27,6 @@ from stages import (
     wait_for_rows,
 )
 
-from backstage import ROOT
 from rankcheck.launch.ranks import free_port
 
 STEPS = "--max-steps", 50, "--eval-every", 20
@@ -306,52 +304,3 @@ def test_srun_names_the_ranks(alone, tmp_path):
     results = [launch.result(tmp_path / "run") for launch in launches]
     agree(results[0], alone)
     assert results[1].status == 0 and not results[1].out
-
-
-PROGRAMS = {
-    "srun": 'shift; env -u SLURM_NTASKS "$PYTHON" "${@:2}" & rank=$!\n'
-            'trap "kill -USR1 $rank" USR1; trap : TERM\n'
-            'while kill -0 $rank 2>/dev/null; do wait $rank; done\n',
-    "scontrol": 'echo "$@" >> scontrol.txt; echo localhost\n',
-    "squeue": 'echo "${STATE:-RUNNING}"\n',
-}
-
-
-@pytest.mark.whole
-def test_a_job_saves_before_its_time_limit_and_goes_on(tmp_path):
-    """The batch file, with programs in the place of SLURM's and of torch's."""
-    (tmp_path / "bin").mkdir()
-    for name, text in PROGRAMS.items():
-        program(tmp_path / "bin" / name, f"#!/bin/bash\n{text}")
-    (tmp_path / "train.py").write_text(COUNTS)
-    env = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON":
-        sys.executable, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1",
-        "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2",
-        "SLURM_CPUS_PER_TASK": "1", "PYTHONPATH": str(ROOT)}
-
-    def job(max_steps, **more):
-        return subprocess.Popen(
-            ["bash", STARTER.with_name("batch.sh"), "--max-steps",
-             str(max_steps)], cwd=tmp_path, env=env | more, text=True,
-            stdout=subprocess.PIPE, start_new_session=True)
-
-    run = tmp_path / "runs" / "7_2"
-    first = job(100_000)
-    wait_for_rows(run, 3)
-    first.send_signal(signal.SIGUSR1)
-    out, _ = first.communicate(timeout=120)
-    assert first.returncode == 0 and "stopped by SIGUSR1" in out
-    calls = tmp_path / "scontrol.txt"
-    assert calls.read_text().splitlines()[-1] == "requeue 7_2"
-    done = (run / "metrics.csv").read_text().count("\n") - 1
-    second = job(done + 5)
-    out, _ = second.communicate(timeout=120)
-    assert second.returncode == 0 and f"| step {done:3}" in out
-    assert calls.read_text().count("requeue") == 1
-    cancelled = job(100_000, STATE="COMPLETING")
-    wait_for_rows(run, done + 7)
-    os.killpg(cancelled.pid, signal.SIGTERM)  # as scancel: all of them
-    out, _ = cancelled.communicate(timeout=120)
-    assert "stopped by SIGTERM" in out
-    assert calls.read_text().count("requeue") == 1  # it stays cancelled

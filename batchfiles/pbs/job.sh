@@ -3,6 +3,7 @@
 # shellcheck shell=bash disable=SC2034 # they use the variables
 
 fail() {
+    trap - EXIT
     echo "$PBS_JOBNAME: $*" >&2
     exit 1
 }
@@ -13,7 +14,10 @@ run=${WORKSHOP_RUN:-$root/runs/${STAGE-}-${PBS_JOBID%%.*}}
 read -ra flags <<<"${FLAGS-}" # of the script: qsub -v FLAGS="--max-steps 100"
 
 # Load the site's modules and the environment. Jobs install nothing.
-WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null || exit 1
+trap 'fail "site.sh calls exit, which ends the job: use return"' EXIT
+WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null && active=yes
+trap - EXIT
+[ "${active-}" ] || exit 1
 if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
     fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi

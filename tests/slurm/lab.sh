@@ -13,6 +13,8 @@
 # Partitions: gpu; urgent, which takes nodes from gpu's jobs after 30 s of
 # grace; closed, where jobs wait for ever.
 #
+# LAB_CGROUP=yes (root, cgroups v1) a job's cgroup has no more memory than the job
+#
 # LAB_MODE=ns   (root) every node has its own pid, net, mount and uts namespace: own hostname, own IP; the host is not changed
 # LAB_MODE=flat (any one user) all daemons on loopback; node names 0x7f000001.. are 127.0.0.1.. to getaddrinfo, so need no /etc/hosts
 # shellcheck disable=SC1091,SC2046,SC2086 # run/settings; lists of pids
@@ -22,6 +24,7 @@ if [ "$cmd" = up ]; then
   : "${LAB_MODE:=ns}" "${LAB_NODES:=3}" "${LAB_GPUS:=4}" "${LAB_GPUTYPE:=h100}" "${LAB_CPUS:=64}" "${LAB_MEM:=512000}"
   : "${LAB_SLURMD_TIMEOUT:=30}" "${LAB_UP_TIMEOUT:=120}"
   if [ "$LAB_MODE" = ns ]; then P=node; else P=0x7f00000; fi
+  if [ "${LAB_CGROUP-}" ]; then P=lab$$-; fi # the cgroups have the nodes' names
 elif [ -e "$D/run/settings" ]; then . "$D/run/settings"
 else echo "slurmlab: nothing is up in $D" >&2; [ "$cmd" = down ]; exit; fi
 
@@ -34,6 +37,7 @@ write_conf() {
   else dev=/dev/tty; fi
   echo "AutoDetect=off
 Name=gpu Type=$LAB_GPUTYPE File=${dev}[0-$((LAB_GPUS - 1))]" > "$D/etc/gres.conf"
+  printf 'CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n' > "$D/etc/cgroup.conf"
   cat > "$D/etc/slurm.conf" <<EOF
 ClusterName=lab
 SlurmctldHost=$ctl
@@ -45,10 +49,10 @@ CredType=cred/munge
 AuthInfo=socket=$D/run/munge.sock,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/$([ "${LAB_CGROUP-}" ] && echo cgroup || echo none)
 SwitchType=switch/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core${LAB_CGROUP:+_Memory}
 GresTypes=gpu
 ReturnToService=2
 EnforcePartLimits=ALL
@@ -158,6 +162,6 @@ down)
     k=; for f in "$D"/run/slurmd.*.pid "$D/run/slurmctld.pid" "$D/run/munged.pid"; do [ ! -s "$f" ] || k="$k $(cat "$f")"; done
     for i in $(seq "$LAB_NODES"); do k="$k $(node_pids "$P$i")"; done
     kill -9 $k 2> /dev/null || true
-  fi; rm -f "$D"/run/*.pid "$D/run/settings";;
+  fi; [ "$P" = "${P#lab}" ] || find /sys/fs/cgroup/memory/slurm_"$P"* -depth -type d -exec rmdir {} +; rm -f "$D"/run/*.pid "$D/run/settings";;
 *) echo "unknown command $cmd" >&2; exit 2;;
 esac
