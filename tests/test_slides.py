@@ -357,27 +357,27 @@ def test_the_lock_file_names_no_registry():
     assert lock.count('"integrity"') == lock.count('"node_modules/')
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The archive of a deck, built with no network but the machine's own, and
-    the pages of the others: of the course, for each length.
-    """
+def run(*options):
+    """The command, with no network but the machine's own."""
     needs("node", "chromium")
     if not build.MARP.exists():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(
             "not installed: Marp (npm ci --prefix slides)")
-    folder = tmp_path_factory.mktemp("slides")
     alone = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         alone = []  # a container may not allow it
-    done = subprocess.run(
-        [*alone, sys.executable, "-m", "slides", "--release", "the-ladder",
-         "--output", folder], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*alone, sys.executable, "-m", "slides", *options],
+                          cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for length in text.LENGTHS[:-1]:
-        page, = build.build(["course"], folder, length, pdf=False)
-        page.rename(folder / f"course {length}.html")
-    build.build({*text.DECKS} - {"the-ladder"}, folder, 120, pdf=False)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The pages of all decks; of the course the shortest and the longest."""
+    folder = tmp_path_factory.mktemp("slides")
+    run("course", "--no-pdf", "-o", folder)
+    (folder / "course.html").rename(folder / "course 60.html")
+    run("--minutes", "120", "--no-pdf", "-o", folder)
     return folder
 
 
@@ -390,7 +390,7 @@ BEYOND = """() => [...document.querySelectorAll("[data-marpit-svg] section")]
   }).map(part => `${number + 1}: ${part.textContent.slice(0, 60)}`))"""
 
 
-@pytest.mark.parametrize("name", DECKS)
+@pytest.mark.parametrize("name", [*text.DECKS, "course 60"])
 def test_a_deck_is_a_page_of_its_own_on_which_all_fits(name, built, browser):
     page, asked = browser.new_page(), []
     page.on("request", lambda request: asked.append(request.url))
@@ -406,13 +406,14 @@ def test_a_deck_is_a_page_of_its_own_on_which_all_fits(name, built, browser):
 
 
 @pytest.mark.whole
-def test_a_pdf_has_a_page_for_each_slide_and_its_notes(built):
-    with zipfile.ZipFile(built / "slides.zip") as archive:
+def test_a_pdf_has_a_page_for_each_slide_and_its_notes(tmp_path):
+    run("the-ladder", "--release", "-o", tmp_path)
+    with zipfile.ZipFile(tmp_path / "slides.zip") as archive:
         assert archive.namelist() == [f"the-ladder{ending}" for ending in (
             ".html", ".pdf", "-notes.pdf")]
     slides = len(text.pages(deck("the-ladder")))
     for ending, noted in (("", 0), ("-notes", slides)):
-        data = (built / f"the-ladder{ending}.pdf").read_bytes()
+        data = (tmp_path / f"the-ladder{ending}.pdf").read_bytes()
         for stream in re.findall(rb"stream\r?\n(.*?)endstream", data, re.S):
             try:  # the objects are in compressed streams
                 data += zlib.decompressobj().decompress(stream)
