@@ -492,7 +492,7 @@ def reads(expected, read, readers):
         out += [cell(x, 24, "", k % len(COLOURS)),
                 text(x + CELL + 2, 38, name)]
         x += CELL + 16 + 7 * len(name)
-    y, told = 54, []
+    y, told, framed = 54, [], False
     for step, samples in enumerate(expected):
         out.append(text(0, y + 15, f"step {step}"))
         found = [part[step] if step < len(part) else [] for part in read]
@@ -502,13 +502,20 @@ def reads(expected, read, readers):
             whole = all(sample in found[rank] for i in owners
                         for rank in groups[i])
             out.append(sample_box(left + k * CELL, y, sample, owners, whole))
+            framed |= not whole or len(owners) != 1
         others = sum(one not in samples for part in found for one in part)
         if others:
+            framed = True
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
         told.append(f"step {step}: " + ", ".join(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
             for rank, numbers in enumerate(found)) + ".")
         y += LINE
+    if framed:
+        legend = ("a frame: several ranks read it, or none; "
+                  "+ n: samples of other steps")
+        out.append(text(0, y + 12, legend))
+        x, y = max(x, 7 * len(legend)), y + LINE
     return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(told))
 
