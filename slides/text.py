@@ -71,7 +71,7 @@ def read_source(name):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the README's plan.
+    """A row of the plan.
 
     minutes: {60: 5, 120: 10}, or {MORE: 25} for what follows the course.
     """
@@ -83,16 +83,16 @@ class Row:
 
 
 def read_plan():
-    """The README's plan: {name: `Row`}, in its order."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    require(PLAN in text, f"README.md has no table {PLAN}")
+    """The instructor's plan: {name: `Row`}, in its order."""
+    text = (ROOT / "docs/INSTRUCTOR.md").read_text("utf-8")
+    require(PLAN in text, f"docs/INSTRUCTOR.md has no table {PLAN}")
     rows, name, where = {}, "", ""
     for line in text[text.index(PLAN):].splitlines()[2:]:
         if not line.startswith("|"):
             break
         *minutes, what, place = (
             cell.strip() for cell in line.split("|")[1:-1])
-        link = re.search(r"\[(\w+)\]\((.+)\)", place)
+        link = re.search(r"\[(\w+)\]\(../(.+)\)", place)
         name, where = link.groups() if link else (
             f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
@@ -146,11 +146,9 @@ class Clock:
     def __call__(self, minutes):
         """The first line of a slide's notes; minutes: a number or "rest".
 
-        No slide takes no time; in 90 minutes each takes one at least.
+        No slide takes no time.
         """
         minutes = self.left if minutes == "rest" else minutes
-        if self.deck.minutes == 90:
-            minutes = max(minutes, 1)
         require(minutes > 0, f"{self.deck.name}: a slide of "
                 f"{self.where or 'the talk'} has no minutes")
         require(minutes <= self.left, f"{self.deck.name}: {self.where} is "
@@ -382,8 +380,13 @@ def read_last_step():
 
 
 def from_readme(heading, folder="."):
-    """A README's table with this heading; its links become names."""
-    text = (ROOT / folder / "README.md").read_text("utf-8")
+    """A README's table with this heading; its links become names.
+
+    folder: or the lesson, as "start_here.ipynb".
+    """
+    text = ("\n\n".join(cells(folder.removesuffix(".ipynb")))
+            if folder.endswith(".ipynb") else
+            (ROOT / folder / "README.md").read_text("utf-8"))
     found = re.search(rf"^\| {heading} \|.*\n(\|.*\n)+", text, re.M)
     return re.sub(r"\[(\w+)\]\([^)]+\)", r"`\1`", found[0].strip())
 
@@ -543,14 +546,13 @@ def credits():
 
 
 def checklist(first=1, last=None):
-    """The first sentence of each point of the README's checklist.
+    """The first sentence of each point of the starter's checklist.
 
     first, last: only these points, the last one included.
     """
-    text = (ROOT / "README.md").read_text("utf-8")
-    text = text[text.index("## Take it home"):text.index("## Where things")]
+    text = (ROOT / "starter" / "README.md").read_text("utf-8")
     points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
-    require(points, "README.md has no checklist")
+    require(points, "starter/README.md has no checklist")
     return "\n".join([f"{number}. {first_sentence(point)}"
                       for number, point in enumerate(points, 1)][
                           first - 1:last])
