@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Does what an attendee does in an hour, in a fresh clone, with this clone's
-# site.sh and the environment that is active, and says how long each step takes:
-#     bash docs/rehearse.sh [flags of the job's script, --max-steps 100]
-# The clone lies in a new folder here, and is kept if a step fails.
+# Does what an attendee does in an hour, in a new clone in this folder, with this
+# site.sh and environment, and says how long it takes. A failed clone is kept.
+#     bash docs/rehearse.sh [flags of the jobs' scripts, --max-steps 100]
 set -euo pipefail -m # each step is ended with all that it has started
 course=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 export WORKSHOP_VENV="${VIRTUAL_ENV:?source activate.sh first}"
@@ -12,13 +11,17 @@ trap 'kill %1; wait; rm -rf "$folder"; exit 1' INT TERM HUP
 trust=(-c 'safe.directory=*') # another user's clone: we run its code already
 git "${trust[@]}" clone -q --upload-pack "git ${trust[*]@Q} upload-pack" \
     "$course" "$folder/gpt2-workshop"
-cd "$folder/gpt2-workshop"
+cd "$folder/gpt2-workshop" && tool="python -m workshop"
 [ ! -e "$course/site.sh" ] || cp "$course/site.sh" .
-job="python -m workshop launch ddp -- $flags"
-! command -v qsub >/dev/null || job="qsub -W block=true -v WORKSHOP_VENV=$(
-    )$WORKSHOP_VENV,STAGE=ddp,FLAGS='$flags' batchfiles/pbs/batch-stage.sh"
-! command -v sbatch >/dev/null ||
-    job="sbatch --wait batchfiles/batch-ddp-1n2g.sh $flags"
+stage() { # make it by its changes, check it, submit what has passed
+    local run="$tool launch $1 -- $flags"
+    ! command -v qsub >/dev/null || run="qsub -W block=true -v WORKSHOP_VENV=$(
+        )$WORKSHOP_VENV,STAGE=$1,FLAGS='$flags' batchfiles/pbs/batch-stage.sh"
+    ! command -v sbatch >/dev/null ||
+        run="sbatch --wait batchfiles/batch-$1-1n2g.sh $flags"
+    echo "$1 150 $tool apply $1 --all && $tool check $1
+$1-job 300 $tool script $1 | grep /code/ && $run"
+}
 execute="jupyter nbconvert --log-level=ERROR --execute --to=notebook"
 while read -r name seconds command; do # seconds: what the plan leaves
     begin=$SECONDS
@@ -29,11 +32,9 @@ while read -r name seconds command; do # seconds: what the plan leaves
     fi >&2
     printf '%-9s %4d s of %3d\n' "$name" $((SECONDS - begin)) "$seconds"
 done <<<"activate 120 true
-doctor 60 python -m workshop doctor
+doctor 60 $tool doctor
 start 120 $execute --output done.start notebooks/start_here.ipynb
-diff 10 python -m workshop diff ddp
-reset 10 python -m workshop reset ddp
-check 120 python -m workshop check ddp
-job 300 $job
+$(stage ddp)
+$(stage lit)
 results 60 $execute --output done.results notebooks/results.ipynb"
 rm -rf "$folder"

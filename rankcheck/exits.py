@@ -2,6 +2,7 @@
 
 import re
 import signal
+import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
@@ -72,8 +73,15 @@ def last_words(trial, rank):
     if errors and words.endswith("Error:"):  # the cause has the message
         words = errors[0]
     places = own_places(trial, err)
-    return fail([f"ended with an error: {words[:200]}", *in_brackets(
+    return fail([f"ended with an error: {shorten(words)}", *in_brackets(
         places[-1:])], error=words if errors else "")
+
+
+def shorten(words, most=200):
+    """Its whole sentences, as many as fit; if none does, its first words."""
+    whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", words)
+    return words if len(words) <= most else whole[0] if whole else (
+        textwrap.shorten(words, most, placeholder=" ..."))
 
 
 def in_brackets(places):

@@ -73,17 +73,16 @@ class Row:
 
 
 def read_plan():
-    """The plan of the sessions: {name: `Row`}, in its order."""
-    text = "".join((ROOT / page).read_text("utf-8") for page in (
-        "README.md", "docs/INSTRUCTOR.md"))
-    require(PLAN in text, f"there is no table {PLAN}")
+    """The instructor's plan: {name: `Row`}, in its order."""
+    text = (ROOT / "docs/INSTRUCTOR.md").read_text("utf-8")
+    require(PLAN in text, f"docs/INSTRUCTOR.md has no table {PLAN}")
     rows, name, where = {}, "", ""
     for line in text[text.index(PLAN):].splitlines()[2:]:
         if not line.startswith("|"):
             break
         *minutes, what, place = (
             cell.strip() for cell in line.split("|")[1:-1])
-        link = re.search(r"\[(\w+)\]\((?:\.\./)?(.+)\)", place)
+        link = re.search(r"\[(\w+)\]\(../(.+)\)", place)
         name, where = link.groups() if link else (
             f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
@@ -522,12 +521,10 @@ def credits():
 
 
 def checklist():
-    """The first sentence of each point of the checklist for one's own model.
-    """
-    text = "".join((ROOT / page).read_text("utf-8") for page in (
-        "README.md", "starter/README.md"))
+    """The first sentence of each point of the starter's checklist."""
+    text = (ROOT / "starter" / "README.md").read_text("utf-8")
     points = re.findall(r"^\d+\. \[ \] (.+(?:\n {3,}.+)*)", text, re.M)
-    require(points, "there is no checklist")
+    require(points, "starter/README.md has no checklist")
     return "\n".join(f"{number}. {first_sentence(point)}"
                      for number, point in enumerate(points, 1))
 

@@ -340,19 +340,18 @@ def lab(tmp_path):
 
     def lab(root, *command, all_cells=False, **variables):
         home = tmp_path / "home"
-        for name, value in (
-                ("apputils-extension/notification", '{"fetchNews": "false"}'),
-                *[("notebook-extension/tracker", '{"windowingMode": "none"}')
-                  ] * all_cells):
-            file = home / (".jupyter/lab/user-settings/@jupyterlab/"
-                           f"{name}.jupyterlab-settings")
+        if all_cells:
+            file = home / (".jupyter/lab/user-settings/@jupyterlab/notebook-"
+                           "extension/tracker.jupyterlab-settings")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(value)
+            file.write_text('{"windowingMode": "none"}')
         env = {key: value for key, value in os.environ.items()
                if not key.startswith("JUPYTER") and key not in (
                    "PYTHONPATH", "VIRTUAL_ENV", "WORKSHOP_VENV")}
         env |= {"HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "0",
                 **variables}
+        if not command:  # a portal's: it asks nobody about news
+            env["JUPYTER_CONFIG_PATH"] = str(ROOT / "workshop" / "notebook")
         port = ranks.free_port()
         command = command or ("jupyterlab", "--no-browser",
                               f"--ServerApp.root_dir={root}")

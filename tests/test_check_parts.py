@@ -5,10 +5,16 @@ import ast
 import pytest
 import torch
 
+from backstage.errors import UserError
+from rankcheck.exits import shorten
 from rankcheck.findings import Line, fail
 from rankcheck.tensors import TIED, assemble, describe
-from workshop.check.command import lines_as_in
+from workshop.check import localise
+from workshop.check.command import check, find_next, lines_as_in
 from workshop.check.questions.process import undefined_name
+from workshop.lesson.desk import apply, reset
+from workshop.lesson.diff import Diff
+from workshop.stages import STAGES
 
 
 def test_a_missing_part_is_a_hole():
@@ -34,6 +40,76 @@ def test_the_parts_on_a_mesh_of_two_dimensions(placements, split):
         for rank in range(4)])
     assert not whole.holes and not whole.apart
     assert torch.equal(whole.tensors["w"], matrix)
+
+
+def edited(*pairs, stage="ddp"):
+    text = STAGES[stage].solution.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text.encode()
+
+
+def test_next_is_the_first_change_that_is_left():
+    std = STAGES["std"].solution
+    for made, number in ([], 1), ([1, 2, 4], 3):
+        data = Diff("ddp", std).apply(made).encode()
+        assert find_next("ddp", std, data) == number
+    with pytest.raises(UserError, match="no change is left"):
+        find_next("ddp", std, edited())
+
+
+@pytest.mark.parametrize(("old", "new", "kept"), [
+    ("step(model, batch, device, hp", "step(raw_model, batch, device, hp",
+     True),
+    ("loss = loss / accumulation_steps", "loss = loss", True),
+    ("+= self.stride", "+= self.B", False)])
+def test_a_line_that_the_lesson_keeps_is_shown(old, new, kept):
+    """Where it stands among the lines of a change, its reason is another."""
+    diff = Diff("ddp", data=edited((old, new)))
+    part, = diff.left
+    line = localise.kept_lines(diff, [part])
+    assert (old in line) == bool(line) == kept
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("-         self.position = i\n+         self.position = i + 1\n", "-"),
+    ("+         self.position = i + self.offset\n", "+"),
+    ("  180 -         self.position = i\n", "-"),
+    ("      +         self.position = i + self.offset\n", "+")])
+def test_a_diff_with_its_signs_is_called_so(tmp_path, text, says):
+    """As git and the lesson show it, and before any process starts."""
+    data = edited(("        self.position = i\n", text), stage="std")
+    line = 1 + data.decode().splitlines().index(text.splitlines()[0])
+    script = tmp_path / "train_gpt2.py"
+    script.write_bytes(data)
+    assert Diff("ddp", script).yours.syntax_error.startswith(
+        f"line {line} begins with the {says} of a diff: ")
+    with pytest.raises(UserError, match=f"is not Python yet, line {line} "):
+        check("ddp", script)
+
+
+def test_a_negative_number_is_no_sign():
+    data = edited(("        self.position = i\n",
+                   "        self.position = (i\n            - 1 $)\n"),
+                  stage="std")
+    assert "sign" not in Diff("ddp", data=data).yours.syntax_error
+
+
+def test_a_clone_that_can_only_be_read_is_another_s(monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for change in (lambda: reset("ddp"), lambda: apply("ddp")):
+        with pytest.raises(UserError, match="work in a clone of your own"):
+            change()
+
+
+def test_a_long_message_ends_with_a_sentence():
+    """As DDP's about a weight without a gradient."""
+    words = "No gradient came. " + "It names the reason at length. " * 5
+    long = words + "You can enable it by hand, and then all."
+    assert shorten(long) == words.strip()
+    assert shorten("x " * 150).endswith("x ...")
+    assert shorten("short") == "short"
 
 
 def test_names_without_wrappers():

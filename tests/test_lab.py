@@ -72,6 +72,21 @@ def well_in_sight(page, number):
                            arg=number)
 
 
+def test_what_is_written_fits_half_a_page(page):
+    """Tables and code in the lessons' texts, also where they are folded."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    page.set_viewport_size({"width": 600, "height": 720})  # 479 for a text
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page.set_content(HTMLExporter().from_notebook_node(
+            nbformat.read(path, 4))[0].replace("<details>", "<details open>"))
+        assert not page.evaluate("""[...document.querySelectorAll(
+            ".jp-MarkdownOutput")].filter(text => text.scrollWidth
+            > text.clientWidth + 2).map(text => text.innerText.slice(0, 99))
+            """), path.name
+
+
 def passes(repo):
     """As if the script had passed the check for ddp."""
     python(repo, "-c", "from workshop.lesson.checked import record\n"

@@ -165,19 +165,6 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     assert next(scripts, None) is None
 
 
-def test_the_change_to_try_is_the_first_that_is_left(monkeypatch, tmp_path):
-    desk, std, asked = tmp_path / "mine.py", STAGES["std"].solution, []
-    monkeypatch.setattr(cells, "on_board", lambda *words, **_: (asked.append(
-        words[4:]), (None, None))[1])
-    monkeypatch.setattr(following, "saves", lambda seen: ())
-    monkeypatch.setattr(cells, "Diff", lambda stage: Diff(stage, desk))
-    for made in ([], [1, 2, 4], range(1, 14)):
-        desk.write_text(Diff("ddp", std).apply(made))
-        shown = cells.check("ddp", "next")
-    assert asked == [("ddp", "1"), ("ddp", "3")]
-    assert "no change is left" in repr(shown)
-
-
 def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     import IPython
     looks, done = iter(["old", "old", "emptied", "new", "new"]), Event()

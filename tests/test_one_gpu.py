@@ -3,12 +3,14 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from backstage import ROOT, dataset
+from backstage.errors import UserError
 from backstage.flags import DEMO, parse
 from backstage.flops import PEAKS, flops_per_token
 from notebooks.experiments import one_gpu
@@ -17,7 +19,8 @@ from workshop.results import plot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = {"--preset": "tiny", "--minibatch-size": 8,
-         "--microbatch-size": 2, "--max-steps": 8}
+         "--microbatch-size": 2,
+         "--max-steps": one_gpu.ALONE + one_gpu.TURNS}
 
 
 def flags(name, device=CPU):
@@ -33,7 +36,7 @@ def test_each_row_has_one_change_more(data, monkeypatch, gpu):
         hp = parse(std.Hyperparameters, std.PRESETS, std.MODELS)
         compiled.append(hp.compile)
     assert compiled == [False] * 3 + [True] * 6
-    assert rows[0].endswith("--microbatch-size 4 --max-steps 15 "
+    assert rows[0].endswith("--microbatch-size 4 --max-steps 24 "
                             "--device cuda --no-compile --precision fp32")
     assert rows[0] == rows[1] and "bf16 --compile" in rows[3]
     assert "--microbatch-size 16" in rows[6] and rows[6] == rows[7]
@@ -102,8 +105,24 @@ def test_the_bars_are_as_long_as_the_tables_steps(monkeypatch):
     plt.close(figure)
 
 
+def a_run(seconds):
+    """One that trained in turns, after steps of which none counts."""
+    return SimpleNamespace(rows=[{"seconds": value} for value in (
+        *[9.0] * one_gpu.ALONE, *seconds)])
+
+
+def test_rows_are_compared_step_by_step():
+    """So other work slows both down; where it does not, there is no row."""
+    slow = [1.0 + (turn > 4) + 3.0 * (turn == 9)
+            for turn in range(one_gpu.TURNS)]
+    plain, half = a_run(slow), a_run([value / 2 for value in slow])
+    assert one_gpu.compare(plain, half) == 0.5
+    with pytest.raises(UserError, match="the machine was busy: run it again"):
+        one_gpu.compare(a_run([1.0] * one_gpu.TURNS), a_run(slow))
+
+
 @pytest.mark.whole
-def test_the_table_grows(tmp_path, monkeypatch):
+def test_the_table_grows(tmp_path, monkeypatch, capsys):
     if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
     monkeypatch.setattr(one_gpu, "find_peak", lambda _: (1e11, "planted"))
@@ -123,6 +142,14 @@ def test_the_table_grows(tmp_path, monkeypatch):
     assert row["mfu"] == pytest.approx(
         row["tokens_per_second"] * flops_per_token(config, 32) / 1e11)
     assert row["parts"]["backward"] > 0 and row["parts"]["data"] > 0
+    monkeypatch.setattr(one_gpu, "compare", lambda plain, other: (
+        len(plain.rows) == len(other.rows) == 24) / 2)
+    capsys.readouterr()
+    record = one_gpu.add("padded", CPU, SMALL, file)
+    assert capsys.readouterr().out.startswith(
+        "vocabulary padded: it starts, and trains in turns with fp32; ")
+    padded = record["rows"].pop("padded")
+    assert padded["seconds"] == rows["fp32"]["seconds"] / 2
     said = one_gpu.table(record)
     assert len(said.splitlines()) == 4 and f"{rows['fp32']['mfu']:.1%}" in said
     drawn = one_gpu.draw(record)

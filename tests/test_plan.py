@@ -14,10 +14,10 @@ from rankcheck.errors import UserError
 from slides import text as slides
 from workshop import __main__ as workshop
 from workshop.lesson import answers
-from workshop.lesson.diff import Diff, Script, differences, load_lesson
-from workshop.stages import STAGES
+from workshop.lesson.diff import Diff, differences, load_lesson
+from workshop.stages import LESSONS, STAGES
 
-README = (ROOT / "README.md").read_text()
+INSTRUCTOR = (ROOT / "docs" / "INSTRUCTOR.md").read_text()
 MEASURED = (ROOT / "docs" / "measured.md").read_text()
 
 
@@ -29,13 +29,6 @@ def table(text, heading):
             for line in lines[2:]]
 
 
-def test_the_notebook_has_the_same_plan():
-    links = re.sub(r"\]\(", "](notebooks/", "\n" + "\n".join(
-        slides.cells("start_here"))).replace("notebooks/../", "")
-    for heading in ("60 min | 90 min | 120 min", "path"):
-        assert table(links, heading) == table(README, heading)
-
-
 def test_the_pictures_of_lessons_are_of_those_that_there_are():
     """`pytest tests/test_lab.py -k to_ddp` draws them: see `keep` there."""
     for name, shown in (("lesson", repr(load_lesson("ddp").changes[4])),
@@ -45,16 +38,39 @@ def test_the_pictures_of_lessons_are_of_those_that_there_are():
 
 
 def test_every_lesson_is_in_the_plan():
-    named = re.findall(r"\(notebooks/(\w+)\.ipynb\)", str(
-        table(README, "60 min | 90 min | 120 min")))
+    named = re.findall(r"/notebooks/(\w+)\.ipynb\)", str(
+        table(INSTRUCTOR, "60 min | 90 min | 120 min")))
     lessons = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb")
                if ".20" not in path.name]
     assert sorted(named) == sorted(lessons)
-    paths = re.findall(r"notebooks/(\w+)\.ipynb", str(
-        table(README, "path")))
+    paths = re.findall(r"\((\w+)\.ipynb", str(
+        table("\n\n".join(slides.cells("start_here")), "path")))
     session = [name for name in lessons if "start_here" != name not in paths]
     assert len(paths) == len({*paths})
-    assert sorted(session) == ["diff_lit", "results"]  # in two hours
+    assert sorted(session) == ["diff_lit", "results"]  # of each session
+
+
+def test_the_readme_has_the_lines_of_each_stage():
+    rows = {row[0]: row[1::2] for row in table(
+        (ROOT / "README.md").read_text(), "stage | after")}
+    assert rows.pop("std") == ["", ""]
+    for name in LESSONS:
+        removed, added = slides.changed_lines(name)
+        assert rows.pop(name) == [STAGES[name].after, f"-{removed} +{added}"]
+    assert not rows
+
+
+def test_the_run_sheet_has_the_plans_minutes():
+    plan = slides.read_plan()
+    rows = table((ROOT / "docs" / "run-sheet.md").read_text(),
+                 "60 min | 90 min")
+    for number, length in enumerate((60, 90, 120)):
+        spans = [plan[name].minutes.get(length, 0)
+                 for name in slides.in_course(plan)]
+        begins = [str(sum(spans[:k])) if span else ""
+                  for k, span in enumerate(spans)]
+        assert [row[number] for row in rows] == begins
+        assert sum(spans) == length
 
 
 def commands(text):
@@ -81,23 +97,33 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
         workshop.parse()
 
 
-# A step of the course: its section, its notebook, the headings where an hour
-# begins and ends there. `apply` makes the changes of DDP that nobody types.
-HOUR = (("start_here end", "start_here", "# Start", "## The plan"),
-        ("diff_ddp", "diff_ddp", "# From", "## Is it right?"),
-        ("diff_ddp end", "diff_ddp", "## Is it right?", "## Launch it"),
-        ("batchfiles", "diff_ddp", "## Launch it", "### 2."),
-        ("results", "results", "# Results", "## Where the time goes"))
-APPLIED = {60: (1, 2, 3, 4, 10, 11, 12, 13), 90: (1, 2, 3, 4, 13),
-           120: (1, 2, 3, 4, 13)}
+WORDS, LINES = 130, 3  # a minute, read in a foreign language; typed
+# A step of the course: its section, its notebook, and the parts of it that are
+# read in 60, 90 and 120 minutes, each from these words to those.
+RUN = "# Results", "## Tokens"
+STEPS = (
+    ("start_here end", "start_here", [("## Data", "## What can follow")]),
+    ("diff_ddp", "diff_ddp", [("# From", "## Is it right?")]),
+    ("diff_ddp end", "diff_ddp", [("## Is it right?", "## Submit it")]),
+    ("batchfiles", "diff_ddp", [("## Submit it", "## Break it")],
+     [("## Submit it", "### 2.")]),
+    ("diff_lit", "diff_lit", [("# From", "## Is it right?")]),
+    ("diff_lit end", "diff_lit", [("## Is it right?", "## Break it")]),
+    ("results", "results", [RUN, ("## What to", "## Take it")],
+     [("# Results", "## Where the time"), ("## What to", None)],
+     [("# Results", None)]))
+TYPED = {"ddp": {60: range(5, 9), 90: range(5, 10), 120: range(5, 13)},
+         "lit": {60: (2, 4), 90: (2, 4), 120: range(1, 5)}}
+HOUR = "gradient_clip_val=1.0"  # where an hour ends to type lit's change 4
 
 
-def words_between(name, first, last):
+def words_between(name, parts):
     """How many words of a notebook are read, without what is folded."""
-    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())
-    text = "\n".join("".join(cell["source"]) for cell in cells["cells"]
-                     if cell["cell_type"] == "markdown")
-    text = text[text.index(first):text.index(last) if last else None]
+    text = "\n\n".join("".join(cell["source"]) for cell in json.loads((
+        ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        if cell["cell_type"] == "markdown")
+    text = "\n".join(text[text.index(first):last and text.index(last)]
+                     for first, last in parts)
     return len(re.sub(r"(?s)<details>.*?</details>", "", text).split())
 
 
@@ -111,42 +137,63 @@ def talk(deck, section):
     return sum(float(span[2]) - float(span[1]) for span in spans if span)
 
 
-def read(lesson, without=()):
-    """The words of its changes, with their questions and answers."""
+def typed(stage, length):
+    """(words, lines) of a lesson's changes that are typed in a session."""
+    lesson, numbers = load_lesson(stage), TYPED[stage][length]
+    made = [lesson.changes[number - 1] for number in numbers]
+    lines = [line for piece in lesson.pieces if piece.change + 1 in numbers
+             for _, _, j1, j2 in differences(
+                 lesson.start.code[piece.i1:piece.i2],
+                 lesson.goal.code[piece.j1:piece.j2])
+             for line in lesson.goal.code[piece.j1:piece.j2][j1:j2]]
+    if (stage, length) == ("lit", 60):
+        lines = lines[:1 + next(number for number, line in enumerate(lines)
+                                if HOUR in line)]
     return sum(len(f"{change.why} {change.predict} {change.answer}".split())
-               for number, change in enumerate(lesson.changes, 1)
-               if number not in without)
+               for change in made), len(lines)
 
 
-def typed(length):
-    """(words, lines) of DDP's changes that nobody applies."""
-    applied = APPLIED[length]
-    lesson = load_lesson("ddp")
-    std = STAGES["std"].solution
-    desk = Diff("ddp", std).apply(applied).encode()
-    return read(lesson, applied), sum(j2 - j1 for *_, j1, j2 in differences(
-        Script(std, desk).code, lesson.goal.code))
-
-
-@pytest.mark.parametrize("length", [*APPLIED])
+@pytest.mark.parametrize("length", [60, 90, 120])
 def test_talk_reading_typing_and_waiting_fit_the_plan(length):
     plan, deck = slides.read_plan(), f"course-{length}"
     rows = table(MEASURED, "step | talk")
-    for row, (section, name, first, last) in zip(rows, HOUR, strict=True):
-        if length == 120 and name == "results":
-            last = None  # there is time for all of it
+    for row, (section, name, *parts) in zip(rows, STEPS, strict=True):
         said, words, lines = talk(deck, section), words_between(
-            name, first, last), 0
-        if section == "diff_ddp":
-            more, lines = typed(length)
+            name, parts[min(length // 30 - 2, len(parts) - 1)]), 0
+        stage = section.removeprefix("diff_")
+        if stage in TYPED:
+            more, lines = typed(stage, length)
             words += more
-        seconds = int(row[4].rpartition("-")[2])  # the most of three
-        needs = said + words / 200 + lines / 3 + seconds / 60
+        seconds = int(row[4].rpartition("-")[2] or 0)  # the most
+        needs = said + words / WORDS + lines / LINES + seconds / 60
         left = plan[section].minutes[length]
-        assert needs <= left, (row, needs)
+        assert needs <= left, (row, said, words, lines, needs)
         if length == 60:
             assert [float(cell or 0) for cell in row[1:4] + row[5:]] == [
-                said, words, lines, round(needs), left], row
+                said, words, lines, round(needs), left], (
+                row, said, words, lines, round(needs))
+
+
+def test_every_session_ends_with_lightning_of_ones_own():
+    """What is typed in an hour, and what `apply` makes of it."""
+    plan = slides.read_plan()
+    assert all({60, 90, 120} <= plan[name].minutes.keys() for name in (
+        "diff_lit", "diff_lit end"))
+    desk = Diff("lit", STAGES["ddp"].solution).apply([1, 3, 2]).splitlines()
+    new = STAGES["lit"].solution.read_text().splitlines()
+    begin, end = (next(i for i, line in enumerate(desk) if words in line)
+                  for words in ("raw_model = GPT(", "dist.destroy_process"))
+    typing = new[next(i for i, line in enumerate(new) if "model = GPT(" in
+                      line):next(i for i, line in enumerate(new)
+                                 if HOUR in line) + 1]
+    typing[-1] = typing[-1].rstrip(",") + ")"
+    assert len([line for line in typing if line.startswith(" " * 8)][1:]) == 5
+    desk[begin:end + 1] = typing
+    mine = Diff("lit", data="\n".join(desk).encode())
+    assert not mine.yours.syntax_error
+    made = Diff("lit", data=mine.apply(
+        item.number for item in mine.left).encode())
+    assert not made.left and not made.others
 
 
 def test_the_answer_key_is_whole(capsys):

@@ -171,6 +171,12 @@ def test_the_map_has_a_line_for_each_module():
             inside = path.relative_to(ROOT / name.split(".")[0])
             assert re.search(rf"^ +{re.escape(str(inside))} ", text,
                              re.M), inside
+    for house in HOUSES:  # a newcomer reads from the ground up
+        lines = re.search(rf"^{house}/ .*\n((?: +\S.*\n)+)", text, re.M)[1]
+        floors = [find_room(".".join((house, *name.split("/"))))[1]
+                  for name in re.findall(r"^ +(\S+)\.py ", lines, re.M)
+                  if not name.endswith("__init__")]
+        assert floors == sorted(floors), house
     for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),

@@ -168,7 +168,7 @@ def draw(people, jobs, now):
                     f"{LONG // 60} minutes.</p>")
     mistakes = Counter(person.mistake for person in people if person.mistake)
     for mistake, number in mistakes.most_common(1):
-        body.append("<p>What most checks find wrong: "
+        body.append("<p>Most checks do not get past: "
                     f"<strong>{html.escape(mistake)}</strong> ({number})</p>")
     if jobs:
         body.append(f"<p>{html.escape(jobs)}</p>")

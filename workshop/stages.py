@@ -6,10 +6,11 @@ other place knows its name.
 Only the standard library, from Python 3.9 on.
 """
 
+import os
 from dataclasses import dataclass
 
 from backstage import ROOT
-from backstage.errors import UserError
+from backstage.errors import UserError, require
 
 DESK = ROOT / "code" / "train_gpt2.py"
 
@@ -75,6 +76,12 @@ def find(name):
         raise UserError(f"there is no stage {name}: choose from "
                         f"{', '.join(STAGES)}")
     return STAGES[name]
+
+
+def require_own_clone():
+    """Raise a `UserError` in a clone that one may only read."""
+    require(os.access(ROOT, os.W_OK | os.X_OK), f"{ROOT} cannot be written: "
+            "work in a clone of your own")
 
 
 def modules_of(stage):

@@ -6,10 +6,16 @@
 
 Each row is a run of the stage std with flags. What has no flag is edited in a
 copy of the script, one line each. The rows are kept in runs/one_gpu.json.
+
+On a busy machine the same script is slower a minute later. So a row is trained
+beside a plain one that is kept already, in turns of a step: what counts is the
+ratio of their steps.
 """
 
+import contextlib
 import datetime
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +47,9 @@ EDITS = {  # what the script was like before somebody knew better
     "shards": ("tokens = self.shards[k]",
                "tokens = np.array(self.shards[k])"),
 }
+TURN = "start_time = time.", "input()\n        start_time = time."  # it waits
+ALONE, TURNS = 9, 15  # steps: to warm up and be recorded; then in turns
+PLAIN = ("bf16", "tf32", "fp32")  # rows that others are trained beside
 
 
 @dataclass
@@ -70,7 +79,7 @@ def sizes(device):
     preset, S, B = (("nano", 8, 2) if device.type == "cpu"
                     else ("gpt2", 64, 4))
     return {"--preset": preset, "--minibatch-size": S, "--microbatch-size": B,
-            "--max-steps": 15}
+            "--max-steps": ALONE + TURNS}
 
 
 def lacks(name, device):
@@ -104,36 +113,88 @@ def flags_of(name, device, size):
 
 def edited(*edits):
     text = STAGES[FIRST].solution.read_text("utf-8")
-    for name in edits:
-        old, new = EDITS[name]
+    for old, new in (TURN, *(EDITS[name] for name in edits)):
         require(text.count(old) == 1, f"the script has no such line: {old}")
         text = text.replace(old, new)
     return text
 
 
-def measure(name, device, size, peak):
-    """Run the script once; returns the row, a dictionary."""
-    with tempfile.TemporaryDirectory() as folder:
-        script, run = Path(folder, "train_gpt2.py"), Path(folder, "run")
-        script.write_text(edited(*STEPS[name].edits), "utf-8")
-        flags = flags_of(name, device, size)
-        done = subprocess.run(
-            [sys.executable, script, *flags,
-             "--run-dir", run, "--profile", "3",
-             "--eval-minibatches", "1"], cwd=ROOT, text=True,
-            capture_output=True, env=interpreter.variables())
-        require(done.returncode == 0, f"{name} failed: "
-                f"{done.stderr.strip().splitlines()[-1:]}")
-        result = runs.read(run)
-        parts, = recorded_parts(run)
-    return {"what": STEPS[name].what, "flags": " ".join(flags),
-            "tokens_per_second": result.tokens_per_second,
+def train(names, device, size):
+    """Train these rows side by side: {name: its `Run`, and its parts}."""
+    with tempfile.TemporaryDirectory() as folder, (
+            contextlib.ExitStack()) as stack:
+        sides, errors = {}, Path(folder, "errors")
+        for name in names:
+            script = Path(folder, name, "train_gpt2.py")
+            script.parent.mkdir()
+            script.write_text(edited(*STEPS[name].edits), "utf-8")
+            sides[name] = stack.enter_context(subprocess.Popen(
+                [sys.executable, script, *flags_of(name, device, size),
+                 "--run-dir", script.with_name("run"), "--profile", "3",
+                 "--eval-minibatches", "1"], cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=stack.enter_context(errors.open("w")),
+                env=interpreter.variables()))
+            stack.callback(sides[name].kill)
+        for steps in (ALONE, *[1] * TURNS):
+            for name, side in sides.items():
+                done = take_turn(side, steps)
+                require(done, f"{name} failed: "
+                        f"{errors.read_text().strip().splitlines()[-1:]}")
+        for side in sides.values():
+            side.communicate()
+        found = {name: Path(folder, name, "run") for name in names}
+        return {name: (runs.read(run), *recorded_parts(run))
+                for name, run in found.items()}
+
+
+def take_turn(side, steps):
+    """Let a process train so many steps; whether it did."""
+    with contextlib.suppress(BrokenPipeError):
+        side.stdin.write("\n" * steps)
+        side.stdin.flush()
+    for line in side.stdout:
+        steps -= line.startswith("| step")
+        if not steps:
+            return True
+    return False
+
+
+def compare(plain, other):
+    """How much longer the steps of a run take than a plain one's, in turns.
+
+    A `UserError` if other work on the machine hides it.
+    """
+    ratios = sorted(b["seconds"] / a["seconds"] for a, b in zip(
+        plain.rows[ALONE:], other.rows[ALONE:], strict=True))
+    require(ratios[-4] <= 1.25 * ratios[3], "the machine was busy: run it "
+            "again")  # from the fourth to the fourth last: 96% of 15
+    return statistics.median(ratios)
+
+
+def measure(name, device, size, record):
+    """Train a row; returns it, a dictionary."""
+    plain = next((row for row in PLAIN if row in record["rows"] and [
+        *STEPS].index(row) < [*STEPS].index(name)), None)
+    print(f"{STEPS[name].what}: it starts"
+          + f", and trains in turns with {plain}" * bool(plain)
+          + "; this takes half a minute, on a busy machine some", flush=True)
+    found = train([name, plain] if plain else [name], device, size)
+    run, parts = found[name]
+    seconds = run.seconds
+    if plain:
+        seconds = record["rows"][plain]["seconds"] * compare(
+            found[plain][0], run)
+    hp = run.hyperparameters
+    speed = hp["minibatch_size"] * hp["sequence_length"] / seconds
+    return {"what": STEPS[name].what, "flags": " ".join(
+                flags_of(name, device, size)),
+            "tokens_per_second": speed, "seconds": seconds,
             # by the third step: what the profiler takes comes later
-            "memory": result.rows[2]["memory"], "seconds": result.seconds,
-            "mfu": result.tokens_per_second * flops_per_token(
-                std.GPTConfig(**result.config),
-                result.hyperparameters["sequence_length"]) / peak,
-            "parts": parts}
+            "memory": run.rows[2]["memory"],
+            "mfu": speed * flops_per_token(
+                std.GPTConfig(**run.config), hp["sequence_length"]
+            ) / record["peak"], "parts": parts}
 
 
 def find_peak(device):
@@ -200,7 +261,7 @@ def hardware(device):
 def add(name, device, size=None, file=RECORD):
     """Measure a row, and keep it in the file: the record."""
     record = read(device, file)
-    row = measure(name, device, size or sizes(device), record["peak"])
+    row = measure(name, device, size or sizes(device), record)
     rows = {**record["rows"], name: row}
     record["rows"] = {key: rows[key] for key in STEPS if key in rows}
     keep(record, file)

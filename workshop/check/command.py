@@ -18,8 +18,8 @@ from workshop import classroom
 from workshop.check import localise
 from workshop.lesson import checked, documents
 from workshop.lesson.backups import LARGEST
-from workshop.lesson.diff import Diff
-from workshop.lesson.render import advice
+from workshop.lesson.diff import Diff, Script
+from workshop.lesson.render import advice, saved
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
@@ -28,9 +28,10 @@ references = {}  # script -> Trial
 def add_arguments(parser):
     parser.add_argument("stage", choices=LESSONS,
                         help="the stage that the lesson makes")
-    parser.add_argument("change", nargs="?", type=int, metavar="number",
+    parser.add_argument("change", nargs="?", metavar="number", type=lambda
+                        text: text if text == "next" else int(text),
                         help="try this change alone, as diff numbers it, with "
-                        "all others made")
+                        "all others made; next: the first that is left")
     parser.add_argument("-v", "--verbose", action="store_true",
                         help="show every question, and what follows from a "
                         "mistake")
@@ -56,12 +57,19 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     require(Path(script).exists(), f"{show_path(script)} is not there: was it "
             f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
             "place")
+    try:
+        broken = Script(script).syntax_error
+    except UserError:  # `read_script` says what it is
+        broken = ""
+    require(not broken, f"{show_path(script)} is not Python yet, {broken}")
     out, files = Events() if events else Terminal(), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
         require(len(data) <= LARGEST, f"{show_path(script)}: "
                 f"{len(data) / 1e3:.0f} kB are too much for a script of this "
                 "course: keep data in another file")
+        if change == "next":
+            change = find_next(stage, script, yours)
         if change is not None:
             data = make_others(stage, script, yours, change, out.say)
             if data is None:
@@ -84,6 +92,15 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
         title = trials.wrong.title if trials.wrong else ""
         classroom.note(stage, right=right, mistake=title)
     return right
+
+
+def find_next(stage, script, data):
+    """The number of the first change that is left; a `UserError` if none is.
+    """
+    left = Diff(stage, script, data).left
+    require(left, "no change is left: `python -m workshop check "
+            f"{stage}` tries them all")
+    return left[0].number
 
 
 def make_others(stage, script, data, change, say):
@@ -158,8 +175,8 @@ class Check:
 
         bench = self.bench
         self.out.report(columns=[*self.plan])
-        self.say(f"{bench.script.name} against the single-device stage: "
-                 f"preset tiny, fp32, {STEPS} steps")
+        self.say(f"{bench.script.name}, last {saved(bench.script)}, against "
+                 f"the single-device stage: preset tiny, fp32, {STEPS} steps")
         bench.reference = find_reference(bench)
         right = all(map(self.try_out, self.plan))
         # two meshes may have the same size
@@ -281,7 +298,8 @@ class Check:
                 text += f": {answer}"
             self.say(f"        {text}.")
             self.give_reason(
-                next((item for item in part if item.number), None), text)
+                next((item for item in part if item.number), None), text,
+                localise.kept_lines(diff, part))
 
     def try_part(self, data, yours):
         """The `Mistake` in the last trial of this script, None if right."""
@@ -291,14 +309,17 @@ class Check:
         remove(bench.folder)
         return None if right else other.wrong
 
-    def give_reason(self, change, text):
+    def give_reason(self, change, text, kept=""):
         """Say why the lesson makes a change: the first two sentences.
 
         change: None where the script differs from the lesson otherwise.
-        text: for a notebook, what was found.
+        text: for a notebook, what was found. kept: the line that the lesson
+        keeps, where that is broken: the change's reason is another.
         """
         why = change.why.split("\n")[0] if change else ""
         first = " ".join(re.split(r"(?<=[.!?]) ", why)[:2])
+        if kept:
+            first = f"The lesson keeps this line: `{kept}`."
         if first:
             self.say(f"        {first}")
         self.out.report(cause=[text, first])

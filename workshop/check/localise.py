@@ -127,6 +127,17 @@ def in_order(diff, named):
     return sorted(diff.left + diff.others, key=suspicion, reverse=True)
 
 
+def kept_lines(diff, part):
+    """The lesson's line, where a part breaks one that the lesson keeps, or "".
+
+    Such a line stands among those of a change, but was there before it.
+    """
+    lines = [diff.goal.lines[j].strip() for item in part
+             for *_, j1, j2 in item.edits for j in range(j1, j2)]
+    before = {line.strip() for line in diff.lesson.start.lines}
+    return lines[0] if len(lines) == 1 and lines[0] in before else ""
+
+
 def without(diff, items, among=None):
     """The script with all differences made as in the lesson but these.
 

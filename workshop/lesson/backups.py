@@ -17,7 +17,7 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path, sync_folder, write_atomically
 from rankcheck.reader import read_regular
-from workshop.stages import DESK, FIRST, STAGES
+from workshop.stages import DESK, FIRST, STAGES, require_own_clone
 
 FOLDER = DESK.with_name("backups")
 LARGEST = 500_000  # bytes of a script: comparing more takes minutes
@@ -44,6 +44,23 @@ def read_script(path, most=LARGEST):
 
 
 # --------------------------------------------------------- the desk's script
+
+
+# What a copied line of a diff begins with, in git's or the lesson's own form.
+SIGN = re.compile(r"(?:[ \d]{5} )?([-+])(?=[ \t\w@#)\"'])")
+
+
+def explain(error, lines):
+    """Why a script is not Python: a diff's sign, or what Python says.
+
+    The sign may stand in the line above, where it made an expression.
+    """
+    for number in (error.lineno, error.lineno - 1):
+        for line in lines[max(number - 1, 0):number]:
+            if sign := SIGN.match(line):
+                return (f"line {number} begins with the {sign[1]} of a diff: "
+                        "remove the lines with -, and the + of the others")
+    return f"line {error.lineno}: {error.msg}"
 
 
 @contextmanager
@@ -102,6 +119,7 @@ def replace_desk(data, before=None, what=""):
                 "is left as it is: try again")
 
     backup = None
+    require_own_clone()
     try:
         target.parent.mkdir(exist_ok=True)
         found = read_regular(target) if target.exists() else None

@@ -20,7 +20,7 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop.lesson import documents
-from workshop.lesson.backups import read_script
+from workshop.lesson.backups import explain, read_script
 from workshop.stages import DESK, STAGES, find
 
 GAP = 2  # this many equal lines do not split a change
@@ -60,7 +60,7 @@ class Script:
         try:
             self.tree = ast.dump(ast.parse(text))
         except SyntaxError as error:
-            self.syntax_error = f"line {error.lineno}: {error.msg}"
+            self.syntax_error = explain(error, self.lines)
         except (RecursionError, MemoryError):  # Python may run it
             pass
 

@@ -91,8 +91,8 @@ def advice(diff):
 def saved(path):
     when = time.localtime(path.stat().st_mtime)
     today = when[:3] == time.localtime()[:3]
-    return time.strftime("Last saved at %H:%M:%S." if today else
-                         "Last saved on %d %B at %H:%M.", when)
+    return time.strftime("saved at %H:%M:%S" if today else
+                         "saved on %d %B at %H:%M", when)
 
 
 def title(diff, item):
@@ -196,7 +196,7 @@ def to_text(diff, colour=False, hints=False, number=None):
 
     out = [paint(headline(diff), 1)]
     out += [paint(line, TERMINAL_ORANGE) for line in warnings(diff)]
-    out.append(f"{saved(diff.yours.path)} {advice(diff)}")
+    out.append(f"Last {saved(diff.yours.path)}. {advice(diff)}")
     left, right = split(diff)
     shown = left + diff.others + right
     if number is not None:
@@ -259,7 +259,8 @@ def to_html(diff, hints=False, whole=False):
                      "" if todo or diff.yours.syntax_error else "good"),
            "" if whole else strip(diff, left)]
     out += [paragraph(quote(line), "bad") for line in warned]
-    out.append(paragraph(quote(f"{saved(diff.yours.path)} {advice(diff)}")))
+    out.append(paragraph(quote(
+        f"Last {saved(diff.yours.path)}. {advice(diff)}")))
     if whole:
         out.append(everything(diff))
     for item in [] if whole else left + diff.others + right:

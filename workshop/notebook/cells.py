@@ -104,10 +104,6 @@ def check(stage, change=None):
     or "next", the first that is left.
     """
     site_variables()
-    if change == "next":
-        change = next((item.number for item in Diff(stage).left
-                       if item.number), None)
-        require(change, f'no change is left: check("{stage}") tries them all')
     seen, script = following.saved_at(), read_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]),

@@ -46,7 +46,7 @@ def reads(expected, read, readers):
         out += [cell(x, 24, "", k % len(COLOURS)),
                 text(x + CELL + 2, 38, name)]
         x += CELL + 16 + 7 * len(name)
-    y, told = 54, []
+    y, told, framed = 54, [], False
     for step, samples in enumerate(expected):
         out.append(text(0, y + 15, f"step {step}"))
         samples_read = [steps[step] if step < len(steps) else []
@@ -57,14 +57,21 @@ def reads(expected, read, readers):
             by_all = all(sample in samples_read[rank] for i in owners
                          for rank in groups[i])
             out.append(sample_box(left + k * CELL, y, sample, owners, by_all))
+            framed |= not by_all or len(owners) != 1
         others = sum(sample not in samples for part in samples_read
                      for sample in part)
         if others:
+            framed = True
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
         told.append(f"step {step}: " + ", ".join(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
             for rank, numbers in enumerate(samples_read)) + ".")
         y += LINE
+    if framed:
+        legend = ("a frame: several ranks read it, or none; "
+                  "+ n: samples of other steps")
+        out.append(text(0, y + 12, legend))
+        x, y = max(x, 7 * len(legend)), y + LINE
     return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(told))
 

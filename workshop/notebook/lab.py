@@ -16,7 +16,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.lesson.journey import what_next
-from workshop.stages import DESK, LESSONS
+from workshop.stages import DESK, LESSONS, require_own_clone
 
 
 def add_arguments(parser):
@@ -38,6 +38,7 @@ def main(args):
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
     require_room()
+    require_own_clone()
     names = [stage or "start_here"]
     if stage and not (ROOT / "runs").exists():
         names.insert(0, "start_here")
@@ -52,10 +53,12 @@ def main(args):
     ours = {
         "--ServerApp.root_dir": ROOT,
         "--LabApp.default_url": f"/lab/{page}",
-        "--LabApp.news_url": None,  # its question would cover the lesson
         # a kernel whose notebook is closed ends after half an hour
         "--MappingKernelManager.cull_idle_timeout": 1800,
         "--MappingKernelManager.cull_interval": 10}
+    # labconfig/ beside this: no question about news, which covers the lesson
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, (
+        os.environ.get("JUPYTER_CONFIG_PATH"), str(Path(__file__).parent))))
     os.execv(sys.executable, [
         sys.executable, "-m", "jupyterlab",
         *(f"{name}={value}" for name, value in ours.items() if not any(
