@@ -55,12 +55,10 @@ def why():
 def reason(text, last):
     """What `why` prints: what is wrong, what to try, the evidence folded."""
     answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
-    lines = render.quote(answer).splitlines()
-    # the last one: before, it may say that it looks again
-    fault = [line for line in lines if not line.startswith("try: ")][-1]
-    kind = "good" if fault.startswith("nothing is wrong") else "bad"
+    fault, *lines = render.quote(answer).splitlines()
+    kind = "good" if fault.startswith("no fault is proven") else "bad"
     out = [render.paragraph(f"<strong>{fault}</strong>", kind),
-           *map(render.paragraph, lines[lines.index(fault) + 1:]),
+           *map(render.paragraph, lines),
            *(render.folded("The evidence", printed.to_html(part))
              for part in evidence)]
     return shown.Shown(render.box("".join(out), last), text)
