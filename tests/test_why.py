@@ -313,7 +313,7 @@ def test_who_works():
         time.sleep(0.5)
         works = {number: worked for _, number, _, _, worked, _ in
                  proc.describe_work(before, proc.see_work(os.getpid()), 0.5)}
-        assert [works.get(one.pid) for one in started] == [True, False, None]
+        assert [works[one.pid] for one in started] == [True, False, False]
         assert works[thread.native_id]
     finally:
         over.set()
@@ -832,10 +832,10 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
     ("alarm-ended", "a rank was killed", [1],
      "SIGALRM has ended rank 1 on node1"),
     ("atexit", "", [],
-     "rank 0 is in line 5 of atexit.py for 115 s, after the end of its "
-     "script; rank 1 ended with status 0"),
+     "rank 0 is in line 5 of atexit.py (in wait of threading.py) for 115 s, "
+     "after the end of its script; rank 1 ended with status 0"),
     ("atexit-ended", "ended from outside", [0],
-     "SIGTERM; it was in line 5 of atexit.py"),
+     "SIGTERM, and was in line 5 of atexit.py"),
     ("ctrl_c-ended", "different collectives", [1],
      "barrier in line 5 of ctrl_c.py on rank 1"),
     ("exit_in_except-ended", "a rank ended", [1],
@@ -860,10 +860,10 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
     ("gather_dst", "different roots", [0, 2],
      "ranks 0, 2 are each the only one to receive"),
     ("lock_and_barrier", "", [1, 2],
-     "ranks 1, 2 are in line 7 of lock_and_barrier.py for 44 s; rank 0 "
-     "waits for them, in line 9"),
+     "ranks 1, 2 are in line 7 of lock_and_barrier.py (in _poll_until_acquired"
+     " of _api.py) for 44 s; rank 0 waits for them, in line 9"),
     ("lock_and_barrier-ended", "ended from outside", [0, 1, 2],
-     "it waited in barrier, collective 21"),
+     "and waited in barrier, collective 21"),
     ("lost_words-ended", "a rank ended", [1],
      "ConnectionError: s3: Connection reset"),
     ("mesh_order-ended", "a rank crashed", [1], "ended by: Aborted"),
@@ -872,22 +872,25 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
     ("monitor_hang", "", [1],
      "rank 1 is in line 4 of train.py for 54 s; rank 0 waits for it"),
     ("monitor_hang-ended", "ended from outside", [0, 1],
-     "it waited in all_reduce"),
+     "and waited in all_reduce"),
     ("mpi_master", "a rank ended early", [2],
      "left rank 1 waiting in line 14"),
     ("mpi_root", "different roots", [2], "bcast with root 2 in line 6"),
     ("mpi_waitall", "", [0],
      "whether it computes or waits for a message of MPI"),
     ("mpi_waitall-ended", "ended from outside", [0, 1, 2],
-     "it was in line 9 of mpi_waitall.py"),
+     "and was in line 9 of mpi_waitall.py"),
     ("new_group_order", "", [], "ranks 1, 2 wait in new_group, in line 6"),
     ("new_group_order-ended", "ended from outside", [0, 1, 2, 3],
-     "it waited in new_group"),
+     "and waited in new_group"),
     ("port_in_use", "a rank ended", [0], "EADDRINUSE"),
     ("reinit", "", [], "127.0.0.1:22149: nobody listens there"),
     ("sighup-ended", "ended from outside", [0, 1], "told to end by SIGHUP"),
-    ("sigterm_self-ended", "ended from outside", [1],
-     "told to end by SIGTERM"),
+    ("sigterm_self-ended", "", [], "rank 1 was told to end by SIGTERM, and"),
+    ("monitored-ended", "", [], "rank 0 lost the others, in line 7"),
+    ("pipeline", "", [], "rank 3 waits in recv, in line 5"),
+    ("mpi_error", "a rank ended", [1], "ValueError: too dense: cannot pack"),
+    ("no_file-ended", "a rank ended", [0, 1], "with status 2, as the"),
     ("thread_collectives", "different collectives", [1],
      "all_gather of byte [24] in line 5"),
     ("timeout_words-ended", "a rank ended", [2],

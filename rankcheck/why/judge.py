@@ -253,7 +253,8 @@ def first_error(job):
     if not failed:
         return None
     first, words = failed[0], describe_error(failed[0])
-    same = Who(rank for rank in failed if describe_error(rank) == words)
+    same = job.those(lambda rank: rank in failed
+                     and describe_error(rank) == words)
     if len(same) > 1:
         return same, f"{same} ended{words}"
     near = [rank for rank in failed[1:] if rank.host != first.host
@@ -267,10 +268,11 @@ def first_error(job):
       "the launcher; a message of another size than it expects aborts gloo")
 def crashed(job):
     """for example by a segmentation fault"""
-    return job.by["crashed"] and (job.by["crashed"], "; ".join(
+    who = job.by["crashed"]
+    return who and (who, "; ".join([*(
         f"{name_place(rank)}, ended by: " + re.search(
-            r"Fatal Python error: (.*)", rank.last)[1]
-        for rank in job.by["crashed"]))
+            r"Fatal Python error: (.*)", rank.last)[1] for rank in who),
+        describe_each(job.ranks.without(who))]).rstrip("; "))
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "

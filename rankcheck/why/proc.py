@@ -80,7 +80,7 @@ def see_work(pid, but=None):
     work = {}
     for key, place in places.items():
         stat = read_text(f"{place}/stat").rpartition(")")[2].split()
-        if stat and stat[0] != "Z":
+        if stat:
             work[key] = [read_text(f"{place}/comm").strip(), stat[0],
                          sum(map(int, stat[11:15])), read_text(f"{place}/io")]
     return work
@@ -93,13 +93,16 @@ def describe_work(before, now, seconds, lines=()):
     Python. The others are told what a message brings, and read that.
     """
     ticks, lines = WORKS * seconds * os.sysconf("SC_CLK_TCK"), dict(lines)
-    return [[what, number, lines.get(number, [name])[0], state,
-             (what, number) not in before
-             or used - before[what, number][2] > ticks
-             or (read != before[what, number][3]
-                 and (what == "process" or number in lines)),
-             lines.get(number, [name, None])[1]]
-            for (what, number), (name, state, used, read) in now.items()]
+    found = []
+    for (what, number), (name, state, used, read) in now.items():
+        # who was not there before has worked: it began
+        _, _, earlier, then = before.get(
+            (what, number), (name, state, float("-inf"), read))
+        moved = what == "process" or number in lines
+        name, line = lines.get(number, (name, None))
+        found.append([what, number, name, state, state != "Z" and (
+            used - earlier > ticks or (moved and read != then)), line])
+    return found
 
 
 def count_oom_kills():

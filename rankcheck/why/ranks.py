@@ -65,6 +65,7 @@ class Rank:
     """
 
     looks, work = (), ()
+    moved = True  # while py-spy looked
     answers = True  # or nothing asks it: it has not loaded torch or MPI yet
     answer = None  # at rank 0's address: "" or the problem, if it has tried
 
@@ -180,17 +181,20 @@ class Rank:
 
     @property
     def idle(self):
-        """What else it has started: threads in lines of the script, and
-        processes that do not work.
+        """What it has started: its threads in lines of the script, and its
+        processes that do not work or have ended.
         """
         mine = [f"its thread {name} is in {Place(*line)}"
                 for kind, pid, name, _, _, line in self.work
                 if line and (kind, pid) != ("thread", self.pid)
                 and not library(self.library).search(line[0])]
-        idle = [str(pid) for kind, pid, *_, worked, _ in self.work
-                if kind == "process" and not worked]
-        return mine[:3] + [f"its processes do not work: {', '.join(idle)}"
-                           ] * bool(idle)
+        words = defaultdict(list)
+        for kind, pid, name, state, worked, _ in self.work:
+            if kind == "process" and not worked:
+                words["has ended" if state == "Z" else "does not work"
+                      ].append(f"{pid} ({name})")
+        return mine[:3] + [f"its process {', '.join(pids)} {what}"
+                           for what, pids in words.items()]
 
     @property
     def waits(self):

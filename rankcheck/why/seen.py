@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from pathlib import Path
 
 from rankcheck.findings import Finding
 from rankcheck.why.calls import find_line
@@ -61,14 +62,17 @@ def describe_error(rank):
 def describe(rank):
     """Where a rank is, since when, and whether it waits or works."""
     since = f" for {rank.still:.0f} s" if rank.still >= SOON / 2 else ""
-    where = describe_wait(rank) if rank.waits else f"is in {rank.place}"
+    where = describe_wait(rank) if rank.waits else f"is in {rank.place}" + (
+        f" (in {rank.stack[-1][2]} of {Path(rank.stack[-1][0]).name})"
+        if rank.stack and [*rank.place] not in (
+            rank.stack[-1], ["?", 0, "?"]) else "")
     if rank.mute:
         return f"has not answered since {rank.heard}"
     if not rank.runs:
         return {
             "done": lambda: f"ended {with_status([rank])}"
                     + "; the process still runs" * bool(rank.alive),
-            "stopped": lambda: f"was told to end by {rank.signal}; it "
+            "stopped": lambda: f"was told to end by {rank.signal}, and "
                        + re.sub("^is ", "was ", where).replace(
                            "waits", "waited", 1),
             "lost": lambda: "lost the others" + describe_error(rank),
@@ -129,7 +133,7 @@ def report(job):
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):
         text = f"all ranks have ended {with_status(job.ranks)}"
-    elif all(rank.runs and not rank.mute and rank.still < SOON
+    elif all(rank.runs and not rank.mute and rank.still < SOON and rank.moved
              for rank in job.ranks):
         text = "the ranks move on"
     else:
