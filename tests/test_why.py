@@ -646,7 +646,7 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
 
 
 @pytest.mark.parametrize(("last", "fault", "words"), [
-    ("sys.exit(3)", "a rank ended", "rank 1 was the first to end, with "
+    ("sys.exit(3)", "a rank ended", "rank 1 ended, with "
      "status 3, as the launcher says"),
     ("os._exit(4)", "a rank ended", "with status 4"),
     ("os.kill(os.getpid(), 14)", "a rank was killed", "SIGALRM has ended "

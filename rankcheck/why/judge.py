@@ -35,7 +35,7 @@ LOG = "the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
-FULL = re.compile("^[^:]*OutOfMemory|out of memory|Cannot allocate memory")
+TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
 RULES = []
 
 
@@ -245,6 +245,16 @@ def killed(job):
         + say_oom(job, who))
 
 
+@rule(STOPS, "a message of another size", f"{CALLS}, with arrays of the same "
+      "size")
+def truncated(job):
+    """MPI says that a rank has got more than it expects"""
+    who = sorted(job.by["error"], key=lambda rank: rank.ended["time"])[:1]
+    return who and TRUNCATED.search(who[0].ended.get("message") or "") and (
+        who, f"{Who(who)} ended{describe_error(who[0])}; "
+        + describe_each(job.ranks.without(who)))
+
+
 @rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
       "from it. If the memory is full: a smaller microbatch")
 def first_error(job):
@@ -259,9 +269,12 @@ def first_error(job):
         return same, f"{same} ended{words}"
     near = [rank for rank in failed[1:] if rank.host != first.host
             and rank.ended["time"] < first.ended["time"] + APART]
+    # a launcher looks at its processes now and then
+    ended = ("ended" if near or first.ended.get("told")
+             else "was the first to end")
     return [first, *near], "; ".join(
-        f"{Who([rank])} {'was the first to end' * (not near) or 'ended'}"
-        f"{describe_error(rank)}" for rank in (first, *near))
+        f"{Who([rank])} {ended}{describe_error(rank)}"
+        for rank in (first, *near))
 
 
 @rule(ENDS, "a rank crashed", "its last words are in the log, above those of "

@@ -53,7 +53,7 @@ def describe_error(rank):
                    f"{Place(*find_line(stack, rank.library))}"
                    for stack, words in rank.ended.get("then", ()))
     told = rank.ended.get("told") and not frames
-    return (f", in {place}" * (not told) + ", with " + (
+    return (f", in {place}" * (not told and place.file != "?") + ", with " + (
         f"{error}: {first}" if error else
         f"status {rank.ended['status']!r}, as the launcher says" if told
         else f"status {rank.ended['status']!r}") + then)
@@ -73,8 +73,8 @@ def describe(rank):
             "done": lambda: f"ended {with_status([rank])}"
                     + "; the process still runs" * bool(rank.alive),
             "stopped": lambda: f"was told to end by {rank.signal}, and "
-                       + re.sub("^is ", "was ", where).replace(
-                           "waits", "waited", 1),
+                       + re.sub("^waits", "waited", re.sub(
+                           "^is", "was", where)),
             "lost": lambda: "lost the others" + describe_error(rank),
             "error": lambda: "ended" + describe_error(rank),
             "crashed": lambda: f"crashed in {rank.place}",
@@ -121,9 +121,9 @@ def describe_each(ranks):
 def report(job):
     """What is seen of them, where no fault is proven."""
     late = job.awaited or job.those(lambda rank: rank.mute)
-    if job.awaited and not job.by["lost"]:
-        others = Who(rank for rank in job.left if {*job.waits_for(rank)} & {
-            *job.awaited})
+    others = Who(rank for rank in job.by["runs"] if rank in job.left
+                 and {*job.waits_for(rank)} & {*job.awaited})
+    if others and not job.by["lost"]:
         text = (f"{describe_each(job.awaited)}; {others:waits} for "
                 f"{'them' if job.awaited[1:] else 'it'}, in "
                 f"{others[0].place}")
