@@ -25,6 +25,7 @@ from rankcheck.why.seen import (
     describe_error,
     describe_wait,
     report,
+    say_oom,
 )
 
 SHARE = 0.3  # of the time that the others wait for a straggler
@@ -242,7 +243,7 @@ def killed(job):
     return who and (who, ", ".join(
         f"{rank.signal} has ended {Who([rank])} on {rank.host}, as the "
         f"launcher says; it last wrote at {rank.heard}" for rank in who)
-        + say_oom(job, who))
+        + say_oom(on_hosts(job, who)))
 
 
 @rule(STOPS, "a message of another size", f"{CALLS}, with arrays of the same "
@@ -315,15 +316,13 @@ def gone(job):
         f"{who} on {who[0].host} ended, and nothing says how" + (
             "" if others & {rank.host for rank in who} else
             ", and all ranks of that node with it")
-        + f"{say_oom(job, who)}; last written at {who[0].heard}"))
+        + f"{say_oom(on_hosts(job, who))}; last written at {who[0].heard}"))
 
 
-def say_oom(job, some):
-    """How often the kernel says that it has ended something there."""
+def on_hosts(job, some):
+    """All ranks on the nodes of some."""
     hosts = {rank.host for rank in some}
-    kills = max(rank.oom_kills for rank in job.ranks if rank.host in hosts)
-    return (f"; meanwhile the kernel of that node ended {kills} process(es), "
-            "of any job, for lack of memory") if kills else ""
+    return [rank for rank in job.ranks if rank.host in hosts]
 
 
 @rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "

@@ -81,7 +81,7 @@ def describe(rank):
             "killed": lambda: f"was ended by {rank.signal}; last wrote at "
                               f"{rank.heard}",
             "gone": lambda: "is gone, and nothing says how; last wrote at "
-                            f"{rank.heard}"}[rank.ending]()
+                            f"{rank.heard}{say_oom([rank])}"}[rank.ending]()
     words = [where + since
              + ", after the end of its script" * rank.over
              + ", where it imports" * rank.imports]
@@ -104,6 +104,13 @@ def describe(rank):
     elif rank.answer and not rank.joined:
         words.append(f"{rank.address()}: {rank.answer}")
     return "; ".join(words)
+
+
+def say_oom(ranks):
+    """How often the kernel says that it has ended something on their node."""
+    kills = max(rank.oom_kills for rank in ranks)
+    return (f"; meanwhile the kernel of that node ended {kills} process(es), "
+            "of any job, for lack of memory") if kills else ""
 
 
 def describe_each(ranks):
