@@ -20,7 +20,6 @@ LOST = re.compile(
     r"(?<!client socket has )timed? ?out|remote ?(process|error)")
 LARGEST = 2**31 - 1  # of a flag that is a number
 PATHS = "data", "dataset", "run_dir", "init", "file", "assistant"  # flags
-LEAVING = []  # functions of the exit status, for whom watches from outside
 
 
 class UserError(Exception):
@@ -128,10 +127,10 @@ def leave(status):
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(status, int):
         sys.exit(status)
+    if "rankcheck_witness" in sys.modules:  # `why` watches
+        sys.modules["rankcheck_witness"].leave(status)
     if status == 0 or not distributed.is_initialized():
         atexit._run_exitfuncs()
-    for function in LEAVING:
-        function(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

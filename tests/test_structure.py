@@ -43,8 +43,7 @@ PACKAGES = {  # besides torch; the last is the site's own
     "rankcheck.setup": {"setuptools"},
     "rankcheck.why.hook.sitecustomize": {"sitecustomize"}}
 # what is too large still: this list only gets shorter
-LARGE = """rankcheck.why.judge
-    rankcheck.why.witness""".split()
+LARGE = []
 TOOLS = {
     name: path for name, path in MODULES.items()
     if not name.startswith("backstage") and path.name != "__init__.py"}
@@ -56,8 +55,11 @@ def names_in(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            base = path.relative_to(ROOT).parts[:-node.level or None]
+            module = ".".join([*base * bool(node.level), *filter(
+                None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def imported(path):

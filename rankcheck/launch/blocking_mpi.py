@@ -14,7 +14,7 @@ import time
 
 from mpi4py import MPI
 
-from rankcheck.why.witness import COLLECTIVES
+from rankcheck.why.calls import COLLECTIVES
 
 ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
 BEGUN = (  # they return a request

@@ -1,18 +1,23 @@
 """rankcheck why [RUN|JOBID|PID]: what is wrong, and what to do."""
 
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
-from rankcheck.errors import require
-from rankcheck.why.evidence import ask_about, collect, find
+from rankcheck.errors import UserError, require
+from rankcheck.why.calls import find_line
+from rankcheck.why.evidence import (
+    ask_about,
+    collect,
+    find,
+    read_end,
+    read_json,
+    say_begin,
+)
 from rankcheck.why.judge import judge
-from rankcheck.why.ranks import PATIENCE, Job, Place, is_waiting
-from rankcheck.why.start import run
-from rankcheck.why.witness import find_line
-
-STILL = 5  # seconds without a move that are worth a word
+from rankcheck.why.ranks import Place, is_waiting
+from rankcheck.why.seen import describe
+from rankcheck.why.start import BEGIN, run
 
 
 def add_arguments(parser):
@@ -22,7 +27,7 @@ def add_arguments(parser):
     parser.add_argument("job", nargs="?", metavar="RUN|JOBID|PID", help="its "
                         "folder, SLURM's number of it, or a process's: the "
                         "launcher's or a rank's; without it, the job that "
-                        "torchrun started last")
+                        "was started last")
 
 
 def unknown(folder):
@@ -31,28 +36,38 @@ def unknown(folder):
 
 
 def main(args, **options):
-    """options: as `why` has them."""
+    """options: as `why` has them. Returns the exit status, 2 if there was
+    nothing to look at.
+    """
     if args.job == "run" and args.flags:
         run(args.flags)
-    return why(args.job, **options)
+    try:
+        return why(args.job, **options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def why(target, runs=Path("runs"), describe_run=unknown,
         explain_speed=unknown):
-    """Print the answer; returns the exit status, 1 if something is wrong.
+    """Print the answer; returns the exit status, 1 if a fault is proven.
 
     runs: where a job's folder is looked for by its number. describe_run: says
     in a line how the run in a folder was started, explain_speed: in several,
     what its steps' time goes to; both nothing if they do not know it.
     """
     folder, processes = find(target, runs)
+    begin = read_json(folder / BEGIN) if folder else {}
     if target is None:
         target = str(folder)
-        print(f"what was started last: {target}")
-    ranks, answer = look(target, folder, processes)
-    print(f"{answer.kind or 'nothing is wrong'}: {answer.text}")
+        print(f"what was started last: {target}",
+              *map(str, begin.get("command", ())))
+    ranks = collect(folder, processes)
+    require(ranks, f"{target}: {say_begin(folder) if folder else ''}")
+    answer = judge(ranks)
+    print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:
-        print(f"try: {answer.advice}")
+        print(f"{'try' if answer.kind else 'look'}: {answer.advice}")
     for line in ask_about(target):
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
@@ -63,36 +78,20 @@ def why(target, runs=Path("runs"), describe_run=unknown,
             print(f"  {about}")
             break
     for rank in ranks:
-        print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
-              f"{describe(rank)}")
+        number = f", collective {rank.calls[-1]['number']}" if (
+            rank.calls) else ""
+        print(f"  rank {rank.rank} on {rank.host}, process {rank.pid}"
+              f"{number}: {describe(rank)}")
     for rank in [rank for rank in ranks if rank.runs and (
             rank is ranks[0] or rank in answer.ranks)]:
         print_times(rank)
+    if begin.get("output") and not all(rank.runs for rank in ranks):
+        print(f"  its output, {begin['output']}, ends:\n"
+              f"{read_end(begin['output'])}")
     if folder and answer.kind in ("", "straggler"):
         for line in explain_speed(place if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
-
-
-def look(target, folder, processes):
-    """(the ranks, the `Finding`). While one stands still, it looks again."""
-    # what ranks on a busy node count is less than what has passed
-    said, end = False, time.monotonic() + 2 * PATIENCE
-    while True:
-        ranks = collect(folder, processes)
-        require(ranks, f"{target}: no process there has said which rank it is")
-        alive = any(rank.alive or rank.fresh for rank in ranks)
-        answer = judge(ranks, alive)
-        still = Job([rank for rank in ranks if rank.runs]).standstill
-        if (answer.kind or not STILL < still <= PATIENCE
-                or time.monotonic() > end):
-            return ranks, answer
-        if not said:
-            print(f"a rank has stood still for {still:.0f} s: looking again "
-                  f"until it moves, or until it is {PATIENCE} s",
-                  file=sys.stderr)
-            said = True
-        time.sleep(1)
 
 
 def print_times(rank, most=4):
@@ -102,22 +101,11 @@ def print_times(rank, most=4):
     """
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
-        lines[f"{Place(*find_line(stack))}" + " (waits for other ranks)"
-              * is_waiting(stack)] += times
+        line = Place(*find_line(stack, rank.library))
+        lines[f"{line}" + " (waits for other ranks)"
+              * bool(is_waiting(stack))] += times
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
               "two seconds:")
     for line, times in lines.most_common(most):
         print(f"  {100 * times / whole:3.0f}%  {line}")
-
-
-def describe(rank):
-    text = rank.doing
-    if rank.ending == "done":
-        return text
-    if rank.calls:
-        text += f", collective {rank.calls[-1]['number']}"
-    if rank.runs and rank.still > STILL:
-        text += f", for {rank.still:.0f} s"
-    wrote = "last wrote from " * (rank.ending in ("killed", "gone"))
-    return f"{text}, {wrote}{rank.place}"

@@ -1,36 +1,33 @@
 """Collects the evidence: a run's folder, live processes, SLURM's word.
 
-What the ranks have written themselves (witness.py) counts first. Of
-processes that write nothing, the system and py-spy say what they do: that
-needs Linux, and for py-spy the right to look into them.
+What the ranks have written themselves (witness.py) counts first. Into
+processes that write nothing, spied.py looks.
 """
 
 import contextlib
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from rankcheck.errors import UserError, require
 from rankcheck.reader import read_regular
-from rankcheck.why import witness
-from rankcheck.why.ranks import MEETING, PATIENCE, Rank
-from rankcheck.why.start import STARTS
+from rankcheck.why import proc, witness
+from rankcheck.why.ranks import MEETING, Rank
+from rankcheck.why.spied import HOW, watch
+from rankcheck.why.start import BEGIN, STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
-HOW = "start it by `rankcheck why run -- COMMAND`"
 JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
+# Lines of a launcher's output that say nothing of the script
+OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
 # Of a rank that has left no record
-UNKNOWN = {"master": [None, None], "start": None, "still": 0, "age": 0,
+UNKNOWN = {"master": [None, None], "start": None, "still": 0, "over": False,
            "stack": [], "state": "?", "calls": None, "joined": False,
-           "message": None, "oom_kills": 0, "answers": False}
-# What torchrun says in its log where it does not reach the place to meet
-UNMET = re.compile(r"connect to any network address of \((\S+), (\d+)\)")
+           "message": None, "oom_kills": 0, "answers": False, "library": "",
+           "launched": True, "mpi": False, "connecting": []}
 
 
 def find(target, runs):
@@ -59,23 +56,30 @@ def find(target, runs):
                 "runs")
         return found, []
     if Path(f"/proc/{target}").is_dir():
-        processes = descendants(int(target))
-        for pid in processes:
-            folder = find_folder(pid)
-            if folder:
-                return folder, processes
-        return None, processes
+        processes = proc.descendants(int(target))
+        folders = filter(None, map(find_folder, processes))
+        return next(folders, None), processes
     left = [*runs.glob(f"*/why/**/*-{target}.json"),
             *STARTS.glob(f"*/*-{target}.json")]
     if left:  # of a rank that has ended
         return max(left, key=lambda file: file.stat().st_mtime).parent, []
-    return find_job(target, runs), []
+    text = ask_slurm("scontrol", "show", "job", target)
+    for log in re.findall(r"StdOut=(.+)", text):  # names the folder
+        for words in re.findall(r" why (.+)", proc.read_text(log))[::-1]:
+            place = words.strip("' ")
+            if Path(place).is_dir():
+                return find(place, runs)
+        require(not Path(log).is_file(), f"no rank of job {target} has begun; "
+                f"its output ends:\n{read_end(log)}")
+    raise UserError(f"{target} is neither a process of this machine nor a job "
+                    "that left evidence: name the run's folder")
 
 
 def newest(folder):
     """The folder with the newest evidence in a run's folder, or None."""
     files = [file for place in ("", "why/", "why/*/")
-             for file in folder.glob(f"{place}*-[0-9]*.json")]
+             for name in ("*-[0-9]*.json", BEGIN)
+             for file in folder.glob(place + name)]
     return max(files, key=lambda file: file.stat().st_mtime).parent if (
         files) else None
 
@@ -84,26 +88,15 @@ def find_writer(folder):
     """Where a live process writes its evidence that has a file open here."""
     inside = f"{folder.resolve()}/"
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        if any(path.startswith(inside) for path in witness.open_files(pid)):
+        if any(path.startswith(inside) for path in proc.open_files(pid)):
             return find_folder(pid)
     return None
 
 
-def find_job(job, runs):
-    """The folder of a job's evidence, as its log names it."""
-    text = ask_slurm("scontrol", "show", "job", job)
-    log = re.search(r"StdOut=(.+)", text)
-    if log and Path(log[1]).is_file():
-        words = Path(log[1]).read_text(errors="replace")
-        said = re.findall(r"(?:rankcheck|-m workshop) why (.+)", words)
-        if said:
-            return find(shlex.split(said[-1])[0], runs)
-        unmet = UNMET.findall(words)
-        require(not unmet, f"no rank of {job} has begun: torchrun does not "
-                f"reach {':'.join((unmet or [''])[-1])}. Is MASTER_ADDR a "
-                "name of the node of rank 0, and is the port open?")
-    raise UserError(f"{job} is neither a process of this machine nor a job "
-                    "that left evidence: name the run's folder")
+def find_folder(pid):
+    """Where a live process writes its evidence: it has a file open there."""
+    return next((Path(path).parent for path in proc.open_files(pid)
+                 if path.endswith(f"-{pid}.stack")), None)
 
 
 def ask_about(target):
@@ -128,23 +121,38 @@ def ask_slurm(*command):
         return ""
 
 
-def descendants(root):
-    """A process and all that it has started, itself first."""
-    children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        stat = witness.read_stat(folder.name)
-        if stat:  # else it has ended
-            children.setdefault(int(stat[1]), []).append(int(folder.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+def read_end(file, lines=6):
+    """The last lines of a launcher's output, without its own traceback."""
+    try:
+        with open(file, "rb") as log:
+            log.seek(max(0, os.path.getsize(file) - 100_000))
+            text = log.read().decode(errors="replace")
+    except OSError:  # it is gone
+        return ""
+    before, _, last = text.rpartition("Traceback (most recent call last)")
+    kept = [line[:200] for line in (
+        before if "torch/distributed/run.py" in last else text).splitlines()
+        if line.strip() and not OWN.search(line)]
+    return "\n".join(f"  {line}" for line in kept[-lines:])
 
 
-def find_folder(pid):
-    """Where a live process writes its evidence: it has a file open there."""
-    return next((Path(path).parent for path in witness.open_files(pid)
-                 if path.endswith(f"-{pid}.stack")), None)
+def say_begin(folder):
+    """Of a start without a rank: what its launcher has said, and where it
+    waits.
+    """
+    begin = read_json(folder / BEGIN)
+    texts = [f"{told['error']}: {told['message'].strip()}"
+             for file in folder.glob("*.exits")
+             for pid, told in read_json(file).items() if pid == "launcher"]
+    pid = begin.get("pid", 0)
+    if proc.find_begin(pid) and proc.find_begin(pid) < begin["time"] + 1:
+        unmet = [place for child in proc.descendants(pid)
+                 for place in proc.connecting(child)]
+        texts.append(f"process {pid} runs" + "".join(
+            f", and gets no answer from {place}" for place in unmet[:1]))
+    if begin.get("output"):
+        texts.append("its output ends:\n" + read_end(begin["output"]))
+    return "; ".join(["no rank has begun", *texts])
 
 
 def collect(folder, processes):
@@ -152,7 +160,7 @@ def collect(folder, processes):
     if folder is None:
         return watch(processes)
     asked, end = None, time.monotonic() + ANSWER
-    if any(may_run(record) is not False for record in read(folder)):
+    if any(lives(record) is not False for record in read(folder)):
         with contextlib.suppress(OSError):  # else what is there has to do
             before = {file: name_write(file) for file in folder.glob(
                 "*-*.json")}
@@ -160,22 +168,22 @@ def collect(folder, processes):
             asked = before
     while asked is not None and time.monotonic() < end:
         if all(answered(folder, record, asked) and "looks" in record
-               for record in read(folder)
-               if may_run(record) is not False and has_thread(record)):
+               for record in read(folder) if record["answers"]
+               and not record["ended"] and lives(record) is not False):
             break
         time.sleep(0.5)
     ranks = []
     for record in add_exits(folder, of_last_start(read(folder))):
         if "oom_before" in record and (  # it may be dead,
-                record["host"] == witness.name_host(os.environ)):
+                record["host"] == proc.name_host(os.environ)):
             record["oom_kills"] = (
-                witness.count_oom_kills() - record["oom_before"])
-            record["state"] = witness.read_state(record["pid"])  # or stopped
-        if not (has_thread(record) or record["ended"]):
+                proc.count_oom_kills() - record["oom_before"])
+            record["state"] = proc.read_state(record["pid"])  # or stopped
+        if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
-        ranks.append(Rank(record, may_run(record), not has_thread(record)
+        ranks.append(Rank(record, lives(record), not record["answers"]
                           or answered(folder, record, asked),
-                          witness.read_text(stack_file(folder, record))))
+                          proc.read_text(name_file(folder, record, "stack"))))
     # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
@@ -184,17 +192,19 @@ def collect(folder, processes):
     # a monitor that a wrapper starts has a rank's number, too
     best = {rank.known_as: rank for rank in sorted(ranks, key=is_rank)}
     ranks = [rank for rank in ranks
-             if is_rank(rank)[:2] == is_rank(best[rank.known_as])[:2]]
+             if is_rank(rank)[:3] == is_rank(best[rank.known_as])[:3]]
     # of two with the same number, the older one counts while it runs
     return sorted((rank for rank in ranks if rank is best[rank.known_as]
-                   or rank.ending == "runs"), key=lambda rank: rank.rank)
+                   or rank.runs), key=lambda rank: rank.rank)
 
 
 def is_rank(rank):
     """By which of those with the same number the rank is told: it has joined
-    a group or tries to, has loaded torch or MPI, or is the newest.
+    a group or tries to, has loaded torch or MPI, is the launcher's own child,
+    or is the newest.
     """
-    return rank.joined or rank.inside(MEETING), rank.answers, rank.began
+    return (rank.joined or rank.inside(MEETING), rank.answers, rank.launched,
+            rank.began)
 
 
 def of_last_start(records):
@@ -209,13 +219,15 @@ def of_last_start(records):
 
 
 def read(folder):
-    """The records of all processes, none of them half written.
-
-    Others may have files of such names there.
+    """The records of all processes, none of them half written, with how they
+    ended. Others may have files of such names there.
     """
-    records = map(read_json, folder.glob("*-*.json"))
-    return [record for record in records
-            if record.get("format") == witness.FORMAT]
+    records = [record for record in map(read_json, folder.glob("*-*.json"))
+               if record.get("format") == witness.FORMAT]
+    for record in records:
+        record["ended"] = record["ended"] or read_json(
+            name_file(folder, record, "end")) or None
+    return records
 
 
 def read_json(file):
@@ -227,23 +239,25 @@ def read_json(file):
     return value if isinstance(value, dict) else {}
 
 
-def has_thread(record):
-    return record["answers"]
-
-
 def add_exits(folder, records):
     """With how their launchers say that they have ended, if they do not; and
     with those of which only a launcher says something.
     """
-    known, began, size = [*records], 0, None
-    if known:
-        began = min(record["began"] for record in known)
-        size = known[0]["world_size"]
+    known, size = [*records], records[0]["world_size"] if records else None
+    began = min((record["began"] for record in known), default=0)
     for file in folder.glob("*.exits"):
         host = file.stem.rpartition("-")[0]
         for pid, told in read_json(file).items():
-            if not (pid.isdigit() and isinstance(told, dict)):
-                continue  # somebody's own file
+            if not isinstance(told, dict) or told.get("time", 0) + 1 < began:
+                continue  # somebody's own file, or of an earlier start
+            if pid == "launcher" and told["signal"]:  # it passes that on
+                for record in known:
+                    if record["host"] == host and lives(record) is False:
+                        record["ended"] = record["ended"] or {
+                            "status": -told["signal"], "told": True,
+                            "time": told["time"]}
+            if not pid.isdigit():
+                continue
             ended = {**told, "told": True}
             record = next((
                 record for record in known if record["pid"] == int(pid)
@@ -251,7 +265,7 @@ def add_exits(folder, records):
                 ), None)
             if record and not (record["ended"] or {}).get("status"):
                 record["ended"] = ended
-            elif record is None and told["time"] + 1 > began:
+            elif record is None:
                 records.append({
                     **UNKNOWN, "rank": told["rank"], "world_size": size,
                     "host": host, "pid": int(pid), "began": told["time"],
@@ -259,8 +273,8 @@ def add_exits(folder, records):
     return records
 
 
-def stack_file(folder, record):
-    return folder / f"{record['host']}-{record['pid']}.stack"
+def name_file(folder, record, suffix):
+    return folder / f"{record['host']}-{record['pid']}.{suffix}"
 
 
 def answered(folder, record, asked):
@@ -268,7 +282,7 @@ def answered(folder, record, asked):
 
     asked: what `name_write` said of each file then; None without a question.
     """
-    file = stack_file(folder, record).with_suffix(".json")
+    file = name_file(folder, record, "json")
     with contextlib.suppress(OSError):
         return asked is not None and name_write(file) != asked.get(file)
     return False
@@ -280,136 +294,12 @@ def name_write(file):
     return state.st_ino, state.st_mtime_ns
 
 
-def may_run(record):
-    """Whether the process lives; None where it is on another machine."""
-    if record["ended"]:
-        return False
-    if record["host"] != witness.name_host(os.environ):
-        return None
-    return witness.read_state(record["pid"]) not in ("?", "Z")
+def lives(record):
+    """Whether the process lives; None where it is on another machine.
 
-
-# ----------------------------------------- processes that write nothing
-
-
-def watch(processes):
-    """Look at the ranks until all have moved, at most for `PATIENCE` s."""
-    begin, ranks, alone = time.monotonic(), {}, ()
-    while True:
-        for pid in [*alone, *with_peers(processes)]:
-            seen, now = look(pid, pid in alone), time.monotonic()
-            if seen is None:
-                continue
-            # a process that a rank has started inherits its number
-            known = ranks.setdefault(seen["rank"], seen | {"since": now})
-            if known["pid"] == pid:
-                moved = seen["stack"] != known["stack"]
-                before = known.setdefault("children", seen["children"])
-                known.update(seen, since=now if moved else known["since"],
-                             workers=witness.compare(before, seen["children"]))
-                known["still"] = now - known["since"]
-                known["moved"] = moved or known.get("moved", False)
-        if not ranks and not alone:  # one process, no rank of several
-            alone = processes[:1]
-            continue
-        unmet = [place for pid in processes
-                 for place in witness.connecting(pid)]
-        require(ranks, f"process {processes[0]} has started no process that "
-                "knows its RANK" + (
-                    f", and gets no answer from {unmet[0]}" if unmet else
-                    ": name the launcher's id, or a rank's"))
-        if all(rank["moved"] for rank in ranks.values()) or (
-                now > begin + PATIENCE + 3):
-            break
-        time.sleep(2)
-    return sorted((Rank(rank, True, True) for rank in ranks.values()),
-                  key=lambda rank: rank.rank)
-
-
-def with_peers(processes):
-    """These, and the others on this machine that meet at the same place."""
-    places = {pid: read_environment(pid).get("MASTER_PORT") for pid in map(
-        int, filter(str.isdigit, os.listdir("/proc")))}
-    ports = {places.get(pid) for pid in processes} - {None}
-    return sorted({*processes, *(
-        pid for pid, port in places.items() if port in ports)})
-
-
-def read_environment(pid):
-    """The variables that a process began with; {} if it is not ours."""
-    return dict(entry.split("=", 1) for entry in witness.read_text(
-        f"/proc/{pid}/environ").split("\0") if "=" in entry)
-
-
-def look(pid, alone=False):
-    """A rank's record, as its witness would write it; None if it is none.
-
-    alone: whether it is taken for the only rank.
+    A process that has begun after the record has its number by chance.
     """
-    env, stat = read_environment(pid), witness.read_stat(pid)
-    command = witness.read_text(f"/proc/{pid}/cmdline").split("\0")
-    if not stat:  # it has ended
+    if record["host"] != proc.name_host(os.environ):
         return None
-    # seconds since the system's start
-    began = float(stat[19]) / os.sysconf("SC_CLK_TCK")
-    age = float(witness.read_text("/proc/uptime").split()[0]) - began
-    rank, size = witness.read_rank(env, command)
-    if "--multiprocessing-fork" in command and rank is None:
-        rank = find_spawned(pid)
-    if alone and rank is None and not witness.is_launcher(command):
-        rank, size = 0, 1
-    if rank is None or "python" not in Path(command[0]).name:
-        return None
-    master, stack = [env.get("MASTER_ADDR"), env.get("MASTER_PORT")], spy(pid)
-    joined = not any("init_process_group" in name for _, _, name in stack)
-    return {
-        "rank": rank, "world_size": size, "pid": pid,
-        "host": witness.name_host(env),
-        "master": master, "began": began, "age": age, "ended": None,
-        "stack": stack, "state": witness.read_state(pid), "calls": None,
-        "joined": joined, "connecting": witness.connecting(pid),
-        "oom_kills": 0, "written": time.time(), "message": None,
-        "still": 0, "children": witness.see_workers(pid),
-        "answer": "" if joined else witness.try_meeting(*master)}
-
-
-def find_spawned(pid):
-    """The number that mp.spawn has given to a process, or None."""
-    return next((
-        int(local["repr"]) for frame in dump(pid, "--locals")
-        if frame["filename"].endswith("torch/multiprocessing/spawn.py")
-        for local in frame["locals"] or () if local["name"] == "i"), None)
-
-
-def spy(pid):
-    """The main thread's stack as py-spy sees it, outermost first."""
-    return [[frame["filename"], frame["line"], frame["name"]]
-            for frame in dump(pid)][::-1]
-
-
-def dump(pid, *options, again=2):
-    """The main thread's frames as py-spy sees them, innermost first.
-
-    again: how often it tries again; it may look while the stack is changed.
-    """
-    tool = shutil.which("py-spy") or str(
-        Path(sys.executable).with_name("py-spy"))
-    try:
-        said = subprocess.run(
-            [tool, "dump", "--json", *options, "--pid", str(pid)],
-            capture_output=True, text=True, timeout=20, check=True)
-        threads = json.loads(said.stdout)
-    except FileNotFoundError:
-        raise UserError("these processes leave no evidence: `pip install "
-                        "py-spy` to look into them, or " + HOW) from None
-    except (subprocess.SubprocessError, ValueError) as error:
-        if witness.read_state(pid) in ("?", "Z", "T"):
-            return []  # it has ended, or is stopped
-        if again:
-            time.sleep(0.2)
-            return dump(pid, *options, again=again - 1)
-        words = (getattr(error, "stderr", "") or str(error)).strip()
-        raise UserError(f"py-spy cannot look into process {pid} "
-                        f"({words.splitlines()[0]}): {HOW}") from None
-    return next((thread["frames"] for thread in threads
-                 if thread.get("os_thread_id") == pid), [])
+    return proc.read_state(record["pid"]) not in ("?", "Z") and (
+        proc.find_begin(record["pid"]) < record["began"] + 2)

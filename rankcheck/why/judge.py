@@ -1,538 +1,348 @@
-"""From the evidence to an answer: which rank, which line, why.
+"""From the evidence to an answer: what is proven, and else what is seen.
 
 The rules are asked in their order, causes before effects: ranks that have not
 met cannot call different collectives, and one that has ended makes others
-wait. Each has its fault, sentence and advice as data, and a function that says
-of a `Job` which ranks are to blame and, in a dictionary, what else stands in
-the sentence. Its docstring is the fault's line in rankcheck/docs/why.md.
+wait. A rule is a fault that the evidence proves, because it excludes all else;
+its docstring is the fault's line in rankcheck/docs/why.md. If no rule holds,
+`report` says where the ranks are.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from rankcheck.findings import Finding
 from rankcheck.why.ranks import (
     PATIENCE,
+    SOON,
     Job,
-    Place,
-    Rank,
     Who,
-    find_frames,
-    find_line,
     with_status,
+)
+from rankcheck.why.seen import (
+    describe_call,
+    describe_each,
+    describe_error,
+    describe_wait,
+    report,
+    say_oom,
 )
 
 SHARE = 0.3  # of the time that the others wait for a straggler
-CROWD = 1.5  # threads that run, for each core
-MOSTLY, RARE = 0.7, 0.3  # of its time that a rank waits, in a pipeline
-# What several rules advise
-ADVICE = {
-    "sacct": "SLURM's word: sacct -j JOBID -o JobID,State,ExitCode,MaxRSS",
-    "log": "look in the log for why it has not started: a node that is down, "
-           "an import that fails, a smaller --nnodes; if it has, it writes "
-           "elsewhere: RANKCHECK_WHY has to be the same on all nodes",
-    "calls": "all ranks have to call the same collectives in the same order: "
-             "look for a branch that not all ranks take",
-    "sizes": "all ranks have to send tensors of the same shape and type: "
-             "print shape and dtype before it",
-    "long": "does that line take so long, or wait for something?"}
-# In these, one rank has what the others wait for
-ONE_SENDS = re.compile("distributed_c10d.*:(broadcast|scatter|recv)")
+APART = 5  # seconds between clocks of different nodes, at most
+CALLS = ("all ranks have to call the same collectives in the same order: look "
+         "for a branch that not all ranks take")
+LOG = "the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
+TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
 RULES = []
 
 
-@dataclass
-class Rule:
-    """sign: what people see. says, advice: texts with names of values: `who`
-    is to blame, and is `at` a place, of which `find` may tell more.
+def rule(sign, fault, advice, verdict="FAIL"):
+    """sign: what people see; advice: what to try first.
+
+    The function says of a `Job` who is to blame and the sentence; None if
+    it is not so, or not proven.
     """
-
-    sign: str
-    fault: str
-    says: str
-    advice: str
-    find: Any
-    verdict: str
-
-    def ask(self, job):
-        found = self.find(job)
-        who, more = found if isinstance(found, tuple) else (found, {})
-        if not who:
-            return None
-        one, rest = who[0], job.waiting.without(who)
-        facts = {
-            **vars(one), **ADVICE, "one": one, "who": Who(who),
-            "at": one.place, "unseen": job.unseen, "others": rest,
-            "there": rest[0].place if rest else "",
-            "pids": " ".join(str(rank.pid) for rank in who),
-            "place": job.first.address(), "is": "are" if who[1:] else "is",
-            "has": "have" if who[1:] else "has", **more}
-        return Finding(self.verdict, *(
-            [text.format(**facts)] for text in (self.says, self.advice)),
-            kind=self.fault, ranks=[*who])
-
-
-def rule(sign, fault, says, advice="", verdict="FAIL"):
-    """verdict: "warn" where what is seen may be as it should."""
     def keep(find):
-        RULES.append(Rule(sign, fault, says, advice, find, verdict))
+        def ask(job):
+            who, text = find(job) or ((), "")
+            return Finding(verdict, [text], [advice], kind=fault,
+                           ranks=[*who]) if who else None
+        ask.row = sign, fault, find.__doc__, advice
+        RULES.append(ask)
         return find
     return keep
 
 
-SIGNS = ("it never begins", "it stops in mid-training", "it ends",
-         "it is slow", "")
-begins, stops, ends, slow, fine = (partial(rule, sign) for sign in SIGNS)
-fine = partial(fine, "", verdict="ok")
+def judge(ranks):
+    """The `Finding` of the first rule that has one, or what is seen."""
+    job = Job(ranks)
+    return next(filter(None, (ask(job) for ask in RULES)), None) or (
+        report(job))
 
 
-def judge(ranks, alive=True):
-    """The `Finding` of the first rule that has one.
-
-    ranks: sorted; alive: whether any of the processes may still run.
-    """
-    job = Job(ranks, alive)
-    return next(filter(None, (rule.ask(job) for rule in RULES)))
+def name_place(rank):
+    """Who is where: `rank 1 on node1, in line 40 of train.py`."""
+    return f"{Who([rank])} on {rank.host}, in {rank.place}"
 
 
-@stops("a stopped process", "{who} on {host} {is} stopped, in {at}",
-       "kill -CONT {pids} lets it go on")
+BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
+                             "it ends", "it is slow")
+
+
+@rule(STOPS, "a stopped process", "kill -CONT PID lets it go on")
 def stopped(job):
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
-    return job.those(lambda rank: rank.runs and rank.state == "T")
+    who = job.those(lambda rank: rank.runs and rank.state == "T")
+    return who and (who, f"{who:is} stopped: " + ", ".join(
+        f"process {rank.pid} on {rank.host}, in {rank.place}"
+        for rank in who))
 
 
 # --------------------------------------------------------- they do not meet
 
 
-@begins("a rank is there twice", "several processes say that they are the "
-        "same rank: {each}", "give each node another --node-rank, and each "
-        "process another RANK")
+@rule(BEGINS, "a rank is there twice", "give each node another --node-rank, "
+      "and each process another RANK")
 def same_number(job):
-    """several processes have the same RANK"""
+    """several processes that join have the same RANK"""
     numbers = Counter(rank.known_as for rank in job.by["runs"])
     twice = [rank for rank in job.by["runs"] if numbers[rank.known_as] > 1
-             and (rank.joined or rank in job.outside)]
-    return twice and job.outside and (twice, {"each": ", ".join(
-        f"{rank.rank} (process {rank.pid} on {rank.host})"
-        for rank in twice)})
+             and (rank.joined or rank in job.meeting)]
+    return job.meeting and len(twice) > 1 and (twice, (
+        "several processes say that they are the same rank: " + ", ".join(
+            f"{rank.rank} (process {rank.pid} on {rank.host})"
+            for rank in twice)))
 
 
-@begins("different addresses", "{name} is {other} on {who}, and {usual} on "
-        "{first}", "export the same values on all nodes")
+@rule(BEGINS, "different addresses", "export the same values on all nodes")
 def other_address(job):
-    """MASTER_ADDR, MASTER_PORT or the world size differ between ranks"""
-    # before they meet, a script may still set them
-    there = job.those(lambda rank: rank.joined or (
-        rank.world_size and rank in job.meeting))
-    for name, value in (
-            ("MASTER_ADDR:MASTER_PORT", Rank.address),
-            ("the world size", lambda rank: rank.world_size)):
-        odd = job.meeting and [
-            rank for rank in there if value(rank) != value(there[0])]
-        if odd:
-            return odd, {"name": name, "other": value(odd[0]), "usual":
-                         value(there[0]), "first": Who(there[:1])}
+    """the port, the world size or the address differ between ranks"""
+    joined = [rank for rank in job.by["runs"] if rank.joined]
+    for name, value, ranks, patience in (
+            ("the world size", lambda rank: rank.world_size,
+             [*joined, *job.meeting], 0),
+            # a rank that has joined has met others
+            ("MASTER_PORT", lambda rank: rank.master[1],
+             job.meeting * (not joined), 0),
+            # two names may be of the same machine: then they meet
+            ("MASTER_ADDR", lambda rank: rank.master[0],
+             job.meeting * (not joined), PATIENCE)):
+        odd = Who(rank for rank in ranks if value(rank) and rank.still
+                  >= patience and value(rank) != value(ranks[0]))
+        if job.meeting and odd:
+            return odd, (f"{name} is {value(odd[0])} on {odd}, and "
+                         f"{value(ranks[0])} on {Who(ranks[:1])}")
     return None
 
 
-@begins("ranks are missing", "{unseen:has} left no evidence here, of "
-        "{world_size} ranks; {who} {has} waited for {still:.0f} s in {at}",
-        "{log}")
-def missing(job):
-    """they have left no evidence, and the others wait for them"""
-    return job.unseen and job.all_wait and job.stands and (
-        not first_difference(job)) and job.left
-
-
-@begins("wrong MASTER_ADDR", "rank 0, on {host}, is to be found at {place}, "
-        "but does not reach that itself: {one.problem}", "export "
-        "MASTER_ADDR={host}, a name or address of the node of rank 0")
+@rule(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
+      "address of the node of rank 0")
 def wrong_address(job):
     """rank 0 does not reach its own address"""
-    return [rank for rank in job.deaf if rank is job.first]
+    first = job.first
+    # where nobody listens at all, it may have no need to: torchrun does
+    return first in job.deaf and first.answer != "nobody listens there" and (
+        [first], (
+            f"rank 0, on {first.host}, is to be found at {first.address()}, "
+            "but does not reach that itself: "
+            f"{first.answer or 'no answer'}"))
 
 
-@begins("blocked port", "rank 0 at {place} cannot be reached from {who} on "
-        "{host}: {one.problem}", "try another MASTER_PORT; a firewall between "
-        "the nodes, or an address of another network: `ip address` lists the "
-        "interfaces")
+@rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
+      "nodes, or an address of another network: `ip address` lists the "
+      "interfaces")
 def blocked_port(job):
-    """a rank does not reach rank 0"""
-    # while rank 0 has not come, or not tried, it is not known which it is
-    tried = job.first.answer is not None or job.waited > PATIENCE
-    return tried and job.first in job.meeting and job.deaf
+    """a rank does not reach rank 0, which reaches itself"""
+    who = job.deaf
+    return job.first in job.meeting and job.first.answer == "" and who and (
+        who, f"rank 0 at {job.first.address()} cannot be reached from {who} "
+        f"on {who[0].host}: {who[0].answer or 'no answer'}")
 
 
-@begins("wrong network interface", "{unheard}, which a rank has named "
-        "as its address, does not answer {who} on {host}", "name the "
-        "interface that connects the nodes: export NCCL_SOCKET_IFNAME=... "
-        "GLOO_SOCKET_IFNAME=...")
+@rule(BEGINS, "wrong network interface", "name the interface that connects "
+      "the nodes: export NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...")
 def wrong_interface(job):
-    """ranks do not reach each other"""
-    deaf = [rank for rank in job.meeting if rank.connecting]
-    return deaf and (deaf, {"unheard": deaf[0].connecting[0]})
-
-
-@begins("a rank is late", "{who} {has} not come to init_process_group() yet: "
-        "{one.doing} in {at}; {meeting:has} waited there for {time:.0f} s",
-        "{long}")
-def late_for_meeting(job):
-    """the others wait for it"""
-    absent = [rank for rank in job.ranks
-              if rank not in job.meeting and not rank.joined]
-    return job.stuck_outside > PATIENCE and not all(
-        rank.moves for rank in absent) and (absent, {
-            "meeting": job.meeting, "time": job.stuck_outside})
+    """a rank gets no answer at the address that another has named"""
+    deaf = Who(rank for rank in job.meeting
+               if rank.connecting and rank.still >= SOON)
+    return deaf and (deaf, f"{deaf[0].connecting[0]}, which a rank has named "
+                     f"as its address, does not answer {deaf} on "
+                     f"{deaf[0].host}")
 
 
 # -------------------------------------------- they do not call the same thing
 
 
-def differ(job, calls, values):
-    """Who calls another thing than most, and what both call."""
-    usual = Counter(map(str, values.values())).most_common()
-    # of two halves, rank 0's is taken for the right one
-    right = (usual[0][0] if len(usual) == 1 or usual[0][1] > usual[1][1]
-             else str(values[min(values)]))
-    odd, even = ([rank for rank in sorted(values)
-                  if (str(values[rank]) == right) == same]
-                 for same in (False, True))
-    return job.those(lambda rank: rank.rank in odd), {
-        "call": describe_call(calls[odd[0]]), "even": Who(even),
-        "usual": describe_call(calls[even[0]]),
-        "number": calls[odd[0]]["number"]}
-
-
-def describe_call(call):
-    """For example `all_reduce of float [4] in line 41 of train.py: ...`."""
-    sizes = " and ".join(
-        f"{kind.lower()} {size}" for kind, size in zip(
-            call["types"][:2], call["sizes"]))
-    return (call["call"] + (f" of {sizes}" if sizes else "")
-            + (f" in {Place(*call['line'])}" if call["line"] else ""))
-
-
-def first_difference(job):
-    """(what `differ` says of it, whether only the sizes differ), or None."""
+def differ(job, property_of):
+    """The first collective that is another on some ranks, and on whom."""
     for calls in job.calls:
-        kinds = {rank: call["call"] for rank, call in calls.items()}
-        sizes = {rank: (sum(map(math.prod, call["sizes"])), call["types"])
-                 for rank, call in calls.items()
-                 if SAME_SIZES.search(call["call"]) and call["sizes"]}
-        for values in (kinds, sizes):
-            if len(set(map(str, values.values()))) > 1:
-                return differ(job, calls, values), values is sizes and len(
-                    {str(call["line"]) for call in calls.values()}) == 1
+        values = {rank: value for rank, call in calls.items()
+                  if (value := property_of(call, calls)) is not None}
+        if len({*values.values()}) < 2:
+            continue
+        usual = Counter(values.values()).most_common()
+        # of two halves, the one with the lowest rank is named last
+        right = usual[0][0] if usual[0][1] > usual[1][1] else (
+            values[min(values)])
+        odd, even = (Who(rank for rank in sorted(values) if (
+            values[rank] == right) == same) for same in (False, True))
+        return [rank for rank in job.ranks if rank.rank in odd], (
+            f"collective {calls[odd[0]]['number']} is "
+            f"{describe_call(calls[odd[0]])} on {odd}, and "
+            f"{describe_call(calls[even[0]])} on {even}")
     return None
 
 
-BOTH = "collective {number} is {call} on {who}, and {usual} on {even}"
+def size_of(call, calls):
+    """What has to be equal where the same line calls it on all ranks."""
+    same = len({str(call["line"]) for call in calls.values()}) == 1
+    return (sum(map(math.prod, call["sizes"])), str(call["types"])) if (
+        same and call["sizes"] and SAME_SIZES.search(call["call"])) else None
 
 
-@stops("different collectives", BOTH, "{calls}")
+@rule(STOPS, "different collectives", CALLS)
 def other_calls(job):
     """a branch that not all ranks take"""
-    found, sizes = first_difference(job) or (None, False)
-    return not sizes and found
+    return differ(job, lambda call, _: call["call"])
 
 
-@stops("different sizes", BOTH, "{sizes}")
+@rule(STOPS, "different sizes", "all ranks have to send tensors of the same "
+      "shape and type: print shape and dtype before it")
 def other_sizes(job):
     """a tensor has another shape or type"""
-    found, sizes = first_difference(job) or (None, False)
-    return sizes and found
+    return differ(job, size_of)
 
 
-@stops("different order of groups", "{waits}", "all ranks have to use their "
-       "groups in the same order")
-def other_order(job):
-    """each waits in a group to whose collective another does not come"""
-    for rank in job.waiting:
-        for other in job.absent(rank):
-            if rank in job.absent(other):
-                return [other], {"waits": ", and ".join(
-                    f"rank {one.rank} waits in collective "
-                    f"{one.calls[-1]['number']} of group "
-                    f"{one.calls[-1]['name']}, in {one.place}"
-                    for one in (rank, other))}
+@rule(STOPS, "different roots", "src, dst or root has to be the same on all "
+      "ranks")
+def other_roots(job):
+    """the ranks do not agree who sends, or who receives"""
+    found = differ(job, lambda call, _: call.get("root"))
+    for calls in () if found else job.calls:
+        roots = Who(rank for rank, call in sorted(calls.items())
+                    if call["call"] == "gather" and call.get("gets"))
+        if len(roots) > 1:  # of PyTorch's, which has no root in its record
+            call = calls[roots[-1]]
+            return [rank for rank in job.ranks if rank.rank in roots], (
+                f"collective {call['number']} is {describe_call(call)}, in "
+                f"which {roots} are each the only one to receive")
+    return found
+
+
+@rule(STOPS, "each waits for the other", "all ranks have to use their groups "
+      "in the same order, and each recv needs a send")
+def deadlock(job):
+    """in a collective, or a message, to which the other does not come"""
+    for rank in job.those(lambda rank: rank.blocked and rank.still >= SOON):
+        for other in job.waits_for(rank):
+            if other.blocked and other.still >= SOON and (
+                    rank in job.waits_for(other)):
+                # the one in whose collective the most others wait is right
+                who = sorted((rank, other), key=lambda one: len(
+                    job.keeps_waiting(one)))[-1]
+                return [who], ", and ".join(
+                    f"rank {one.rank} {describe_wait(one)}"
+                    for one in (rank, other))
     return None
-
-
-@stops("different collectives", "gloo has ended {who}, which received in {at} "
-       "what it did not expect: {each}", "{calls}; with tensors of the same "
-       "shape and type")
-def aborted(job):
-    others = Who(rank for rank in job.ranks if rank.ending in (
-        "lost", "stopped") or (rank.waits and rank.ending != "crashed"))
-    return others and ([rank for rank in job.by["crashed"]
-                        if "Aborted" in rank.last and rank.waits],
-                       {"each": each(others)})
 
 
 # ------------------------------------------------------------ one has ended
 
 
-def failed(job, ending="error"):
-    """The first that ended so: [the rank], and its error."""
-    rank = min(job.by[ending], key=lambda rank: rank.ended["time"],
-               default=None)
-    if rank is None:
-        return [], {}
-    error, message = (rank.ended.get(name) or "" for name in
-                      ("error", "message"))
-    first = message.strip().partition("\n")[0][:200]
-    frames = find_frames(message)
-    if frames:  # it quotes the traceback of another process
-        rank.stack = frames
-        first = f"{first} {message.strip().splitlines()[-1][:200]}"
-    then = "".join(f"; then {words}, in {Place(*find_line(stack))}"
-                   for stack, words in rank.ended.get("then", ()))
-    return [rank], {
-        "place": "" if rank.ended.get("told") and not frames else
-        f", in {rank.place}",
-        "then": then, "first": first, "all": f"{error}: {message}", "error":
-        f"{error}: {first}" if error else f"status {rank.ended['status']!r}"}
-
-
-@ends("out of memory", "{who} ended in {at}, as the memory is full: {first}",
-      "a smaller microbatch, or recompute activations; does another process "
-      "use that device?")
-def out_of_memory(job):
-    """of the device, or of the process"""
-    who, words = failed(job)
-    return who and re.search(
-        "^[^:]*OutOfMemory|out of memory|Cannot allocate memory",
-        words["all"]) and (who, words)
-
-
-@stops("different collectives", "{who} got a message of another size than it "
-       "expects, in {at}{rest}", "all ranks have to call the same collectives "
-       "in the same order, with arrays of the same size")
-def truncated(job):
-    who, words = failed(job)
-    return who and re.search("message truncated|MPI_ERR_TRUNCATE",
-                             words["all"], re.I) and (who, {"rest": "".join(
-        f"; rank {other.rank} last wrote from {other.place}"
-        for other in job.ranks.without(who))})
-
-
-FIRST = "{who} was the first to end{place}, with {error}{then}"
-MEND = "mend that: the errors of the other ranks follow from it"
-
-
-@ends("a rank was killed", "{one.signal} has ended {who} on {host}, as the "
-      "launcher says{oom}{wrote}", "the kernel sends "
-      "SIGKILL where the memory is full, and so does a scheduler: `dmesg` on "
-      "that node; {sacct}")
+@rule(ENDS, "a rank was killed", "`dmesg` on that node: the kernel sends "
+      f"SIGKILL where the memory is full, and so does a scheduler; {LOG}")
 def killed(job):
     """by a signal; its launcher says by which"""
     # an abort may follow from what another rank has done
-    who = [rank for rank in job.by["killed"] if rank.signal != "SIGABRT"
-           or not failed(job)[0]]
-    return who and (who, oom(job, who) | {
-        "wrote": f"; it last wrote at {who[0].heard}" * bool(who[0].stack)})
+    who = Who(rank for rank in job.by["killed"] if rank.signal != "SIGABRT"
+              or not job.by["error"])
+    return who and (who, ", ".join(
+        f"{rank.signal} has ended {Who([rank])} on {rank.host}, as the "
+        f"launcher says; it last wrote at {rank.heard}" for rank in who)
+        + say_oom(on_hosts(job, who)))
 
 
-@ends("a rank ended", FIRST, MEND)
+@rule(STOPS, "a message of another size", f"{CALLS}, with arrays of the same "
+      "size")
+def truncated(job):
+    """MPI says that a rank has got more than it expects"""
+    who = sorted(job.by["error"], key=lambda rank: rank.ended["time"])[:1]
+    return who and TRUNCATED.search(who[0].ended.get("message") or "") and (
+        who, f"{Who(who)} ended{describe_error(who[0])}; "
+        + describe_each(job.ranks.without(who)))
+
+
+@rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
+      "from it. If the memory is full: a smaller microbatch")
 def first_error(job):
-    """its error comes first, the others follow from it"""
-    return failed(job)
+    """its own error, which is no lost connection, comes first"""
+    failed = sorted(job.by["error"], key=lambda rank: rank.ended["time"])
+    if not failed:
+        return None
+    first, words = failed[0], describe_error(failed[0])
+    same = job.those(lambda rank: rank in failed
+                     and describe_error(rank) == words)
+    if len(same) > 1:
+        return same, f"{same} ended{words}"
+    near = [rank for rank in failed[1:] if rank.host != first.host
+            and rank.ended["time"] < first.ended["time"] + APART]
+    # a launcher looks at its processes now and then
+    ended = ("ended" if near or first.ended.get("told")
+             else "was the first to end")
+    return [first, *near], "; ".join(
+        f"{Who([rank])} {ended}{describe_error(rank)}"
+        for rank in (first, *near))
 
 
-@ends("a rank crashed", "{who} ended in {at}: {what}", "its last words are "
-      "in the log, above those of the launcher")
+@rule(ENDS, "a rank crashed", "its last words are in the log, above those of "
+      "the launcher; a message of another size than it expects aborts gloo")
 def crashed(job):
     """for example by a segmentation fault"""
-    return job.by["crashed"] and (job.by["crashed"][:1], {
-        "what": re.search(r"Fatal Python error: (.*)",
-                          job.by["crashed"][0].last)[1]})
+    who = job.by["crashed"]
+    return who and (who, "; ".join([*(
+        f"{name_place(rank)}, ended by: " + re.search(
+            r"Fatal Python error: (.*)", rank.last)[1] for rank in who),
+        describe_each(job.ranks.without(who))]).rstrip("; "))
 
 
-@ends("a rank ended early", "{who} ended {status}, and left {left} waiting in "
-      "{line}", "all ranks have to make the same number of steps: does each "
-      "have as many batches? Look in the log for what it printed")
+@rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
+      "steps: does each have as many batches? Look in the log for what it "
+      "printed")
 def ended_early(job):
-    """it had fewer batches, or gave up"""
-    left = job.those(lambda rank: rank.ending == "lost" or (
-        rank.waits and rank.ending != "done"))
-    return left and not job.gone and (job.by["done"], {
-        "left": left, "line": left[0].place,
-        "status": with_status(job.by["done"])})
+    """it ended without an error, and others wait for it or have lost it"""
+    # one that is gone without a word may be the one that they have lost
+    sure = not (job.by["gone"] or job.by["silent"])
+    left = {rank: Who(other for other in job.keeps_waiting(rank)
+                      if sure or other.ending != "lost")
+            for rank in job.by["done"]}
+    who = Who(rank for rank in left if left[rank])
+    return who and (who, f"{who} ended {with_status(who)}, and left "
+                    f"{left[who[0]]} waiting in {left[who[0]][0].place}")
 
 
-@ends("a rank is late", "{who} on {host} last wrote from {at}; {waited} "
-      "waited for it in {line}, until the time-out", "{long} Was it stopped, "
-      "or did its file system or device not answer? See the node's log")
-def late_until_time_out(job):
-    waited = job.those(lambda rank: rank.timed_out and (
-        job.gone or not job.by["runs"]))
-    return waited and ([rank for rank in job.ranks if any(
-        rank in job.absent(other) for other in waited)] or [
-        rank for rank in job.gone or job.ranks if rank not in waited
-        and (job.gone or rank.ending == "lost" or not rank.ended)], {
-        "waited": waited, "line": waited[0].place})
-
-
-@stops("a rank does not answer", "{who} on {host} {has} not answered since "
-       "{one.heard}", "it may be dead, hold Python's lock in code that is not "
-       "Python's, or wait for its file system: scontrol show node {host}; on "
-       "that node: py-spy dump --native --pid {pid}")
-def silent(job):
-    """it holds Python's lock, waits for its file system, or is dead"""
-    return not (job.by["lost"] or job.by["stopped"]) and all(
-        rank.alive is None for rank in job.gone) and job.gone
-
-
-def oom(job, some):
-    """How often the kernel says that it has ended something there."""
-    hosts = {rank.host for rank in some}
-    kills = max(rank.oom_kills for rank in job.ranks if rank.host in hosts)
-    return {"oom": f"; meanwhile the kernel of that node ended {kills} "
-            "process(es), of any job, for lack of memory" if kills else ""}
-
-
-@ends("no record of an end", "{who} on {host} ended without a record of how"
-      "{node}{oom}; last written at {one.heard}", "the end of the log: a "
-      "launcher names the status or the signal there; {sacct}; `dmesg` on "
-      "{host} says whether its memory was full, and `scontrol show node "
-      "{host}` whether it is down")
+@rule(ENDS, "no record of an end", f"{LOG}; `dmesg` on its node says whether "
+      "the memory was full, and `scontrol show node NODE` whether it is down")
 def gone(job):
-    """a signal, a full memory, os._exit, or a node that is down"""
-    hosts = {rank.host for rank in job.ranks.without(job.gone)}
-    return job.gone and (job.gone, oom(job, job.gone) | {
-        "node": "" if hosts & {rank.host for rank in job.gone} else
-        ", and all ranks of that node with it"})
+    """it is gone without a word, and others wait for it or have lost it"""
+    who = Who(rank for rank in (*job.by["gone"], *job.by["silent"]) if any(
+        other.ending == "lost" or (other.runs and rank.ending == "gone")
+        for other in job.keeps_waiting(rank)))
+    others = {rank.host for rank in job.ranks.without(who)}
+    return who and (who, (
+        f"{who} on {who[0].host} ended, and nothing says how" + (
+            "" if others & {rank.host for rank in who} else
+            ", and all ranks of that node with it")
+        + f"{say_oom(on_hosts(job, who))}; last written at {who[0].heard}"))
 
 
-@ends("no record of an end", "all ranks ended without a record of how{oom}",
-      "the end of the log; {sacct}", verdict="warn")
-def all_gone(job):
-    return len(job.by["gone"]) == len(job.ranks) and (
-        job.ranks, oom(job, job.ranks))
+def on_hosts(job, some):
+    """All ranks on the nodes of some."""
+    hosts = {rank.host for rank in some}
+    return [rank for rank in job.ranks if rank.host in hosts]
 
 
-# ----------------------------------------------------- one makes others wait
-
-
-KEEPS = "{who} on {host} has been in {at} for {still:.0f} s{kept}"
-
-
-def first_of(job, condition):
-    """The first for whom others wait, of this kind."""
-    for rank in job.those(lambda rank: rank.mute) or job.awaited:
-        others = job.waiting.without([rank])
-        if job.stands and condition(rank) and (
-                rank.still > PATIENCE or (rank.mute and others)):
-            return [rank], {"kept": f", and keeps {others} waiting"
-                            if others else ""}
-    return None
-
-
-@stops("the file system does not answer", KEEPS, "the process waits for a "
-       "disk: try `ls` on that node; tell the site's support")
+@rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
+      "site's support")
 def disk(job):
-    """the process waits for a disk"""
-    return first_of(job, lambda rank: rank.state == "D")
-
-
-@stops("the data loader waits", KEEPS + "; {one.asleep}", "num_workers=0 "
-       "shows their error; do they wait for a lock that was held at the fork "
-       "(OpenCV, tokenizers), or for a server? py-spy dump --native --pid "
-       "WORKER; look at the memory and the file system")
-def loader(job):
-    """its workers bring no batch, and do not work either"""
-    return first_of(job, lambda rank: rank.loads and not rank.fed)
-
-
-@stops("a rank does not answer", "{who} on {host} has not answered since "
-       "{one.heard}{kept}", "it may hold Python's lock, in code that is not "
-       "Python's: py-spy dump --native --pid {pid}")
-def holds_lock(job):
-    return first_of(job, lambda rank: rank.mute and rank.state != "R")
-
-
-@stops("a rank at work", "{who} {is} at work in {at}; {others:has} "
-       "waited for {time:.0f} s in {there}", "does that take so long? Then "
-       "nothing is wrong; else see below where its time goes", verdict="warn")
-def at_work(job):
-    """the others wait for it, but it moves: that may be as it should"""
-    rest = job.stands and job.waiting.without(job.awaited)
-    return rest and all(rank.moves for rank in job.awaited) and (
-        job.awaited, {"time": max(rank.still for rank in rest)})
-
-
-@stops("a rank is late", "{who} {is} in {at}, and kept {others} waiting for "
-       "{time:.0f} s in {there}", "{long}")
-def late(job):
-    """the others wait for it"""
-    kept = job.stands and job.waiting.without(job.awaited)
-    return kept and job.awaited and (job.awaited, {
-        "time": max(rank.still for rank in kept)})
-
-
-def each(ranks):
-    """Who is in which line, with those of a line together."""
-    groups = defaultdict(Who)
-    for rank in ranks:
-        groups[rank.place].append(rank)
-    return ", ".join(f"{group:is} in {place}"
-                     for place, group in groups.items())
-
-
-@stops("all send, or all receive", "all ranks wait for another one, for "
-       "{still:.0f} s: {each}", "src has to be the same on all ranks, and a "
-       "recv needs a send; if all send first, a large message waits for its "
-       "recv: use Sendrecv")
-def no_partner(job):
-    """all wait in `Send`, in `recv`, or in a broadcast from another rank"""
-    return job.stands and job.all_wait and len(job.left) > 1 and all(
-        (rank.message or rank.inside(ONE_SENDS)) and not rank.connecting
-        for rank in job.left) and (job.left, {"each": each(job.left)})
-
-
-@stops("the network", "all ranks are in the same collective, in {at}, for "
-       "{still:.0f} s{deaf}", "name the interface: export "
-       "NCCL_SOCKET_IFNAME=...")
-def network(job):
-    """all wait in the same collective"""
-    same = {str([(call["name"], call["number"])
-                 for call in rank.calls[-1:]] or rank.place[:2])
-            for rank in job.left}
-    return job.stands and job.all_wait and len(job.left) > 1 and (
-        len(same) == 1 and not job.outside) and (job.left, {"deaf": "".join(
-            f"; rank {rank.rank} gets no answer from {rank.connecting[0]}"
-            for rank in job.left if rank.connecting)})
+    """the kernel says that the process waits for a device"""
+    who = job.those(lambda rank: rank.runs and rank.state == "D"
+                    and rank.still > PATIENCE and not rank.computes)
+    return who and (who, f"{name_place(who[0])}, waits for a disk or device, "
+                    f"and has not moved for {who[0].still:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower
 
 
-@slow("the garbage collector", "{who} on {host} {has} spent {collecting:.0%} "
-      "of some seconds in Python's garbage collector, in {at}",
-      "gc.freeze() when all is loaded; gc.disable(), and gc.collect() after "
-      "so many steps on all ranks at once; arrays in place of many objects")
-def collector(job):
-    """it takes the time, now of this rank and now of that one"""
-    return [rank for rank in job.by["runs"]
-            if rank.collecting > SHARE and not rank.imports]
-
-
-BUSY = ("does it read more data than the others, or share its cores or its "
-        "GPU with another process? `top` and `nvidia-smi` on that node say so")
-
-
-@slow("straggler", "{who} on {host} comes late, by {mean:.0f} ms on average: "
-      "the others wait for it {share:.0%} of the time; it is in {at}", BUSY)
+@rule(SLOW, "straggler", "does it read more data than the others, or share "
+      "its cores or its GPU with another process? `top` and `nvidia-smi` on "
+      "that node say so")
 def straggler(job):
-    """the others wait for one rank"""
+    """a measured share of the time, the others wait for it"""
     # where the cores or the network are shared, now this one is late and now
     # that one: it has to be the same in each quarter of the record
     whole = [times for times in (
@@ -543,15 +353,15 @@ def straggler(job):
         return None
     found = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
              for i in range(4)]
-    if min(share for _, share, _ in found) < SHARE or len(
-            {number for number, _, _ in found}) > 1:
-        return None
     number, share, mean = find_last(whole)
-    if mean > min(rank.longest_gap for rank in job.ranks
-                  if rank.rank != number):
-        return None  # nobody has waited so long: its clock is another one
-    return job.those(lambda rank: rank.rank == number), {
-        "mean": 1000 * mean, "share": share}
+    if min(share for _, share, _ in found) < SHARE or len(
+            {late for late, _, _ in found}) > 1 or mean > min(
+            rank.longest_gap for rank in job.ranks if rank.rank != number):
+        return None  # if nobody has waited so long, its clock is off
+    who = job.those(lambda rank: rank.rank == number)
+    return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
+                 f"on average: the others wait for it {share:.0%} of the "
+                 f"time; it is in {who[0].place}")
 
 
 def find_last(times):
@@ -574,80 +384,9 @@ def find_last(times):
             sum(seconds) / max(len(seconds), 1))
 
 
-@slow("straggler", "{who} on {host} waits {least:.0%} of the time, and the "
-      "others {most:.0%} or more; it is mostly in {line}", "has its pipeline "
-      "stage more to compute than the others? " + BUSY)
-def slow_stage(job):
-    """The same in a pipeline, whose messages gloo does not record: one rank
-    hardly waits, and the others do nothing else.
-    """
-    if len(job.ranks) < 2 or not all(
-            rank.runs and "/pipelining/" in str(rank.looks)
-            for rank in job.ranks):
-        return None
-    *others, least = sorted(job.ranks, key=lambda rank: rank.share_waited,
-                            reverse=True)
-    if least.share_waited > RARE or others[-1].share_waited < MOSTLY:
-        return None
-    return [least], {
-        "least": least.share_waited, "most": others[-1].share_waited,
-        "line": Place(*find_line(max(least.looks)[1]))}
-
-
-@slow("more threads than cores", "{running:.0f} threads of {who} run at once "
-      "on the {cores} cores of {host}", "export OMP_NUM_THREADS={each}, or "
-      "torch.set_num_threads() in what starts them: srun and mp.spawn leave "
-      "as many threads to each rank as there are cores")
-def too_many_threads(job):
-    """each rank computes with as many threads as there are cores"""
-    for host in sorted({rank.host for rank in job.by["runs"]}):
-        mine = [rank for rank in job.by["runs"] if rank.host == host]
-        cores = len(set().union(*(rank.cores for rank in mine)))
-        running = sum(rank.running for rank in mine)
-        if len(mine) > 1 and running > CROWD * cores > 0 and all(
-                rank.running > CROWD for rank in mine):
-            return mine, {"running": running, "cores": cores,
-                          "each": max(1, cores // len(mine))}
-    return None
-
-
-# ------------------------------------ nothing says which of them began it
-
-
-@ends("a rank ended", FIRST, MEND)
-def first_lost(job):
-    return not job.by["runs"] and failed(job, "lost")
-
-
-@ends("ended from outside", "{who} got SIGTERM, in {at}", "{sacct}")
+@rule(ENDS, "ended from outside", f"who sent it? {LOG}", verdict="warn")
 def told_to_end(job):
-    return not job.by["runs"] and job.by["stopped"]
-
-
-@fine("all ranks have ended {status}")
-def all_done(job):
-    return len(job.by["done"]) == len(job.ranks) and (
-        job.ranks, {"status": with_status(job.ranks)})
-
-
-@fine("{others}{who} on {host} {has} not answered yet: ask again")
-def not_answered(job):
-    mute = [rank for rank in job.ranks
-            if not rank.fresh and rank.ending in ("runs", "gone")]
-    return mute, {"others": "the others move on, but "
-                  if len(mute) < len(job.ranks) else ""}
-
-
-@rule("it stops in mid-training", "nobody moves", "no rank has moved for "
-      "{time:.0f} s: {each}", "does that take so long? Then nothing is wrong: "
-      "ask again", "warn")
-def nobody_moves(job):
-    """nothing says that the ranks wait for each other"""
-    still = min(rank.still for rank in job.ranks)
-    return still > PATIENCE and (job.ranks, {
-        "time": still, "each": each(job.ranks)})
-
-
-@fine("nothing is stuck: the ranks move on")
-def all_move(job):
-    return job.ranks
+    """all that have not ended by themselves got SIGTERM, SIGINT or SIGHUP"""
+    who = job.by["stopped"]
+    return len(who) + len(job.by["done"]) == len(job.ranks) and who and (
+        who, describe_each(who))

@@ -1,4 +1,4 @@
-"""What is known of a rank, and of all of them: the evidence for judge.py.
+"""What is known of a rank, and of all of them together: evidence for judge.py.
 
 Nothing here looks at the machine, so that the tests can hand in any evidence.
 """
@@ -12,18 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcheck.why.witness import LIBRARY, find_line
+from rankcheck.why.calls import find_line, library
 
+SOON = 10  # seconds without a move that are worth a word
 PATIENCE = 30  # seconds without a move that are no longer normal
-# What an error says where another rank was the first to end
+# An error of PyTorch's or MPI's own that another rank was the first to end
 LOST = re.compile(
-    r"[Cc]onnection (closed|reset) by|Broken pipe|[Rr]emote (peer|process)"
-    r"|failed to (recv|connect)|[Ww]atchdog|RemoteError|lost the other"
-    r"|Timed out|timed out")
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]emote "
+    r"(peer|process)|failed to (recv|connect)|[Ww]atchdog|RemoteError"
+    r"|lost the other|[Tt]imed out|Collective .* aborted")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
-# In these, DDP and FSDP wait for the other ranks; py-spy does not see where
-BACKWARD = re.compile("torch/(autograd/|_tensor|nn/parallel/distributed"
-                      "|distributed/c10d_logger)")
+THEIRS = re.compile(r"/torch/|/mpi4py/|\.pyx$")
 MEETING = "init_process_group|rendezvous|create_c10d_store"
 
 
@@ -50,7 +49,8 @@ class Who(list):
     def __format__(self, verb):
         numbers = [str(getattr(rank, "rank", rank)) for rank in self]
         many = len(numbers) > 1
-        verb = {"is": "are", "has": "have"}[verb] if many and verb else verb
+        verb = {"is": "are", "has": "have"}.get(
+            verb, verb.removesuffix("s")) if many and verb else verb
         return f"rank{'s' * many} {', '.join(numbers)} {verb}".rstrip()
 
     def without(self, some):
@@ -64,24 +64,31 @@ class Rank:
     host. fresh: whether it has answered now. last: its .stack file.
     """
 
-    running = collecting = 0  # threads, and a share of the time
-    looks, workers, cores = (), (), ()
+    looks, work = (), ()
+    moved = True  # while py-spy looked
     answers = True  # or nothing asks it: it has not loaded torch or MPI yet
     answer = None  # at rank 0's address: "" or the problem, if it has tried
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)
         self.alive, self.fresh, self.last = alive, fresh, last
-        self.recorded = self.calls is not None
         self.calls = [call for call in self.calls or ()
                       if not call["p2p"] and call["group"]]
+        numbers, starts = {}, defaultdict(int)
+        for call in self.calls:  # a group that is made anew counts from 1
+            starts[call["name"]] += call["number"] < numbers.get(
+                call["name"], 0)
+            numbers[call["name"]] = call["number"]
+            call["of"] = (call["name"], starts[call["name"]],
+                          tuple(call["group"]))
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
         elif last and self.ending != "runs":
             self.stack = find_frames(main_thread(last))[::-1] or self.stack
             # another thread's, or Python's at its end: no line of the script
-            if all(name != "<module>" and LIBRARY.search(file)
-                   for file, _, name in self.stack):
+            if self.stack and self.place == Place(*self.stack[-1]) and (
+                    THEIRS.search(self.place.file)
+                    or "/lib/python3" in self.place.file):
                 self.stack.append(["?", 0, "?"])
 
     @property
@@ -91,21 +98,30 @@ class Rank:
         """
         if "Fatal Python error" in self.last:
             return "crashed"
+        lives = self.fresh if self.alive is None else self.alive
+        if self.signal and (self.ended or not lives) and not self.alive:
+            return "stopped" if self.signal in (
+                "SIGTERM", "SIGINT", "SIGHUP") else "killed"
         if self.ended and "error" in self.ended:
-            text = self.ended["error"] + self.ended["message"]
-            return ("lost" if LOST.search(text) and "in use" not in text
-                    else "error")
-        if self.signal:
-            return "stopped" if self.signal == "SIGTERM" else "killed"
+            stack = self.ended.get("stack") or [["", 0, ""]]
+            return "lost" if THEIRS.search(stack[-1][0]) and LOST.search(
+                self.ended["message"]) and "in use" not in (
+                self.ended["message"]) else "error"
         if self.ended:  # None: a status is not known
             return "done" if self.ended["status"] in (0, None) else "error"
-        if self.fresh if self.alive is None else self.alive:
+        if lives:
             return "runs"
-        return "stopped" if self.last else "gone"
+        return "gone" if self.alive is False else "silent"
 
     @property
     def signal(self):
-        """The name of the signal that has ended it, if a launcher says so."""
+        """The name of the signal that has ended it, if a launcher says so, or
+        its own handler; "" if none is known.
+        """
+        if (self.ended or {}).get("error") == "KeyboardInterrupt":
+            return "SIGINT"
+        if self.last and not self.ended:
+            return "SIGTERM"
         status = self.ended["status"] if self.ended else None
         names = {number.value: number.name for number in signal.Signals}
         return names.get(-status, f"signal {-status}") if isinstance(
@@ -120,73 +136,89 @@ class Rank:
         return ":".join(map(str, self.master))
 
     @property
-    def problem(self):
-        """Why it does not reach rank 0, if it does not."""
-        return self.answer or "no answer"
-
-    @property
     def runs(self):
         return self.ending == "runs"
 
     @property
     def mute(self):
-        """Whether it lives on this machine, but does not answer."""
-        return self.alive and not self.fresh
+        """Whether it lives on this machine, or may live, but is silent."""
+        return self.ending == "silent" or (self.runs and not self.fresh)
 
     @property
     def place(self):
         """The script's innermost line."""
-        return Place(*find_line(self.stack))
+        return Place(*find_line(self.stack, self.library))
+
+    @property
+    def pending(self):
+        """The first collective that it has begun and that has not ended,
+        unless a later one of the same group has; or None.
+        """
+        ended, found = set(), None
+        for call in reversed(self.calls):
+            if not call["waits"]:
+                ended.add(call["of"])
+            elif call["of"] not in ended:
+                found = call
+        if found is None and self.ending == "lost" and self.calls and (
+                TIMED_OUT.search(self.ended["message"])):
+            return self.calls[-1]  # which its error has ended
+        return found
+
+    @property
+    def computes(self):
+        """Whether its main thread has computed while it was looked at."""
+        return any(worked for kind, pid, _, _, worked, _ in self.work
+                   if (kind, pid) == ("thread", self.pid))
+
+    @property
+    def helpers(self):
+        """What it has started and what works, in words: threads, processes."""
+        return [f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
+                + (f", in {Place(*line)}" if line else "")
+                for kind, pid, name, _, worked, line in self.work
+                if worked and pid != self.pid]
+
+    @property
+    def idle(self):
+        """What it has started: its threads in lines of the script, and its
+        processes that do not work or have ended.
+        """
+        mine = [f"its thread {name} is in {Place(*line)}"
+                for kind, pid, name, _, _, line in self.work
+                if line and (kind, pid) != ("thread", self.pid)
+                and not library(self.library).search(line[0])]
+        words = defaultdict(list)
+        for kind, pid, name, state, worked, _ in self.work:
+            if kind == "process" and not worked:
+                words["has ended" if state == "Z" else "does not work"
+                      ].append(f"{pid} ({name})")
+        return mine[:3] + [f"its process {', '.join(pids)} {what}"
+                           for what, pids in words.items()]
 
     @property
     def waits(self):
-        """Whether it waits for other ranks, as its record or stack says."""
-        return bool(self.message) or any(
-            call["waits"] for call in self.calls[-1:]) or (
-            not self.imports and any(
-                "torch/distributed/" in file and name != "wrapper"
-                for file, _, name in self.stack))
+        """Whether it waits, or waited, for other ranks, and did not compute
+        meanwhile.
+        """
+        return not self.imports and (
+            bool(self.message or is_waiting(self.stack)) or (
+                self.pending is not None and (
+                    not self.computes or self.still > PATIENCE)))
 
     @property
-    def timed_out(self):
-        """Whether it has waited for others until a time-out ended it."""
-        return self.waits and self.ending == "lost" and bool(
-            TIMED_OUT.search(self.ended["message"]))
-
-    @property
-    def may_wait(self):
-        """Whether it may wait unseen: no record, and inside PyTorch's own."""
-        return not self.recorded and self.inside(BACKWARD)
+    def blocked(self):
+        return self.runs and self.waits
 
     @property
     def imports(self):
         """Whether it loads a module, which can take minutes on a cluster."""
         return self.inside("importlib")
 
-    @property
-    def loads(self):
-        """Whether it waits for a DataLoader, and not in the script's own."""
-        loading = [bool(re.search("torch/utils/data/", file))
-                   for file, *_ in self.stack]
-        return any(loading[self.stack.index([*self.place]):]
-                   ) if self.stack else False
-
-    @property
-    def fed(self):
-        return any(works for *_, works in self.workers)
-
-    @property
-    def moves(self):
-        """Whether it, or what it has started, works and does not wait."""
-        return self.runs and not self.waits and (
-            self.still < PATIENCE / 2 or self.fed or self.imports
-            or (self.mute and self.state == "R"))
-
-    @property
-    def asleep(self):
-        pids = ", ".join(str(pid) for pid, *_ in self.workers)
-        return (f"its workers do nothing (processes {pids})" if pids
-                else "nothing is known of its workers")
+    def inside(self, pattern):
+        """Whether its stack has a frame of such a file or function."""
+        return any(re.search(pattern, f"{file}:{name}")
+                   for file, _, name in self.stack)
 
     @property
     def longest_gap(self):
@@ -195,53 +227,20 @@ class Rank:
         return max((b - a for a, b in zip(times, times[1:])), default=0)
 
     @property
-    def share_waited(self):
-        """The share of the looks in which it waited for other ranks."""
-        waits, whole = (sum(times for times, stack in self.looks if every
-                            or is_waiting(stack)) for every in (False, True))
-        return waits / whole
-
-    @property
     def heard(self):
         """When it last wrote, and where it was then."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.written))
         return f"{clock}, when it was in {self.place}"
 
-    def inside(self, pattern):
-        """Whether its stack has a frame of such a file or function."""
-        return any(re.search(pattern, f"{file}:{name}")
-                   for file, _, name in self.stack)
-
-    @property
-    def doing(self):
-        """How it ended, or that it runs."""
-        if self.runs and not self.fresh:
-            return "does not answer"
-        if self.ending == "done":
-            return f"ended {with_status([self])}"
-        return {"stopped": "was told to end", "lost": "lost the others",
-                "error": "ended with an error", "crashed": "crashed",
-                "killed": f"was ended by {self.signal}",
-                "gone": "ended without a record of how",
-                "runs": "runs"}[self.ending]
-
 
 class Job:
-    """All ranks, sorted, and what follows from seeing them together.
+    """All ranks, sorted, and what follows from seeing them together."""
 
-    waited: seconds since the first began, without end if none is alive.
-    """
-
-    def __init__(self, ranks, alive=True):
+    def __init__(self, ranks):
         self.ranks = Who(ranks)
-        self.waited = max((rank.age for rank in self.ranks), default=0
-                          ) if alive else float("inf")
         self.by = defaultdict(Who)  # how they ended -> the ranks
         for rank in self.ranks:
             self.by[rank.ending].append(rank)
-        self.left = self.those(lambda rank: rank.ending != "done")
-        self.waiting = self.those(lambda rank: (
-            rank.waits and rank.ending != "done"))
 
     def those(self, condition):
         return Who(rank for rank in self.ranks if condition(rank))
@@ -252,8 +251,7 @@ class Job:
         found = defaultdict(dict)
         for rank in self.ranks:
             for call in rank.calls:
-                found[call["name"], tuple(call["group"]), call["number"]][
-                    rank.rank] = call
+                found[call["of"], call["number"]][rank.rank] = call
         return sorted(found.values(), key=lambda calls: min(
             call["time"] for call in calls.values()))
 
@@ -269,76 +267,52 @@ class Job:
                           - {rank.rank for rank in self.ranks}))
 
     @cached_property
-    def outside(self):
-        """Those in init_process_group()."""
-        return self.those(lambda rank: not rank.joined and rank.runs
-                          and rank.inside(MEETING))
-
-    @cached_property
     def meeting(self):
-        """The same, if no error has kept others away."""
+        """Those in init_process_group(), if no error keeps others away."""
         return Who() if self.by["error"] or self.by["crashed"] else (
-            self.outside)
-
-    @cached_property
-    def stuck_outside(self):
-        """Seconds for which all of these have not moved."""
-        return min((rank.still for rank in self.meeting), default=0)
+            self.those(lambda rank: rank.runs and not rank.joined
+                       and rank.inside(MEETING)))
 
     @cached_property
     def deaf(self):
         """Those of them that reach nobody at rank 0's address."""
-        return Who(rank for rank in self.meeting if rank.answer
-                   or self.first.address() in rank.connecting)
+        return Who(rank for rank in self.meeting if rank.still >= SOON and (
+            rank.answer or self.first.address() in rank.connecting))
+
+    def waits_for(self, rank):
+        """Those for whom a rank waits, as the records say."""
+        if rank.message:
+            return self.those(lambda other: other.rank == rank.message["peer"]
+                              and other is not rank)
+        call = rank.pending
+        return Who() if call is None else self.those(
+            lambda other: other.rank in call["group"] and other is not rank
+            # what it wrote before says nothing of this collective
+            and (other.written >= call["time"] or bool(other.ended))
+            and not any(its["of"] == call["of"]
+                        and its["number"] >= call["number"]
+                        for its in other.calls))
 
     @cached_property
-    def gone(self):
-        """Those that have ended without a record, where others did not.
-
-        Those on another machine may only be slow to answer.
-        """
-        gone, run = self.by["gone"], self.by["runs"]
-        slow = gone and run and len(gone) + len(run) == len(self.ranks) and (
-            all(rank.alive is None for rank in gone)
-            and max(rank.still for rank in run) < PATIENCE)
-        return Who() if slow or len(gone) == len(self.ranks) else gone
-
-    @cached_property
-    def standstill(self):
-        """How long one has waited, or done nothing if none waits."""
-        return max((rank.still for rank in self.waiting or self.left),
-                   default=0)
-
-    @cached_property
-    def stands(self):
-        """Whether that is longer than they have waited before."""
-        return bool(self.left) and self.standstill >= max(PATIENCE, 3 * max(
-            rank.longest_gap for rank in self.left))
+    def left(self):
+        """Those that wait for others, did so at their end, or lost them."""
+        return self.those(lambda rank: rank.ending == "lost" or (
+            rank.waits and rank.ending in (
+                "runs", "stopped", "gone", "silent")))
 
     @cached_property
     def awaited(self):
         """Those for whom others wait, and who do not wait in turn."""
-        return Who(rank for rank in self.left if not self.absent(rank) and any(
-            rank in self.absent(other) for other in self.waiting)) or (
-            self.those(lambda rank: not rank.waits and not rank.may_wait
-                       and rank.ending in ("runs", "stopped")))
+        return self.those(lambda rank: not rank.waits and any(
+            rank in self.waits_for(other) for other in self.left))
 
-    @cached_property
-    def all_wait(self):
-        return len(self.waiting) == len(self.left)
-
-    def absent(self, rank):
-        """Those who have not come to the collective in which it waits."""
-        call = next((call for call in rank.calls[-1:]
-                     if call["waits"] or rank.timed_out), None)
-        return Who() if call is None else self.those(
-            lambda other: other.rank in call["group"] and other is not rank
-            # what it wrote before says nothing of this collective
-            and (other.written >= call["time"]
-                 or (other.ending == "stopped" and not other.waits))
-            and not any(its["name"] == call["name"]
-                        and its["number"] >= call["number"]
-                        for its in other.calls))
+    def keeps_waiting(self, rank):
+        """Those that wait for a rank, or have lost one, and nothing says
+        which.
+        """
+        return Who(other for other in self.left if other is not rank and (
+            rank in self.waits_for(other) or (
+                other.ending == "lost" and not self.waits_for(other))))
 
 
 def find_frames(text):
@@ -360,15 +334,19 @@ def with_status(ranks):
     """How these have ended, which is not known after `raise SystemExit`."""
     return "with status 0" if all(
         rank.ended["status"] == 0 for rank in ranks) else (
-        "without an error, with a status that is not known")
+        "with a status that is not known")
 
 
 def is_waiting(stack):
-    """Whether the innermost function is one of torch.distributed's.
+    """The function of torch.distributed that a stack ends in; or "".
 
     A module of torch.distributed that is being loaded does not count.
     """
     file, _, name = next((frame for frame in reversed(stack)
                           if not frame[0].endswith("torch/_ops.py")),
                          ("", 0, ""))
-    return "torch/distributed/" in file and name != "<module>"
+    if "torch/distributed/" not in file or name == "<module>":
+        return ""
+    return next((name for file, _, name in reversed(stack)
+                 if "torch/distributed/" in file and name[0] != "_"
+                 and name != "wrapper"), name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from rankcheck.why.witness import FOLDER, MARK
 
 HOOK = Path(__file__).resolve().parent / "hook"
 KEPT = 20  # starts
+BEGIN = "start.json"  # what was started, and where its output goes
 OURS = "made by rankcheck why run, which keeps the newest starts\n"
 
 
@@ -62,6 +64,12 @@ def run(command):
     print("while it runs, or afterwards: rankcheck why "
           f"{shlex.quote(env[FOLDER])}", flush=True)
     make_folder(env[FOLDER])
+    output = os.path.realpath("/proc/self/fd/2")
+    with contextlib.suppress(OSError):  # the ranks say what is wrong
+        Path(env[FOLDER]).mkdir(parents=True, exist_ok=True)
+        Path(env[FOLDER], BEGIN).write_text(json.dumps({
+            "command": command, "pid": os.getpid(), "time": time.time(),
+            "output": output if os.path.isfile(output) else None}))
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:

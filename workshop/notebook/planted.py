@@ -56,12 +56,10 @@ def why():
 def reason(text, last):
     """What `why` prints: what is wrong, what to try, the evidence folded."""
     answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
-    lines = page.quote(answer).splitlines()
-    # the last one: before, it may say that it looks again
-    fault = [line for line in lines if not line.startswith("try: ")][-1]
-    kind = "good" if fault.startswith("nothing is wrong") else "bad"
+    fault, *lines = page.quote(answer).splitlines()
+    kind = "good" if fault.startswith("no fault is proven") else "bad"
     out = [paragraph(f"<strong>{fault}</strong>", kind),
-           *map(paragraph, lines[lines.index(fault) + 1:]),
+           *map(paragraph, lines),
            *(folded("The evidence", shown.printed(part.rstrip()))
              for part in evidence)]
     return shown.Shown(page.box("".join(out), last), text)

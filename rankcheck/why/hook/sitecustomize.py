@@ -12,10 +12,11 @@ import sys
 if os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     from importlib import util
 
-    spec = util.spec_from_file_location("rankcheck.why.witness", os.path.join(
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        "witness.py"))
-    witness = util.module_from_spec(spec)
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    spec = util.spec_from_file_location(  # which finds the modules beside it
+        "rankcheck_witness", os.path.join(folder, "witness.py"),
+        submodule_search_locations=[folder])
+    witness = sys.modules[spec.name] = util.module_from_spec(spec)
     try:
         spec.loader.exec_module(witness)
         witness.start(os.environ["RANKCHECK_WHY"])

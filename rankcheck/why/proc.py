@@ -1,0 +1,147 @@
+"""What Linux says of processes, their threads and their connections.
+
+Only the standard library: it is loaded into any script, by witness.py.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+WORKS = 0.02  # of a core: less is only asking whether something is there
+
+
+def read_text(file):
+    try:
+        return Path(file).read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""
+
+
+def read_stat(pid):
+    """What Linux says of a process, from its state on; [] if it is gone."""
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def read_state(pid):
+    """The main thread's state: R runs, S sleeps, D waits for a device."""
+    return (read_stat(pid) or "?")[0]
+
+
+def read_command(pid):
+    """A process's command line, a list."""
+    return read_text(f"/proc/{pid}/cmdline").split("\0")
+
+
+def find_begin(pid):
+    """When a process began, in seconds since 1970; 0 if it is gone."""
+    stat, up = read_stat(pid), read_text("/proc/uptime").split()
+    return time.time() - float(up[0]) + float(stat[19]) / os.sysconf(
+        "SC_CLK_TCK") if stat else 0
+
+
+def open_files(pid):
+    """The paths of what a process has open, as far as we may see."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed by now
+                yield os.readlink(link)
+
+
+def descendants(root):
+    """A process and all that it has started, itself first: also what has lost
+    its parent, if it is in the session that the process leads.
+    """
+    children, session = {}, []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        stat = read_stat(pid)
+        if stat:  # else it has ended
+            children.setdefault(int(stat[1]), []).append(pid)
+            if int(stat[3]) == root != pid:
+                session.append(pid)
+    found = [root]
+    for pid in found:
+        found += [child for child in children.get(pid, [])
+                  if child not in found]
+    return [*found, *(pid for pid in session if pid not in found)]
+
+
+def see_work(pid, but=None):
+    """{(what, its id): [name, state, ticks, bytes]} of each thread of a
+    process, without the thread `but`, and of each process that it started.
+    """
+    places = {("thread", int(task)): f"/proc/{pid}/task/{task}"
+              for task in os.listdir(f"/proc/{pid}/task") if task != str(but)}
+    places |= {("process", child): f"/proc/{child}"
+               for child in descendants(pid)[1:]}
+    work = {}
+    for key, place in places.items():
+        stat = read_text(f"{place}/stat").rpartition(")")[2].split()
+        if stat:
+            work[key] = [read_text(f"{place}/comm").strip(), stat[0],
+                         sum(map(int, stat[11:15])), read_text(f"{place}/io")]
+    return work
+
+
+def describe_work(before, now, seconds, lines=()):
+    """[what, its id, its name, its state, whether it has worked, its line].
+
+    lines: {the id of a thread: [its name, its line]} of those that run
+    Python. The others are told what a message brings, and read that.
+    """
+    ticks, lines = WORKS * seconds * os.sysconf("SC_CLK_TCK"), dict(lines)
+    found = []
+    for (what, number), (name, state, used, read) in now.items():
+        # who was not there before has worked: it began
+        _, _, earlier, then = before.get(
+            (what, number), (name, state, float("-inf"), read))
+        moved = what == "process" or number in lines
+        name, line = lines.get(number, (name, None))
+        found.append([what, number, name, state, state != "Z" and (
+            used - earlier > ticks or (moved and read != then)), line])
+    return found
+
+
+def count_oom_kills():
+    """How many processes the kernel has ended as the memory was full."""
+    found = re.search(r"^oom_kill (\d+)", read_text("/proc/vmstat"), re.M)
+    return int(found[1]) if found else 0
+
+
+def name_host(env):
+    """What SLURM calls this node in its lists, or its own name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def connecting(pid):
+    """"HOST:PORT" of each TCP connection that nobody has answered yet."""
+    mine, found = {*open_files(pid)}, []
+    lines = read_text(f"/proc/{pid}/net/tcp").splitlines()
+    for fields in map(str.split, lines[1:]):
+        if fields[3] == "02" and f"socket:[{fields[9]}]" in mine:  # SYN_SENT
+            host, port = fields[2].split(":")
+            host = int(host, 16).to_bytes(4, sys.byteorder)
+            found.append(f"{socket.inet_ntoa(host)}:{int(port, 16)}")
+    return found
+
+
+def try_meeting(host, port):
+    """Whether somebody answers where rank 0 should be: "" or the problem."""
+    if not host or not (port or "").isdigit():
+        return ""
+    try:
+        socket.create_connection((host, int(port)), 3).close()
+        return ""
+    except socket.gaierror:
+        return "no such host"
+    except ConnectionRefusedError:
+        if host == "localhost":
+            return "nobody listens there"
+        here = try_meeting("localhost", port)
+        return here or "nobody listens there, but on this node"
+    except OSError as error:
+        return ("no answer" if isinstance(error, TimeoutError)
+                else error.strerror or str(error))

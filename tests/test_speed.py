@@ -1,0 +1,94 @@
+"""What makes a run slow: what `workshop why` says of our own runs."""
+
+import gzip
+import json
+import re
+import shutil
+
+import pytest
+
+from backstage import ROOT
+from workshop.results import speed
+from workshop.results.runs import published_efficiency
+
+
+def write_trace(file, data, message):
+    """A step of 400 ms: these milliseconds, and 100 of the backward pass."""
+    events, at = [], 0
+    for name, number, milliseconds in (
+            ("end of step 4", None, 0), ("", None, data),
+            ("aten::embedding", 9, 0),
+            ("autograd::engine::evaluate_function: X", 9, 100),
+            ("gloo:all_reduce", None, message),
+            ("", None, 300 - data - message), ("end of step 5", None, 0)):
+        events.append({"ph": "X", "ts": at, "dur": 1000 * milliseconds,
+                       "name": name, "tid": 1, "cat": "cpu_op",
+                       "args": {"Sequence number": number}})
+        at += 1000 * milliseconds
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(json.dumps(
+        {"traceEvents": events, "baseTimeNanoseconds": 0}).encode()))
+
+
+def write_slow_run(folder, nodes, tokens, **parts):
+    """A run of DDP with two processes on each node, and its profile.
+
+    parts: milliseconds on each of two ranks.
+    """
+    shutil.copytree(ROOT / "example-logs" / "ddp-2", folder)
+    file = folder / "hyperparameters.json"
+    record = json.loads(file.read_text()) | {
+        "nodes": nodes, "world_size": 2 * nodes}
+    file.write_text(json.dumps(record))
+    (folder / "metrics.csv").write_text(
+        "step,loss,lr,norm,seconds,tokens_per_second\n"
+        + "".join(f"{step},1,1,1,0.4,{tokens}\n" for step in range(9)))
+    for rank in 0, 1:
+        write_trace(folder / "profile" / "1-trace" / f"rank{rank}.json.gz",
+                    parts.get("data", (1, 1))[rank],
+                    parts.get("message", (1, 1))[rank])
+
+
+def test_two_nodes_are_slower_than_one(tmp_path, monkeypatch):
+    network = tmp_path / "network.json"
+    monkeypatch.setattr(speed, "NETWORK", network)
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_slow_run(one, 1, 1000, message=(20, 20))
+    write_slow_run(two, 2, 800, message=(290, 290))
+    step, parts, advice, nodes, lost, doctor = speed.explain(two)
+    assert step == "a step takes 400 ms, 800 tokens/s"
+    assert parts.startswith("of that: 72% all-reduce, 25% backward")
+    assert "communication is exposed" in advice
+    assert f"2 times the processes of {one}" in nodes
+    assert "0.80 times its tokens/s: more nodes are slower" in nodes
+    assert "lost to all-reduce: 290.0 ms of a step, 20.0 ms before" in lost
+    assert "doctor --ranks` on these nodes says" in doctor
+    network.write_text('{"in the nodes": 10, "between nodes": 0.1}')
+    sent = float(re.search(r"sends ([\d.]+) MB", doctor)[1])
+    said = re.search(r"or ([\d.]+) ms between nodes \(0.10 GB/s\)",
+                     speed.explain(two)[-1])
+    assert float(said[1]) == pytest.approx(10 * sent, rel=0.05)
+
+
+@pytest.mark.parametrize(("parts", "words"), [
+    ({"data": (290, 290)}, "the input is slow"),
+    ({"message": (1, 290)}, "rank 0 is the slowest"),
+    ({}, "the work of training"), (None, "--profile 10")])
+def test_what_to_try_first(parts, words, tmp_path):
+    run = tmp_path / "run"
+    write_slow_run(run, 1, 1000, **parts or {})
+    if parts is None:
+        shutil.rmtree(run / "profile")
+    said = speed.explain(run)
+    assert words in said[-1]
+    assert speed.explain(tmp_path) == []
+
+
+@pytest.mark.parametrize(("device", "counts"), [
+    ("A100-40 fp16", (4, 8, 16)), ("Max 1550 bf16", (4, 8, 16)),
+    ("Max 1550 bf16", (2, 3))])
+def test_what_is_normal_is_what_was_published(device, counts):
+    kept = published_efficiency(device, 16)
+    *most, last = (f"{kept[number]:.0%}" for number in counts)
+    assert f"{', '.join(most)} and {last}" in " ".join(
+        (ROOT / "docs" / "why.md").read_text().split())
