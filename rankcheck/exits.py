@@ -13,7 +13,7 @@ EFFECT = re.compile(  # words about what another rank did, or did not
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
 TOOLS = f"{Path(__file__).parent}/"  # this package: no script of theirs
-NO_GPU = re.compile("CUDA|NVIDIA|NCCL|XPU|HIP|accelerator device")
+NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
@@ -55,8 +55,8 @@ def explain(trial):
 def last_words(trial, rank):
     """What an error output says that happened, and where: a `Finding`."""
     status = trial.ranks[rank].status
-    err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
-                 flags=re.MULTILINE)
+    err = re.sub(r"^\[rank\d+\]: ", "", error_output(trial.ranks[rank]),
+                 flags=re.MULTILINE)  # torch's
     lines = [line for line in err.splitlines() if line.strip()]
     own = [found[1] for found in map(SAID.match, lines) if found]
     if (status or 0) < 0 and not own:  # not by an error of Python
@@ -74,6 +74,13 @@ def last_words(trial, rank):
     places = own_places(trial, err)
     return fail([f"ended with an error: {words[:200]}", *in_brackets(
         places[-1:])], error=words if errors else "")
+
+
+def error_output(rank):
+    """What it has said of an error: on stdout, if it sends all there."""
+    begin = rank.out.rfind("Traceback (most recent call last)")
+    return rank.err if begin < 0 or "Error" in rank.err else (
+        rank.err + rank.out[begin:])
 
 
 def in_brackets(places):
