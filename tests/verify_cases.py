@@ -545,6 +545,9 @@ SUITE = [  # one of each kind
           "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", "")),
     wrong("DDP", "all write", "FAIL  several ranks write log.txt (line 28)",
           (STEP, STEP + "        open('log.txt', 'a').write('x')\n")),
+    wrong("DDP", "reduced twice", "warn  gradients are reduced 2 times an "
+          "update", (BACKWARD, "        (loss / 2).backward()\n        (nn."
+                     "functional.mse_loss(model(x), y) / 2).backward()\n")),
     wrong("DDP", "a library writes", "warn  numpy writes x.npy on several "
           "ranks", ("g = torch.Gen", "import numpy; numpy.save('x', [1])\n"
                     "g = torch.Gen")),

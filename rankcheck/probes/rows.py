@@ -15,7 +15,7 @@ import torch
 import rankcheck.tensors as parts
 from rankcheck.tensors import thin
 
-MUCH = 10_000_000  # elements of a message that is not looked into
+MUCH = 1_000_000  # elements of a message that is not looked into
 
 
 class Rows:
@@ -88,19 +88,21 @@ class Rows:
         values, close = tensor.detach().float().flatten(), (
             1e-2 if is_low(tensor) else 1e-5)
         for key, part in log.sums.items():
-            count = log.parameters[key].numel()
-            apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
-            part = part[:-1] if apart > 1 else part
-            if count > len(values) or not part.any() or (
-                    count == 1 < len(values)):  # it is in there by chance
-                continue
-            at = min(part.abs().argmax().item(), max(len(part) - 2, 0))
+            grad, count = log.parameters[key].grad, log.parameters[key].numel()
+            if count > len(values) or count == 1 < len(values):
+                continue  # one number is in there by chance
+            apart = 1
+            if grad is None or grad.is_sparse:  # or was taken away
+                apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
+                grad = part[:-1 if apart > 1 else None] * log.scale
+            grad = grad.detach().float().flatten().to(values.device)
+            at = min(grad.abs().argmax().item(), max(len(grad) - 2, 0))
+            some = grad[at:at + 2]
+            pairs = values.unfold(
+                0, apart * (len(some) - 1) + 1, 1)[:, ::apart]
             for divisor in (1, self.size):
-                some = part[at:at + 2] * log.scale / divisor
-                here = values[:len(values) - apart * (len(some) - 1)]
-                if (((here - some[0]).abs() <= close * some[0].abs())
-                        & ((values[apart * (len(some) - 1):] - some[-1]).abs()
-                           <= close * some[-1].abs())).any():
+                if some.any() and ((pairs - some / divisor).abs() <= (
+                        close * some.abs() / divisor)).all(1).any():
                     return True
         return False
 

@@ -238,10 +238,9 @@ def is_wrapper(module):
 
 def class_of(module):
     """The name of its class, or of that inside of what is around it."""
-    inside = getattr(module, "_orig_mod", None) or (
-        isinstance(module, DistributedDataParallel) and module.module)
-    if inside:
-        return class_of(inside)
+    children = dict(module.named_children())
+    if len(children) == 1 and f"{min(children)}." in parts.WRAPPERS:
+        return class_of(*children.values())
     return next(name for name in (base.__name__ for base in type(
         module).__mro__) if not name.startswith("FSDP"))  # fully_shard's
 

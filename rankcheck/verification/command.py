@@ -81,11 +81,13 @@ def print_document(args):
     out = Quiet()
     out.interrupted = b""
     try:
+        program = read(words)
+        document |= {"script": show_path(program.script),
+                     "flags": [*program.flags]}
         findings, document["not_seen"] = examine(
             words, args.size, args.steps, args.resume_with, args.device,
             args.patience, out=out)
-        script = show_path(read(words).script)
-        document["findings"] = [describe(finding, script)
+        document["findings"] = [describe(finding, document["script"])
                                 for finding in findings]
         document["status"] = int(any(
             finding.verdict == "FAIL" for finding in findings))
