@@ -32,18 +32,18 @@ def require(condition, message):
         raise UserError(message)
 
 
-def parse_flags(cls, default=None, **least):
+def parse_flags(cls, default=None, words=None, **least):
     """`tyro.cli(cls)`, but a wrong flag is a `UserError`.
 
-    default: an instance of cls; least: see `check_numbers`. A `~` at the
-    beginning of a path is the home folder: a shell leaves it in --out=~/x.
+    default: an instance of cls; words: None, this process's; least: see
+    `check_numbers`. A `~` that begins a path, as in --out=~/x, is the home.
     """
     import tyro  # which a portal's kernel does not have
 
     box = io.StringIO()  # tyro draws its errors on stderr, in a box
     try:
         with contextlib.redirect_stderr(box):
-            flags = tyro.cli(cls, default=default)
+            flags = tyro.cli(cls, args=words, default=default)
         for name, value in vars(flags).items():
             if isinstance(value, os.PathLike) or (value and name in PATHS):
                 setattr(flags, name, type(value)(os.path.expanduser(value)))

@@ -58,76 +58,89 @@ def parse(Hyperparameters, presets, models):
 
     presets: name -> Hyperparameters; models: name -> GPTConfig, of which the
     preset's gets the shape that was asked for. Rank 0 says what was chosen.
-    Raises a `UserError` for values and datasets with which no stage can train.
     """
+    words = sys.argv[1:]
     least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST
-    hp = errors.parse_flags(Hyperparameters, presets["nano"], **least)
+    hp = errors.parse_flags(Hyperparameters, presets["nano"], words, **least)
     flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
-             for word in sys.argv if word.startswith("--")}
+             for word in words if word.startswith("--")}
     given = {name: value for name, value in vars(hp).items() if name in flags}
     saved = read_hyperparameters(hp) if hp.resume else {}
-    asked = saved | given
-    device = find_device(asked.get("device", "auto"))
-    accelerated, emulated = device.type != "cpu", not has_bf16(device)
-    has_fineweb, why = find_data("gpt2") is not DEMO, []
-    preset, data = asked.get("preset"), asked.get("data")
+    device = find_device((saved | given).get("device", "auto"))
+    hp, config, why = choose(presets, models, saved, given, device)
+    errors.check_numbers(hp, least)
+    if not given.get("microbatch_size"):
+        hp.microbatch_size = choose_microbatch_size(hp, device)
+    dataset.check_shards(hp.data, hp.sequence_length)
+    track.check(hp.track)
+    models[hp.preset] = config  # where the page looks for it
+    if os.environ.get("RANK", "0") == "0":
+        announce(hp, presets[hp.preset], device, why)
+    return hp
+
+
+def choose(presets, models, saved, given, device):
+    """(hyperparameters, the model's GPTConfig, why: a list of texts)."""
+    asked, why = saved | given, []
+    accelerated, has_data = device.type != "cpu", find_data("gpt2") is not DEMO
+    preset = asked.get("preset")
     if not preset:
-        large = accelerated and (bool(data) or has_fineweb)
+        large = accelerated and (asked.get("data") or has_data)
         preset = "gpt2" if large else "nano"
         why += ["an accelerator" if accelerated else "no accelerator"]
-    if not data:
-        data = find_data(preset)
-        if data is DEMO:
-            why += ["no FineWeb folder" if not has_fineweb else
-                    "the demo dataset suits the preset"]
+    data = asked.get("data") or find_data(preset)
+    if data is DEMO:
+        why += ["the demo dataset suits the preset" if has_data else
+                "no FineWeb folder"]
     data = Path(data).resolve()
     require(data.is_dir() or data != DEMO, f"{show_path(DEMO)} is not there: "
             "name a dataset with --data; the course's `source activate.sh` "
             "makes this one")
-
     values = vars(presets[preset]) | {
         "compile": preset.startswith("gpt2") and device.type == "cuda"}
-    if emulated:
+    if not has_bf16(device):
         values["precision"] = "fp32"
+        why += ["no bf16 arithmetic"] * accelerated
     if preset == saved.get("preset"):  # whichever stage saved it
         values |= saved
-    hp = Hyperparameters(
+    hp = type(presets[preset])(
         **values | given | {"preset": preset, "data": str(data)})
-    errors.check_numbers(hp, least)
-    _, world_size = count_processes(hp.devices or 1)
-    # so many groups of processes share a minibatch; the script checks it
-    share = (hp.tensor_parallel or 1) * (hp.pipeline_parallel or 1)
-    data_size = max(1, world_size // share)
-    if not given.get("microbatch_size"):
-        hp.microbatch_size = choose_microbatch_size(hp, data_size, device)
-
-    models[preset] = replace(models[preset], **{
+    config = replace(models[preset], **{
         name: getattr(hp, name) for name in SHAPE if getattr(hp, name)})
-    check_hyperparameters(hp, models[preset], saved)
-    dataset.check_shards(hp.data, hp.sequence_length)
-    track.check(hp.track)
-    if os.environ.get("RANK", "0") == "0":
-        if hp.warmup_steps > hp.max_steps > 0:
-            warn(f"the learning rate is still low at the end: --warmup-steps "
-                 f"is {hp.warmup_steps}, --max-steps {hp.max_steps}")
-        with suppress(UserError):  # training needs no manifest
-            if dataset.read_manifest(hp.data).get("complete") is False:
-                warn(f"{hp.data} is not complete: the program that builds it "
-                     "is still running, or was stopped")
-        if emulated and accelerated:
-            if hp.precision == "bf16":
-                warn(f"{device_name(device)} only emulates bf16, which is "
-                     "slower than --precision fp32")
-            why += ["no bf16 arithmetic"]
-        why = f" ({', '.join(why)})" if why else ""
-        other = [f"{key} {value}" for key, value in vars(hp).items()
-                 if key not in SAID and value != getattr(presets[preset], key)]
-        print(f"preset {preset}, data {show_path(data, Path.cwd())}{why}, "
-              f"device {device.type}, {hp.precision}, "
-              f"microbatches of {hp.microbatch_size}"
-              + f"; unlike the preset: {', '.join(other)}" * bool(other),
-              flush=True)
-    return hp
+    require(hp.sequence_length <= config.block_size,
+            f"--sequence-length {hp.sequence_length} is longer than the "
+            f"{config.block_size} positions of the model: see --block-size")
+    require(config.n_embd % config.n_head == 0, f"--n-embd {config.n_embd} is "
+            f"not divisible by --n-head {config.n_head}")
+    # The position in the data follows from the step, S and T.
+    for name in ("preset", "minibatch_size", "sequence_length"):
+        flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
+        require(now == saved.get(name, now), f"{hp.run_dir}: this run was "
+                f"started with {flag} {saved.get(name)} and cannot go on with "
+                f"{now}")
+    return hp, config, why
+
+
+def announce(hp, preset, device, why):
+    """Print the log's first line, and before it what may be unwanted."""
+    if hp.warmup_steps > hp.max_steps > 0:
+        warn(f"the learning rate is still low at the end: --warmup-steps is "
+             f"{hp.warmup_steps}, --max-steps {hp.max_steps}")
+    with suppress(UserError):  # training needs no manifest
+        if dataset.read_manifest(hp.data).get("complete") is False:
+            warn(f"{hp.data} is not complete: the program that builds it is "
+                 "still running, or was stopped")
+    if hp.precision == "bf16" and "no bf16 arithmetic" in why:
+        warn(f"{device_name(device)} only emulates bf16, which is slower than "
+             "--precision fp32")
+    other = [f"{name} {value}" for name, value in vars(hp).items()
+             if name not in SAID and value != getattr(preset, name)]
+    print(f"preset {hp.preset}, data {show_path(hp.data, Path.cwd())}"
+          + f" ({', '.join(why)})" * bool(why)
+          + f", device {device.type}, {hp.precision}, "
+          f"microbatches of {hp.microbatch_size}"
+          + f"; unlike the preset: {', '.join(other)}" * bool(other),
+          flush=True)
 
 
 def read_hyperparameters(hp):
@@ -143,16 +156,18 @@ def read_hyperparameters(hp):
 def find_data(preset):
     """The dataset of a preset: FineWeb for the large ones, if it is here."""
     fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB).expanduser()
-    real = preset.startswith("gpt2") and fineweb.is_dir()
-    return fineweb if real else DEMO
+    return fineweb if preset.startswith("gpt2") and fineweb.is_dir() else DEMO
 
 
-def choose_microbatch_size(hp, data_size, device):
+def choose_microbatch_size(hp, device):
     """How many samples go through the model at once, if nobody has said it.
 
     The most that divide a data-parallel group's part of the minibatch, up to
     what the preset or the resumed run has, or what fits into the device.
     """
+    _, world_size = count_processes(hp.devices or 1)
+    share = (hp.tensor_parallel or 1) * (hp.pipeline_parallel or 1)
+    part = max(1, hp.minibatch_size // max(1, world_size // share))
     most = hp.microbatch_size or 64
     if hp.preset == "gpt2" and not hp.microbatch_size:
         # Sequences of 1,024 in bf16, not compiled: 16 of them take 16 GiB, 32
@@ -162,25 +177,8 @@ def choose_microbatch_size(hp, data_size, device):
         gibibytes = memory_size(device) / 2**30
         most = next((size for size, least in ((64, 70), (32, 35), (16, 20))
                      if gibibytes >= least + size * more), 8)
-        if hp.precision == "fp32":
-            most //= 2
-    part = max(1, hp.minibatch_size // data_size)
+        most //= 1 + (hp.precision == "fp32")
     if hp.pipeline_parallel > 1:
         # with 8 microbatches each stage waits for 11% of the time at most
         most = min(most, part // (8 * hp.pipeline_parallel))
     return max(size for size in range(1, max(1, most) + 1) if part % size == 0)
-
-
-def check_hyperparameters(hp, config, saved):
-    """Raise a `UserError` for values that no stage can train with."""
-    require(hp.sequence_length <= config.block_size,
-            f"--sequence-length {hp.sequence_length} is longer than the "
-            f"{config.block_size} positions of the model: see --block-size")
-    require(config.n_embd % config.n_head == 0, f"--n-embd {config.n_embd} is "
-            f"not divisible by --n-head {config.n_head}")
-    # The position in the data follows from the step, S and T.
-    for name in ("preset", "minibatch_size", "sequence_length"):
-        flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
-        require(now == saved.get(name, now), f"{hp.run_dir}: this run was "
-                f"started with {flag} {saved.get(name)} and cannot go on with "
-                f"{now}")

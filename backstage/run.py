@@ -31,24 +31,38 @@ from backstage.signals import Signals
 
 
 class Run:
-    """A run's folder, signals, metrics and checkpoints. All ranks have one."""
+    """A run's folder, signals, metrics and checkpoints, from `restore` on."""
 
     def __init__(self, stage, hp, config, max_steps, device):
         self.stage, self.hp, self.config = stage, hp, config
         self.max_steps, self.device = max_steps, device
-        world.keep_group()
         self.rank, self.world_size = world.get_rank_and_size()
-        self._check_world()
-        on_node, _ = process.count_processes(hp.devices or 1)
+        self.lock = self.metrics = self.tracker = None  # rank 0 has them
+
+    def _open(self):
+        """Make or find the folder, read the tokenizer, hear signals."""
+        hp, config, device = self.hp, self.config, self.device
+        world.keep_group()
+        on_node, size = process.count_processes(hp.devices or 1)
+        if self.world_size == 1 < size and (
+                "TORCHELASTIC_RUN_ID" in os.environ
+                or process.find_launcher(os.environ)[1] > 1):
+            process.stop_all(
+                f"{size} processes were started, but this script does not "
+                "join them, and each would train alone: start one, or a "
+                "script of another stage")
+        sizes = sorted(set(world.on_every_rank(hp.microbatch_size)))
+        require(len(sizes) == 1, "the ranks have microbatches of "
+                f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
+                f"less memory: add --microbatch-size {sizes[0]}")
         self.record = {
-            "stage": stage, "hyperparameters": asdict(hp),
-            "config": asdict(config), "max_steps": max_steps,
+            "stage": self.stage, "hyperparameters": asdict(hp),
+            "config": asdict(config), "max_steps": self.max_steps,
             "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
             "hosts": [*dict.fromkeys(world.on_every_rank(gethostname()))],
             "device": device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
-        self.lock = self.metrics = self.tracker = None  # rank 0 has them
         folder, self.saved = world.call_on_rank_0(self._make_folder)
         self.folder = Path(folder)
         self.place = quote(files.show_path(self.folder, Path.cwd()))
@@ -66,20 +80,6 @@ class Run:
     def stop_requested(self):
         """Whether this process was told to stop."""
         return self.signals.last is not None
-
-    def _check_world(self):
-        _, size = process.count_processes()
-        if self.world_size == 1 < size and (
-                "TORCHELASTIC_RUN_ID" in os.environ
-                or process.find_launcher(os.environ)[1] > 1):
-            process.stop_all(
-                f"{size} processes were started, but this script does not "
-                "join them, and each would train alone: start one, or a "
-                "script of another stage")
-        sizes = sorted(set(world.on_every_rank(self.hp.microbatch_size)))
-        require(len(sizes) == 1, "the ranks have microbatches of "
-                f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
-                f"less memory: add --microbatch-size {sizes[0]}")
 
     def _make_folder(self):
         """Make and lock the folder; it and its checkpoints. Rank 0 alone."""
@@ -133,11 +133,12 @@ class Run:
         return None if problems else tokenizer
 
     def restore(self, model, optimizer):
-        """Load the newest checkpoint; returns its step. All ranks.
+        """Begin with the newest checkpoint; returns its step. All ranks.
 
         That is 0 without one, with the weights of --init if it is given. If
         the run is already finished, this exits with status 0.
         """
+        self._open()
         hp, step = self.hp, 0
         if self.saved:
             file, state = checkpoint.load_first(

@@ -14,7 +14,7 @@ EFFECT = re.compile(  # words about what another rank did, or did not
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
 TOOLS = f"{Path(__file__).parent}/"  # this package: no script of theirs
-NO_GPU = re.compile("CUDA|NVIDIA|NCCL|XPU|HIP|accelerator device")
+NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
@@ -56,8 +56,8 @@ def explain(trial):
 def last_words(trial, rank):
     """What an error output says that happened, and where: a `Finding`."""
     status = trial.ranks[rank].status
-    err = re.sub(r"^\[rank\d+\]: ", "", trial.ranks[rank].err,  # torch's
-                 flags=re.MULTILINE)
+    err = re.sub(r"^\[rank\d+\]: ", "", error_output(trial.ranks[rank]),
+                 flags=re.MULTILINE)  # torch's
     lines = [line for line in err.splitlines() if line.strip()]
     own = [found[1] for found in map(SAID.match, lines) if found]
     if (status or 0) < 0 and not own:  # not by an error of Python
@@ -82,6 +82,13 @@ def shorten(words, most=200):
     whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", words)
     return words if len(words) <= most else whole[0] if whole else (
         textwrap.shorten(words, most, placeholder=" ..."))
+
+
+def error_output(rank):
+    """What it has said of an error: on stdout, if it sends all there."""
+    begin = rank.out.rfind("Traceback (most recent call last)")
+    return rank.err if begin < 0 or "Error" in rank.err else (
+        rank.err + rank.out[begin:])
 
 
 def in_brackets(places):

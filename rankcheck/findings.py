@@ -14,7 +14,8 @@ class Question:
     title: str  # what is right where the answer is "ok"
     answer: object  # function of what it is asked about
     kinds: tuple  # of trials: "whole", "uneven", "resumed", "stopped", ...
-    where: object  # function of a trial or a `Case`: whether it is asked there
+    where: object  # function of a trial, or of verify's `Comparison`: whether
+    # it is asked there
     early: bool  # also of a trial that has not come to its end
 
 
@@ -53,6 +54,7 @@ class Finding:
     ranks: list = ()  # those to blame: their numbers; `why` has `Rank`s
     numbers: dict = field(default_factory=dict)  # in the sentence, by name
     question: str = ""  # its title; "" if it is about the runs themselves
+    learned: dict = field(default_factory=dict)  # fields of a `Comparison`
 
     @property
     def text(self):

@@ -207,51 +207,72 @@ def legend(signs):
 
 
 class Quiet:
-    """Prints nothing."""
+    """Reports nothing."""
 
-    more, interrupted = "", b"\ninterrupted\n"
-    say = report = show_table = lambda self, *_, **event: None
+    verbose, more, interrupted = False, "", b"\ninterrupted\n"
+
+    def report(self, **event):
+        """Tell of an event: see above."""
+
+    def say(self, text=""):
+        self.report(say=text)
+
+    def summarise(self, text):
+        """Say what stands for findings that are left out."""
+
+    def show_table(self):
+        pass
 
 
 class Terminal(Quiet):
-    """Prints lines, and the table at the end."""
+    """Prints what is said and found, and the table at the end."""
 
-    more = " With -v it tells all that it saw."
-
-    def __init__(self):
-        self.board = Board()
+    def __init__(self, verbose=True):
+        """verbose: whether what is right is printed, or follows from a FAIL.
+        """
+        self.board, self.verbose, self.told = Board(), verbose, set()
+        self.more = "" if verbose else " With -v it tells all that it saw."
         self.tty = sys.stdout.isatty()
         self.width = shutil.get_terminal_size().columns if self.tty else 79
 
-    def say(self, text=""):
-        """Print a line; in a terminal a long one is wrapped between words."""
+    def report(self, **event):
+        self.board.update(event)
+        (kind, value), = event.items()
+        if kind == "say":
+            self.print(value)
+        if kind != "finding":
+            return
+        verdict, text, hint = value
+        if self.verbose or verdict in ("FAIL", "warn"):
+            self.print(f"  {verdict:4}  {text}", 8)
+            if hint and hint not in self.told:
+                self.print(f"        -> {hint}")
+            self.told.add(hint)
+
+    def print(self, text, indent=None):
+        """Print lines; in a terminal a long one is wrapped between words."""
         for line in text.split("\n"):
             if self.tty:
-                indent = " " * (len(line) - len(line.lstrip()))
-                if line.startswith(("  FAIL", "  warn", "  and", "  ok")):
-                    indent = " " * 8
                 line = textwrap.fill(
-                    line, self.width, subsequent_indent=indent,
+                    line, self.width, subsequent_indent=" " * (
+                        len(line) - len(line.lstrip())
+                        if indent is None else indent),
                     break_long_words=False, break_on_hyphens=False)
             print(line, flush=True)
 
-    def report(self, **event):
-        self.board.update(event)
+    def summarise(self, text):
+        if not self.verbose:
+            self.say(text)
 
     def show_table(self):
         colour = self.tty and "NO_COLOR" not in os.environ
-        self.say()
-        print(self.board.to_text(colour, self.width), flush=True)
-        self.say()
+        print(f"\n{self.board.to_text(colour, self.width)}\n", flush=True)
 
 
 class Events(Quiet):
     """Prints events, a line of JSON for each."""
 
     interrupted = b""
-
-    def say(self, text=""):
-        self.report(say=text)
 
     def report(self, **event):
         print(json.dumps(event), flush=True)

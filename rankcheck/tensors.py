@@ -4,6 +4,7 @@ A rank describes what it has of each tensor without asking another rank: a
 script that is wrong must not hang in who watches it.
 """
 
+import types
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,6 @@ import torch
 # How torch's wrappers lengthen the names of a model's parameters.
 WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
-# Two names of one matrix: each end of a pipeline has a copy of it.
-LAST, TIED = "lm_head.weight", "transformer.wte.weight"
 LARGEST = 8192  # elements of a tensor that are kept by `thin`
 
 
@@ -113,12 +112,15 @@ def difference(a, b):
     return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
-def assemble(ranks):
-    """The `Whole` of what `describe` gave on each rank, a list."""
+def assemble(ranks, same=types.MappingProxyType({})):
+    """The `Whole` of what `describe` gave on each rank, a list.
+
+    same: name -> another name of the same tensor, by which it is known.
+    """
     tensors, filled, differing, apart = {}, {}, {}, set()
     for rank, state in enumerate(ranks):
         for name, shape, part, at in pieces(state, rank):
-            name = TIED if name == LAST else name
+            name = same.get(name, name)
             if name not in tensors:
                 tensors[name] = torch.zeros(shape)
                 filled[name] = torch.zeros(shape, dtype=torch.bool)

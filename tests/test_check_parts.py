@@ -8,10 +8,11 @@ import torch
 from backstage.errors import UserError
 from rankcheck.exits import shorten
 from rankcheck.findings import Line, fail
-from rankcheck.tensors import TIED, assemble, describe
+from rankcheck.tensors import assemble, describe
 from workshop.check import localise
 from workshop.check.command import check, find_next, lines_as_in
 from workshop.check.questions.process import undefined_name
+from workshop.check.questions.question import TIED, put_together
 from workshop.lesson.desk import apply, reset
 from workshop.lesson.diff import Diff
 from workshop.stages import STAGES
@@ -122,9 +123,9 @@ def test_names_without_wrappers():
 def test_the_ends_of_a_pipeline_have_one_matrix():
     first = describe([("transformer.wte.weight", torch.ones(2, 3))])
     last = describe([("lm_head.weight", torch.ones(2, 3))])
-    assert not assemble([first, last]).apart
+    assert not put_together([first, last]).apart
     last = describe([("lm_head.weight", torch.zeros(2, 3))])
-    whole = assemble([first, last])
+    whole = put_together([first, last])
     assert whole.apart == {TIED} and whole.differing == {1: 1.0}
 
 

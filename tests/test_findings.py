@@ -12,9 +12,9 @@ from backstage.errors import UserError
 from rankcheck import exits
 from rankcheck.findings import Finding, Line
 from rankcheck.launch.ranks import Rank
-from rankcheck.report import Quiet
+from rankcheck.report import Terminal
 from rankcheck.tensors import assemble, describe
-from rankcheck.verification import resume
+from rankcheck.verification import comparison, resume
 from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process
@@ -45,6 +45,20 @@ def test_the_last_words_of_a_script(err, says):
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
+@pytest.mark.parametrize(("out", "err", "says", "hint"), [
+    ("Traceback (most recent call last):\nValueError: no data\n", "",
+     "ValueError: no data", ""),
+    ("", 'if os.path.exists("x"):\nFileNotFoundError: no data\n',
+     "FileNotFoundError: no data", ""),
+    ("", "FileExistsError: runs/a\n", "FileExistsError: runs/a", "{run}"),
+    ("", "ImportError: attempted relative import with no known parent "
+     "package\n", "attempted relative import", "-m package.module")])
+def test_what_follows_from_an_error(out, err, says, hint):
+    finding = comparison.how_it_ends(trial(Rank(1, out, err), asked=[]))
+    assert says in finding.text
+    assert hint in finding.advice and bool(hint) == bool(finding.advice)
+
+
 # -------------------------------------------------------- too deep to look at
 
 
@@ -69,34 +83,30 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
 # ------------------------------------------------------------ odd scripts
 
 
-def check_of(script):
-    """A `Check` that tries nothing, and the list of what it says."""
-    out, said = Quiet(), []
-    out.say = said.append
+def check_of(script, verbose=False):
+    """A `Check` that tries nothing."""
     bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
-    return Check(bench, False, out, None, str), said
+    return Check(bench, Terminal(verbose), None, str)
 
 
-def test_a_byte_order_mark_is_no_difference(tmp_path):
+def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     """Notepad writes one. What is wrong is said, as of any script."""
     script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
-    check, said = check_of(script)
+    check = check_of(script)
     check.wrong = Mistake("losses agree", "that of step 0 is 5", set(), "")
     check.localise()
-    assert "changes are left" in said[0]
+    assert "changes are left" in capsys.readouterr().out
 
 
-def test_what_follows_is_folded():
+def test_what_follows_is_folded(capsys):
     found = [Finding(verdict, [text], []) for verdict, text in (
         ("ok", "it ends"), ("FAIL", "off by 5"), ("and", "so is the loss"))]
     for verbose, lines in ((False, [
             "  FAIL  off by 5", "        (1 more follows from it)"]), (True, [
             "  ok    it ends", "  FAIL  off by 5", "  and   so is the loss"])):
-        check, said = check_of("")
-        check.verbose = verbose
-        check.tell(found, 1.0)
-        assert said == lines
+        check_of("", verbose).tell(found, 1.0)
+        assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_large_script_is_a_line_at_once(tmp_path):
@@ -156,7 +166,7 @@ def update(**other):
                  other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
 
 
-CASE = SimpleNamespace(name=str)
+CASE = SimpleNamespace(named=str)
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),
     "kept": lambda good, back: resume.kept(CASE, good, back),

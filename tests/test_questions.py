@@ -15,10 +15,10 @@ from conftest import needs
 
 from backstage.files import PART
 from rankcheck.launch.ranks import Rank
-from rankcheck.tensors import LAST, TIED
 from workshop.check.command import find_reference
 from workshop.check.plan import MINIBATCH, STEPS, Bench
 from workshop.check.questions import QUESTIONS, ask
+from workshop.check.questions.question import LAST, TIED
 from workshop.stages import STAGES
 
 # Columns of a check, each of a kind or sharded in a way of its own
@@ -171,7 +171,7 @@ def forgets(what):
 
 
 def writes(trial):
-    trial.seen[1]["written"] = trial.seen[0]["written"][:1]
+    trial.seen[1]["written"] = trial.seen[0]["written"]
 
 
 def prints(text):

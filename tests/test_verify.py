@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from verify_cases import CASES, SUITE, Case, outcome, problem, read
 
 from backstage import ROOT
 from rankcheck.errors import UserError
+from rankcheck.verification import program
 from rankcheck.verification.command import verify
 
 NEEDS = {"HF Trainer": ("transformers", "accelerate")}
@@ -40,6 +42,49 @@ def test_a_script(case, tmp_path):
 def test_a_number_of_processes_that_cannot_be_is_a_line(number):
     with pytest.raises(UserError, match="-n is 2 to 64"):
         verify(["train.py"], number, 4)
+
+
+PACKAGE = {"theirs/__init__.py": "", "theirs/data.py": "WIDTH = 900\n",
+           "theirs/train.py": edit(
+               read("ddp"), ("import torch\n", "import torch\n"
+                             "from .data import WIDTH\n"),
+               ("nn.Linear(900", "nn.Linear(WIDTH"))}
+
+
+@pytest.mark.parametrize("words", [
+    "-m theirs.train", "python -u -m theirs.train",
+    "torchrun --nproc-per-node 2 -m theirs.train --flag",
+    "accelerate launch --mixed_precision no -m theirs.train"])
+def test_a_module_of_a_package(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / name).write_text(text)
+    found = program.read(["--", *words.split()])
+    assert (found.module, found.script) == (
+        "theirs.train", tmp_path / "theirs/train.py")
+    assert found.flags == ("--flag",) * ("--flag" in words)
+    if words.startswith("torchrun"):
+        assert verify(words.split(), 2, 2)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("", "name the script"), ("nowhere.py", "nowhere.py is not there"),
+    ("fifo.py", "fifo.py is no file"), ("-m nowhere.at", "no module nowhere"),
+    ("-c pass", "not -c"), ("mpirun -n 2 python x.py", "mpirun starts the"),
+    ("torchrun x", "which script does torchrun start"),
+    ("deepspeed x.py --x", "--local_rank={rank} --x"),
+    ("python3.11 x.py 1", "1"), ("x.py --x", "--x")])
+def test_what_is_typed(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.py")
+    (tmp_path / "x.py").touch()
+    if "x.py" in words and "mpirun" not in words:
+        assert program.read(words.split()).flags == tuple(says.split())
+    else:
+        with pytest.raises(UserError, match=re.escape(says)) as error:
+            program.read(words.split())
+        assert "\n" not in str(error.value)
 
 
 def test_each_process_keeps_its_gpu(tmp_path, monkeypatch, capsys):

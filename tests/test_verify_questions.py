@@ -11,7 +11,6 @@ import itertools
 import math
 import pickle
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +19,14 @@ from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
+from rankcheck.probes.recorder import Log
+from rankcheck.probes.rows import Rows
 from rankcheck.probes.torch_api import clipping
-from rankcheck.probes.training import Modules, Rows
+from rankcheck.probes.training import Modules
 from rankcheck.verification import command, questions
+from rankcheck.verification.comparison import Comparison
 from rankcheck.verification.questions import QUESTIONS
+from rankcheck.verification.runs import Runs
 
 RIGHT, MORE, AVERAGED = (
     "DDP: right", "DDP: minibatch multiplied", "local SGD: right")
@@ -35,15 +38,14 @@ def recorded(tmp_path_factory):
     @functools.cache
     def record(name):
         script, = (one for one in SCRIPTS if one.name == name)
-        trials, run = {}, command.run
+        trials, start = {}, command.Starter.__call__
 
-        def keep(folder, program, flags, size, steps, kind, *rest):
-            trials[size, kind] = run(
-                folder, program, flags, size, steps, kind, *rest)
+        def keep(starter, size, steps, kind, *rest):
+            trials[size, kind] = start(starter, size, steps, kind, *rest)
             return trials[size, kind]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command, "run", keep)
+            patch.setattr(command.Starter, "__call__", keep)
             outcome(script, tmp_path_factory.mktemp("script"))
         return pickle.dumps(trials)
 
@@ -64,11 +66,11 @@ def answers(recorded, monkeypatch):
                     found.setdefault(question.title, finding)
             return findings
 
-        def try_out(size, steps, kind="", more=(), gpus=False):
+        def start(size, steps, kind, flags, gpus):
             return trials.get((size, kind)) or copy.deepcopy(trials[1, ""])
 
         monkeypatch.setattr(questions, "ask", note)
-        _, not_seen = questions.verify(try_out, 2, 4)
+        _, not_seen = questions.verify(Runs(start, 2, 4))
         assert not_seen
         return found
 
@@ -132,6 +134,15 @@ def of_rank_0_alone(trials):
                        strict=True):
         for update in updates:
             update["gradients"] = updates[0]["local"]
+
+
+def own_gradients(begin):
+    """From that update on each rank has its own alone."""
+    def apply(trials):
+        for of in trials[2, ""].seen:
+            for update in of["updates"][begin:]:
+                update |= {"gradients": update["local"], "reduced": 0}
+    return apply
 
 
 def instead(name, value):
@@ -207,11 +218,12 @@ CASES = [
      "alike, with one process, too"),
     (MORE, shared(9), "the ranks read different samples", "36 of 256 samples "
      "are read by several ranks in the same update"),
-    (MORE, later, "the ranks read different samples", "25% of the samples"),
+    (MORE, later, "the ranks read different samples", "19% of the samples"),
     (MORE, lambda trials: None, "the ranks read different samples", "an "
      "update has 64 samples, with one process 32; the learning rate is the"),
     (RIGHT, grows, "the ranks read different samples", "the first update has "
-     "32 samples, as with one process, but 4 updates have 224, with one "),
+     "32 samples, as with one process, but update 1 has 64, with one process "
+     "32"),
     (RIGHT, on_all(rates=[0.2]), "the ranks read different samples",
      "an update has 32 samples, as with one process; the learning rate is 2"),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1))), "the ranks' samplers",
@@ -220,13 +232,15 @@ CASES = [
      "a DistributedSampler shuffles, and set_epoch was not called"),
     (AVERAGED, lambda trials: None, "the ranks train together at every",
      "weights are averaged every 2 updates"),
-    (RIGHT, on_all(reduced=0), "gradients are reduced once", "gradients are "
+    (RIGHT, own_gradients(0), "gradients are reduced once", "gradients are "
      "not reduced: 0 elements in an update of 10801"),
+    (RIGHT, own_gradients(2), "gradients are reduced once", "in update 2 "
+     "gradients are not reduced: 0 elements in an update of 10801"),
     (RIGHT, on_all(reduced=lambda number: 3 * number), "gradients are "
      "reduced once", "gradients are reduced 3 times an update"),
     (RIGHT, on_all(late=lambda _: 10801), "gradients are reduced once",
      "gradients are clipped before they are reduced"),
-    (RIGHT, on(1, update=1, without=["0.3"]), "every parameter gets",
+    (RIGHT, on(1, update=1, without=["Sequential:3.bias"]), "every parameter",
      "1 parameters got no gradient in some update: 3.bias"),
     (RIGHT, on(1, update=2, gradients=times(1.1)), "gradients and weights are",
      "in update 2 the gradients of rank 1 are not rank 0's: 0.weight"),
@@ -242,17 +256,16 @@ CASES = [
      "losses, gradients and", "in update 0 the gradients are 0.5 times"),
     (RIGHT, on_all(update=3, weights=times(1.01)), "losses, gradients and",
      "in update 3 the weights are off by"),
-    (RIGHT, together(
-        on_all(update=0, losses=[2.0], local=times(3.0)),
-        on(0, size=1, update=0, losses=[1.0], rows=["a"], columns=["a"])),
-     "the losses are no multiple", "in update 0 the mean loss is about 2"),
     (RIGHT, together(on(0, buffers=functools.partial(buffered, 0)),
                      on(1, buffers=functools.partial(buffered, 1))),
      "buffers are equal", "BatchNorm's running statistics differ"),
     (RIGHT, copied, "copies of the model", "a copy of the model differs"),
-    (RIGHT, together(seen(0, written=["/tmp/log"]),
-                     seen(1, written=["/tmp/log"])),
-     "one rank alone writes", "several ranks write log"),
+    (RIGHT, together(seen(0, written={"/tmp/log": 7}),
+                     seen(1, written={"/tmp/log": 7})),
+     "one rank alone writes", "several ranks write log (line 7)"),
+    (RIGHT, together(seen(0, written={"/tmp/log": "wandb"}),
+                     seen(1, written={"/tmp/log": "wandb"})),
+     "one rank alone writes", "wandb writes log on several ranks"),
     (RIGHT, prints, "one rank alone writes", "several ranks print the same"),
     (RIGHT, on(0, rates=[None]), "the ranks read different samples",
      "verify cannot tell whether the ranks read different samples: Type"),
@@ -295,10 +308,19 @@ def test_a_factor_of_one_is_none(answers):
         "losses, gradients and weights are those of one process"].text
 
 
+def recorder():
+    """A process's `Log` that nothing is written to, and its `Rows`."""
+    log, rows = Log(None, 0), Rows(2, 4, "")
+    rows(log)
+    log.seen |= {"low": False, "batchnorm": False}
+    return log, rows
+
+
 def read_rows(use):
     """What `use(model, x, y)` lets a model be given, as its rows' hashes."""
-    log = SimpleNamespace(now=SimpleNamespace(stream=None, pending=[]))
-    probe = SimpleNamespace(log=log, seen={"batchnorm": False, "low": False})
+    log, _ = recorder()
+    probe = Modules()
+    probe.log, probe.seen = log, log.seen
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 1)
     model.register_forward_pre_hook(
@@ -326,7 +348,8 @@ def test_samples_within_a_transform():
 
 
 def test_a_gradient_that_the_scripts_hook_has_used_up():
-    probe = SimpleNamespace(scale=1.0, log=SimpleNamespace(local={}))
+    probe = Modules()
+    probe.log, _ = recorder()
     weight = torch.nn.Parameter(torch.ones(2))
     weight.register_post_accumulate_grad_hook(
         lambda weight: setattr(weight, "grad", None))
@@ -338,13 +361,26 @@ def test_a_gradient_that_the_scripts_hook_has_used_up():
 
 def test_sparse_gradients_are_counted():
     """Of what is sent, the bytes; of the parameters, all elements."""
-    row = SimpleNamespace(mixed=False, calls=0, reduced=0, late=0, bytes=0)
-    probe = SimpleNamespace(seen={"low": False}, log=SimpleNamespace(
-        row=row, now=SimpleNamespace(pending=[], unclipped={})))
+    log, rows = recorder()
     one = torch.sparse_coo_tensor(
         [[7]], torch.ones(1, 5), (100, 5), check_invariants=True)
-    Rows.on_message(probe, "allreduce", [one, torch.ones(2)])
-    assert (row.reduced, row.bytes) == (502, 8 + 5 * 4 + 2 * 4)
+    rows.on_message("allreduce", [one, torch.ones(2)])
+    assert (log.row.reduced, log.row.bytes) == (502, 8 + 5 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize(("message", "counts"), [
+    (lambda one, two: one / 2, True), (lambda one, two: -one, False),
+    (lambda one, two: torch.cat([two, one]), True),
+    (lambda one, two: torch.ones(9), False), (lambda one, two: two, True),
+    (lambda one, two: one.bfloat16(), True)])
+def test_a_reduction_counts_if_it_carries_a_gradient(message, counts):
+    log, rows = recorder()
+    one, two = torch.linspace(-3, 2, 7), torch.tensor([0.5])
+    for part in one, two:
+        weight = torch.nn.Parameter(torch.zeros_like(part))
+        log.parameters[id(weight)], log.sums[id(weight)] = weight, part
+    rows.on_message("allreduce", [message(one, two)])
+    assert bool(log.row.reduced) == counts
 
 
 def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
@@ -354,13 +390,13 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
                      "clip_grads_with_norm_"):
             monkeypatch.setattr(
                 place, name, getattr(torch.nn.utils, name), raising=False)
-    now = SimpleNamespace(scaled=False, unclipped={})
-    clipping(SimpleNamespace(now=now, parameters={}))
+    log, _ = recorder()
+    clipping(log)
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.full((1,), 4.0)
     torch.nn.utils.clip_grad_value_(iter([weight]), 2.0)
     torch.nn.utils.clip_grad_value_(weight, 1.0)
-    assert (now.unclipped[id(weight)], weight.grad) == (4, 1)
+    assert (log.now.unclipped[id(weight)], weight.grad) == (4, 1)
 
 
 def test_an_optimizer_that_reduces_nothing_more(recorded):
@@ -369,7 +405,7 @@ def test_an_optimizer_that_reduces_nothing_more(recorded):
     for rank in (0, 1):
         on(rank, update=3, calls=0)(trials)
     found = questions.together.reductions(
-        questions.Case(trials[1, ""], trials[2, ""], 2))
+        Comparison(None, trials[1, ""], trials[2, ""]))
     assert re.fullmatch("gradients are reduced once an update, .* MB in 1 "
                         "calls", found[0].text)
 

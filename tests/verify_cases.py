@@ -1,4 +1,4 @@
-"""Scripts in 58 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 65 styles for `verify`, each right, and each with mistakes.
 
     pytest --tables tests/test_verify.py            all of them, in minutes
     pytest --tables tests/test_verify.py -k "FSDP"  those so called
@@ -300,6 +300,39 @@ class Sharded(nn.Module):
         return Sum.apply(self.down(self.up(x).relu())) + self.bias
 torch.manual_seed(r"""), (NET, "model = Sharded()\n"),
     (CLIP, ""))
+PARTS = edit(
+    SHARDED.replace("900", "90"), ("manual_seed(rank)", "manual_seed(0)"),
+    ("zeros(1)", "ones(1)"), ("        self.up = ", """\
+        whole = nn.Linear(10, 90), nn.Linear(90, 1)
+        self.up = """), ("    def forward(self, x):\n        return Sum", """\
+        self.up.weight.data = whole[0].weight.data.chunk(size)[rank].clone()
+        self.up.bias.data = whole[0].bias.data.chunk(size)[rank].clone()
+        self.down.weight.data = whole[1].weight.data.chunk(
+            size, 1)[rank].clone()
+    def forward(self, x):
+        return Sum"""))
+UNFROZEN = edit(
+    DDP, ("model = DDP(nn", "model = (nn"), ("optimizer = ", """\
+model[0].requires_grad_(False)
+model = DDP(model)
+step = 0
+optimizer = """), (ZERO, """\
+        if step == 2:
+            model.module[0].requires_grad_(True)
+            model = DDP(model.module)
+        step += 1
+""" + ZERO))
+SKIPS = edit(
+    DDP, ("torch.randn(640, 1,", "30 * torch.randn(640, 1,"),
+    ("SGD(model.parameters(), lr=0.1", "AdamW(model.parameters(), lr=1e-3"),
+    ("optimizer = ", "scaler = torch.amp.GradScaler('cpu')\noptimizer = "),
+    (LOSS + BACKWARD + CLIP + STEP, """\
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""))
 FUNCTIONS = edit(
     BY_HAND, ("nn.Linear(900, 1)))\n", """nn.Linear(900, 1)))
 weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -324,7 +357,15 @@ for weight in model.parameters():
     weight.register_post_accumulate_grad_hook(update)
 """), (ZERO, ""), (BACKWARD + REDUCE + CLIP + STEP, BACKWARD))
 STYLES = {"DDP": DDP, "token mean": TOKENS, "microbatches": MICROBATCHES,
-          "sharded by hand": SHARDED,
+          "sharded by hand": SHARDED, "parts by hand": PARTS,
+          "unfrozen": UNFROZEN, "skipped updates": SKIPS,
+          "uneven": edit(DDP, ("randn(640, 10", "randn(50, 10"),
+                         ("randn(640, 1,", "randn(50, 1,"),
+                         ("batch_size=32", "batch_size=25")),
+          "two updates": edit(DDP, ("torch.randn(640, 10", "torch.randn(64, 10"
+                                    ), ("randn(640, 1,", "randn(64, 1,"),
+                              ("range(100)", "range(1)"),
+                              ("raise SystemExit", "#")),
           "token mean, more": edit(TOKENS, ("32 // size", "32")),
           "weighted mean": WEIGHTED, "contrastive": CONTRASTIVE,
           "no seed": edit(DDP, ("manual_seed(0)\nmodel", "rand(1)\nmodel")),
@@ -414,6 +455,7 @@ optimizer = """), (STEP, STEP + """\
         ("nanoGPT", "nano"), ("minGPT", "mingpt"),
         ("Accelerate", "accelerated"), ("HF Trainer", "hf"),
         ("Lightning", "lightning_trainer"), ("GAN", "gan"),
+        ("tables", "tables"), ("pipeline by hand", "pipeline"),
         ("workers", "stream"))}
 STYLES["HF Trainer, no seed"] = edit(
     STYLES["HF Trainer"], ("torch.manual_seed(0)\n", ""))
@@ -501,8 +543,30 @@ SUITE = [  # one of each kind
            "loader = DataLoader(dataset, batch_size=32 // size)")),
     wrong("DDP", "no set_epoch", "warn  a DistributedSampler shuffles, and "
           "set_epoch was not called", ("    sampler.set_epoch(epoch)\n", "")),
-    wrong("DDP", "all write", "FAIL  several ranks write log.txt",
+    wrong("DDP", "all write", "FAIL  several ranks write log.txt (line 28)",
           (STEP, STEP + "        open('log.txt', 'a').write('x')\n")),
+    wrong("DDP", "reduced twice", "warn  gradients are reduced 2 times an "
+          "update", (BACKWARD, "        (loss / 2).backward()\n        (nn."
+                     "functional.mse_loss(model(x), y) / 2).backward()\n")),
+    wrong("DDP", "a library writes", "warn  numpy writes x.npy on several "
+          "ranks", ("g = torch.Gen", "import numpy; numpy.save('x', [1])\n"
+                    "g = torch.Gen")),
+    right("tables", "warn  4 parameters are smaller than with one process, or "
+          "others: tables.0.weight", "losses agree with a single process"),
+    right("parts by hand", "losses agree with a single process"),
+    wrong("parts by hand", "a bias on each", "FAIL  in update 0 the mean loss "
+          "is", ("x).relu())) + self.bias", "x).relu()) + self.bias)")),
+    right("pipeline by hand", "1 of 2 ranks read samples"),
+    wrong("pipeline by hand", "not tied", "FAIL  in update 0 the gradients of "
+          "rank 1 are not rank 0's: Embedding.weight",
+          ("    dist.all_reduce(embedding.weight.grad)\n", "")),
+    right("unfrozen", AS_ONE),
+    wrong("unfrozen", "not wrapped again", "FAIL  in update 2 gradients are "
+          "not reduced", ("            model = DDP(model.module)\n", "")),
+    right("skipped updates", "gradients are reduced once an update"),
+    right("uneven", "an update has 24 samples, with one process 25"),
+    right("two updates", "anything after update 1, with which the script "
+          "ended"),
     wrong("DDP", "a collective on rank 0", "FAIL  as 2 processes ",
           (ZERO, ZERO
            + "        if rank == 0 and size > 1: dist.barrier()\n")),

@@ -321,7 +321,11 @@ def run_script(start, rank, port, output):
     finish_once(log.finish, link)
     status = 0
     try:
-        runpy.run_path(start.script, run_name="__main__")
+        if start.module:
+            runpy.run_module(start.module, run_name="__main__",
+                             alter_sys=True)
+        else:
+            runpy.run_path(start.script, run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):

@@ -67,7 +67,7 @@ class Start:
     default. cwd: the current folder, this process's by default. within: where
     the folder of what they print is made. hashes: the seed of Python's hashes
     in the first rank, if each is to have its own, as under a real launcher;
-    there are four.
+    there are four. module: the script's name, if it is run as by python -m.
     """
 
     script: str
@@ -85,6 +85,7 @@ class Start:
     cwd: str | None = None
     within: str | None = None
     hashes: int | None = None
+    module: str = ""
 
     @property
     def by_mpirun(self):

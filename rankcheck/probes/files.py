@@ -2,6 +2,7 @@
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from rankcheck.probes.recorder import replace
 
 PATH = (str, bytes, os.PathLike)  # and no number of an open file
+# What opens a file for whoever calls it, but what is installed within these
+TORCH = os.path.dirname(torch.__file__) + "/"
+HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
 
 
 def place(path):
@@ -17,19 +21,21 @@ def place(path):
 
 
 def opened(log, within="", without=(), finished=str):
-    """written: files that were opened to write them.
+    """written: files that were opened to write them, and by whom: by a line
+    of the script, a number, by another file beside it, 0, or by a library, its
+    name.
 
     Those with `within` in their path, and nothing of `without`. finished: a
     function that gives the name that a file has once it is written.
     """
-    written = log.seen["written"] = []
+    written = log.seen["written"] = {}
 
     def wrote(path):
         log.tell("wrote", path)
         folder, name = os.path.split(path)
         path = os.path.join(folder, finished(name))
         if log.here and path not in written:
-            written.append(path)
+            written[path] = opener(log.script)
 
     def on_event(event, args):
         if event == "open" and isinstance(args[0], PATH) and (
@@ -45,6 +51,21 @@ def opened(log, within="", without=(), finished=str):
         if isinstance(f, (str, Path)):  # not opened by Python
             wrote(place(f))
         save(obj, f, *args, **kwargs)
+
+
+def opener(script):
+    """Who opens the file that is being opened: see `opened`."""
+    frame, here = sys._getframe(1), os.path.dirname(script) + "/"
+    while frame:
+        file = frame.f_code.co_filename
+        installed = "-packages/" in file
+        if file.startswith(here) and not installed:
+            return frame.f_lineno if file == script else 0
+        if not file.startswith(TORCH) and (
+                installed or not file.startswith(HELPERS)):
+            return frame.f_globals["__name__"].split(".")[0]
+        frame = frame.f_back
+    return "a thread"
 
 
 def results(log):

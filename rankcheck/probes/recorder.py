@@ -39,6 +39,8 @@ class Log:
 
         gradients  an optimizer has all of them, and will update next
         updated    it has
+        skipped    a GradScaler leaves the update out
+        unnamed    the parameters of an optimizer, one of which has no name
         message    the name of a collective, and the tensors that go in
         wrote      the path of a file that is written
         end        the process ends

@@ -52,6 +52,14 @@ def scaler(log):
             scaled.visible_scale = scaler.get_scale()
         return scaled
 
+    @replace(torch.amp.GradScaler, "step")
+    def step(step, scaler, optimizer, *args, **kwargs):
+        before = log.calls
+        result = step(scaler, optimizer, *args, **kwargs)
+        if log.calls == before:
+            log.tell("skipped")
+        return result
+
     @replace(torch.amp.GradScaler, "unscale_")
     def unscale(unscale, scaler, *args):
         log.now.scaled = False
@@ -59,8 +67,11 @@ def scaler(log):
 
 
 def dropout(log):
-    """dropout: whether it was switched off."""
+    """dropout: whether it was switched off. In its place a random number is
+    drawn for each update, which moves the generator on.
+    """
     log.seen["dropout"] = False
+    log.on("gradients", lambda _: log.seen["dropout"] and torch.rand(1))
 
     def without(function, args, kwargs, place, key, default):
         args = list(args)
@@ -141,4 +152,10 @@ def sharding(log):
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, sharding]
+def processes(log):
+    """Of its own, which torchrun's do not expect."""
+    note(log, torch.multiprocessing, "spawn")
+
+
+PROBES = [processes, clipping, scaler, dropout, batchnorm, targets, samplers,
+          sharding]

@@ -10,14 +10,18 @@ class Updates:
 
     def __call__(self, log):
         self.log, self.depth = log, 0
+        log.calls = 0  # of optimizers that have not left their update out
         optimizers.register_optimizer_step_pre_hook(self.before)
         optimizers.register_optimizer_step_post_hook(self.after)
 
     def before(self, optimizer, args, kwargs):
         self.depth += 1  # an optimizer may have another in it
+        # a fused one leaves the update out itself, if a GradScaler says so
+        skips = getattr(optimizer, "found_inf", None)
+        self.log.calls += not skips
         closure = kwargs.get("closure") or (args[1] if args[1:] else None)
         if self.depth == 1:  # a closure may be where the model is first used
-            self.counts = not makes_state() and (
+            self.counts = not makes_state() and not skips and (
                 self.log.begun or closure is not None)
         if self.depth > 1 or not self.counts:
             return None

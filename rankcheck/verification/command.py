@@ -3,16 +3,18 @@
 import argparse
 import json
 import math
-import re
 import shlex
 import shutil
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from rankcheck.errors import UserError, require
+from rankcheck.errors import UserError, require, show_path
 from rankcheck.findings import Questions, warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
 from rankcheck.report import Events, Quiet, Terminal
+from rankcheck.verification.program import read
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("rankcheck.probes.training", "rankcheck.probes.torch_api")
@@ -51,7 +53,8 @@ def add_arguments(parser):
                         help=argparse.SUPPRESS)  # for a notebook
     parser.add_argument("program", nargs=argparse.REMAINDER,
                         metavar="-- SCRIPT FLAGS", help="the script, which "
-                        "is not changed, and its own flags")
+                        "is not changed, or -m and a module, and its own "
+                        "flags")
 
 
 def main(args):
@@ -70,18 +73,21 @@ def main(args):
 
 def print_document(args):
     """Print what was found as one JSON document; returns the exit status."""
-    program = args.program[args.program[:1] == ["--"]:]
-    document = {"schema": SCHEMA, "script": "".join(program[:1]),
-                "flags": program[1:], "processes": args.size,
+    words = args.program[args.program[:1] == ["--"]:]
+    document = {"schema": SCHEMA, "script": "".join(words[:1]),
+                "flags": words[1:], "processes": args.size,
                 "steps": args.steps, "device": args.device, "status": 2,
                 "error": "interrupted", "findings": [], "not_seen": []}
     out = Quiet()
     out.interrupted = b""
     try:
+        program = read(words)
+        document |= {"script": show_path(program.script),
+                     "flags": [*program.flags]}
         findings, document["not_seen"] = examine(
-            program, args.size, args.steps, args.resume_with, args.device,
+            words, args.size, args.steps, args.resume_with, args.device,
             args.patience, out=out)
-        document["findings"] = [describe(finding, program[0])
+        document["findings"] = [describe(finding, document["script"])
                                 for finding in findings]
         document["status"] = int(any(
             finding.verdict == "FAIL" for finding in findings))
@@ -116,125 +122,117 @@ def verify(program, size, steps, resume_with=None, events=False, device="cpu",
                                  patience, out=out)
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
-        out.say(f"  {finding.verdict:4}  {finding.text}")
-        if finding.advice:
-            out.say(f"        -> {finding.advice}")
     out.say("not seen:")
     for text in not_seen:
         out.report(finding=["", text, ""])
-        out.say(f"        {text}")
-    wrong = sum(finding.verdict == "FAIL" for finding in findings)
-    warned = sum(finding.verdict == "warn" for finding in findings)
-    out.say(f"\n{wrong} wrong, {warned} to look at."
-            + (" The first FAIL is often the cause of the others."
-               if wrong > 1 else ""))
-    out.report(right=not wrong)
-    return not wrong
+    count = Counter(finding.verdict for finding in findings)
+    out.say(f"\n{count['FAIL']} wrong, {count['warn']} to look at.")
+    out.report(right=not count["FAIL"])
+    return not count["FAIL"]
 
 
 def examine(program, size, steps, resume_with=None, device="cpu",
             patience=PATIENCE, *, out):
     """(the `Finding`s, causes first; texts: what was not seen).
 
-    program: the script and its flags, in which {n} is the number of
-    processes, {rank} the rank, and {run} the name of a run. steps: how many
-    updates are watched. resume_with: flags, in one string, that resume a run.
-    device: "gpu" takes one of this machine for each process. patience:
-    seconds without an update, in which the ranks may be idle; then it raises
-    `NotCompared`. out: what is told how far it has come.
+    program: the script, or -m and a module, and its flags, in which {n} is
+    the number of processes, {rank} the rank, and {run} the name of a run.
+    steps: how many updates are watched. resume_with: flags, in one string,
+    that resume a run. device: "gpu" takes one of this machine for each
+    process. patience: seconds without an update, in which the ranks may be
+    idle; then it raises `NotCompared`. out: what is told how far it has come.
     """
-    program = program[program[:1] == ["--"]:]
-    require(program, "name the script: rankcheck verify -n 2 -- "
-            "train.py --its-flags")
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
-    script = Path(program[0]).absolute()
-    require(script.is_file(), f"{program[0]} is not there")
+    program = read(program)
     if device == "gpu":
         import torch
 
         count = torch.accelerator.device_count()
         require(count >= size, f"--device gpu takes a GPU for each of the "
                 f"{size} processes, and this machine has {count}")
-    data = scratch.read_script(script)
+    data = scratch.read_script(program.script)
     preload = [*fork_server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
         fork_server.preload_one("torch")
-        from rankcheck.verification import questions, resume
+        from rankcheck.verification import questions, resume, runs
 
         (folder / "tmp").mkdir()
         files.changed()  # by others, while torch was imported
-
-        def try_out(size, steps, kind="", more=(), gpus=False):
-            return run(folder, script, [*program[1:], *more], size, steps,
-                       kind, preload, out.say, gpus, device, patience)
-
         more = Questions()
         if resume_with is not None:
             more.add("a resume brings everything back")(
-                lambda case: resume.verify(
-                    shlex.split(resume_with), case, steps))
+                lambda case: resume.verify(shlex.split(resume_with), case))
 
-        out.say(f"{script.name} as 1 and as {size} processes, {steps} updates "
-                f"on the {device.upper()}")
-        findings, not_seen = questions.verify(
-            try_out, size, steps, more, device)
+        out.say(f"{program.name} as 1 and as {size} processes, {steps} updates"
+                f" on the {device.upper()}" + (
+                    f" ({program.launcher} and its own flags are left out)"
+                    if program.launcher else ""))
+        findings, not_seen = questions.verify(runs.Runs(Starter(
+            program, folder, preload, out.say, device, patience),
+            size, steps, device), more)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
     return findings, not_seen
 
 
-def with_size(flag, size):
-    """{n} is the number of processes; {16/n} and {2*n} are calculated."""
-    def value(found):
-        number, sign = int(found[1] or 1), found[2] or "*"
-        if sign == "*":
-            return str(number * size)
-        require(number % size == 0, f"{found[0]}: {number} is not divisible "
-                f"by {size}")
-        return str(number // size)
+@dataclass(frozen=True)
+class Starter:
+    """Starts a program under observation. folder: for all of its runs."""
 
-    return re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag)
+    program: object
+    folder: Path
+    preload: list
+    say: object
+    device: str
+    patience: float
 
+    def __call__(self, size, steps, kind="", flags=(), gpus=False):
+        """A `Trial`. size: of how many processes; steps, kind: of `Rows`.
 
-def run(folder, script, flags, size, steps, kind, preload, say, gpus, device,
-        patience):
-    """Start the script once, under observation: a `Trial`."""
-    from rankcheck.exits import explain
-    from rankcheck.probes import training
-    from rankcheck.trial import LITTLE, SECONDS, Trial, watch
+        flags: further ones. gpus: whether a CPU stands in for them.
+        """
+        from rankcheck.exits import explain
+        from rankcheck.probes import training
+        from rankcheck.trial import LITTLE, SECONDS, Trial, watch
 
-    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
-    place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
-            + f"-{place}" * bool(place))
-    copy = sandbox.make(folder, name, script)
-    trial = watch(
-        Trial(copy.name(script)), [
-            with_size(flag, size).replace("{run}", name) for flag in flags],
-        seen, say, {"allowed": SECONDS, "idle": IDLE,
-                     "patience": patience},
-        world_size=size,
-        probes=[copy, *training.probes(seen, size, steps, kind, gpus, device)],
-        env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
-                        if device == "gpu" else
-                        scratch.quiet_environment(folder / "tmp") | {
-            "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
-        preload=preload, within=folder, cwd=str(copy.name(Path.cwd())),
-        hashes=int(kind == "hashes"))
-    copy.require_kept(REMEDY)
-    if trial.gave_up == "waits":
-        raise NotCompared(f"{script.name}, {size} process{'es' * (size > 1)}: "
-                          + explain(trial).text
-                          + ". If it needs longer: --patience SECONDS")
-    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
-        raise scratch.full(folder.parent)  # where large checkpoints were saved
-    if kind != "saved":
-        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-    trial.script = script
-    for rank in trial.ranks:
-        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
-    return trial
+        program, folder = self.program, self.folder
+        seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
+        place = "saved" if kind == "resumed" else kind  # it goes on there
+        name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
+                + f"-{place}" * bool(place))
+        copy = sandbox.make(folder, name, program.script)
+        cwd, script = copy.name(Path.cwd()), copy.name(program.script)
+        if program.module and not script.is_relative_to(cwd):
+            script = program.script  # it is imported where it is installed
+        trial = watch(
+            Trial(script), [*program.with_size(size, name), *flags], seen,
+            self.say, {"allowed": SECONDS, "idle": IDLE,
+                       "patience": self.patience},
+            world_size=size, module=program.module,
+            place=str(cwd) if program.module else None,
+            probes=[copy, *training.probes(
+                seen, size, steps, kind, gpus, self.device)],
+            env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
+                            if self.device == "gpu" else
+                            scratch.quiet_environment(folder / "tmp") | {
+                "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
+            preload=self.preload, within=folder, cwd=str(cwd),
+            hashes=int(kind == "hashes"))
+        copy.require_kept(REMEDY)
+        if trial.gave_up == "waits":
+            raise NotCompared(
+                f"{program.name}, {size} process{'es' * (size > 1)}: "
+                f"{explain(trial).text}. If it needs longer: "
+                "--patience SECONDS")
+        if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+            raise scratch.full(folder.parent)  # where checkpoints were saved
+        if kind != "saved":
+            shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+        trial.script = program.script
+        for rank in trial.ranks:
+            rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+        return trial

@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,53 +14,65 @@ LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
 AGAIN = ("verify runs it several times: {run} in a flag is another name each "
          "time, as in --run-dir /tmp/run-{run}")
-HINTS = (
+HINTS = (  # words of the error with which the script has ended
     ("finished reduction in the prior iteration", "some parameters get no "
      "gradient, for which DDP waits: remove them, or "
      "find_unused_parameters=True"),
-    ("exists", AGAIN),
-    ("multiprocessing.spawn", "verify starts the processes, as torchrun does: "
-     "read RANK and WORLD_SIZE of the environment, without mp.spawn"),
-)
+    ("FileExistsError", AGAIN),
+    ("attempted relative import", "it is a module of a package: rankcheck "
+     "verify -- -m package.module, from the folder of the package"))
+SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
+          "WORLD_SIZE of the environment, without mp.spawn")
 
 
-@dataclass
-class Case:
-    """The script's runs. alone: as one process, or None where it does not
-    train as one; together: as `size`.
+@dataclass(frozen=True)
+class Comparison:
+    """A script's runs, and what the questions have learned of them.
 
-    still: as one process that updates nothing, if that is what `together`
-    has to be compared with. apart: why it is compared with neither, or "".
+    alone: as one process, or None where it does not train as one; together: as
+    several. still: as one process that updates nothing, if that is what
+    `together` has to be compared with. runs: a `Runs`, for others.
     """
 
+    runs: object
     alone: object
     together: object
-    size: int
     still: object = None
-    apart: str = ""
-    other_weights: bool = False  # than one process has before its updates
-    try_out: object = None  # runs the script: see `verify`
-    start: object = None  # function of a kind: one process once more
+    columns: bool = False  # whether the batch is the second dimension
+    apart: str = ""  # why it is compared with neither of the others, or ""
     averaged: str = ""  # how often weights are, if gradients are not
-    weights: tuple = ()  # of the minibatches that `still` has read
-    parts: tuple = ()  # how unequal parts are weighed, a text and a hint
     split: frozenset = frozenset()  # parameters of which ranks hold parts
+    made_up: bool = False  # whether these make up those of one process
 
     @property
+    def size(self):
+        return len(self.together.seen)
+
+    @cached_property
     def single(self):
         """What one process has recorded of its updates, [] if it has none."""
-        return self.alone.seen[0]["updates"] if self.alone else []
+        return self.view(self.alone)[0] if self.alone else []
 
-    @property
+    @cached_property
     def longest(self):
         """The same of as many updates as have the same samples."""
-        return self.still.seen[0]["updates"] if self.still else self.single
+        return self.view(self.still)[0] if self.still else self.single
 
-    @property
+    @cached_property
     def updates(self):
         """Of each update that all ranks have made, what each recorded."""
-        return list(zip(*(seen["updates"] for seen in self.together.seen),
-                        strict=False))
+        return list(zip(*self.view(self.together), strict=False))
+
+    def view(self, trial):
+        """What each rank has recorded, its samples and without split tensors.
+
+        Nothing says which part of a tensor that is split by hand a rank has.
+        """
+        return [[update | {
+            "samples": update["columns" if self.columns else "rows"]} | {
+            name: without(state, self.split) for name, state in update.items()
+            if self.split and isinstance(state, dict) and "plain" in state}
+            for update in seen["updates"]] for seen in trial.seen]
 
     @property
     def loosely(self):
@@ -72,12 +85,20 @@ class Case:
         return all(update.get("within", 0) > 0.5 * update["elements"]
                    for updates in self.updates for update in updates)
 
-    def name(self, key):
-        return self.together.seen[0]["names"].get(key, key)
-
     def asked(self, what):
         return [value for rank in range(self.size)
                 for value in self.together.asked(what, rank)]
+
+    def named(self, names):
+        """Parameters in words, in the optimizer's order."""
+        order = [name for seen in (*self.together.seen, *(
+            self.alone.seen if self.alone else ())) for name in seen["shapes"]]
+        models = {name.partition(":")[0] for name in order}
+        words = [name.replace(":", ".") if len(models) > 1 else
+                 name.partition(":")[2] or name
+                 for name in sorted(names, key=order.index)]
+        return ", ".join(words[:3]) + (
+            f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def stopped(trial):
@@ -89,19 +110,16 @@ def killed(trial):
     return any(rank.status == -signal.SIGKILL for rank in trial.ranks)
 
 
-def how_it_ends(trial, size):
-    """A finding where it has failed or made no update, else None.
-
-    size: of how many processes it speaks, or in words.
-    """
-    words = {1: "as one process "}.get(size, f"as {size} processes " if (
-        isinstance(size, int)) else size)
+def how_it_ends(trial, words=""):
+    """A finding where it has failed or made no update, else None."""
     finding = explain(trial)
     if finding:
         finding.sentence.insert(0, words)
-        said = "".join(rank.err for rank in trial.ranks)
-        finding.hint = next(([hint] for word, hint in HINTS if word in said),
-                            finding.hint)
+        finding.hint = next(([hint] for word, hint in HINTS
+                             if word in finding.error), finding.hint)
+        if any(seen and trial.asked("spawn", rank)
+               for rank, seen in enumerate(trial.seen)):
+            finding.hint = [SPAWNS]
         return finding
     if not all(seen and seen["updates"] for seen in trial.seen):
         last = [line for line in trial.ranks[0].out.splitlines()
@@ -119,28 +137,20 @@ def rows(updates):
     return [row for update in updates for row in update["samples"]]
 
 
-def read(updates, kind="samples"):
+def read(updates):
     """The distinct samples that each rank has read for an update."""
-    return [set(update[kind]) for update in updates]
+    return [set(update["samples"]) for update in updates]
 
 
-def take(kind, *trials):
-    """Take rows for samples, or columns if the batch is the second dimension.
-    """
-    for update in (update for trial in trials for seen in trial.seen
-                   for update in seen["updates"]):
-        update["samples"] = update[kind]
-
-
-def minibatch(case, kind="rows"):
+def times_the_samples(case):
     """How many times as many samples an update has as with one process.
 
     1 and the number of processes only where these are the samples that one
     process reads, in one or that many updates; else a text, why not.
     """
-    alone = [set(update[kind]) for update
+    alone = [set(update["samples"]) for update
              in case.single if update["optimizer"] == 0]
-    together = [set.union(*read(updates, kind)) for updates in case.updates
+    together = [set.union(*read(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
         return "it does not train as one"
@@ -151,31 +161,62 @@ def minibatch(case, kind="rows"):
     first = set.union(*alone[:case.size])
     if together[0] == first and len(alone) >= case.size:
         return case.size
-    return "after the first update " * (together[0] == alone[0]) + (
+    same = next(i for i, (mine, good) in enumerate(zip(
+        together, alone, strict=False)) if mine != good)
+    skipped = [seen["skipped"] for seen in (
+        case.alone.seen[0], case.together.seen[0])]
+    if skipped[0] != skipped[1]:
+        return "its GradScaler leaves out other updates than with one process"
+    return f"from update {same} on " * (same > 0) + (
         "one process reads other samples, or pads them to another length")
 
 
-def find_split(case):
+def find_split(alone, together):
     """The parameters that are others, or smaller, than with one process.
 
-    A script that shards by hand has them. They are left out of all states:
-    nothing says which part of a tensor a rank has.
+    A script that shards by hand has them. With them, those of which the ranks
+    have other numbers: each may own a table of its own.
     """
-    if not case.alone or case.asked("FSDP1"):
-        return
-    alone = case.alone.seen[0]
-    case.split = frozenset(
-        key for seen in case.together.seen
-        if list(seen["shapes"].values()) != list(alone["shapes"].values())
-        for key in seen["shapes"].keys() | alone["shapes"].keys()
-        if any(seen[what].get(key) != alone[what].get(key)
-               for what in ("shapes", "names")))
-    for trial in (case.alone, case.together) if case.split else ():
-        for update in (update for seen in trial.seen
-                       for update in seen["updates"]):
-            for what, state in update.items():
-                if isinstance(state, dict) and "plain" in state:
-                    update[what] = without(state, case.split)
+    good = alone.seen[0]["shapes"]
+    split = {name for seen in together.seen
+             for name in seen["shapes"].keys() | good.keys()
+             if seen["shapes"].get(name) != good.get(name)}
+    if split:
+        firsts = [[update["before"] for update in updates] for updates in zip(
+            *(seen["updates"] for seen in together.seen), strict=False)
+            if all(update["before"] for update in updates)]
+        split = split.union(*(assemble(states).apart for states in firsts))
+    return frozenset(split)
+
+
+def makes_up(case):
+    """Whether the ranks begin with parts of one process's tensors alone: each
+    is one of them, or a chunk of one.
+
+    Of tensors that are not too large to be kept whole.
+    """
+    known = set()
+    for name, tensor in first_weights(case.alone.seen[0]):
+        shape = case.alone.seen[0]["shapes"][name]
+        if tensor.numel() != torch.Size(shape).numel():
+            return False
+        for dim in range(len(shape)):
+            for count in {1, case.size}:
+                known |= {as_bytes(part) for part in tensor.view(
+                    shape).chunk(count, dim)}
+    return all(as_bytes(tensor) in known for seen in case.together.seen
+               for name, tensor in first_weights(seen) if name in case.split)
+
+
+def first_weights(seen):
+    """Pairs of a name and a whole tensor, as a rank has begun."""
+    for update in seen["updates"]:
+        if update["before"]:
+            yield from whole_here(update["before"]).items()
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().numpy(force=True).tobytes()
 
 
 def splits_matrices(case):
@@ -185,13 +226,6 @@ def splits_matrices(case):
     sharded = case.updates[0][0]["gradients"]["sharded"].values()
     return any(sum("Shard" in kind for kind, _ in entry["placements"]) > 1
                or not case.asked("fully_shard") for entry in sharded)
-
-
-def named(case, keys):
-    """Parameters in words, in the optimizer's order."""
-    keys = sorted(keys, key=lambda key: [int(n) for n in key.split(".")])
-    return ", ".join(case.name(key) for key in keys[:3]) + (
-        f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def gradients_of(updates, alone, what="gradients"):

@@ -11,31 +11,29 @@ from collections import Counter
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble, relative_error
 from rankcheck.tensors import names as names_of
-from rankcheck.verification.comparison import how_it_ends
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
 
 
-def verify(flags, case, steps):
+def verify(flags, case):
     """Findings. flags: a list, added to those of the script."""
-    first = case.try_out(case.size, steps, "saved")
-    ended = how_it_ends(first, "the run to be resumed: ")
+    first, ended = case.runs("saved")
     if ended:
         return [ended]
     places = {seen["saved"] for seen in first.seen}
     if None in places:
-        return [fail(f"it has saved nothing by torch.save before update "
-                     f"{steps - 1}, the last that is watched", "let it save "
-                     "earlier, by its flags, or watch more updates: --steps")]
+        return [fail("it has saved nothing by torch.save before update "
+                     f"{case.runs.steps - 1}, the last that is watched", "let "
+                     "it save earlier, by its flags, or watch more updates: "
+                     "--steps")]
     if len(places) > 1:
         return [warn("the ranks save after different updates", "verify "
                      "cannot tell what a resume brings back")]
     at = places.pop()  # updates of all optimizers before that
     made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
                for update in first.seen[0]["updates"][:at])
-    again = case.try_out(case.size, steps - made, "resumed", flags)
-    ended = how_it_ends(again, "resumed, ")
+    again, ended = case.runs("resumed", flags, made)
     if ended:
         return [ended]
     before, good = by_update(first, 0, at), by_update(first, at)
@@ -49,8 +47,8 @@ def verify(flags, case, steps):
         good = good + whole[at + len(good):]
     findings = [*weights(before, good, back), *kept(case, good, back),
                 *learning_rates(before, good, back),
-                *position(before, good, back),
-                *random_numbers(before, good, back)]
+                *random_numbers(before, good, back),
+                *position(before, good, back)]
     if not same:
         findings.append(warn(
             "only the next update was compared: two runs with the same flags "
@@ -120,9 +118,9 @@ def kept(case, good, back):
         load = ("load it, once the optimizer has its parameters: "
                 "optimizer.load_state_dict(...)")
         for key in saved.tensors:
-            name = key.split()[1]
+            name = key.rpartition(" ")[2]
             names.add(name)
-            parameter = case.name(key.split()[0])
+            parameter = case.named([key.rpartition(" ")[0]])
             if key not in mine.tensors:
                 return [fail(f"the optimizer's state does not come back: no "
                              f"{name} of {parameter}", load)]

@@ -62,7 +62,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     except UserError:  # `read_script` says what it is
         broken = ""
     require(not broken, f"{show_path(script)} is not Python yet, {broken}")
-    out, files = Events() if events else Terminal(), sandbox.Kept()
+    out, files = Events() if events else Terminal(verbose), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
         require(len(data) <= LARGEST, f"{show_path(script)}: "
@@ -81,7 +81,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
 
         files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
-        trials = Check(bench, verbose, out, change, lines_as_in(yours, data))
+        trials = Check(bench, out, change, lines_as_in(yours, data))
         right = trials.run()
         # else it was another program, such as a notebook or a run
         if bench.copy.noted("started") and (changed := files.changed()):
@@ -158,16 +158,16 @@ class Mistake:
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, verbose, out, change, name):
+    def __init__(self, bench, out, change, name):
         """change: the number of the one that is tried alone, or None.
 
         name: what a `Line` is called, as from `lines_as_in`.
         """
-        self.bench, self.verbose, self.out = bench, verbose, out
+        self.bench, self.out = bench, out
         self.say, self.change, self.name = out.say, change, name
         self.plan = {row.column: row for row in bench.plan(bool(change))}
         self.last, self.wrong = "", None  # the last trial, its `Mistake`
-        self.warned = set()
+        self.warned = False
 
     def run(self):
         """Whether all of them are right."""
@@ -199,9 +199,9 @@ class Check:
                 part for part in (", ".join(others), last) if part)
                 + f" process{'es compute' if several else ' computes'} what "
                 "the single device computes."
-                + " Mind the warning." * bool(self.warned))
+                + " Mind the warning." * self.warned)
         if not right:
-            self.say("\nNot yet." + ("" if self.verbose else self.out.more))
+            self.say(f"\nNot yet.{self.out.more}")
         self.out.report(right=right)
         return right
 
@@ -230,9 +230,6 @@ class Check:
             if first and finding is not first[1] and finding.verdict != "ok":
                 finding.verdict = "and"
             self.out.report(answer=[question.title, finding.verdict])
-            if finding.verdict != "ok":
-                self.out.report(finding=[
-                    finding.verdict, finding.text, finding.advice])
         if kind == "whole" and all(trial.seen):
             self.out.report(picture=picture(trial, self.bench.reference))
         if first:
@@ -243,20 +240,18 @@ class Check:
         return not first
 
     def tell(self, findings, seconds):
-        """The answers in words, with -v all of them."""
+        """The answers, and how many of them a terminal leaves out."""
         for finding in findings:
-            if finding.verdict in ("FAIL", "warn") or self.verbose:
-                self.say(f"  {finding.verdict:4}  {finding.text}")
-                if finding.advice and finding.text not in self.warned:
-                    self.say(f"        -> {finding.advice}")
-            if finding.verdict == "warn":
-                self.warned.add(finding.text)
+            if finding.verdict != "ok" or self.out.verbose:
+                self.out.report(finding=[
+                    finding.verdict, finding.text, finding.advice])
         count = Counter(finding.verdict for finding in findings)
-        if not self.verbose and count["FAIL"] and count["and"]:
-            self.say(f"        ({count['and']} more follow"
-                     f"{'s' * (count['and'] == 1)} from it)")
-        elif not self.verbose and not count["FAIL"]:
-            self.say("  ok    " + (
+        self.warned |= count["warn"] > 0
+        if count["FAIL"] and count["and"]:
+            self.out.summarise(f"        ({count['and']} more follow"
+                               f"{'s' * (count['and'] == 1)} from it)")
+        elif not count["FAIL"]:
+            self.out.summarise("  ok    " + (
                 findings[0].text if len(findings) == 1 else
                 f"{count['ok']} questions ({seconds:.1f} s)"))
 
@@ -304,7 +299,7 @@ class Check:
     def try_part(self, data, yours):
         """The `Mistake` in the last trial of this script, None if right."""
         bench = self.bench.with_script(data)
-        other = Check(bench, False, Quiet(), None, lines_as_in(yours, data))
+        other = Check(bench, Quiet(), None, lines_as_in(yours, data))
         right = other.repeat(self.last)
         remove(bench.folder)
         return None if right else other.wrong

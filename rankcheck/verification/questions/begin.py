@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rankcheck.findings import fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces
-from rankcheck.verification.comparison import AGAIN, how_it_ends, named
+from rankcheck.verification.comparison import AGAIN
 from rankcheck.verification.questions.question import question
 
 
@@ -30,7 +30,7 @@ def numbers(case):
                if not part.isfinite().all()}
         if odd:
             return [fail("the first weights are not finite numbers: "
-                         f"{named(case, odd)}", "to_empty() leaves what was "
+                         f"{case.named(odd)}", "to_empty() leaves what was "
                          "in memory: give each of them a value")]
         if any(loss != loss for update in updates
                for loss in update["losses"]):
@@ -72,37 +72,39 @@ def start(case):
         if whole.apart:
             rank = min(whole.differing)
             return [fail(f"rank {rank} begins with other weights than rank "
-                         f"0: {named(case, whole.apart)}", "the same seed on "
+                         f"0: {case.named(whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
                          "DDP, which sends rank 0's",
                          ranks=sorted(whole.differing))]
     if case.split:
-        case.apart, case.other_weights = "parameters are split by hand", True
         return [warn(
             f"{len(case.split)} parameters are smaller than with one process, "
-            f"or others: {named(case, case.split)}", "right if the script "
-            "shards them by hand: they are left out of what is compared")]
+            f"or others: {case.named(case.split)}", "right if the script "
+            "shards them by hand: they are left out of what is compared",
+            learned={"apart": "parameters are split by hand"})]
+    if not firsts:
+        return []
     mine, alone = assemble(firsts[0]), assemble([
         update["before"] for update in case.single[:1]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
-        case.apart = case.apart or "the first weights are not"
-        case.other_weights = True
-        again = case.start("again")
-        if not how_it_ends(again, "") and not assemble([
+        learned = {"apart": case.apart or "the first weights are not"}
+        again, ended = case.runs("again")
+        if not ended and not assemble([
                 again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
             return [warn("one process begins with other weights each time "
-                         "that it is started", "set a seed, to compare")]
+                         "that it is started", "set a seed, to compare",
+                         learned=learned)]
         twins = drawn_twice(firsts[0])
         if twins:
             return [warn("all ranks have the same numbers in their parts of "
-                         f"{named(case, twins)}", "on a CPU a sharded tensor "
+                         f"{case.named(twins)}", "on a CPU a sharded tensor "
                          "is filled so at random; GPUs draw others for each "
-                         "part")]
+                         "part", learned=learned)]
         return [(fail if firsts[0][0]["sharded"] else warn)(
             "they are not the first weights of one process", "the same seed "
-            "on all ranks right before the model is made")]
+            "on all ranks right before the model is made", learned=learned)]
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state, *_ in firsts)
     return [ok(f"all ranks begin with the same weights ({count} parameters)")]

@@ -1,29 +1,18 @@
-"""Questions about what else the ranks leave: buffers, copies, files."""
+"""Questions about what else the ranks leave: copies of the model, files."""
 
-from collections import Counter
-from itertools import chain
 from pathlib import Path
 
-from rankcheck.findings import fail, ok, warn
+from rankcheck.exits import in_brackets
+from rankcheck.findings import Line, fail, warn
 from rankcheck.tensors import assemble
 from rankcheck.verification.questions.question import always, question
 
-
-@question("buffers are equal on all ranks")
-def buffers(case):
-    last = [updates for updates in case.updates if "buffers" in updates[0]]
-    whole = assemble([update["buffers"] for update in last[-1]]) if last else (
-        None)
-    if not whole or not whole.tensors:
-        return []
-    if not whole.apart:
-        return [ok("buffers are equal on all ranks")]
-    names = sorted({key.partition(".")[2] for key in whole.apart})
-    words = ("BatchNorm's running statistics" if any(
-        "running_" in name for name in names) else "buffers")
-    return [warn(f"{words} differ between the ranks: {', '.join(names[:3])}",
-                 "each rank has those of its own samples, and rank 0's are "
-                 "saved: SyncBatchNorm, or average them before you evaluate")]
+REMEDIES = {
+    "hydra": "its folder is named by the second in which a rank starts: "
+             "hydra.run.dir=... with the rank in it, or "
+             "hydra.output_subdir=null on the others",
+    "tensorboard": "make the SummaryWriter on rank 0 alone",
+    "wandb": 'wandb.init(mode="disabled") on the other ranks'}
 
 
 @question("copies of the model are equal on all ranks")
@@ -41,13 +30,22 @@ def copies(case):
 
 @question("one rank alone writes and prints", where=always)
 def files(case):
-    findings, seen = [], case.together.seen
-    written = Counter(chain.from_iterable(one["written"] for one in seen))
-    both = sorted(Path(path).name for path, times in written.items()
-                  if times > 1)
-    if both:
-        findings.append(fail(f"several ranks write {', '.join(both[:3])}",
-                             "only one should: if rank == 0:"))
+    writers = {}  # file -> who opens it, on each rank that does
+    for seen in case.together.seen:
+        for path, who in seen["written"].items():
+            writers.setdefault(path, []).append(who)
+    findings, openers = [], {}  # who -> the names of files
+    for path, (who, *others) in writers.items():
+        if others:
+            openers.setdefault(who, []).append(Path(path).name)
+    for who, names in openers.items():
+        names = ", ".join(sorted(names)[:3])
+        findings.append(warn(
+            f"{who} writes {names} on several ranks", REMEDIES.get(
+                who, "by its settings: rank 0 alone, or another folder on "
+                "each rank")) if isinstance(who, str) else fail(
+            [f"several ranks write {names}", *in_brackets(
+                [Line(who)] * bool(who))], "only one should: if rank == 0:"))
     lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
         findings.append(warn("several ranks print the same lines",

@@ -1,5 +1,6 @@
 """Questions about who reads which samples, and about the learning rate."""
 
+import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
@@ -9,122 +10,136 @@ from rankcheck.verification.questions.question import always, question
 
 @question("the ranks read different samples", where=always)
 def samples(case):
-    sets = [read(updates) for updates in case.updates]
-    sets = [one for one in sets if any(one)]
+    sets = [[part for part in read(updates) if part]  # who reads any
+            for updates in case.updates]
+    sets = [one for one in sets if one]
     if not sets:
         return []
-    total = sum(len(part) for one in sets for part in one)
-    twice = total - sum(len(set.union(*one)) for one in sets)
     share = ("each has to read its own: a DistributedSampler, or where they "
              "are drawn at random, as noise is, another seed on each rank")
     if splits_matrices(case):
-        group = in_groups(sets)
-        return [warn("all ranks read the same samples" if group == case.size
-                     else f"groups of {group} ranks read the same samples"
-                     if group > 1 else "each rank reads other samples",
-                     "ranks of one group of tensor parallelism read the same, "
-                     "other groups other samples")]
+        return in_groups(case, sets)
     if all(len(set(update["samples"])) == 1 < len(update["samples"])
            for update in case.single) and case.single:
-        case.apart = case.apart or "all samples are alike"
         return [warn("all samples are alike, with one process, too: who reads "
-                     "which cannot be seen", "made data? each sample another")]
-    if all(part == one[0] for one in sets for part in one):
+                     "which cannot be seen", "made data? each sample another",
+                     learned={"apart": case.apart or "all samples are alike"})]
+    if len(sets[0]) > 1 and all(
+            part == one[0] for one in sets for part in one):
         return [fail(f"all {case.size} ranks read the same samples", share)]
-    group = case.size if case.still else 1
     alone = [update for update in case.longest if update["optimizer"] == 0]
+    group = case.size if case.still else 1
     alone = [rows(alone[i:i + group]) for i in range(0, len(alone), group)]
-    more = within(map(rows, case.updates)) - within(alone) if twice else 0.0
-    words = (f"{twice} of {total} samples are read by several ranks in the "
-             "same update")
-    if more > 0.05:
-        return [(fail if alone else warn)(words, share)]
-    texts = [ok("in each update the ranks read different samples "
-                f"({len(sets[0][0])} each)") if more <= 0 else warn(
-        words, f"by chance, if they are drawn at random; else {share}")]
-    steps, alone = [set.union(*one) for one in sets], list(map(set, alone))
-    again, before = repeated(steps), repeated(alone)
-    most = min(sum(map(len, steps)), sum(map(len, alone)))
-    words = (f"{percent(again)} of the samples were read in an earlier update "
-             "as well" + f", with one process {percent(before)}" * bool(alone))
-    if repeats(steps, most) > repeats(alone, most) + 0.05:
-        texts.append(fail(words, "each step has to begin where all ranks "
-                          "together ended the last one"))
-    elif again > 0.05:
-        texts.append(warn(words, "right if the dataset is that small; or "
-                          "does each worker of the DataLoader read all?"))
-    return texts + size_of_minibatch(case)
+    steps = [rows(updates) for updates in case.updates]
+    return [*at_once(steps, alone, len(sets[0][0]), share),
+            *again(steps, alone), *size_of_minibatch(case), *shares(case)]
 
 
-def in_groups(sets):
-    """How many ranks at a time read the same samples, as those of a group.
+def in_groups(case, sets):
+    """Which of them read the same samples, as those of a group do."""
+    if max(map(len, sets)) < case.size:
+        return [ok(f"{max(map(len, sets))} of {case.size} ranks read samples: "
+                   "the others are given what ranks send them")]
+    group = next((size for size in range(case.size, 1, -1) if all(
+        set(Counter(map(frozenset, one)).values()) == {size}
+        and len(set.union(*one)) * size == sum(map(len, one))
+        for one in sets)), 1)
+    return [warn("all ranks read the same samples" if group == case.size
+                 else f"groups of {group} ranks read the same samples"
+                 if group > 1 else "each rank reads other samples",
+                 "ranks of one group of tensor parallelism read the same, "
+                 "other groups other samples")]
+
+
+def at_once(steps, alone, each, share):
+    """Samples that are in an update several times, more than as one process.
+
+    By update: a mean over many would hide where it begins.
     """
-    for size in range(len(sets[0]), 1, -1):
-        if all(set(Counter(map(frozenset, one)).values()) == {size}
-               and len(set.union(*one)) * size == sum(map(len, one))
-               for one in sets):
-            return size
-    return 1
+    twice = [len(step) - len(set(step)) for step in steps]
+    usual = max((1 - len(set(step)) / len(step) for step in alone if step),
+                default=0.0)
+    worst = [i for i, step in enumerate(steps)
+             if step and twice[i] / len(step) > usual + 0.05]
+    words = (f"{sum(twice)} of {sum(map(len, steps))} samples are read by "
+             "several ranks in the same update" + "".join(
+                 f", from update {step} on" for step in worst[:1] if step))
+    if worst:
+        return [(fail if alone else warn)(
+            words, share, numbers={"update": worst[0]})]
+    return [warn(words, f"by chance, if they are drawn at random; else {share}"
+                 ) if sum(twice) > usual * sum(map(len, steps)) else ok(
+        f"in each update the ranks read different samples ({each} each)")]
 
 
-def within(steps):
-    """Which part of the samples had been in the same update."""
-    steps = list(steps)
-    count = sum(map(len, steps))
-    return 1 - sum(len(set(step)) for step in steps) / count if count else 0.0
+def again(steps, alone):
+    """Samples that were in an earlier update, among as many of both."""
+    steps, alone = [[list(dict.fromkeys(step)) for step in one]
+                    for one in (steps, alone)]
+    most = min(sum(map(len, one)) for one in (steps, alone) if one)
+    mine, before = repeated(steps, most), repeated(alone, most)
+    words = (f"{percent(mine)} of the samples were read in an earlier update "
+             "as well" + f", with one process {percent(before)} of as many"
+             * bool(alone))
+    if alone and mine > before + 0.05:
+        return [fail(words, "each step has to begin where all ranks together "
+                     "ended the last one")]
+    return [warn(words, "right if the dataset is that small; or does each "
+                 "worker of the DataLoader read all?")] * (mine > 0.05)
 
 
-def repeated(steps):
-    """Which part of the samples had been in an earlier update."""
-    first, *later = [step for step in steps if step] or [set()]
-    count = sum(map(len, later))
-    new = len(first.union(*later)) - len(first)
-    return (count - new) / max(count, 1)
-
-
-def repeats(steps, most):
-    """Which part of the first samples, at most so many, are no new ones."""
-    count, seen = 0, set()
-    for step in steps:
-        if count + len(step) > most:
-            break
-        count += len(step)
-        seen |= step
-    return 1 - len(seen) / count if count else 0.0
-
-
-def first_size(steps):
-    """How many samples the first update has that has any."""
-    return next(filter(None, (len(rows(step)) for step in steps)), 0)
+def repeated(steps, most):
+    """Which part of the first samples, so many, are no new ones."""
+    first = [row for step in steps for row in step][:most]
+    return 1 - len(set(first)) / len(first) if first else 0.0
 
 
 def size_of_minibatch(case):
-    alone, now = first_size([update] for update in case.single), first_size(
-        case.updates)
+    mine, alone = ([len(rows(updates)) for updates in some] for some in (
+        case.updates, [[update] for update in case.single]))
+    now, before = (next(filter(None, sizes), 0) for sizes in (mine, alone))
     if not case.alone:
         return [ok(f"an update has {now} samples")]
-    times = now / alone if alone else 1.0
+    times = now / before if before else 1.0
     rate, factor = learning_rate(case)
     keep = ("keep the minibatch: divide the batch size, or the accumulation "
             "steps, by the number of processes; or choose another learning "
             "rate")
-    both = list(zip(case.updates, case.single, strict=False))
-    total = sum(len(rows(updates)) for updates, _ in both)
-    good = sum(len(update["samples"]) for _, update in both)
-    if alone and abs(times - 1) < 0.1 and abs(total - good) > 0.2 * good:
-        return [warn(f"the first update has {now} samples, as with one "
-                     f"process, but {len(both)} updates have {total}, with "
-                     f"one process {good}", keep)]
+    if before and abs(times - 1) < 0.1:
+        # smaller ones end an epoch
+        for step, pair in enumerate(zip(
+                itertools.accumulate(mine, max),
+                itertools.accumulate(alone, max), strict=False)):
+            if abs(pair[0] - pair[1]) > 0.2 * pair[1]:
+                return [warn(
+                    f"the first update has {now} samples, as with one process,"
+                    f" but update {step} has {mine[step]}, with one process "
+                    f"{alone[step]}", keep, numbers={"update": step})]
+    same = now == before or (now and not before)
+    words = (f"an update has {now} samples" + (
+        ", as with one process" * bool(before) if same else
+        f", with one process {before}") + f"; {rate}")
     if abs(times - 1) < 0.1:
-        same = "" if now and not alone else ", as with one process"
-        words = f"an update has {now} samples{same}; {rate}"
         return [ok(words) if factor == 1 else warn(
             words, "with the same minibatch it need not change")]
-    words = f"an update has {now} samples, with one process {alone}; {rate}"
-    if factor and any(abs(factor / power - 1) < 0.1
-                      for power in (times, times ** 0.5)):
-        return [ok(words)]
-    return [warn(words, keep)]
+    return [ok(words)] if factor and any(
+        abs(factor / power - 1) < 0.1 for power in (times, times ** 0.5)
+        ) else [warn(words, keep)]
+
+
+def shares(case):
+    """Whether the ranks read as many samples each, where they read any."""
+    for step, updates in enumerate(case.updates):
+        counts = [len(update["samples"]) for update in updates]
+        if 0 < min(counts) < max(counts):
+            return [warn(
+                f"in update {step} rank {counts.index(min(counts))} reads "
+                f"{min(counts)} samples, and rank {counts.index(max(counts))} "
+                f"{max(counts)}", "a mean of the ranks' gradients counts them "
+                "alike: a DistributedSampler, which repeats some, drop_last, "
+                "or a loss that is weighed by their number",
+                numbers={"update": step})]
+    return []
 
 
 def learning_rate(case):

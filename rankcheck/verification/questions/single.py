@@ -1,5 +1,7 @@
 """Questions about what one process computes, and the ranks together."""
 
+from dataclasses import dataclass
+
 import torch
 
 from rankcheck.findings import fail, ok, percent, warn
@@ -10,8 +12,8 @@ from rankcheck.verification.comparison import (
     UPDATE,
     flat,
     gradients_of,
-    named,
     off,
+    rows,
 )
 from rankcheck.verification.questions.question import question
 
@@ -20,29 +22,47 @@ EARLY = 8  # updates in which rounding does not grow that large
 
 @question("losses, gradients and weights are those of one process")
 def same(case):
-    if case.apart:
+    if case.apart and not (case.made_up and case.split):
         return []
     good, mine = case.single, case.updates
     if case.still:
         mine, good = mine[:1], [
-            update for update in case.still.seen[0]["updates"]
+            update for update in case.longest
             if update["optimizer"] == 0][:case.size]
-    why = reason(case)
-    findings = weighting(case, mine[0], good if case.still else good[:1])
+    elif case.apart:  # parts of one process's tensors, until update 0
+        if rows(mine[0]) and {*rows(mine[0])} != {*rows(good[:1])}:
+            return []
+        finding = compare(case, loss_error, mine[:1], good[:1], Weights((1,)))
+        return [finding] if finding else []
+    weights = weighting(case, mine[0], good if case.still else good[:1])
+    findings = [weights.finding] * bool(weights.finding)
     for what in (loss_error, gradient_error, weight_error):
-        finding = compare(case, what, mine, good, why)
+        finding = compare(case, what, mine, good, weights)
         if finding:
             findings.append(finding)
     return findings
 
 
-def compare(case, error, mine, good, why):
-    largest = None
+@dataclass(frozen=True)
+class Weights:
+    """How the minibatches of one process count in an update of several.
+
+    finding: what is to be said of that, or None. parts: how parts of an
+    update are weighed that are no mean over all, a text and a hint, or ().
+    """
+
+    of_each: tuple
+    finding: object = None
+    parts: tuple = ()
+
+
+def compare(case, error, mine, good, weights):
+    largest, why = None, reason(case)
     for step, updates in enumerate(mine):
         if not case.still and step >= len(good):
             break
         alone = good if case.still else good[step:step + 1]
-        value = error(case, updates, alone, step)
+        value = error(case, updates, alone, step, weights.of_each)
         if value is None:
             continue
         amount, bound, text, multiple = value
@@ -58,12 +78,16 @@ def compare(case, error, mine, good, why):
             if step >= EARLY and amount < 10 * bound:
                 return warn(text, "rounding grows to that, too: watch fewer "
                             "updates, by --steps", numbers=numbers)
-            return warn(f"{text}: {why[0]}", why[1],
-                        numbers=numbers) if why else fail(
-                text, "the ranks read the samples of the single process: "
-                "what else differs, a scale, a seed, an order, the number "
-                "that a mean is taken over?" if not case.parts else
-                ": ".join(case.parts), numbers=numbers)
+            if why:
+                return warn(f"{text}: {why[0]}", why[1], numbers=numbers)
+            return fail(
+                text, ": ".join(weights.parts) or (
+                    "the ranks hold parts of the single process's weights, "
+                    "and have its samples: is something added on each rank, "
+                    "as a bias, or left out?" if case.split else
+                    "the ranks read the samples of the single process: what "
+                    "else differs, a scale, a seed, an order, the number that "
+                    "a mean is taken over?"), numbers=numbers)
         largest = max(largest or 0.0, amount)
     if largest is None:
         return None
@@ -75,16 +99,16 @@ def compare(case, error, mine, good, why):
 
 
 def weighting(case, updates, alone):
-    """How do the parts of an update count in its gradients?
+    """How do the parts of an update count in its gradients? Its `Weights`.
 
     A loss that is a mean over all targets of all ranks weighs the parts by
     their targets; if each backward pass takes the mean of its own, all parts
-    count alike. Sets case.weights: of the minibatches of one process.
+    count alike.
     """
-    case.weights = [1 / len(alone)] * len(alone)
+    alike = (1 / len(alone),) * len(alone)
     mine, each, _ = gradients_of(updates, alone)
     if mine is None:
-        return []
+        return Weights(alike)
     bound = GRADIENT * case.loosely
 
     def agrees(one, other):
@@ -104,14 +128,14 @@ def weighting(case, updates, alone):
                                for update in updates) else "microbatch's"
         words = " or ".join(map(str, counts[:4])) + (
             " targets" if updates[0]["targets"] else " samples")
-        case.parts = (
+        parts = (
             f"each {part} loss is the mean over its own {words}, and all "
             "count alike", "divide each sum by the mean number over all "
             "ranks (all_reduce it) and microbatches: that is the mean over "
             "all")
-        return [warn(*case.parts)] if case.still else []
-    if len(alone) == 1 or parallel(mine, mix(case.weights, each), bound):
-        return []
+        return Weights(alike, warn(*parts) if case.still else None, parts)
+    if len(alone) == 1 or parallel(mine, mix(alike, each), bound):
+        return Weights(alike)
     targets = [sum(update["counts"]) for update in alone]
     whole = [count / max(sum(targets), 1) for count in targets]
     fitted = torch.linalg.lstsq(torch.stack(each).T.double(),
@@ -126,9 +150,9 @@ def weighting(case, updates, alone):
     ):
         if parallel(mine, mix(weights, each), bound) and min(weights) > 0 and (
                 weights is whole or len(mine) > 8 * len(each)):
-            case.weights = weights
-            return [finding] * agrees(mine, mix(weights, each))
-    return []
+            return Weights(tuple(weights), finding if agrees(
+                mine, mix(weights, each)) else None)
+    return Weights(alike)
 
 
 def over_all(updates, weighed):
@@ -166,51 +190,29 @@ def multiple_of(mine, good, size):
     return ratio if alike > 0.9 and (near or far) else None
 
 
-@question("the losses are no multiple of those of one process")
-def losses_apart(case):
-    alone = case.single
-    if not (case.apart and alone) or case.other_weights or reason(case):
-        return []
-    here, own, _ = gradients_of(case.updates[0], case.updates[0],
-                                "local")
-    if own and off(here, sum(own)) < GRADIENT * case.loosely:
-        return []  # `summed` has looked at the losses
-    each = [sum(update["losses"]) for update in case.updates[0]]
-    mean, good = sum(each) / case.size, sum(alone[0]["losses"])
-    if good > 0 and max(each) < 1.2 * min(each) and any(  # not by chance
-            abs(mean / good / factor - 1) < 0.2
-            for factor in (case.size, 1 / case.size)):
-        return [warn(
-            f"in update 0 the mean loss is about {mean / good:.2f} times that "
-            "of one process", "and so are the gradients: are they divided or "
-            "multiplied by the number of processes, and by DDP as well, which "
-            "takes the mean?")]
-    return []
-
-
-def loss_error(case, updates, alone, step):
+def loss_error(case, updates, alone, step, weights):
     losses = [sum(update["losses"]) for update in updates]
     if not all(update["losses"] for update in (*updates, *alone)):
         return None
-    good = mix(case.weights, [sum(update["losses"]) for update in alone])
+    good = mix(weights, [sum(update["losses"]) for update in alone])
     mine = sum(losses) / len(losses)
     if abs(sum(losses) - good) < LOSS * case.loosely * abs(good):
         mine = good  # each has divided its sum by the whole minibatch
     first = sum(case.single[0]["losses"])
     ratio = mine / (good or 1e-30)
     here, each, _ = gradients_of(updates, alone)
-    multiple = each and multiple_of(here, mix(case.weights, each), case.size)
+    multiple = each and multiple_of(here, mix(weights, each), case.size)
     return (abs(mine - good) / max(abs(good), abs(first), 1e-30),
             LOSS * case.loosely,
             f"the mean loss is {mine:.6g}, with one process {good:.6g}",
             ratio if multiple and abs(ratio / multiple - 1) < 0.15 else None)
 
 
-def gradient_error(case, updates, alone, step):
+def gradient_error(case, updates, alone, step, weights):
     mine, each, keys = gradients_of(updates, alone)
     if mine is None:
         return None
-    good = mix(case.weights, each)
+    good = mix(weights, each)
     first = assemble([first_update(case, updates)["gradients"]]).length()
     whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
              ).item()  # what has converged is but noise
@@ -224,11 +226,11 @@ def gradient_error(case, updates, alone, step):
         f"the gradients are {factor} times those of one process"
         if factor != "1" and parallel(mine, good, bound)
         else f"the gradients differ by {percent(whole)} from those of one "
-        f"process, first {named(case, first or keys)}"), multiple_of(
+        f"process, first {case.named(first or keys)}"), multiple_of(
             mine, good, case.size)
 
 
-def weight_error(case, updates, alone, step):
+def weight_error(case, updates, alone, step, weights):
     """By how much of the way from the first weights they are off."""
     if case.still or "weights" not in updates[0]:
         return None

@@ -7,7 +7,6 @@ from rankcheck.tensors import assemble
 from rankcheck.verification.comparison import (
     GRADIENT,
     gradients_of,
-    named,
     off,
     splits_matrices,
 )
@@ -50,11 +49,29 @@ def averages(case):
     if len(at) == 1:
         return []
     every = min(b - a for a, b in itertools.pairwise(at))
-    case.apart = case.averaged = (
-        f"weights are {'averaged' if whole else 'made equal'} every "
-        + (f"{every} updates" if every > 1 else "update"))
-    return [warn(case.averaged, "until then each rank trains alone, on its "
-                 "part of the minibatch: right for local SGD")]
+    words = (f"weights are {'averaged' if whole else 'made equal'} every "
+             + (f"{every} updates" if every > 1 else "update"))
+    return [warn(words, "until then each rank trains alone, on its part of "
+                 "the minibatch: right for local SGD",
+                 learned={"apart": words, "averaged": words})]
+
+
+@question("buffers are equal on all ranks")
+def buffers(case):
+    for step, updates in enumerate(case.updates):
+        whole = assemble([update["buffers"] for update in updates
+                          if "buffers" in update])
+        if whole.apart:
+            names = sorted({key.partition(".")[2] for key in whole.apart})
+            words = ("BatchNorm's running statistics" if any(
+                "running_" in name for name in names) else "buffers")
+            return [warn(
+                f"{words} differ between the ranks, after update {step}: "
+                f"{', '.join(names[:3])}", "each rank has those of its own "
+                "samples, and rank 0's are saved: SyncBatchNorm, or average "
+                "them before you evaluate", numbers={"update": step})]
+    return [ok("buffers are equal on all ranks")] * bool(
+        whole.tensors)
 
 
 def clipped_first(case):
@@ -64,29 +81,29 @@ def clipped_first(case):
 
 @question("gradients are reduced once, and clipped after that")
 def reductions(case):
+    """By what was sent of them, and by what the optimizers got."""
     if splits_matrices(case) or case.averaged:
         return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
-    reduced, elements, sent = (
-        sum(update[key] for update in mine) / len(mine)
-        for key in ("reduced", "elements", "bytes"))
-    times = reduced / max(elements, 1)
-    if times < 0.5 and case.by_step:
+    times = [update["reduced"] / max(update["elements"], 1) for update in mine]
+    few = sum(times) < 0.5 * len(times)
+    if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()")]
-    if times < 0.5:
-        made = case.asked("DistributedDataParallel")
-        hint = ("the model is wrapped in DDP, but not called by it: call "
-                "model(...), not model.module(...) or the one inside"
-                if made and not any(update["wrapped"] for update in mine) else
-                "wrap the model in DistributedDataParallel and call that; or "
-                "all_reduce every gradient before optimizer.step()")
-        return [fail(f"gradients are not reduced: {reduced:.0f} "
-                     f"elements in an update of {elements:.0f}", hint)]
-    once = times < 1.9  # copies of shards (HSDP) are reduced, too
-    often = "once" if once else f"{times:.2g} times"
-    words = (f"gradients are reduced {often} an update, "
-             f"{sent / 1e6:.3g} MB in "
-             f"{max(update['calls'] for update in mine)} calls")
+    for step, updates in enumerate(case.updates):
+        if times[step] < 0.5 and (few or assemble([
+                update["gradients"] for update in updates]).apart):
+            if few and in_another_form(updates):
+                break
+            return [not_reduced(case, step)]
+    often = max(times)
+    once = often < 1.9  # copies of shards (HSDP) are reduced, too
+    words = ("gradients are reduced " + (
+        "in a form of the script's own" if few else
+        "once an update" if once else f"{often:.2g} times "
+        + ("an update" if often < 1.1 * min(times) else
+           f"in update {times.index(often)}"))
+        + f", {sum(update['bytes'] for update in mine) / len(mine) / 1e6:.3g}"
+        f" MB in {max(update['calls'] for update in mine)} calls")
     findings = [ok(words)] if once else [warn(
         words, "once is enough: all microbatches but the last under "
         "model.no_sync(), their forward pass, too; or does one loss take "
@@ -101,20 +118,44 @@ def reductions(case):
     return findings
 
 
+def in_another_form(updates):
+    """Whether ranks that have computed others get the same gradients."""
+    local, got = (assemble([update[what] for update in updates])
+                  for what in ("local", "gradients"))
+    return local.apart and not got.apart
+
+
+def not_reduced(case, step):
+    made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
+    hint = ("the model is wrapped in DDP, but not called by it: call "
+            "model(...), not model.module(...) or the one inside"
+            if made and not any(updates[0]["wrapped"]
+                                for updates in case.updates) else
+            "wrap the model in DistributedDataParallel and call that; or "
+            "all_reduce every gradient before optimizer.step()"
+            if not made or not step else
+            "DDP reduces the parameters that required a gradient when it was "
+            "made, in passes without no_sync()")
+    return fail((f"in update {step} " if step else "")
+                + f"gradients are not reduced: {mine['reduced']:.0f} elements "
+                f"in an update of {mine['elements']:.0f}", hint,
+                numbers={"update": step})
+
+
 @question("every parameter gets a gradient")
 def unused(case):
     keys = {key for updates in case.updates for update in updates
-            for key in update["without"]}
+            for key in update["without"] if key not in case.split}
     if not keys:
         return []
     words = f"{len(keys)} parameters got no gradient in "
     if not any(update["gradients"][part] for updates in case.updates
                for update in updates for part in ("plain", "sharded")):
-        return [fail(f"{words}any update: {named(case, keys)}", "the "
+        return [fail(f"{words}any update: {case.named(keys)}", "the "
                      "optimizer has other parameters than the model"
                      + ": make it after fully_shard, which replaces them"
                      * bool(case.asked("fully_shard")))]
-    return [warn(f"{words}some update: {named(case, keys)}", "unused? DDP "
+    return [warn(f"{words}some update: {case.named(keys)}", "unused? DDP "
                  "then needs find_unused_parameters=True")]
 
 
@@ -139,7 +180,7 @@ def equal(case):
                 findings.append(fail(
                     f"{when} update {step} the {what} of rank "
                     f"{min(whole.differing)} are not rank 0's: "
-                    f"{named(case, whole.apart)}", hint,
+                    f"{case.named(whole.apart)}", hint,
                     ranks=sorted(whole.differing), numbers={"update": step}))
                 break
         else:

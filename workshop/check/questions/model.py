@@ -3,12 +3,15 @@
 import numpy as np
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import LAST, TIED, assemble, describe, names
+from rankcheck.tensors import describe, names
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
+    LAST,
+    TIED,
     ask_about,
     data_alone,
     no_pipeline,
+    put_together,
     question,
 )
 
@@ -42,11 +45,12 @@ def by_name(groups):
 @question("every rank starts from the same weights", ("whole", "resumed"))
 def first_weights(trial, reference):
     """Those of the single device, or of the checkpoint that is resumed."""
-    good = assemble([reference.seen[0]["start"] if trial.resumed is None else
-                     describe(trial.resumed["model"].items())])
+    good = put_together([
+        reference.seen[0]["start"] if trial.resumed is None else
+        describe(trial.resumed["model"].items())])
     if not all(seen["start"] for seen in trial.seen):
         return fail("the model is never called to train")
-    mine = assemble([seen["start"] for seen in trial.seen])
+    mine = put_together([seen["start"] for seen in trial.seen])
     missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
     if missing and trial.resumed is None:
         return fail(f"no rank has {missing[0]}, or not all of it")
@@ -91,9 +95,9 @@ ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 def gradients(trial, reference):
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(trial.first_step, STEPS):
-        good = assemble([reference.seen[0]["gradients"][step]])
-        mine = assemble([seen["gradients"][step - trial.first_step]
-                         for seen in trial.seen])
+        good = put_together([reference.seen[0]["gradients"][step]])
+        mine = put_together([seen["gradients"][step - trial.first_step]
+                             for seen in trial.seen])
         apart = [rank for rank, off in mine.differing.items()
                  if off > 1e-6 * max(1.0, good.length())]
         if apart:
@@ -142,8 +146,8 @@ def gathers(trial, reference):
 
 @question("final weights are the single device's", ("whole", "resumed"))
 def weights(trial, reference):
-    good = assemble([reference.seen[0]["weights"]])
-    mine = assemble([seen["weights"] for seen in trial.seen])
+    good = put_together([reference.seen[0]["weights"]])
+    mine = put_together([seen["weights"] for seen in trial.seen])
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
                     "not rank 0's")

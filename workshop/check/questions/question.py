@@ -1,10 +1,16 @@
 """The check's questions, and of which trials they are asked."""
 
+from functools import partial
+
 import numpy as np
 
 from rankcheck.findings import Questions, fail, number, ok
+from rankcheck.tensors import assemble
 from workshop.check.plan import STEPS
 
+# Two names of one matrix: each end of a pipeline has a copy of it.
+LAST, TIED = "lm_head.weight", "transformer.wte.weight"
+put_together = partial(assemble, same={LAST: TIED})
 QUESTIONS = Questions()
 # They answer with a `Finding`, or with None where the title says it all.
 question = QUESTIONS.add

@@ -2,9 +2,9 @@
 
 from rankcheck import exits
 from rankcheck.findings import fail, percent, warn
-from rankcheck.tensors import assemble, describe
+from rankcheck.tensors import describe
 from workshop.check.plan import LEARNING_RATE, STEPS
-from workshop.check.questions.question import question
+from workshop.check.questions.question import put_together, question
 
 
 @question("its checkpoints are the single device's")
@@ -49,8 +49,8 @@ def prefix_of(mine, good):
 
 
 def whole(tensors, prefix=""):
-    return assemble([describe((name.removeprefix(prefix), tensor)
-                              for name, tensor in tensors.items())])
+    return put_together([describe((name.removeprefix(prefix), tensor)
+                                  for name, tensor in tensors.items())])
 
 
 def moments(state):

@@ -1,0 +1,290 @@
+"""Records what led to each update of an optimizer, and ends the process."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import rankcheck.tensors as parts
+from rankcheck.tensors import thin
+
+MUCH = 1_000_000  # elements of a message that is not looked into
+
+
+class Rows:
+    """A row of what led to each update, and the end of the process.
+
+    size: the number of processes. steps: after so many updates of the first
+    optimizer the process ends. kind: "still" if nothing is to be updated, so
+    that all gradients are those of the first weights; "saved" if it ends as
+    soon as each optimizer has its gradients for the first update after
+    torch.save(); "resumed" if it goes on from there.
+    """
+
+    def __init__(self, size, steps, kind):
+        self.size, self.steps, self.kind = size, steps, kind
+
+    def __call__(self, log):
+        draw_anew()
+        self.log, self.seen = log, log.seen
+        self.seen |= {"updates": [], "shapes": {}, "saved": None,
+                      "skipped": []}
+        log.begun = True  # updates count without a module, too
+        self.optimizers, self.made = [], Counter()
+        self.recorded = False
+        self.since = set()  # optimizers with gradients since it has saved
+        log.scale = 1.0  # of the last backward pass
+        log.told = {}  # sampler -> whether set_epoch came before its start
+        log.local = {}  # gradients as this rank alone has computed them
+        log.sums = {}  # what all backward passes have computed, added up
+        log.weighed = {}  # the same, each times the number of its targets
+        self.begin_update()
+        log.on("gradients", self.on_gradients)
+        log.on("updated", self.on_updated)
+        log.on("skipped", self.on_skipped)
+        log.on("message", self.on_message)
+
+    def begin_update(self):
+        """row: what is recorded. now: what else belongs to this update."""
+        self.log.row = SimpleNamespace(
+            rows=[], columns=[], losses=[], wrapped=0, reduced=0, bytes=0,
+            calls=0, late=0, counts=[], targets=False, mixed=False)
+        self.log.now = SimpleNamespace(
+            pending=[], stream=None, unclipped={}, scaled=False, targets=0,
+            received=[])
+
+    def on_message(self, name, tensors):
+        row, now = self.log.row, self.log.now
+        self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
+        row.mixed |= "gather" in name and bool(now.pending)
+        if name.startswith("recv"):
+            now.received += tensors  # kept: so is where they are
+        if "reduce" in name and (self.recorded or any(
+                map(self.carries_gradient, tensors))):
+            count = sum(tensor.numel() for tensor in tensors)
+            row.calls += 1
+            row.reduced += count
+            row.late += count * bool(now.unclipped)  # after it was clipped
+            row.bytes += sum(part.nbytes for tensor in tensors for part in (
+                [tensor._indices(), tensor._values()] if tensor.is_sparse
+                else [tensor]))
+
+    def carries_gradient(self, tensor):
+        """Whether it has what a backward pass of this rank has computed: two
+        neighbours in a parameter's gradient, perhaps divided by their number.
+        """
+        log = self.log
+        known = {storage(weight.grad) for weight in log.parameters.values()}
+        if (not log.sums or tensor.is_sparse or tensor.numel() > MUCH
+                or storage(tensor) in known):
+            return True  # or it cannot be told
+        values, close = tensor.detach().float().flatten(), (
+            1e-2 if is_low(tensor) else 1e-5)
+        for key, part in log.sums.items():
+            grad, count = log.parameters[key].grad, log.parameters[key].numel()
+            if count > len(values) or count == 1 < len(values):
+                continue  # one number is in there by chance
+            apart = 1
+            if grad is None or grad.is_sparse:  # or was taken away
+                apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
+                grad = part[:-1 if apart > 1 else None] * log.scale
+            grad = grad.detach().float().flatten().to(values.device)
+            at = min(grad.abs().argmax().item(), max(len(grad) - 2, 0))
+            some = grad[at:at + 2]
+            pairs = values.unfold(
+                0, apart * (len(some) - 1) + 1, 1)[:, ::apart]
+            for divisor in (1, self.size):
+                if some.any() and ((pairs - some / divisor).abs() <= (
+                        close * some.abs() / divisor)).all(1).any():
+                    return True
+        return False
+
+    def on_gradients(self, optimizer):
+        """Record an update that is to come, and end where it is the last."""
+        if self.recorded:  # a closure may be called several times
+            return
+        log, self.recorded = self.log, True
+        if not log.row.counts:  # no loss.backward(), but autograd.grad()
+            take_pending(log)
+        if log.told and not self.made:  # others are of a validation
+            log.asked("epoch", any(log.told.values()))
+        number = next((i for i, one in enumerate(self.optimizers)
+                       if one is optimizer), len(self.optimizers))
+        if number == len(self.optimizers):
+            self.optimizers.append(optimizer)
+        if self.made[number] == self.steps:
+            self.leave()
+        self.note_saved(number)
+        weights = self.name_weights(number, optimizer)
+        self.seen["updates"].append(self.snapshot(number, optimizer, weights))
+        self.made[number] += 1
+        if len(self.since) == len(self.optimizers):
+            self.leave()
+        if self.kind == "still":
+            freeze(weights)
+        self.weights = weights
+        log.sums.clear()
+        log.weighed.clear()
+        self.begin_update()
+
+    def note_saved(self, number):
+        """Note which optimizers have gradients since it has saved."""
+        if self.kind == "saved" and any(
+                os.path.exists(f"{self.log.folder}/saved-{count}")
+                for count in range(len(self.seen["updates"]) + 1)):
+            self.since.add(number)
+            if self.seen["saved"] is None:
+                self.seen["saved"] = len(self.seen["updates"])
+
+    def name_weights(self, number, optimizer):
+        """An optimizer's parameters by name."""
+        log, weights = self.log, [weight for group in optimizer.param_groups
+                                  for weight in group["params"]]
+        if not all(id(weight) in log.names for weight in weights):
+            log.tell("unnamed", weights)
+        named = {log.names.get(id(weight), f"parameter {number}.{i}"): weight
+                 for i, weight in enumerate(weights)}
+        self.seen["shapes"] |= {name: tuple(weight.shape)
+                                for name, weight in named.items()}
+        return named
+
+    def snapshot(self, number, optimizer, weights):
+        """What led to an update: losses and samples since the last one.
+
+        weights: before it; gradients: of the parameters, before they are
+        clipped; local: what this rank alone has computed of them.
+        """
+        log, now = self.log, describe(weights, thin)
+        # a fused optimizer takes the scale away itself
+        scale = getattr(optimizer, "grad_scale", None) or 1.0
+        update = vars(log.row) | {
+            "optimizer": number,
+            "rates": [float(group["lr"]) for group in optimizer.param_groups
+                      if "lr" in group],
+            "elements": sum(weight.numel() for weight in weights.values()
+                            if weight.requires_grad),
+            "without": [name for name, weight in weights.items()
+                        if weight.requires_grad and weight.grad is None
+                        and id(weight) not in log.sums],  # nor had one
+            "before": now if not self.made[number] or self.since else None,
+            "now": now,  # again before each
+            "random": random_states(),
+            "gradients": describe(weights, lambda weight: (
+                log.now.unclipped[id(weight)] if id(weight)
+                in log.now.unclipped else weight.grad if weight.grad is None
+                else thin(weight.grad) / scale)),
+            "local": describe(weights, lambda weight: log.local.get(
+                id(weight))),
+            "sums": describe(weights, lambda weight: log.sums.get(id(weight))),
+            "weighed": describe(weights, lambda weight: log.weighed.get(
+                id(weight)))}
+        if self.kind in ("saved", "resumed"):
+            update["kept"] = parts.describe(kept(optimizer, weights))
+        return update
+
+    def on_updated(self, optimizer):
+        self.recorded = False
+        # in this step
+        self.seen["updates"][-1]["within"] = self.log.row.reduced
+        self.begin_update()  # of what a closure computes again, nothing
+        buffers = {f"{i}.{name}": thin(buffer)
+                   for i, module in enumerate(self.log.modules.values())
+                   for name, buffer in module.named_buffers()
+                   if buffer.is_floating_point()}
+        self.seen["updates"][-1] |= {
+            "weights": describe(self.weights, thin),
+            "buffers": parts.describe(buffers.items())}
+
+    def on_skipped(self):
+        """Nothing of an update that a GradScaler leaves out is an update's."""
+        self.seen["skipped"].append(len(self.seen["updates"]))
+        self.recorded = False
+        self.log.sums.clear()
+        self.log.weighed.clear()
+        self.begin_update()
+
+    def leave(self):
+        """End here: nothing of the script runs after that.
+
+        Wait for the others: gloo fails where one has gone. Those that never
+        come let `Patience` end them all.
+        """
+        self.log.finish()
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all(
+                Path(f"{self.log.folder}/{rank}.pt").exists()
+                for rank in range(self.size)):
+            time.sleep(0.05)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def describe(weights, tensor_of):
+    """What `parts.describe` says of a tensor of each named parameter."""
+    return parts.describe((name, tensor_of(weight))
+                          for name, weight in weights.items())
+
+
+def freeze(weights):
+    """Let the optimizer leave these parameters alone in its next step."""
+    for weight in weights.values():
+        weight.grad = None
+
+
+def storage(tensor):
+    """Where its elements are, None if that cannot be told."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else None
+
+
+def draw_anew():
+    """Seed what a new process seeds from the system; a fork shares it.
+
+    Python's own generator is seeded at each fork.
+    """
+    torch.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def is_low(tensor):
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def kept(optimizer, weights):
+    """What an optimizer keeps for its parameters: (name, tensor) pairs."""
+    for key, weight in weights.items():
+        for name, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(float(value))
+            if isinstance(value, torch.Tensor):
+                yield f"{key} {name}", thin(value)
+
+
+def random_states():
+    """Of each generator of random numbers, a digest of its state."""
+    states = {"PyTorch's": torch.get_rng_state().tolist(),
+              "Python's": random.getstate(),
+              "NumPy's": sys.modules["numpy"].random.get_state()
+              if "numpy" in sys.modules else None,
+              "the GPU's": torch.cuda.get_rng_state().tolist()
+              if torch.cuda.is_initialized() else None}
+    return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
+            for name, state in states.items()}
+
+
+def take_pending(log):
+    """Note what the modules were given as the samples of this update."""
+    for rows, columns in log.now.pending:
+        log.row.rows += rows
+        log.row.columns += columns
+    log.now.pending = []

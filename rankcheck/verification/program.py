@@ -1,0 +1,109 @@
+"""What is to be verified, as it is typed: a script, or a module of a package.
+
+A launcher before it is left out, as verify is one itself: `torchrun x.py`.
+"""
+
+import importlib.machinery
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.errors import UserError, require
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run",
+             "torch.distributed.launch", "accelerate.commands.launch")
+# What it gives each process beside the environment
+TELLS = {"deepspeed": ["--local_rank={rank}"],
+         "torch.distributed.launch": ["--local-rank={rank}"]}
+OTHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "bash", "sh")
+
+
+@dataclass(frozen=True)
+class Program:
+    """flags: its own. module: its name, as after python -m, or "". launcher:
+    the one that was left out, with its own flags, or "".
+    """
+
+    script: Path
+    flags: tuple
+    module: str = ""
+    launcher: str = ""
+
+    @property
+    def name(self):
+        return f"-m {self.module}" if self.module else self.script.name
+
+    def with_size(self, size, run):
+        """Its flags: {n} is the number of processes, {run} a name; {16/n} and
+        {2*n} are calculated.
+        """
+        def value(found):
+            number, sign = int(found[1] or 1), found[2] or "*"
+            if sign == "*":
+                return str(number * size)
+            require(number % size == 0, f"{found[0]}: {number} is not "
+                    f"divisible by {size}")
+            return str(number // size)
+
+        return [re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag).replace(
+            "{run}", run) for flag in self.flags]
+
+
+def read(words):
+    """The `Program` of a command line."""
+    words = list(words)[list(words[:1]) == ["--"]:]
+    launcher, told = "", []
+    while words:
+        word, module = Path(words[0]).name, words[0] == "-m"
+        if re.fullmatch(r"python[\d.]*", word):
+            words.pop(0)
+            while words and re.fullmatch("-[^mcWX].*", words[0]):
+                words.pop(0)
+        elif word in LAUNCHERS or (
+                module and words[1:] and words[1] in LAUNCHERS):
+            launcher = words[1] if module else word
+            told = TELLS.get(launcher, [])
+            words = after_flags(words[1 + module:], launcher)
+        else:
+            break
+    require(words, "name the script: rankcheck verify -n 2 -- train.py "
+            "--its-flags")
+    require(word not in OTHERS, f"{words[0]} starts the processes, or others: "
+            "verify does that itself, so name what it starts: rankcheck "
+            "verify -n 2 -- train.py --its-flags")
+    require(words[0] != "-c", "verify needs a script in a file, not -c")
+    if module:
+        require(words[1:], "name the module behind -m")
+        return Program(find_module(words[1]), (*told, *words[2:]), words[1],
+                       launcher)
+    script = Path(words[0]).absolute()
+    require(os.path.lexists(script), f"{words[0]} is not there")
+    require(script.is_file(), f"{words[0]} is no file")
+    return Program(script, (*told, *words[1:]), launcher=launcher)
+
+
+def after_flags(words, launcher):
+    """What follows a launcher's own flags: a script, or -m and a module."""
+    for i, word in enumerate(words):
+        if word in ("-m", "--module"):
+            return ["-m", *words[i + 1:]]
+        if word.endswith(".py"):
+            return words[i:]
+    raise UserError(f"which script does {launcher} start? Name it without the "
+                    "launcher: rankcheck verify -n 2 -- train.py --its-flags")
+
+
+def find_module(name):
+    """The file that `python -m NAME` runs here."""
+    path = [os.getcwd(), *sys.path]
+    for part in (*name.split("."), "__main__"):
+        found = importlib.machinery.PathFinder.find_spec(part, path)
+        require(found, f"there is no module {name} here: {part} was not "
+                "found in the current folder, nor where it was installed")
+        if found.submodule_search_locations is None:
+            return Path(found.origin)
+        path = list(found.submodule_search_locations)
+    raise UserError(f"{name} is a package without a __main__.py: name one of "
+                    "its modules")

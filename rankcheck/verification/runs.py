@@ -1,0 +1,200 @@
+"""The runs that verify makes of a script, and which of them it compares."""
+
+from dataclasses import dataclass, replace
+
+from rankcheck.findings import fail, ok, warn
+from rankcheck.verification.comparison import (
+    Comparison,
+    find_split,
+    how_it_ends,
+    killed,
+    makes_up,
+    rows,
+    stopped,
+    times_the_samples,
+)
+
+STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
+            "is it the same on GPUs?")
+AS_ONE, AS_MANY = "as one process ", "as {size} processes "
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the script is started once.
+
+    several: whether as several processes. words: what a sentence about its
+    end begins with. long: whether it makes as many updates as have the
+    samples that several processes read. kind: see `probes.rows.Rows`, and
+    "hashes" with other hashes of strings, "again" as it was.
+    """
+
+    several: bool
+    words: str = ""
+    long: bool = False
+    kind: str = ""
+
+
+RUNS = {
+    "alone": Run(False, AS_ONE),
+    "together": Run(True, AS_MANY),
+    # where several processes read that many minibatches of one
+    "still": Run(False, long=True, kind="still"),
+    # where one process reads other samples, or begins with other weights
+    "hashes": Run(False, kind="hashes"),
+    "again": Run(False, kind="again"),
+    # where the script is resumed
+    "saved": Run(True, "the run to be resumed: ", kind="saved"),
+    "resumed": Run(True, "resumed, ", kind="resumed"),
+}
+
+
+class Runs:
+    """The runs of a script, each made when it is first asked for.
+
+    start(size, steps, kind, flags, gpus): starts the script, a `Trial`;
+    flags: further ones; gpus: whether a CPU stands in for them. device: "gpu"
+    where there are GPUs.
+    """
+
+    def __init__(self, start, size, steps, device="cpu"):
+        self.start, self.size, self.steps = start, size, steps
+        self.device, self.gpus, self.made = device, False, {}
+
+    def __call__(self, name, flags=(), fewer=0):
+        """(a `Trial`, how it ends: a `Finding` or None).
+
+        fewer: updates that it need not make.
+        """
+        run, key = RUNS[name], (name, self.gpus)
+        if key not in self.made:
+            size = self.size if run.several else 1
+            steps = self.steps * (self.size if run.long else 1) - fewer
+            trial = self.start(size, steps, run.kind, flags, self.gpus)
+            self.made[key] = trial, how_it_ends(
+                trial, run.words.format(size=size))
+        return self.made[key]
+
+    def of_first(self, name):
+        """The same of the first run of a script, as it is or else with a CPU
+        in a GPU's place, where it fails only as it is.
+        """
+        trial, ended = self(name)
+        if not ended or stopped(trial) or self.device == "gpu":
+            return trial, ended
+        self.gpus = True
+        other, fails = self(name)
+        self.gpus = not fails
+        if not fails:
+            return other, None
+        if fails.text == ended.text:  # it came no farther
+            return trial, ended
+        fails.hint = [fails.advice + " " * bool(fails.advice) + STOOD_IN]
+        return other, fails
+
+
+def choose(runs):
+    """(the `Comparison`, or None; findings; why all else is not seen, or "").
+
+    What one process cannot do is left out; a CPU stands in for GPUs where the
+    script does not run without them, or each process trains alone.
+    """
+    note = "it does not run without a GPU"
+    alone, refused = runs.of_first("alone")
+    if refused and stopped(alone):
+        return None, [refused], "it has to train as one process first"
+    if refused:  # as with an assertion that there are several
+        together, ended = runs.of_first("together")
+        if ended:
+            return None, [refused], "it has to train as one process first"
+    else:
+        together, ended = runs("together")
+    if not (refused or ended or runs.gpus or reduces(together)
+            or runs.device == "gpu"):
+        runs.gpus = True
+        (one, fails), (several, fails_too) = runs("alone"), runs("together")
+        runs.gpus = not fails and not fails_too and reduces(several)
+        if runs.gpus:
+            alone, together = one, several
+            note = "without a GPU each process trains alone"
+    if killed(together):
+        return None, [ended], "not all ranks came to their end"
+    uneven = count_updates(together)
+    if uneven or (ended and not all(
+            seen and seen["updates"] for seen in together.seen)):
+        return None, uneven or [ended], (
+            "the ranks have not made the same number of updates")
+    findings = [ok(f"{note}: a CPU stands in for GPUs, on which "
+                   'autocast("cuda") changes nothing')] * runs.gpus
+    if refused:
+        findings.append(warn(refused.text, "only what needs no run as one "
+                             "process was looked at"))
+    findings += [ended] * bool(ended)
+    comparison = Comparison(runs, None if refused else alone, together)
+    if not refused and not comparison.asked("FSDP1"):
+        comparison = replace(comparison, split=find_split(alone, together))
+        comparison = replace(comparison, made_up=bool(
+            comparison.split) and makes_up(comparison))
+    return *compare(comparison, findings), ""
+
+
+def compare(comparison, findings):
+    """(the same with the run that it is compared with, findings)."""
+    times = times_the_samples(comparison)
+    columns = replace(comparison, columns=True)
+    if isinstance(times, str) and isinstance(
+            times_the_samples(columns), int):
+        comparison, times = columns, times_the_samples(columns)
+    if times == comparison.size:
+        still, ended = comparison.runs("still")
+        if not ended:
+            return replace(comparison, still=still), findings
+        times = "the third run failed"
+    if times == 1:
+        return comparison, findings
+    if any(rows(comparison.single)):
+        again, more = reads_again(comparison)
+        times, findings = again or times, findings + more
+    return replace(comparison, apart=times), findings
+
+
+def reads_again(comparison):
+    """(why one process cannot be compared with, or ""; findings).
+
+    Does what it reads depend on Python's hashes of strings? Each rank has its
+    own, and so has each start.
+    """
+    def reads_the_same(name):
+        trial, ended = comparison.runs(name)
+        return None if ended else [
+            update["samples"] for update in comparison.view(trial)[0]] == [
+            update["samples"] for update in comparison.single]
+
+    if reads_the_same("hashes") is not False:
+        return "", []
+    again = reads_the_same("again")
+    if again is False:
+        return ("one process reads other samples each time that it is "
+                "started: a seed makes them the same"), []
+    return "", [warn(
+        "what the model is given depends on Python's hashes of strings, which "
+        "differ from rank to rank and from start to start", "a set has "
+        "another order each time: sorted(set(words))")] * bool(again)
+
+
+def reduces(trial):
+    """Whether a rank sends others anything of which they take a mean."""
+    return any(update["reduced"] or update.get("within")
+               for seen in filter(None, trial.seen)
+               for update in seen["updates"])
+
+
+def count_updates(trial):
+    """A finding in a list if the ranks have not made as many updates."""
+    made = [trial.updates(rank) for rank in range(len(trial.seen))]
+    for rank, count in enumerate(made):
+        if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
+            return [fail(f"rank {rank} makes {count} updates, and rank 0 "
+                         f"{made[0]}", "every rank calls optimizer.step() "
+                         "after every minibatch", ranks=[rank])]
+    return []
