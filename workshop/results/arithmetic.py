@@ -1,9 +1,9 @@
 """What a model takes, by arithmetic: memory, and what its processes send.
 
 The formulas are those that the lessons explain and measure. All is in fp32, as
-without autocast; GB are 10**9 bytes. tests/test_traffic.py counts the traffic
-of real runs; its table is workshop/lessons/traffic.md. Only the standard
-library, from Python 3.9 on.
+without autocast; GB are 10**9 bytes. test_traffic.py counts that of real runs;
+its table is workshop/lessons/traffic.md. Only the standard library, from Python
+3.9 on.
 """
 
 from types import SimpleNamespace

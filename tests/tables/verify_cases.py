@@ -1,7 +1,7 @@
 """Scripts in 65 styles for `verify`, each right, and each with mistakes.
 
-    pytest --tables tests/test_verify.py            all of them, in minutes
-    pytest --tables tests/test_verify.py -k "FSDP"  those so called
+    pytest --tables tests/rankcheck/test_verify.py  all of them, in minutes
+    pytest --tables tests/rankcheck/test_verify.py -k "FSDP"  those so called
 
 A right script must not be refused, and of a mistake the answer has to hold the
 given words, which it must not hold of the right one. To extend the table, add
@@ -450,7 +450,7 @@ optimizer = """), (STEP, STEP + """\
             open(b"log.txt", "a").write("x")  # as TensorBoard does
 """), ("import torch\n", "import os\nimport torch\n")),
           "GPUs": ON_GPUS, "GPUs, sharded": GPUS_SHARDED,
-          "starter": (HERE.parent / "starter" / "train.py").read_text()} | {
+          "starter": (HERE.parents[1] / "starter/train.py").read_text()} | {
     style: read(name) for style, name in (
         ("nanoGPT", "nano"), ("minGPT", "mingpt"),
         ("Accelerate", "accelerated"), ("HF Trainer", "hf"),

@@ -1,14 +1,14 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    pytest --tables tests/test_why.py -k of_the_table      all, in an hour
-    pytest --tables tests/test_why.py -k "of_the_table and sound"
-    python tests/why_cases.py FOLDER tests/why_evidence/NAME.jsonl
+    pytest --tables tests/rankcheck/test_why.py -k of_the_table  in an hour
+    pytest --tables tests/rankcheck/test_why.py -k "of_the_table and sound"
+    python tests/tables/why_cases.py FOLDER NAME.jsonl
 
 The last keeps what the ranks of a job have left, as `why` reads it now, for
 test_what_is_said_of_a_job.
 
 Each fault is planted in a copy of a stage's script or of somebody else's
-(tests/foreign), which torchrun, mpirun or srun starts as two processes; srun
+(foreign/), which torchrun, mpirun or srun starts as two processes; srun
 on the throw-away cluster of cluster.py, by the stage's batch file. From the
 first sign of the fault on, `why` is asked again and again: its first complaint
 has to be the right one, within a minute. About a sound run it must not

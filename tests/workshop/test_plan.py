@@ -30,7 +30,7 @@ def table(text, heading):
 
 
 def test_the_pictures_of_lessons_are_of_those_that_there_are():
-    """`pytest tests/test_lab.py -k to_ddp` draws them: see `keep` there."""
+    """test_lab.py draws them: see `keep` there."""
     for name, shown in (("lesson", repr(load_lesson("ddp").changes[4])),
                         ("portal-3", repr(slides.cells("start_here")[:2]))):
         with Image.open(ROOT / "docs" / f"{name}.png") as drawn:

@@ -1,11 +1,11 @@
 """Mutants: finished scripts with a slip in what their lesson adds.
 
-    python tests/mutants.py ddp               100 of them, two at a time
-    python tests/mutants.py ddp --number 250 --seed 1
-    python tests/mutants.py ddp --pairs 20    two slips in each script
-    python tests/mutants.py ddp --styles 20   right ones, written differently
-    python tests/mutants.py ddp --busy 6      beside six busy processes
-    python tests/mutants.py ddp --only per_round  where the line has this
+    python tests/tables/mutants.py ddp               100 of them, two at a time
+    python tests/tables/mutants.py ddp --number 250 --seed 1
+    python tests/tables/mutants.py ddp --pairs 20    two slips in each script
+    python tests/tables/mutants.py ddp --styles 20  right, written differently
+    python tests/tables/mutants.py ddp --busy 6      beside six busy processes
+    python tests/tables/mutants.py ddp --only per_round  whose line has it
 
 The check has to refuse each mutant, and to name the change that the slip is
 in, or its line. What survives is equivalent, for the reason in `EQUIVALENT` or
@@ -38,7 +38,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from check_cases import left_by, left_in, outcome
 

@@ -1,6 +1,6 @@
 """What a step sends and keeps: counted, and equal to the lesson's formulas.
 
-    python tests/test_traffic.py
+    python tests/stages/test_traffic.py
 
 writes the table in workshop/lessons/traffic.md from what it counts.
 """

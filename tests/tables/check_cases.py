@@ -1,7 +1,7 @@
 """Scripts for the check: wrong ones with what it is to say, and right ones.
 
-    pytest --tables tests/test_check.py            all of them, in an hour
-    pytest --tables tests/test_check.py -k "ddp-"  those of a stage
+    pytest --tables tests/workshop/test_check.py  all of them, in an hour
+    pytest --tables tests/workshop/test_check.py -k "ddp-"  those of a stage
 
 They stand in cases/<stage>.py. Each is the stage's solution with changes,
 pairs of an old text that is there once and a new one. A wrong script has to

@@ -131,7 +131,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 def test_tests_do_not_import_each_other():
     """What several of them need is in a module beside them."""
-    for file in (ROOT / "tests").glob("*.py"):
+    for file in (ROOT / "tests").rglob("*.py"):
         assert not re.search(r"^ *(from|import) test_", file.read_text(),
                              re.M), file.name
 

@@ -34,7 +34,7 @@ from shells import (
 )
 from shells import mount as mount  # a fixture
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_NETWORK = {"PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0",
               "PIP_INDEX_URL": CLOSED, "PIP_RETRIES": "0"}
 YES = {"WORKSHOP_INSTALL": "yes"}
