@@ -98,7 +98,8 @@ def passes(repo):
 def keep(page, tmp_path):
     """Draw a picture of the page, for the slides and the README.
 
-    `WORKSHOP_PICTURES=docs pytest --whole -k to_ddp` draws them anew. They say which texts they show.
+    `WORKSHOP_PICTURES=docs pytest --whole -k to_ddp` draws them anew. They say
+    which texts they show.
     """
     def keep(name, shown):
         page.wait_for_timeout(500)
