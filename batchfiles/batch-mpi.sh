@@ -15,8 +15,8 @@ source "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 start=(srun --kill-on-bad-exit=1 --ntasks-per-node="$processes"
     --cpus-per-task="$cores")
-# If site.sh names no way of srun's, and it does not tell MPI about the others,
-# mpirun starts them: it reads the older names of a job's variables.
+# If site.sh does not choose srun's plugin for MPI, and srun's own choice does
+# not work, mpirun starts the ranks. It reads older names of a job's variables.
 if [ -z "${SLURM_MPI_TYPE-}" ] && ((processes * SLURM_NNODES > 1)) &&
     type -P mpirun >/dev/null && ! RANKCHECK_WHY='' "${start[@]}" python -c \
     'from backstage import mpi; mpi.join_mpi()' 2>/dev/null; then

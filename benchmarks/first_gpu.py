@@ -95,7 +95,8 @@ class Bench:
         self.gpu = self.device.type != "cpu"
         self.count = torch.accelerator.device_count() if self.gpu else 0
         self.work = work  # a folder for what nobody keeps
-        self.output = flags.output or new_folder(ROOT / "runs", "first-gpu")
+        output = flags.output or new_folder(ROOT / "runs", "first-gpu")
+        self.output = output.resolve()  # items start in the course's folder
         self.output.mkdir(parents=True, exist_ok=True)
         self.data = work / "data"
         self.data.mkdir()
@@ -392,7 +393,7 @@ ITEMS = {
     "kernels": tiny("kernels", seconds=150, gpu=SLOW),
     "each kernel": Item(100, lambda bench: needs("kernels") or bench.start(
         "each kernel", ROOT / "benchmarks" / "kernels.py", "--output",
-        bench.output.resolve() / "kernels.json"), gpu=SLOW),
+        bench.output / "kernels.json"), gpu=SLOW),
     "mpi x 2": tiny("mpi", mesh=(1, 2, 1)),
     "ddp x 2": tiny("ddp", mesh=(1, 2, 1)),
     "lit x 2": tiny("lit", mesh=(1, 2, 1)),
@@ -429,8 +430,10 @@ MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 
 def measured(record):
     """{name: figures} of the models that fill a GPU."""
-    return {name: record["items"][name]["found"][name] for name in MEASURED
-            if name in record["items"].get(name, {}).get("found", {})}
+    found = {name: record["items"].get(name, {}).get("found", {}).get(name, {})
+             for name in MEASURED}
+    return {name: figures for name, figures in found.items()
+            if "tokens_per_second" in figures}
 
 
 def table(record):

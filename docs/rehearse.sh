@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Does what an attendee does in an hour, in a new clone in this folder, with this
-# site.sh and environment, and says how long it takes. A failed clone is kept.
+# Does what an attendee does in a session, in a new clone in this folder, with
+# this site.sh and environment, and says how long it takes. A failed clone is kept.
 #     bash docs/rehearse.sh [flags of the jobs' scripts, --max-steps 100]
 set -euo pipefail -m # each step is ended with all that it has started
 course=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

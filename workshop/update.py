@@ -1,4 +1,4 @@
-"""Bring this clone to the newest state of the course: `git pull --autostash`.
+"""Merge the newest course into this clone, and keep what was edited.
 
 What is edited is copied before; the desk's script stays. Where an edit and the
 course do not go together, the edit is in the copy and in the stash.
@@ -86,5 +86,6 @@ def copy_edits(more):
             (copies / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copies / name)
     if copies.exists():
-        print(f"copies of what you edited are in {show_path(copies)}")
+        print("copies of what you edited, and of the notebooks that "
+              f"change, are in {show_path(copies)}")
     return show_path(copies)

@@ -123,7 +123,7 @@ def train(names, device, size):
     """Train these rows side by side: {name: its `Run`, and its parts}."""
     with tempfile.TemporaryDirectory() as folder, (
             contextlib.ExitStack()) as stack:
-        sides, errors = {}, Path(folder, "errors")
+        sides = {}
         for name in names:
             script = Path(folder, name, "train_gpt2.py")
             script.parent.mkdir()
@@ -133,14 +133,15 @@ def train(names, device, size):
                  "--run-dir", script.with_name("run"), "--profile", "3",
                  "--eval-minibatches", "1"], cwd=ROOT, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=stack.enter_context(errors.open("w")),
+                stderr=stack.enter_context(
+                    script.with_name("errors").open("w")),
                 env=interpreter.variables()))
             stack.callback(sides[name].kill)
         for steps in (ALONE, *[1] * TURNS):
             for name, side in sides.items():
                 done = take_turn(side, steps)
-                require(done, f"{name} failed: "
-                        f"{errors.read_text().strip().splitlines()[-1:]}")
+                errors = Path(folder, name, "errors").read_text().strip()
+                require(done, f"{name} failed: {errors.splitlines()[-1:]}")
         for side in sides.values():
             side.communicate()
         found = {name: Path(folder, name, "run") for name in names}
@@ -178,7 +179,8 @@ def measure(name, device, size, record):
         *STEPS].index(row) < [*STEPS].index(name)), None)
     print(f"{STEPS[name].what}: it starts"
           + f", and trains in turns with {plain}" * bool(plain)
-          + "; this takes half a minute, on a busy machine some", flush=True)
+          + "; this takes half a minute, or some minutes on a busy machine",
+          flush=True)
     found = train([name, plain] if plain else [name], device, size)
     run, parts = found[name]
     seconds = run.seconds

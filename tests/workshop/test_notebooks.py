@@ -225,7 +225,7 @@ def test_what_is_printed_is_shown_as_it_is(tmp_path, monkeypatch):
     printed = re.search('class="said".*<pre>(.*)</pre>', cells.log(3).html,
                         re.DOTALL)[1]
     assert printed == (f"{tmp_path}/slurm-1.out:\nrun    steps\n"
-                       "   &lt;b&gt;   7\n...\n1998\n1999\n<code>end</code>")
+                       "   &lt;b&gt;   7\n...\n1998\n1999\n`end`")
     assert len(cells.log().text.splitlines()) == 1 + len(lines)
     assert "599\n...\n" not in cells.log(2000).html
 

@@ -28,7 +28,7 @@ def run(*words, advice="nothing is lost; settle this, then try again"):
                         "install it") from error
     reason = " ".join(os.fsdecode(git.stderr).split()) or "no message"
     require(not git.returncode, f"git {words[0]}: {reason}: {advice}")
-    return os.fsdecode(git.stdout).strip()
+    return os.fsdecode(git.stdout).strip("\n")
 
 
 def names(*words):

@@ -67,8 +67,9 @@ def show_output(text, status="", above="", most=600):
 
 def printed(text):
     """HTML of a text in a box that scrolls, and begins at its end."""
-    return scrolling(f"<pre>{page.quote(text)}</pre>",
-                            "What was printed", 'div class="said"')
+    text = html.escape(page.as_calls(text), quote=False)
+    return scrolling(f"<pre>{text}</pre>", "What was printed",
+                     'div class="said"')
 
 
 def table(rows, kind="numbers"):
