@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 KILLED = ("the system ended a process, most likely because the memory is "
-          "full: end other programs and the kernels of other notebooks, or "
-          "ask for a session with more memory (a check needs 1.5 GB)")
+          "full: end other programs, or ask for more")
 
 
 class UserError(Exception):

@@ -110,7 +110,7 @@ class Log:
             SAVE(self.seen, file + ".part")
             os.replace(file + ".part", file)
         except (OSError, RuntimeError) as error:
-            os.write(2, f"the check could not write: {error}\n".encode())
+            os.write(2, f"rankcheck could not write: {error}\n".encode())
 
 
 def replace(owner, *names):

@@ -154,6 +154,10 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     data = scratch.read_script(program.script)
     preload = [*fork_server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
+    try:
+        resume_flags = shlex.split(resume_with or "")
+    except ValueError as error:
+        raise UserError(f"--resume-with: {error}") from None
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
@@ -165,7 +169,7 @@ def examine(program, size, steps, resume_with=None, device="cpu",
         more = Questions()
         if resume_with is not None:
             more.add("a resume brings everything back")(
-                lambda case: resume.verify(shlex.split(resume_with), case))
+                lambda case: resume.verify(resume_flags, case))
 
         out.say(f"{program.name} as 1 and as {size} processes, {steps} updates"
                 f" on the {device.upper()}" + (
@@ -209,7 +213,7 @@ class Starter:
         if program.module and not script.is_relative_to(cwd):
             script = program.script  # it is imported where it is installed
         trial = watch(
-            Trial(script), [*program.with_size(size, name), *flags], seen,
+            Trial(script), [*program.with_size(size, name, flags)], seen,
             self.say, {"allowed": SECONDS, "idle": IDLE,
                        "patience": self.patience},
             world_size=size, module=program.module,

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.errors import UserError, require
+from rankcheck.why.launchers import LAUNCHERS
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run",
-             "torch.distributed.launch", "accelerate.commands.launch")
 # What it gives each process beside the environment
 TELLS = {"deepspeed": ["--local_rank={rank}"],
          "torch.distributed.launch": ["--local-rank={rank}"]}
@@ -35,9 +34,9 @@ class Program:
     def name(self):
         return f"-m {self.module}" if self.module else self.script.name
 
-    def with_size(self, size, run):
-        """Its flags: {n} is the number of processes, {run} a name; {16/n} and
-        {2*n} are calculated.
+    def with_size(self, size, run, more=()):
+        """Its flags, and more: {n} is the number of processes, {run} a name;
+        {16/n} and {2*n} are calculated.
         """
         def value(found):
             number, sign = int(found[1] or 1), found[2] or "*"
@@ -48,7 +47,7 @@ class Program:
             return str(number // size)
 
         return [re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag).replace(
-            "{run}", run) for flag in self.flags]
+            "{run}", run) for flag in (*self.flags, *more)]
 
 
 def read(words):
@@ -59,8 +58,8 @@ def read(words):
         word, module = Path(words[0]).name, words[0] == "-m"
         if re.fullmatch(r"python[\d.]*", word):
             words.pop(0)
-            while words and re.fullmatch("-[^mcWX].*", words[0]):
-                words.pop(0)
+            while words and re.fullmatch("-[^mc].*", words[0]):
+                del words[:2 if words[0] in ("-W", "-X") else 1]
         elif word in LAUNCHERS or (
                 module and words[1:] and words[1] in LAUNCHERS):
             launcher = words[1] if module else word

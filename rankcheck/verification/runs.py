@@ -106,7 +106,8 @@ def choose(runs):
     if refused:  # as with an assertion that there are several
         together, ended = runs.of_first("together")
         if ended:
-            return None, [refused], "it has to train as one process first"
+            return None, [refused, ended], (
+                "it trains neither as one process nor as several")
     else:
         together, ended = runs("together")
     if not (refused or ended or runs.gpus or reduces(together)
@@ -122,7 +123,7 @@ def choose(runs):
     uneven = count_updates(together)
     if uneven or (ended and not all(
             seen and seen["updates"] for seen in together.seen)):
-        return None, uneven or [ended], (
+        return None, uneven + [ended] * bool(ended), (
             "the ranks have not made the same number of updates")
     findings = [ok(f"{note}: a CPU stands in for GPUs, on which "
                    'autocast("cuda") changes nothing')] * runs.gpus
@@ -143,13 +144,13 @@ def compare(comparison, findings):
     times = times_the_samples(comparison)
     columns = replace(comparison, columns=True)
     if isinstance(times, str) and isinstance(
-            times_the_samples(columns), int):
-        comparison, times = columns, times_the_samples(columns)
+            by_columns := times_the_samples(columns), int):
+        comparison, times = columns, by_columns
     if times == comparison.size:
         still, ended = comparison.runs("still")
         if not ended:
             return replace(comparison, still=still), findings
-        times = "the third run failed"
+        return replace(comparison, apart="the third run failed"), findings
     if times == 1:
         return comparison, findings
     if any(rows(comparison.single)):

@@ -65,9 +65,10 @@ def find(target, runs):
         return max(left, key=lambda file: file.stat().st_mtime).parent, []
     text = ask_slurm("scontrol", "show", "job", target)
     for log in re.findall(r"StdOut=(.+)", text):  # names the folder
-        for words in re.findall(r" why (.+)", proc.read_text(log))[::-1]:
+        for words in re.findall(r"(?:-m \w+|rankcheck) why (.+)",
+                                proc.read_text(log))[::-1]:
             place = words.strip("' ")
-            if Path(place).is_dir():
+            if place and os.path.isdir(place):
                 return find(place, runs)
         require(not Path(log).is_file(), f"no rank of job {target} has begun; "
                 f"its output ends:\n{read_end(log)}")
@@ -295,11 +296,12 @@ def name_write(file):
 
 
 def lives(record):
-    """Whether the process lives; None where it is on another machine.
+    """Whether the process lives; None where that cannot be seen.
 
     A process that has begun after the record has its number by chance.
     """
-    if record["host"] != proc.name_host(os.environ):
+    if record["host"] != proc.name_host(os.environ) or not os.path.isdir(
+            "/proc"):
         return None
     return proc.read_state(record["pid"]) not in ("?", "Z") and (
         proc.find_begin(record["pid"]) < record["began"] + 2)

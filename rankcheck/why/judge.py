@@ -140,18 +140,20 @@ def blocked_port(job):
     who = job.deaf
     return job.first in job.meeting and job.first.answer == "" and who and (
         who, f"rank 0 at {job.first.address()} cannot be reached from {who} "
-        f"on {who[0].host}: {who[0].answer or 'no answer'}")
+        f"on {name_hosts(who)}: {who[0].answer or 'no answer'}")
 
 
 @rule(BEGINS, "wrong network interface", "name the interface that connects "
       "the nodes: export NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...")
 def wrong_interface(job):
     """a rank gets no answer at the address that another has named"""
-    deaf = Who(rank for rank in job.meeting
-               if rank.connecting and rank.still >= SOON)
+    deaf = [rank for rank in job.meeting
+            if rank.connecting and rank.still >= SOON]
+    deaf = Who(rank for rank in deaf
+               if rank.connecting[0] == deaf[0].connecting[0])
     return deaf and (deaf, f"{deaf[0].connecting[0]}, which a rank has named "
                      f"as its address, does not answer {deaf} on "
-                     f"{deaf[0].host}")
+                     f"{name_hosts(deaf)}")
 
 
 # -------------------------------------------- they do not call the same thing
@@ -271,8 +273,9 @@ def first_error(job):
     near = [rank for rank in failed[1:] if rank.host != first.host
             and rank.ended["time"] < first.ended["time"] + APART]
     # a launcher looks at its processes now and then
-    ended = ("ended" if near or first.ended.get("told")
-             else "was the first to end")
+    ended = "ended" if near or first.ended.get("told") or any(
+        rank.ended and rank.ended["time"] < first.ended["time"]
+            for rank in job.ranks) else "was the first to end"
     return [first, *near], "; ".join(
         f"{Who([rank])} {ended}{describe_error(rank)}"
         for rank in (first, *near))
@@ -313,10 +316,14 @@ def gone(job):
         for other in job.keeps_waiting(rank)))
     others = {rank.host for rank in job.ranks.without(who)}
     return who and (who, (
-        f"{who} on {who[0].host} ended, and nothing says how" + (
+        f"{who} on {name_hosts(who)} ended, and nothing says how" + (
             "" if others & {rank.host for rank in who} else
             ", and all ranks of that node with it")
         + f"{say_oom(on_hosts(job, who))}; last written at {who[0].heard}"))
+
+
+def name_hosts(ranks):
+    return ", ".join(dict.fromkeys(rank.host for rank in ranks))
 
 
 def on_hosts(job, some):

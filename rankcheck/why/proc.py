@@ -51,12 +51,20 @@ def open_files(pid):
                 yield os.readlink(link)
 
 
+def list_folder(path):
+    """The names in it; none if it is gone, or where there is no /proc."""
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
 def descendants(root):
     """A process and all that it has started, itself first: also what has lost
     its parent, if it is in the session that the process leads.
     """
     children, session = {}, []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    for pid in map(int, filter(str.isdigit, list_folder("/proc"))):
         stat = read_stat(pid)
         if stat:  # else it has ended
             children.setdefault(int(stat[1]), []).append(pid)
@@ -74,7 +82,7 @@ def see_work(pid, but=None):
     process, without the thread `but`, and of each process that it started.
     """
     places = {("thread", int(task)): f"/proc/{pid}/task/{task}"
-              for task in os.listdir(f"/proc/{pid}/task") if task != str(but)}
+              for task in list_folder(f"/proc/{pid}/task") if task != str(but)}
     places |= {("process", child): f"/proc/{child}"
                for child in descendants(pid)[1:]}
     work = {}

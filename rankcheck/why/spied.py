@@ -47,7 +47,8 @@ def watch(processes):
                     ": name the launcher's id, or a rank's"))
         if all(rank["moved"] for rank in ranks.values()) or (
                 time.monotonic() > begin + PATIENCE):
-            return sorted((Rank(rank, True, True) for rank in ranks.values()),
+            return sorted((Rank(rank, proc.read_state(rank["pid"]) not in
+                                ("?", "Z"), True) for rank in ranks.values()),
                           key=lambda rank: rank.rank)
         time.sleep(2)
 

@@ -173,7 +173,6 @@ class Witness:
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.began, self.still, self.place = time.time(), 0, ()
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
-        self.first = time.monotonic()  # the clock may be set meanwhile
         self.script, self.over, self.thread = None, False, None
         self.ended, self.seen = None, set()
         self.lock = threading.Lock()  # for the files, and for how it ended
@@ -357,7 +356,7 @@ class Witness:
             "master": [os.environ.get("MASTER_ADDR"),
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
-            "age": time.monotonic() - self.first, "still": self.still,
+            "still": self.still,
             "stack": self.look(), "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,

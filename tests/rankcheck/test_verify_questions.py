@@ -211,7 +211,7 @@ CASES = [
     (RIGHT, on(1, update=0, before=times(1.5)), "the ranks begin with",
      "rank 1 begins with other weights than rank 0: 0.weight"),
     (RIGHT, on_all(update=0, before=times(1.5)), "the ranks begin with",
-     "they are not the first weights of one process"),
+     "the first weights are not those of one process"),
     (RIGHT, shared(16), "the ranks read different samples", "all 2 ranks "
      "read the same samples"),
     (RIGHT, one_sample, "the ranks read different samples", "all samples are "

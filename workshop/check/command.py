@@ -25,13 +25,17 @@ from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 references = {}  # script -> Trial
 
 
+def number_or_next(text):
+    return text if text == "next" else int(text)
+
+
 def add_arguments(parser):
     parser.add_argument("stage", choices=LESSONS,
                         help="the stage that the lesson makes")
-    parser.add_argument("change", nargs="?", metavar="number", type=lambda
-                        text: text if text == "next" else int(text),
-                        help="try this change alone, as diff numbers it, with "
-                        "all others made; next: the first that is left")
+    parser.add_argument("change", nargs="?", metavar="number",
+                        type=number_or_next, help="try this change alone, as "
+                        "diff numbers it, with all others made; next: the "
+                        "first that is left")
     parser.add_argument("-v", "--verbose", action="store_true",
                         help="show every question, and what follows from a "
                         "mistake")

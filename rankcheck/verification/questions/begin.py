@@ -103,7 +103,7 @@ def start(case):
                          "is filled so at random; GPUs draw others for each "
                          "part", learned=learned)]
         return [(fail if firsts[0][0]["sharded"] else warn)(
-            "they are not the first weights of one process", "the same seed "
+            "the first weights are not those of one process", "the same seed "
             "on all ranks right before the model is made", learned=learned)]
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state, *_ in firsts)

@@ -30,7 +30,7 @@ def same(case):
             update for update in case.longest
             if update["optimizer"] == 0][:case.size]
     elif case.apart:  # parts of one process's tensors, until update 0
-        if rows(mine[0]) and {*rows(mine[0])} != {*rows(good[:1])}:
+        if not rows(mine[0]) or {*rows(mine[0])} != {*rows(good[:1])}:
             return []
         finding = compare(case, loss_error, mine[:1], good[:1], Weights((1,)))
         return [finding] if finding else []
@@ -232,7 +232,8 @@ def gradient_error(case, updates, alone, step, weights):
 
 def weight_error(case, updates, alone, step, weights):
     """By how much of the way from the first weights they are off."""
-    if case.still or "weights" not in updates[0]:
+    if case.still or "weights" not in updates[0] or (
+            alone[0]["optimizer"] != updates[0]["optimizer"]):
         return None
     begin = assemble([first_update(case, updates)["before"]]).tensors
     mine = assemble([update["weights"] for update in updates])
