@@ -152,7 +152,8 @@ fill() { # what another attempt has left is completed
         cp "$venv/$marker" "$venv/$marker~"
     fi
     printf '%s\n' "clone=$PWD" "cache=$cache" >"$venv/$marker"
-    [ ! "$reinstall" ] || made=$(rm -f "$venv"/bin/python{,3,3.*} &&
+    [ ! "$reinstall" ] || made=$(rm -rf "${venv:?}"/bin/python{,3,3.*} \
+        "$venv"/lib/python*/site-packages/pip{,-*} && # else in part
         "$python" -m venv ${system:+"$system"} "$venv" 2>&1) ||
         fail "$python cannot make a virtual environment (on Debian and" \
             "Ubuntu: apt install python3-venv): ${made##*$'\n'}"

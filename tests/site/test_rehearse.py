@@ -25,7 +25,8 @@ def start(tmp_path, activate):
     return here, subprocess.Popen(
         ["bash", course / SCRIPT], cwd=here, text=True, stderr=subprocess.PIPE,
         stdout=subprocess.PIPE, env=os.environ | {"VIRTUAL_ENV": "none"},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL)
+                            for number in (signal.SIGINT, signal.SIGHUP)])
 
 
 @pytest.mark.parametrize(("activate", "name", "said"), [

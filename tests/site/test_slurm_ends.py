@@ -300,15 +300,17 @@ while True:
 
 def test_a_stuck_job_says_why(slurm):
     """While it hangs, by its number; nothing of ours ends it."""
+    def ask():
+        said.append(slurm(sys.executable, "-m", "workshop", "why", job.job,
+                          check=False, PYTHONPATH=str(slurm.repo)).stdout)
+        return re.search("rank 1 has not answered.*\n.*on "
+                         f"{slurm.nodes[1]}$", said[-1], re.M)
+
+    said = []
     with slurm.counting("lit", TRAINS):
         job = Starts(slurm, "lit-2n1g")
         job.get_going()
         job.kill(signal.SIGSTOP)
-        said = []
-        wait_for(lambda: said.append(slurm(
-            sys.executable, "-m", "workshop", "why", job.job, check=False,
-            PYTHONPATH=str(slurm.repo))) or said[-1].returncode)
+        wait_for(ask, 120, lambda: said[-1])
         job.kill(signal.SIGCONT)
         job.cancel()
-    assert f"rank 1 on {slurm.nodes[1]}" in said[-1].stdout.splitlines()[0], (
-        said[-1].stdout)

@@ -31,7 +31,7 @@ from workshop.lesson.diff import Diff
 from workshop.notebook import cells
 from workshop.stages import STAGES
 
-SUITE = {"no Python": (), "a segmentation fault": pytest.mark.whole}
+SUITE = {"a segmentation fault": pytest.mark.whole}
 IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "0",
            "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0",

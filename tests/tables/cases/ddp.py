@@ -125,7 +125,6 @@ CASES = (
     wrong("prints without end", "it prints without end",
           ("        mean_loss = torch.zeros(", "        while step == 2:\n"
            "            print('x' * 1000)\n        mean_loss = torch.zeros(")),
-    wrong("no Python", "expected ':'", ("def main():", "def main()")),
     right("the solution"),
     right("no no_sync", (SYNC, "with nullcontext():"),
           warns="gradients are reduced 4.0 times a step"),
