@@ -26,6 +26,8 @@ references = {}  # script -> Trial
 
 
 def number_or_next(text):
+    if text != "next" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number, and not next")
     return text if text == "next" else int(text)
 
 
