@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from rankcheck.errors import UserError, require
+from rankcheck.errors import UserError
 from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import (
     ask_about,
@@ -63,7 +63,8 @@ def why(target, runs=Path("runs"), describe_run=unknown,
         print(f"what was started last: {target}",
               *map(str, begin.get("command", ())))
     ranks = collect(folder, processes)
-    require(ranks, f"{target}: {say_begin(folder) if folder else ''}")
+    if not ranks:  # then only the start can say something
+        raise UserError(f"{target}: {say_begin(folder) if folder else ''}")
     answer = judge(ranks)
     print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:

@@ -88,7 +88,7 @@ def newest(folder):
 def find_writer(folder):
     """Where a live process writes its evidence that has a file open here."""
     inside = f"{folder.resolve()}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in proc.list_processes():
         if any(path.startswith(inside) for path in proc.open_files(pid)):
             return find_folder(pid)
     return None
@@ -146,7 +146,7 @@ def say_begin(folder):
              for file in folder.glob("*.exits")
              for pid, told in read_json(file).items() if pid == "launcher"]
     pid = begin.get("pid", 0)
-    if proc.find_begin(pid) and proc.find_begin(pid) < begin["time"] + 1:
+    if 0 < proc.find_begin(pid) < begin.get("time", 0) + 1:
         unmet = [place for child in proc.descendants(pid)
                  for place in proc.connecting(child)]
         texts.append(f"process {pid} runs" + "".join(

@@ -275,7 +275,7 @@ def first_error(job):
     # a launcher looks at its processes now and then
     ended = "ended" if near or first.ended.get("told") or any(
         rank.ended and rank.ended["time"] < first.ended["time"]
-            for rank in job.ranks) else "was the first to end"
+        for rank in job.ranks) else "was the first to end"
     return [first, *near], "; ".join(
         f"{Who([rank])} {ended}{describe_error(rank)}"
         for rank in (first, *near))

@@ -22,7 +22,10 @@ def read_text(file):
 
 
 def read_stat(pid):
-    """What Linux says of a process, from its state on; [] if it is gone."""
+    """What Linux says of a process, from its state on; [] if it is gone.
+
+    pid: its number, or PID/task/THREAD.
+    """
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
@@ -59,12 +62,16 @@ def list_folder(path):
         return []
 
 
+def list_processes():
+    return map(int, filter(str.isdigit, list_folder("/proc")))
+
+
 def descendants(root):
     """A process and all that it has started, itself first: also what has lost
     its parent, if it is in the session that the process leads.
     """
     children, session = {}, []
-    for pid in map(int, filter(str.isdigit, list_folder("/proc"))):
+    for pid in list_processes():
         stat = read_stat(pid)
         if stat:  # else it has ended
             children.setdefault(int(stat[1]), []).append(pid)
@@ -81,16 +88,16 @@ def see_work(pid, but=None):
     """{(what, its id): [name, state, ticks, bytes]} of each thread of a
     process, without the thread `but`, and of each process that it started.
     """
-    places = {("thread", int(task)): f"/proc/{pid}/task/{task}"
+    places = {("thread", int(task)): f"{pid}/task/{task}"
               for task in list_folder(f"/proc/{pid}/task") if task != str(but)}
-    places |= {("process", child): f"/proc/{child}"
-               for child in descendants(pid)[1:]}
+    places |= {("process", child): child for child in descendants(pid)[1:]}
     work = {}
     for key, place in places.items():
-        stat = read_text(f"{place}/stat").rpartition(")")[2].split()
+        stat = read_stat(place)
         if stat:
-            work[key] = [read_text(f"{place}/comm").strip(), stat[0],
-                         sum(map(int, stat[11:15])), read_text(f"{place}/io")]
+            work[key] = [read_text(f"/proc/{place}/comm").strip(), stat[0],
+                         sum(map(int, stat[11:15])),
+                         read_text(f"/proc/{place}/io")]
     return work
 
 

@@ -4,14 +4,13 @@ It needs the right to look into them, and sees lines, but no collectives.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from rankcheck.errors import UserError, require
+from rankcheck.errors import UserError
 from rankcheck.why import launchers, proc
 from rankcheck.why.ranks import PATIENCE, Rank
 
@@ -40,11 +39,13 @@ def watch(processes):
                     "work": proc.describe_work(
                         known["counts"], seen["counts"],
                         seen["written"] - known["written"])}
-        unmet = [place for pid in processes for place in proc.connecting(pid)]
-        require(ranks, f"process {processes[0]} has started no process that "
-                "knows its RANK" + (
-                    f", and gets no answer from {unmet[0]}" if unmet else
-                    ": name the launcher's id, or a rank's"))
+        if not ranks:
+            unmet = [place for pid in processes
+                     for place in proc.connecting(pid)]
+            raise UserError(
+                f"process {processes[0]} has started no process that knows "
+                "its RANK" + (f", and gets no answer from {unmet[0]}" if unmet
+                              else ": name the launcher's id, or a rank's"))
         if all(rank["moved"] for rank in ranks.values()) or (
                 time.monotonic() > begin + PATIENCE):
             return sorted((Rank(rank, proc.read_state(rank["pid"]) not in
@@ -55,8 +56,8 @@ def watch(processes):
 
 def with_peers(processes):
     """These, and the others on this machine that meet at the same place."""
-    places = {pid: read_environment(pid).get("MASTER_PORT") for pid in map(
-        int, filter(str.isdigit, os.listdir("/proc")))}
+    places = {pid: read_environment(pid).get("MASTER_PORT") for pid in
+              proc.list_processes()}
     ports = {places.get(pid) for pid in processes} - {None}
     return sorted({*processes, *(
         pid for pid, port in places.items() if port in ports)})

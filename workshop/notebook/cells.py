@@ -127,9 +127,9 @@ def on_board(*arguments, link=str):
     board = Board(page.as_calls)
     show = live(lambda: following.alive(Shown(
         page.box(link(board.to_html(check_pictures.draw(board)))
-                   + page.KEEP_IN_SIGHT * (board.right is not None
-                                             and not board.is_old),
-                   board.last), board.to_text())))
+                 + page.KEEP_IN_SIGHT * (board.right is not None
+                                         and not board.is_old),
+                 board.last), board.to_text())))
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
 
@@ -246,7 +246,7 @@ def journey():
     rows = [("lesson", "it makes", "check passed", "runs"), *done()]
     return Shown(page.box(
         paragraph(f"<strong>{page.quote(words)}</strong> "
-                         + ", ".join(links))
+                  + ", ".join(links))
         + table(rows, "words")), " ".join([words, *lessons]))
 
 

@@ -104,4 +104,4 @@ def log(lines=600):
     require(lines in range(1, 10_000), "lines is a number from 1 on")
     newest = max(logs, key=lambda path: path.stat().st_mtime)
     return show_output(f"{show_path(newest)}:\n"
-                + newest.read_text("utf-8", "replace"), most=lines)
+                       + newest.read_text("utf-8", "replace"), most=lines)

@@ -83,7 +83,7 @@ def table(rows, kind="numbers"):
         f"<td>{cell}</td>" for cell in cells) for name, *cells in body]
     lines = "".join(f"<tr>{line}</tr>" for line in lines)
     return scrolling(f'<table class="{kind}">{lines}</table>',
-                            f"Table: {', '.join(head)}")
+                     f"Table: {', '.join(head)}")
 
 
 def as_table(rows, kind="numbers", notes=()):
