@@ -12,6 +12,8 @@ import sys
 import time
 import traceback
 
+from backstage import ROOT
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch.distributed says only of another process that is gone or silent.
 # The client of its store times out, too, where no other has been met yet.
@@ -190,7 +192,10 @@ def explain(error):
                 "see in which line; if that line is not yours, try another "
                 "device; --resume goes on from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        foreign = (error.errno in (errno.EACCES, errno.EROFS)
+                   and str(error.filename).startswith(f"{ROOT}{os.sep}"))
+        return (f"{error.filename}: {error.strerror}"
+                + ": work in a clone of your own" * foreign)
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"there is no room to write: {error.strerror}: make room; a "
                 "run goes on with --resume")
