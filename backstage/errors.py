@@ -184,8 +184,7 @@ def explain(error):
         return f"too few files may be open: try `ulimit -n 4096` ({error})"
     if kind.startswith("Dist") or "gloo" in str(error):
         return explain_distributed(str(error).strip().splitlines() or [kind])
-    # It names a line that may have nothing to do with it: the device computes
-    # later than the program runs, unless it is told to wait.
+    # Errors of a device are asynchronous: the traceback may name another line.
     if (kind == "AcceleratorError"
             and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
         return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "

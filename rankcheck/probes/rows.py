@@ -193,7 +193,7 @@ class Rows:
         self.recorded = False
         # in this step
         self.seen["updates"][-1]["within"] = self.log.row.reduced
-        self.begin_update()  # of what a closure computes again, nothing
+        self.begin_update()  # drop what a closure recomputes
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in module.named_buffers()
@@ -247,7 +247,7 @@ def storage(tensor):
 
 
 def draw_anew():
-    """Seed what a new process seeds from the system; a fork shares it.
+    """Seed the generators anew: forked ranks would share their state.
 
     Python's own generator is seeded at each fork.
     """
