@@ -56,15 +56,15 @@ def why(target, runs=Path("runs"), describe_run=unknown,
     in a line how the run in a folder was started, explain_speed: in several,
     what its steps' time goes to; both nothing if they do not know it.
     """
-    folder, processes = find(target, runs)
-    begin = read_json(folder / BEGIN) if folder else {}
+    folder = find(target, runs)
+    begin = read_json(folder / BEGIN)
     if target is None:
         target = str(folder)
         print(f"what was started last: {target}",
               *map(str, begin.get("command", ())))
-    ranks = collect(folder, processes)
+    ranks = collect(folder)
     if not ranks:  # then only the start can say something
-        raise UserError(f"{target}: {say_begin(folder) if folder else ''}")
+        raise UserError(f"{target}: {say_begin(folder)}")
     answer = judge(ranks)
     print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:
@@ -73,7 +73,7 @@ def why(target, runs=Path("runs"), describe_run=unknown,
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
     about = ""
-    for place in [*folder.parents][:2] if folder else ():
+    for place in [*folder.parents][:2]:
         about = describe_run(place)
         if about:
             print(f"  {about}")
@@ -89,7 +89,7 @@ def why(target, runs=Path("runs"), describe_run=unknown,
     if begin.get("output") and not all(rank.runs for rank in ranks):
         print(f"  its output, {begin['output']}, ends:\n"
               f"{read_end(begin['output'])}")
-    if folder and answer.kind in ("", "straggler"):
+    if answer.kind in ("", "straggler"):
         for line in explain_speed(place if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")

@@ -65,7 +65,6 @@ class Rank:
     """
 
     looks, work = (), ()
-    moved = True  # while py-spy looked
     answers = True  # or nothing asks it: it has not loaded torch or MPI yet
     answer = None  # at rank 0's address: "" or the problem, if it has tried
 

@@ -140,7 +140,7 @@ def report(job):
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):
         text = f"all ranks have ended {with_status(job.ranks)}"
-    elif all(rank.runs and not rank.mute and rank.still < SOON and rank.moved
+    elif all(rank.runs and not rank.mute and rank.still < SOON
              for rank in job.ranks):
         text = "the ranks move on"
     else:

@@ -4,7 +4,7 @@
     HOST-PID.end      how it ended, written once, in a room that is reserved
     HOST-PID.stack    its stack, if SIGTERM or a crash ended it
     HOST-PID.exits    of a launcher: how its processes and it have ended
-    ask               is touched by whoever wants all of them to write
+    ask               a number: who wants all of them to write changes it
 
 The first is written at the start and at the end; in between by a thread: when
 asked, and when the main thread has not moved for 20 s (then it asks all the
@@ -39,7 +39,7 @@ from .launchers import find_error, find_rank
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
-FORMAT = "rankcheck 2"  # of a record
+FORMAT = "rankcheck 3"  # of a record
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -167,14 +167,15 @@ class Witness:
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
         if find_rank()[0] == 0:
-            self.ask.open("a").close()  # its time stays, if it is there
+            # a network file system remembers of a file that it is not there
+            self.ask.open("a").close()
         with contextlib.suppress(OSError):  # else nobody is to remove it
             self.mark = (folder / MARK).open()
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.began, self.still, self.place = time.time(), 0, ()
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.script, self.over, self.thread = None, False, None
-        self.ended, self.seen = None, set()
+        self.ended, self.seen, self.asked = None, set(), None
         self.lock = threading.Lock()  # for the files, and for how it ended
         self.oom_before = proc.count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
@@ -248,7 +249,7 @@ class Witness:
 
     def watch_moves(self):
         self.thread = threading.get_native_id()
-        answered, wait = self.last_ask(), STILL
+        self.asked, wait = self.last_ask(), STILL
         self.write()
         before = asked_at = time.monotonic()
         while self.ended is None:
@@ -263,9 +264,9 @@ class Witness:
             self.note_end()
             if self.still > wait and now - asked_at > STILL / 2:
                 with contextlib.suppress(OSError):  # for example a full disk
-                    self.ask.touch()
-            if self.last_ask() != answered:
-                answered, asked_at = self.last_ask(), now
+                    self.ask.write_text(str(time.time_ns()))
+            if self.last_ask() != self.asked:
+                self.asked, asked_at = self.last_ask(), now
                 wait = 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
@@ -288,11 +289,7 @@ class Witness:
                 self.end(1, find_error())
 
     def last_ask(self):
-        try:  # opened, because a network file system keeps what stat() says
-            with self.ask.open() as file:
-                return os.fstat(file.fileno()).st_mtime_ns
-        except OSError:
-            return 0
+        return proc.read_text(self.ask)
 
     def find_place(self):
         """What changes when the main thread moves on: the instructions that
@@ -360,6 +357,7 @@ class Witness:
             "stack": self.look(), "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,
+            "asked": self.asked,
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(calls.find_torch() or calls.mpi_calls),

@@ -22,7 +22,6 @@ from conftest import edit, needs, program, python
 
 from backstage import ROOT
 from notebooks.experiments import hangs
-from notebooks.experiments.hangs import REDUCE
 from rankcheck.errors import UserError
 from rankcheck.launch.ranks import Launch, free_port
 from rankcheck.why import (
@@ -31,7 +30,6 @@ from rankcheck.why import (
     evidence,
     launchers,
     proc,
-    spied,
     start,
     witness,
 )
@@ -63,12 +61,7 @@ def launch(tmp_path):
 
 
 def answer(folder):
-    return judge(collect(folder, []))
-
-
-def lose_patience(monkeypatch, seconds):
-    for name in ("judge", "ranks", "spied"):
-        monkeypatch.setattr(f"rankcheck.why.{name}.PATIENCE", seconds)
+    return judge(collect(folder))
 
 
 NAMED = {  # the fault, the ranks to blame, and words of the reason
@@ -96,7 +89,7 @@ def test_the_faults_of_the_lesson(number, tmp_path):
     try:
         if number in (4, 8):  # those that end
             job.wait(240)
-        wait_for(lambda: folder.exists() and collect(folder, []) and answer(
+        wait_for(lambda: folder.exists() and collect(folder) and answer(
             folder).kind, 240)
         found = answer(folder)
     finally:
@@ -168,7 +161,7 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     launch((), "--pause", 1)
     folder = tmp_path / "why"
     wait_for(lambda: folder.exists() and [
-        len(rank.calls or ()) > 8 for rank in collect(folder, [])
+        len(rank.calls or ()) > 8 for rank in collect(folder)
         ] == [True] * 3, 240)
     assert answer(folder).kind == ""
     record = json.loads((
@@ -184,58 +177,12 @@ def test_a_sound_run_is_no_alarm(launch, tmp_path, capsys, monkeypatch):
     assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  line "
                      r"\d+ of their_train.py: time.sleep\(args.pause\)", said,
                      re.DOTALL)
-    for rank in collect(folder, []):
+    for rank in collect(folder):
         os.kill(rank.pid, signal.SIGSTOP)
     monkeypatch.setattr(evidence, "ANSWER", 1)
     assert speed.main(Namespace(job=str(folder))) == 1
     assert capsys.readouterr().out.startswith(
         "a stopped process: ranks 0, 1, 2 are stopped: ")
-
-
-@pytest.mark.whole
-def test_a_script_that_knows_nothing_of_us(tmp_path, monkeypatch, capsys):
-    """py-spy is enough."""
-    needs("py-spy")
-    lose_patience(monkeypatch, 4)
-    script = tmp_path / "their_train.py"
-    script.write_text(edit(hangs.SCRIPT.read_text(), (
-        REDUCE, "        if rank != 1 or step != 3:\n    " + REDUCE)))
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}
-    ranks = [subprocess.Popen(
-        [sys.executable, script],
-        env={**os.environ, "RANK": str(rank), **names},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for rank in range(2)]
-    try:
-        end, found = time.monotonic() + 240, ""
-        while not re.match("no fault is proven: .*line 40", found):
-            assert time.monotonic() < end, found
-            status = command.why(str(ranks[0].pid))
-            found = capsys.readouterr().out.partition("\n")[0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert status == 0  # their messages are not known, only their lines
-    assert re.search("rank 0 waits in .*, in line 38 of their_train", found)
-    assert re.search("rank 1 waits in .*, in line 40 of their_train", found)
-
-
-@pytest.mark.whole
-def test_a_stopped_process_has_no_stack():
-    """py-spy cannot look into it."""
-    needs("py-spy")
-    process = subprocess.Popen(
-        [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"],
-        stdout=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        assert spied.spy(process.pid) == []
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def run_watched(folder, text, *words, **variables):
@@ -338,16 +285,15 @@ def test_a_process_that_is_no_rank(tmp_path):
         ["bash", "-c", f"RANKCHECK_WHY=$PWD/why-$$ exec {sys.executable} "
          f"{script}"], cwd=tmp_path, check=True,
         env={**os.environ, "PYTHONPATH": str(HOOK)})
-    rank, = collect(*tmp_path.glob("why-*"), [])
+    rank, = collect(*tmp_path.glob("why-*"))
     assert (rank.rank, rank.world_size, rank.ending) == (0, 1, "done")
 
 
 @pytest.mark.whole
 def test_ranks_that_plain_python_spawns(tmp_path):
-    """Without the hook and with it, before they have joined a group: their
-    numbers are those that mp.spawn gives.
+    """Their numbers, before they have joined a group, are mp.spawn's; `why`
+    finds their folder by the process that has started them.
     """
-    needs("py-spy")
     script = tmp_path / "script.py"
     script.write_text(f"""\
 import time
@@ -363,11 +309,8 @@ if __name__ == '__main__': mp.spawn(train, nprocs=2)
     job = subprocess.Popen([sys.executable, script], env={
         **os.environ, "PYTHONPATH": str(HOOK), "RANKCHECK_WHY": str(why)})
     try:
-        wait_for(lambda: sorted(
-            seen["rank"] for pid in proc.descendants(job.pid)
-            if (seen := spied.look(pid))) == [0, 1], 120)
-        assert spied.look(job.pid, alone=True)["world_size"] == 1
-        wait_for(lambda: len(collect(why, [])) == 2, 120)
+        wait_for(lambda: len(collect(why)) == 2, 120)
+        assert evidence.find(str(job.pid), tmp_path) == why
         wait_for(lambda: "rank 0 waits in init_process_group, in line 6" in (
             answer(why).text), 120)  # not as soon as it is there
         assert "rank 1 is in line 5 of script.py: time.sleep(600" in answer(
@@ -389,16 +332,8 @@ def test_an_earlier_start_in_the_same_folder():
     assert evidence.of_last_start(first + second) == [first[2], *second]
 
 
-def test_a_clock_that_is_set_back(tmp_path, monkeypatch):
-    """An answer is one, and the last collective stays the last."""
-    file = tmp_path / "node1-1.json"
-    file.write_text("{}")
-    asked = {file: evidence.name_write(file)}
-    record = {"host": "node1", "pid": 1}
-    assert not evidence.answered(tmp_path, record, asked)
-    os.utime(file, (1, 1))
-    assert evidence.answered(tmp_path, record, asked)
-
+def test_a_clock_that_is_set_back(monkeypatch):
+    """The last collective stays the last."""
     entries = [{"process_group": ["0"], "collective_seq_id": number,
                 "profiling_name": "gloo:all_reduce", "input_sizes": [],
                 "input_dtypes": [], "retired": False, "is_p2p": False,
@@ -626,13 +561,14 @@ def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
     record = {"format": witness.FORMAT, "rank": 0, "world_size": 2,
               "host": "node1", "written": 10, "began": 1, "start": [],
               "stack": [], "joined": True, "calls": None, "ended": None,
-              "answers": True, "launched": True, "library": ""}
+              "answers": True, "launched": True, "library": "",
+              "asked": "7"}
     for pid, changes in enumerate(({}, others)):
         (tmp_path / f"node1-{pid}.json").write_text(json.dumps(
             {**record, "pid": pid, **changes}))
     monkeypatch.setattr(evidence, "ANSWER", 0)
-    monkeypatch.setattr(evidence, "answered", lambda *_: True)
-    assert sorted(rank.pid for rank in collect(tmp_path, [])) == chosen
+    monkeypatch.setattr(time, "time_ns", lambda: 7)  # what they are asked
+    assert sorted(rank.pid for rank in collect(tmp_path)) == chosen
 
 
 @pytest.mark.parametrize("text", [
@@ -716,7 +652,8 @@ def test_names_that_are_no_utf8(tmp_path):
     process = subprocess.Popen([name, "60"])
     try:
         assert process.pid in proc.descendants(os.getpid())
-        assert spied.look(process.pid) is None
+        with pytest.raises(UserError, match="py-spy dump --subprocesses"):
+            evidence.find(str(process.pid), tmp_path)
         assert proc.read_state(process.pid) in "RS"
     finally:
         process.kill()
@@ -815,21 +752,15 @@ def test_slurms_word(sacct, lines, monkeypatch):
     assert evidence.ask_about("runs/mine") == []
 
 
-def test_what_has_ended_or_never_began(tmp_path, monkeypatch):
-    """A rank by its process's number; torchrun, which reaches nobody."""
-    folder, log = tmp_path / "runs" / "mine" / "why", tmp_path / "log"
+def test_a_job_by_its_number(tmp_path):
+    """Its newest start, by SLURM's number or PBS's; none has the other."""
+    folder = tmp_path / "ddp-1n4g-12" / "why"
     folder.mkdir(parents=True)
-    (folder / "node1-99999999.json").touch()
-    log.write_text("[c10d] The client socket has failed to connect to any "
-                   "network address of (192.0.2.77, 29511).\n")
-    find = functools.partial(evidence.find, runs=tmp_path / "runs")
-    monkeypatch.setattr(evidence, "ask_slurm",
-                        lambda *_: f"JobId=4711\n   StdOut={log}\n")
-    assert find("99999999") == (folder, [])
-    job = folder.parent.rename(folder.parent.with_name("ddp-1n4g-12")) / "why"
-    assert find("12") == find("12.server") == (job, [])
-    with pytest.raises(UserError, match=r"address of .192\.0\.2\.77, 29511"):
-        find("471100000")
+    (folder / "node1-7.json").touch()
+    assert evidence.find("12", tmp_path) == folder
+    assert evidence.find("12.server", tmp_path) == folder
+    with pytest.raises(UserError, match="neither a process"):
+        evidence.find("471100000", tmp_path)
 
 
 # ------------------------------------- what the jobs of the past have left

@@ -388,7 +388,7 @@ def keep_evidence(folder, file, most=4):
     its last collectives.
     """
     lines = []
-    for rank in collect(Path(folder), []):
+    for rank in collect(Path(folder)):
         record = {name: value for name, value in vars(rank).items()
                   if name not in ("alive", "fresh", "last", "looks")}
         record["calls"] = [
