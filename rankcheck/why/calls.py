@@ -115,6 +115,7 @@ def read_record(lines):
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
+    rank = find_torch().get_rank() if dumps else None
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -122,7 +123,9 @@ def read_record(lines):
         "number": entry["collective_seq_id"],
         "call": entry["profiling_name"].rpartition(":")[2],
         "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-        "gets": len(entry.get("output_sizes", ())),
+        # it does not say which; but the one that gets something is
+        "root": rank if entry.get("output_sizes") and entry[
+            "profiling_name"].endswith(":gather") else None,
         "waits": not entry["retired"], "p2p": entry["is_p2p"],
         "time": entry["time_created_ns"] / 1e9,
         "line": find_line([

@@ -92,11 +92,11 @@ class Rank:
 
     @property
     def ending(self):
-        """How it ended: runs, done, error, lost, stopped, killed, crashed or
-        gone, of which nobody has left a word.
+        """How it ended: runs, done, error, lost, stopped, killed or gone, of
+        which nobody has left a word.
         """
-        if "Fatal Python error" in self.last:
-            return "crashed"
+        if self.crash:
+            return "killed"
         lives = self.fresh if self.alive is None else self.alive
         if self.signal and (self.ended or not lives) and not self.alive:
             return "stopped" if self.signal in (
@@ -113,10 +113,17 @@ class Rank:
         return "gone" if self.alive is False else "silent"
 
     @property
+    def crash(self):
+        """Its last words, for example "Segmentation fault"; "" without any."""
+        return "".join(re.findall("Fatal Python error: (.*)", self.last)[:1])
+
+    @property
     def signal(self):
-        """The name of the signal that has ended it, if a launcher says so, or
-        its own handler; "" if none is known.
+        """The signal that has ended it, if a launcher says so, its own
+        handler, or its last words; "" if none is known.
         """
+        if self.crash:
+            return self.crash
         if (self.ended or {}).get("error") == "KeyboardInterrupt":
             return "SIGINT"
         if self.last and not self.ended:
@@ -268,7 +275,7 @@ class Job:
     @cached_property
     def meeting(self):
         """Those in init_process_group(), if no error keeps others away."""
-        return Who() if self.by["error"] or self.by["crashed"] else (
+        return Who() if self.by["error"] or self.by["killed"] else (
             self.those(lambda rank: rank.runs and not rank.joined
                        and rank.inside(MEETING)))
 

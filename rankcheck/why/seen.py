@@ -77,9 +77,9 @@ def describe(rank):
                            "^is", "was", where)),
             "lost": lambda: "lost the others" + describe_error(rank),
             "error": lambda: "ended" + describe_error(rank),
-            "crashed": lambda: f"crashed in {rank.place}",
-            "killed": lambda: f"was ended by {rank.signal}; last wrote at "
-                              f"{rank.heard}",
+            "killed": lambda: f"was ended by {rank.signal}, " + (
+                f"in {rank.place}" if rank.crash else "as the launcher says; "
+                f"last wrote at {rank.heard}"),
             "gone": lambda: "is gone, and nothing says how; last wrote at "
                             f"{rank.heard}{say_oom([rank])}"}[rank.ending]()
     words = [where + since

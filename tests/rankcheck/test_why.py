@@ -67,7 +67,7 @@ def answer(folder):
 NAMED = {  # the fault, the ranks to blame, and words of the reason
     1: ("different collectives", [2], "all_gather of float [1]"),
     2: ("different collectives", [1], "all_gather of float [1]"),
-    3: ("different sizes", [1], "all_reduce of float [3]"),
+    3: ("different collectives", [1], "all_reduce of float [3]"),
     4: ("no record of an end", [1], "rank 1 on"),
     5: ("blocked port", [2], "cannot be reached from rank 2 on"),
     6: ("wrong MASTER_ADDR", [0], "192.0.2.77"),
@@ -585,15 +585,15 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
     (tmp_path / "node1-7.exits").write_text(json.dumps(
         {8: {"rank": 1, "status": -7, "time": 9}}))
     assert answer(tmp_path).text.startswith(
-        "SIGBUS has ended rank 1 on node1, as the launcher says")
+        "rank 1 was ended by SIGBUS, as the launcher says")
 
 
 @pytest.mark.parametrize(("last", "fault", "words"), [
     ("sys.exit(3)", "a rank ended", "rank 1 ended, with "
      "status 3, as the launcher says"),
     ("os._exit(4)", "a rank ended", "with status 4"),
-    ("os.kill(os.getpid(), 14)", "a rank was killed", "SIGALRM has ended "
-     "rank 1"),
+    ("os.kill(os.getpid(), 14)", "a rank was killed", "rank 1 was ended by "
+     "SIGALRM"),
     ("1 / 0", "a rank ended", "in line 6 of script.py: 1 / 0, with ")])
 @pytest.mark.whole
 def test_what_the_launcher_says_of_an_end(last, fault, words, tmp_path):
@@ -768,7 +768,7 @@ def test_a_job_by_its_number(tmp_path):
 EVIDENCE = Path(__file__).with_name("why_evidence")
 JOBS = [  # what its ranks have left, the fault, who is to blame, its words
     ("alarm-ended", "a rank was killed", [1],
-     "SIGALRM has ended rank 1 on node1"),
+     "rank 1 was ended by SIGALRM, as the launcher says"),
     ("atexit", "", [],
      "rank 0 is in line 5 of atexit.py (in wait of threading.py) for 115 s, "
      "after the end of its script; rank 1 ended with status 0"),
@@ -782,7 +782,8 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
      "all_gather of float [1] in line 40"),
     ("fault-2", "different collectives", [1],
      "all_gather of float [1] in line 39"),
-    ("fault-3", "different sizes", [1], "all_reduce of float [3] in line 39"),
+    ("fault-3", "different collectives", [1],
+     "all_reduce of float [3] in line 39"),
     ("fault-4", "no record of an end", [1],
      "rank 1 on node1 ended, and nothing says how"),
     ("fault-5", "blocked port", [2], "cannot be reached from rank 2 on"),
@@ -793,10 +794,10 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
     ("fault-9", "each waits for the other", [2],
      "rank 2 waits in Recv for rank 0"),
     ("finally_barrier", "different collectives", [1], "barrier in line 11"),
-    ("fsdp_rank0-ended", "a rank crashed", [0],
-     "in line 12 of fsdp_rank0.py, ended by: Aborted"),
-    ("gather_dst", "different roots", [0, 2],
-     "ranks 0, 2 are each the only one to receive"),
+    ("fsdp_rank0-ended", "a rank was killed", [0],
+     "rank 0 was ended by Aborted, in line 12 of fsdp_rank0.py"),
+    ("gather_dst", "different collectives", [2],
+     "with root 2 in line 7 of gather_dst.py on rank 2"),
     ("lock_and_barrier", "", [1, 2],
      "ranks 1, 2 are in line 7 of lock_and_barrier.py (in _poll_until_acquired"
      " of _api.py) for 44 s; rank 0 waits for them, in line 9"),
@@ -804,16 +805,16 @@ JOBS = [  # what its ranks have left, the fault, who is to blame, its words
      "and waited in barrier, collective 21"),
     ("lost_words-ended", "a rank ended", [1],
      "ConnectionError: s3: Connection reset"),
-    ("mesh_order-ended", "a rank crashed", [1], "ended by: Aborted"),
-    ("mmap-ended", "a rank crashed", [2],
-     "in line 9 of mmap.py, ended by: Bus error"),
+    ("mesh_order-ended", "a rank was killed", [1], "ended by Aborted"),
+    ("mmap-ended", "a rank was killed", [2],
+     "ended by Bus error, in line 9 of mmap.py"),
     ("monitor_hang", "", [1],
      "rank 1 is in line 4 of train.py for 54 s; rank 0 waits for it"),
     ("monitor_hang-ended", "ended from outside", [0, 1],
      "and waited in all_reduce"),
     ("mpi_master", "a rank ended early", [2],
      "left rank 1 waiting in line 14"),
-    ("mpi_root", "different roots", [2], "bcast with root 2 in line 6"),
+    ("mpi_root", "different collectives", [2], "bcast with root 2 in line 6"),
     ("mpi_waitall", "", [0],
      "whether it computes or waits for a message of MPI"),
     ("mpi_waitall-ended", "ended from outside", [0, 1, 2],
