@@ -1,6 +1,5 @@
-"""Collects the evidence: a run's folder, live processes, SLURM's word.
-
-What the ranks have written themselves (witness.py) counts first.
+"""Collects the evidence: what the ranks of a start have written themselves
+(witness.py), what the system says of them now, and SLURM's word.
 """
 
 import contextlib
@@ -32,36 +31,22 @@ UNKNOWN = {"master": [None, None], "start": None, "still": 0, "over": False,
 def find(target, runs):
     """The folder with the evidence.
 
-    target: a run's folder, a job's id, or that of a process; None: what was
-    started last. runs: the folder of the runs' folders.
+    target: a run's folder, or a job's id; None: what was started last. runs:
+    the folder of the runs' folders.
     """
     if target is None:
         starts = sorted(STARTS.glob("*/"))
         require(starts, f"nothing was watched yet: {HOW}")
         return starts[-1]
     number = target.partition(".")[0]  # PBS's jobs are 123.server
-    if JOB.fullmatch(number):  # a process may have the same number as a job
-        jobs = [*map(newest, sorted(runs.glob(f"*-{number}")))]
-        if any(jobs):
-            return [*filter(None, jobs)][-1]
-    if not JOB.fullmatch(target):
-        require(Path(target).is_dir(), f"{target}: no such folder: name a "
-                "run's folder, a job's id, or a process's")
-        folder = newest(Path(target))
-        require(folder, f"{target}: no rank has left evidence there: "
-                "`rankcheck why` alone asks about what was started last; if "
-                f"that is another job, {HOW}, or give a process's id while it "
-                "runs")
-        return folder
-    require(Path(f"/proc/{target}").is_dir(), f"{target} is neither a process "
-            f"of this machine nor a job with a run in {runs}: name the folder "
-            "that the job's output names")
-    folder = next(filter(None, map(find_folder, proc.descendants(
-        int(target)))), None)
-    require(folder, f"process {target} leaves no evidence: {HOW}; the lines "
-            "that it and what it has started are in: py-spy dump "
-            f"--subprocesses --pid {target}")
-    return folder
+    places = (sorted(runs.glob(f"*-{number}")) if JOB.fullmatch(number)
+              else [Path(target)])
+    found = [*filter(None, map(newest, places))]
+    require(found, f"{target}: no rank has left evidence there: name the "
+            "folder that the job's output names, or none for what was started "
+            f"last; if nothing was watched, {HOW}; while it runs, `py-spy "
+            "dump --subprocesses --pid PID` shows the lines of its processes")
+    return found[-1]
 
 
 def newest(folder):
@@ -73,15 +58,9 @@ def newest(folder):
         files) else None
 
 
-def find_folder(pid):
-    """Where a live process writes its evidence: it has a file open there."""
-    return next((Path(path).parent for path in proc.open_files(pid)
-                 if path.endswith(f"-{pid}.stack")), None)
-
-
 def ask_about(target):
     """What SLURM says of a job and its steps, a line each; [] without one."""
-    if not JOB.fullmatch(target) or Path(f"/proc/{target}").is_dir():
+    if not JOB.fullmatch(target):
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
     lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
@@ -240,13 +219,13 @@ def add_exits(folder, records):
                 record for record in known if record["pid"] == int(pid)
                 and (record["host"] == host or record["rank"] == told["rank"])
                 ), None)
-            if record and not (record["ended"] or {}).get("status"):
-                record["ended"] = ended
-            elif record is None:
+            if record is None:
                 records.append({
                     **UNKNOWN, "rank": told["rank"], "world_size": size,
                     "host": host, "pid": int(pid), "began": told["time"],
                     "written": told["time"], "ended": ended})
+            elif not (record["ended"] or {}).get("status"):
+                record["ended"] = ended
     return records
 
 

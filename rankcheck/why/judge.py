@@ -38,7 +38,7 @@ TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
 RULES = []
 
 
-def rule(sign, fault, advice, verdict="FAIL"):
+def rule(sign, fault, advice):
     """sign: what people see; advice: what to try first.
 
     The function says of a `Job` who is to blame and the sentence; None if
@@ -47,7 +47,7 @@ def rule(sign, fault, advice, verdict="FAIL"):
     def keep(find):
         def ask(job):
             who, text = find(job) or ((), "")
-            return Finding(verdict, [text], [advice], kind=fault,
+            return Finding("FAIL", [text], [advice], kind=fault,
                            ranks=[*who]) if who else None
         ask.row = sign, fault, find.__doc__, advice
         RULES.append(ask)
@@ -60,11 +60,6 @@ def judge(ranks):
     job = Job(ranks)
     return next(filter(None, (ask(job) for ask in RULES)), None) or (
         report(job))
-
-
-def name_place(rank):
-    """Who is where: `rank 1 on node1, in line 40 of train.py`."""
-    return f"{Who([rank])} on {rank.host}, in {rank.place}"
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -125,7 +120,7 @@ def wrong_address(job):
     # where nobody listens at all, it may have no need to: torchrun does
     return first in job.deaf and first.answer != "nobody listens there" and (
         [first], (
-            f"rank 0, on {first.host}, is to be found at {first.address()}, "
+            f"rank 0, on {first.host}, is to be found at {first.address}, "
             "but does not reach that itself: "
             f"{first.answer or 'no answer'}"))
 
@@ -137,7 +132,7 @@ def blocked_port(job):
     """a rank does not reach rank 0, which reaches itself"""
     who = job.deaf
     return job.first in job.meeting and job.first.answer == "" and who and (
-        who, f"rank 0 at {job.first.address()} cannot be reached from {who} "
+        who, f"rank 0 at {job.first.address} cannot be reached from {who} "
         f"on {name_hosts(who)}: {who[0].answer or 'no answer'}")
 
 
@@ -181,9 +176,10 @@ def other_calls(job):
       "in the same order, and each recv needs a send")
 def deadlock(job):
     """in a collective, or a message, to which the other does not come"""
-    for rank in job.those(lambda rank: rank.blocked and rank.still >= SOON):
+    for rank in job.those(
+            lambda rank: rank.runs and rank.waits and rank.still >= SOON):
         for other in job.waits_for(rank):
-            if other.blocked and other.still >= SOON and (
+            if other.runs and other.waits and other.still >= SOON and (
                     rank in job.waits_for(other)):
                 # the one in whose collective the most others wait is right
                 who = sorted((rank, other), key=lambda one: len(
@@ -283,8 +279,9 @@ def disk(job):
     """the kernel says that the process waits for a device"""
     who = job.those(lambda rank: rank.runs and rank.state == "D"
                     and rank.still > PATIENCE and not rank.computes)
-    return who and (who, f"{name_place(who[0])}, waits for a disk or device, "
-                    f"and has not moved for {who[0].still:.0f} s")
+    return who and (who, f"{who} on {name_hosts(who)}, in {who[0].place}, "
+                    f"{who:waits} for a disk or device, and {who:has} not "
+                    f"moved for {who[0].still:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower
@@ -306,9 +303,9 @@ def straggler(job):
     number, share, mean = find_last(whole)
     parts = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
              for i in range(4)]
-    if min(part[1] for part in parts) < SHARE or {number} != {
-            part[0] for part in parts} or mean > min(
-            rank.longest_gap for rank in job.ranks if rank.rank != number):
+    if any(late != number or part < SHARE for late, part, _ in parts) or (
+            mean > min(rank.longest_gap for rank in job.ranks
+                       if rank.rank != number)):
         return None  # if nobody has waited so long, its clock is off
     who = job.those(lambda rank: rank.rank == number)
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
@@ -333,11 +330,3 @@ def find_last(times):
     ends = [max(found.values()) for found in times]
     return (number, waits[number] / (max(ends) - min(ends)),
             waits[number] / len(late[number]))
-
-
-@rule(ENDS, "ended from outside", f"who sent it? {LOG}", verdict="warn")
-def told_to_end(job):
-    """all that have not ended by themselves got SIGTERM, SIGINT or SIGHUP"""
-    who = job.by["stopped"]
-    return len(who) + len(job.by["done"]) == len(job.ranks) and who and (
-        who, describe_each(who))

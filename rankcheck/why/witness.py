@@ -172,7 +172,7 @@ class Witness:
         with contextlib.suppress(OSError):  # else nobody is to remove it
             self.mark = (folder / MARK).open()
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self.began, self.still, self.place = time.time(), 0, ()
+        self.began, self.still, self.progress = time.time(), 0, None
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.script, self.over, self.thread = None, False, None
         self.ended, self.seen, self.asked = None, set(), None
@@ -255,11 +255,11 @@ class Witness:
         while self.ended is None:
             time.sleep(POLL)
             self.find_script()
-            place, now = self.find_place(), time.monotonic()
+            moved, now = self.has_moved(), time.monotonic()
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
             before = now
-            if self.has_moved(*place):
+            if moved:
                 self.still, wait = 0, STILL
             self.note_end()
             if self.still > wait and now - asked_at > STILL / 2:
@@ -271,14 +271,18 @@ class Witness:
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
-    def has_moved(self, place, progress):
-        """True if this place is new since the last collective: a polling loop
-        visits the same places again.
+    def has_moved(self):
+        """True if the main thread is at a place, or instruction, where it has
+        not been since the last collective: a polling loop visits the same
+        places again.
         """
-        if progress != self.place or len(self.seen) > PLACES:
+        place, progress = hash(tuple(
+            (frame.f_code.co_filename, frame.f_lasti)
+            for frame in self.frames())), calls.progress()
+        if progress != self.progress or len(self.seen) > PLACES:
             self.seen.clear()
-        self.place, known = progress, hash(str(place)) in self.seen
-        self.seen.add(hash(str(place)))
+        self.progress, known = progress, place in self.seen
+        self.seen.add(place)
         return not known
 
     def note_end(self):
@@ -290,13 +294,6 @@ class Witness:
 
     def last_ask(self):
         return proc.read_text(self.ask)
-
-    def find_place(self):
-        """What changes when the main thread moves on: the instructions that
-        it is at, and the collectives of the process.
-        """
-        return [(frame.f_code.co_filename, frame.f_lasti)
-                for frame in self.frames()], calls.progress()
 
     def frames(self, thread=None):
         """The frames of a thread, by default the main one's, innermost first.
@@ -310,14 +307,9 @@ class Witness:
             frame = frame.f_back
 
     def look(self, thread=None):
-        """A thread's stack, outermost first: [file, line, function].
-
-        Of this file it keeps `begin` alone: then the script has not begun.
-        """
-        return [[code.co_filename, frame.f_lineno, code.co_name]
-                for frame in self.frames(thread) for code in [frame.f_code]
-                if code.co_filename != __file__ or code is begin.__code__
-                ][::-1]
+        """A thread's stack, outermost first: [file, line, function]."""
+        return [[frame.f_code.co_filename, frame.f_lineno,
+                 frame.f_code.co_name] for frame in self.frames(thread)][::-1]
 
     def watch(self):
         """Two seconds: where the main thread is, as [times, stack], and what
@@ -354,7 +346,8 @@ class Witness:
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
             "still": self.still,
-            "stack": self.look(), "over": self.over,
+            # who does not look yet, does not see it move either
+            "stack": self.look() if self.thread else [], "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,
             "asked": self.asked,
