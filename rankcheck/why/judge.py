@@ -121,8 +121,7 @@ def wrong_address(job):
     return first in job.deaf and first.answer != "nobody listens there" and (
         [first], (
             f"rank 0, on {first.host}, is to be found at {first.address}, "
-            "but does not reach that itself: "
-            f"{first.answer or 'no answer'}"))
+            f"but does not reach that itself: {first.answer}"))
 
 
 @rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
@@ -133,7 +132,7 @@ def blocked_port(job):
     who = job.deaf
     return job.first in job.meeting and job.first.answer == "" and who and (
         who, f"rank 0 at {job.first.address} cannot be reached from {who} "
-        f"on {name_hosts(who)}: {who[0].answer or 'no answer'}")
+        f"on {name_hosts(who)}: {who[0].answer}")
 
 
 # -------------------------------------------- they do not call the same thing

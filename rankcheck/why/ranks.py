@@ -246,8 +246,8 @@ class Job:
     @cached_property
     def deaf(self):
         """Those of them that reach nobody at rank 0's address."""
-        return Who(rank for rank in self.meeting if rank.still >= SOON and (
-            rank.answer or self.first.address in rank.connecting))
+        return Who(rank for rank in self.meeting
+                   if rank.still >= SOON and rank.answer)
 
     def waits_for(self, rank):
         """Those for whom a rank waits, as the records say."""

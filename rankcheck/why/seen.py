@@ -65,23 +65,25 @@ def describe(rank):
         f" (in {rank.stack[-1][2]} of {Path(rank.stack[-1][0]).name})"
         if rank.stack and [*rank.place] not in (
             rank.stack[-1], ["?", 0, "?"]) else "")
-    if rank.runs and not rank.answers:
-        where = "has imported neither torch nor mpi4py"
     if rank.mute:
         return f"has not answered since {rank.heard}"
+    if rank.ending == "done":
+        return f"ended {with_status([rank])}" + (
+            "; the process still runs" * bool(rank.alive))
+    if rank.ending in ("lost", "error"):
+        return ("ended" if rank.ending == "error" else "lost the others"
+                ) + describe_error(rank)
     if not rank.runs:
         return {
-            "done": lambda: f"ended {with_status([rank])}"
-                    + "; the process still runs" * bool(rank.alive),
-            "stopped": lambda: f"was told to end by {rank.signal}, "
-                       + re.sub("^waits", "waiting", re.sub("^is ", "", where)),
-            "lost": lambda: "lost the others" + describe_error(rank),
-            "error": lambda: "ended" + describe_error(rank),
-            "killed": lambda: f"was ended by {rank.signal}, " + (
+            "stopped": f"was told to end by {rank.signal}, " + re.sub(
+                "^waits", "waiting", where.removeprefix("is ")),
+            "killed": f"was ended by {rank.signal}, " + (
                 f"in {rank.place}" if rank.crash else "as the launcher says; "
                 f"last wrote at {rank.heard}"),
-            "gone": lambda: "is gone, and nothing says how; last wrote at "
-                            f"{rank.heard}{say_oom([rank])}"}[rank.ending]()
+            "gone": "is gone, and nothing says how; last wrote at "
+                    f"{rank.heard}{say_oom([rank])}"}[rank.ending]
+    if not rank.answers:
+        where = "has imported neither torch nor mpi4py"
     words = [where + since
              + ", after the end of its script" * rank.over]
     works, idle = describe_work(rank)
