@@ -24,7 +24,7 @@ OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
 # Of a rank that has left no record
 UNKNOWN = {"master": [None, None], "start": None, "still": 0, "over": False,
            "stack": [], "state": "?", "calls": None, "joined": False,
-           "asked": None, "message": None, "oom_kills": 0, "answers": False,
+           "asked": "", "message": None, "oom_kills": 0, "answers": False,
            "library": "", "launched": True, "mpi": False, "connecting": []}
 
 
@@ -116,15 +116,15 @@ def say_begin(folder):
 
 def collect(folder):
     """The `Rank`s, sorted."""
-    records, question = read(folder), str(time.time_ns())
+    records, question = read(folder), "no question"
     end = time.monotonic() + ANSWER
     with contextlib.suppress(OSError):  # else what is there has to do
         if any(lives(record) is not False for record in records):
-            (folder / "ask").write_text(question)
+            question = witness.add_question(folder / "ask")
         while time.monotonic() < end and any(
                 record["answers"] and not record["ended"]
                 and lives(record) is not False
-                and (record["asked"], "looks" in record) != (question, True)
+                and not (question in record["asked"] and "looks" in record)
                 for record in records):
             time.sleep(0.5)
             records = read(folder)
@@ -139,7 +139,7 @@ def collect(folder):
             record["still"] = time.time() - record["written"]
         ranks.append(Rank(
             record, lives(record),
-            not record["answers"] or record["asked"] == question,
+            not record["answers"] or question in record["asked"],
             proc.read_text(name_file(folder, record, "stack"))))
     # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks

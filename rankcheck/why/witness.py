@@ -4,7 +4,7 @@
     HOST-PID.end      how it ended, written once, in a room that is reserved
     HOST-PID.stack    its stack, if SIGTERM or a crash ended it
     HOST-PID.exits    of a launcher: how its processes and it have ended
-    ask               a number: who wants all of them to write changes it
+    ask               numbers: who wants all of them to write adds one
 
 The first is written at the start and at the end; in between by a thread: when
 asked, and when the main thread has not moved for 20 s (then it asks all the
@@ -249,7 +249,7 @@ class Witness:
 
     def watch_moves(self):
         self.thread = threading.get_native_id()
-        self.asked, wait = self.last_ask(), STILL
+        self.asked, wait = proc.read_text(self.ask), STILL
         self.write()
         before = asked_at = time.monotonic()
         while self.ended is None:
@@ -264,9 +264,9 @@ class Witness:
             self.note_end()
             if self.still > wait and now - asked_at > STILL / 2:
                 with contextlib.suppress(OSError):  # for example a full disk
-                    self.ask.write_text(str(time.time_ns()))
-            if self.last_ask() != self.asked:
-                self.asked, asked_at = self.last_ask(), now
+                    add_question(self.ask)
+            if proc.read_text(self.ask) != self.asked:
+                self.asked, asked_at = proc.read_text(self.ask), now
                 wait = 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
@@ -291,9 +291,6 @@ class Witness:
             self.over = True
             if not self.is_complete() and find_error() is not None:
                 self.end(1, find_error())
-
-    def last_ask(self):
-        return proc.read_text(self.ask)
 
     def frames(self, thread=None):
         """The frames of a thread, by default the main one's, innermost first.
@@ -350,7 +347,7 @@ class Witness:
             "stack": self.look() if self.thread else [], "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,
-            "asked": self.asked,
+            "asked": (self.asked or "")[-1000:],  # the last questions
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(calls.find_torch() or calls.mpi_calls),
@@ -375,6 +372,14 @@ class Witness:
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def add_question(file):
+    """Ask all ranks, beside what others ask. Returns the question, a text."""
+    question = f"{time.time_ns()}\n"
+    with file.open("a") as asked:
+        asked.write(question)
+    return question
 
 
 def chain(error):

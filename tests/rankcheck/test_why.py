@@ -500,7 +500,7 @@ if __name__ == "__main__":
     while threading.active_count() > 1:
         time.sleep(0.1)
     with open(os.environ["RANKCHECK_WHY"] + "/ask", "w") as file:
-        file.write("1")
+        file.write("1\n")
     for _ in sys.argv[1:]:
         time.sleep(6)  # it looks, writes, and is not seen
         file, = glob.glob(os.environ["RANKCHECK_WHY"] + "/*.json")
@@ -641,7 +641,7 @@ def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
               "host": "node1", "written": 10, "began": 1, "start": [],
               "stack": [], "joined": True, "calls": None, "ended": None,
               "answers": True, "launched": True, "library": "",
-              "asked": "7"}
+              "asked": "7\n8\n"}  # the second by somebody else
     for pid, changes in enumerate(({}, others)):
         (tmp_path / f"node1-{pid}.json").write_text(json.dumps(
             {**record, "pid": pid, **changes}))
