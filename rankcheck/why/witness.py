@@ -334,6 +334,7 @@ class Witness:
         """
         if os.getpid() != self.owner:
             return
+        watched = self.watch() if lines else {}  # then all else at one moment
         rank, size = find_rank()
         record = {
             "format": FORMAT,
@@ -356,8 +357,7 @@ class Witness:
             "oom_before": self.oom_before,
             "oom_kills": proc.count_oom_kills() - self.oom_before,
             "connecting": proc.connecting(self.owner),
-            "library": os.environ.get("RANKCHECK_LIBRARY", ""),
-            **(self.watch() if lines else {})}
+            "library": os.environ.get("RANKCHECK_LIBRARY", ""), **watched}
         try:
             record |= calls.read_record(lines)
         except Exception as error:  # the rest has to be known all the same
