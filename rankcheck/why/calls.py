@@ -120,7 +120,7 @@ def read_record(lines):
         "number": entry["collective_seq_id"],
         "call": entry["profiling_name"].rpartition(":")[2],
         "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-        # it does not say which; but the one that gets something is
+        # which is not recorded: it is the rank that gets something
         "root": torch.get_rank() if entry.get("output_sizes") and entry[
             "profiling_name"].endswith(":gather") else None,
         "waits": not entry["retired"], "p2p": entry["is_p2p"],

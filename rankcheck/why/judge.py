@@ -198,9 +198,9 @@ def deadlock(job):
       f"another size than it expects; {LOG}")
 def killed(job):
     """by a signal, as its launcher says, or by a crash, as it says itself"""
-    # an abort may follow from what another rank has done
-    who = Who(rank for rank in job.by["killed"] if not job.by["error"]
-              or rank.signal not in ("SIGABRT", "Aborted"))
+    # an abort or a crash may follow from what another rank has done
+    who = Who(rank for rank in job.by["killed"] if not (
+        job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
     return who and (who, "; ".join(filter(None, [
         describe_each(who) + say_oom(on_hosts(job, who)),
         describe_each(job.ranks.without(who))])))
