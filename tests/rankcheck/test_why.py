@@ -412,7 +412,7 @@ if __name__ == "__main__":
     while threading.active_count() > 1:
         time.sleep(0.1)
     with open(os.environ["RANKCHECK_WHY"] + "/ask", "w") as file:
-        file.write("1\n")
+        file.write("1")
     for _ in sys.argv[1:]:
         time.sleep(6)  # it looks, writes, and is not seen
         file, = glob.glob(os.environ["RANKCHECK_WHY"] + "/*.json")
