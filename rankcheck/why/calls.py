@@ -46,15 +46,12 @@ def library(more):
 def find_line(stack, more=None):
     """[file, line, function] of the script's innermost line in a stack.
 
-    Before the script begins, that is witness.py's `begin`, whoever has called
-    it. more: a pattern of further files that are not the script's.
+    more: a pattern of further files that are not the script's.
     """
     foreign = library(os.environ.get("RANKCHECK_LIBRARY", "")
                       if more is None else more)
     mine = [frame for frame in stack if not foreign.search(frame[0])]
-    start = [frame for frame in stack if frame[2] == "begin" and frame[
-        0].endswith("/why/witness.py")]
-    return (start or mine or stack or [["?", 0, "?"]])[-1]
+    return (mine or stack or [["?", 0, "?"]])[-1]
 
 
 def find_torch():
@@ -115,6 +112,7 @@ def read_record(lines):
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
+    torch = find_torch()
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -122,7 +120,9 @@ def read_record(lines):
         "number": entry["collective_seq_id"],
         "call": entry["profiling_name"].rpartition(":")[2],
         "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-        "gets": len(entry.get("output_sizes", ())),
+        # which is not recorded: it is the rank that gets something
+        "root": torch.get_rank() if entry.get("output_sizes") and entry[
+            "profiling_name"].endswith(":gather") else None,
         "waits": not entry["retired"], "p2p": entry["is_p2p"],
         "time": entry["time_created_ns"] / 1e9,
         "line": find_line([

@@ -1,11 +1,10 @@
-"""rankcheck why [RUN|JOBID|PID]: what is wrong, and what to do."""
+"""rankcheck why [RUN|JOBID]: what is wrong, and what to do."""
 
 import sys
 from collections import Counter
 from pathlib import Path
 
 from rankcheck.errors import UserError
-from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import (
     ask_about,
     collect,
@@ -15,7 +14,7 @@ from rankcheck.why.evidence import (
     say_begin,
 )
 from rankcheck.why.judge import judge
-from rankcheck.why.ranks import Place, is_waiting
+from rankcheck.why.ranks import is_waiting
 from rankcheck.why.seen import describe
 from rankcheck.why.start import BEGIN, run
 
@@ -24,10 +23,9 @@ def add_arguments(parser):
     parser.after = "the job's own words"
     parser.description += (" `why run -- torchrun ...` starts a job so that "
                            "this is known.")
-    parser.add_argument("job", nargs="?", metavar="RUN|JOBID|PID", help="its "
-                        "folder, SLURM's number of it, or a process's: the "
-                        "launcher's or a rank's; without it, the job that "
-                        "was started last")
+    parser.add_argument("job", nargs="?", metavar="RUN|JOBID", help="its "
+                        "folder, or SLURM's number of it; without it, the job "
+                        "that was started last")
 
 
 def unknown(folder):
@@ -56,15 +54,15 @@ def why(target, runs=Path("runs"), describe_run=unknown,
     in a line how the run in a folder was started, explain_speed: in several,
     what its steps' time goes to; both nothing if they do not know it.
     """
-    folder, processes = find(target, runs)
-    begin = read_json(folder / BEGIN) if folder else {}
+    folder = find(target, runs)
+    begin = read_json(folder / BEGIN)
     if target is None:
         target = str(folder)
         print(f"what was started last: {target}",
               *map(str, begin.get("command", ())))
-    ranks = collect(folder, processes)
+    ranks = collect(folder)
     if not ranks:  # then only the start can say something
-        raise UserError(f"{target}: {say_begin(folder) if folder else ''}")
+        raise UserError(f"{target}: {say_begin(folder)}")
     answer = judge(ranks)
     print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:
@@ -73,7 +71,7 @@ def why(target, runs=Path("runs"), describe_run=unknown,
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
     about = ""
-    for place in [*folder.parents][:2] if folder else ():
+    for place in [*folder.parents][:2]:
         about = describe_run(place)
         if about:
             print(f"  {about}")
@@ -89,7 +87,7 @@ def why(target, runs=Path("runs"), describe_run=unknown,
     if begin.get("output") and not all(rank.runs for rank in ranks):
         print(f"  its output, {begin['output']}, ends:\n"
               f"{read_end(begin['output'])}")
-    if folder and answer.kind in ("", "straggler"):
+    if answer.kind in ("", "straggler"):
         for line in explain_speed(place if about else folder.parent):
             print(line)
     return int(answer.verdict == "FAIL")
@@ -102,8 +100,7 @@ def print_times(rank, most=4):
     """
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
-        line = Place(*find_line(stack, rank.library))
-        lines[f"{line}" + " (waits for other ranks)"
+        lines[f"{rank.find_place(stack)}" + " (waits for other ranks)"
               * bool(is_waiting(stack))] += times
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "

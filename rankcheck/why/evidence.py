@@ -1,7 +1,5 @@
-"""Collects the evidence: a run's folder, live processes, SLURM's word.
-
-What the ranks have written themselves (witness.py) counts first. Into
-processes that write nothing, spied.py looks.
+"""Collects the evidence: what the ranks of a start have written themselves
+(witness.py), what the system says of them now, and SLURM's word.
 """
 
 import contextlib
@@ -12,68 +10,43 @@ import subprocess
 import time
 from pathlib import Path
 
-from rankcheck.errors import UserError, require
+from rankcheck.errors import require
 from rankcheck.reader import read_regular
 from rankcheck.why import proc, witness
 from rankcheck.why.ranks import MEETING, Rank
-from rankcheck.why.spied import HOW, watch
 from rankcheck.why.start import BEGIN, STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
+HOW = "start it by `rankcheck why run -- COMMAND`"
 JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 # Lines of a launcher's output that say nothing of the script
 OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
 # Of a rank that has left no record
 UNKNOWN = {"master": [None, None], "start": None, "still": 0, "over": False,
            "stack": [], "state": "?", "calls": None, "joined": False,
-           "message": None, "oom_kills": 0, "answers": False, "library": "",
-           "launched": True, "mpi": False, "connecting": []}
+           "asked": "", "message": None, "oom_kills": 0, "answers": False,
+           "library": "", "launched": True, "mpi": False, "connecting": []}
 
 
 def find(target, runs):
-    """(the folder with the evidence or None, the processes to look at).
+    """The folder with the evidence.
 
-    target: a run's folder, a job's id, or that of a process; None: what was
-    started last. runs: the folder of the runs' folders.
+    target: a run's folder, or a job's id; None: what was started last. runs:
+    the folder of the runs' folders.
     """
     if target is None:
         starts = sorted(STARTS.glob("*/"))
         require(starts, f"nothing was watched yet: {HOW}")
-        return starts[-1], []
+        return starts[-1]
     number = target.partition(".")[0]  # PBS's jobs are 123.server
-    if JOB.fullmatch(number):
-        jobs = [*map(newest, sorted(runs.glob(f"*-{number}")))]
-        if any(jobs):  # a process may have the same number as a job
-            return [*filter(None, jobs)][-1], []
-    if not JOB.fullmatch(target):
-        folder = Path(target)
-        require(folder.is_dir(), f"{folder}: no such folder: name a run's "
-                "folder, a job's id, or a process's")
-        found = newest(folder) or find_writer(folder)
-        require(found, f"{folder}: no rank has left evidence there: "
-                "`rankcheck why` alone asks about what was started last; if "
-                f"that is another job, {HOW}, or give a process's id while it "
-                "runs")
-        return found, []
-    if Path(f"/proc/{target}").is_dir():
-        processes = proc.descendants(int(target))
-        folders = filter(None, map(find_folder, processes))
-        return next(folders, None), processes
-    left = [*runs.glob(f"*/why/**/*-{target}.json"),
-            *STARTS.glob(f"*/*-{target}.json")]
-    if left:  # of a rank that has ended
-        return max(left, key=lambda file: file.stat().st_mtime).parent, []
-    text = ask_slurm("scontrol", "show", "job", target)
-    for log in re.findall(r"StdOut=(.+)", text):  # names the folder
-        for words in re.findall(r"(?:-m \w+|rankcheck) why (.+)",
-                                proc.read_text(log))[::-1]:
-            place = words.strip("' ")
-            if place and os.path.isdir(place):
-                return find(place, runs)
-        require(not Path(log).is_file(), f"no rank of job {target} has begun; "
-                f"its output ends:\n{read_end(log)}")
-    raise UserError(f"{target} is neither a process of this machine nor a job "
-                    "that left evidence: name the run's folder")
+    places = (sorted(runs.glob(f"*-{number}")) if JOB.fullmatch(number)
+              else [Path(target)])
+    found = [*filter(None, map(newest, places))]
+    require(found, f"{target}: no rank has left evidence there: name the "
+            "folder that the job's output names, or none for what was started "
+            f"last; if nothing was watched, {HOW}; while it runs, `py-spy "
+            "dump --subprocesses --pid PID` shows the lines of its processes")
+    return found[-1]
 
 
 def newest(folder):
@@ -85,24 +58,9 @@ def newest(folder):
         files) else None
 
 
-def find_writer(folder):
-    """Where a live process writes its evidence that has a file open here."""
-    inside = f"{folder.resolve()}/"
-    for pid in proc.list_processes():
-        if any(path.startswith(inside) for path in proc.open_files(pid)):
-            return find_folder(pid)
-    return None
-
-
-def find_folder(pid):
-    """Where a live process writes its evidence: it has a file open there."""
-    return next((Path(path).parent for path in proc.open_files(pid)
-                 if path.endswith(f"-{pid}.stack")), None)
-
-
 def ask_about(target):
     """What SLURM says of a job and its steps, a line each; [] without one."""
-    if not JOB.fullmatch(target) or Path(f"/proc/{target}").is_dir():
+    if not JOB.fullmatch(target):
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
     lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
@@ -156,25 +114,22 @@ def say_begin(folder):
     return "; ".join(["no rank has begun", *texts])
 
 
-def collect(folder, processes):
+def collect(folder):
     """The `Rank`s, sorted."""
-    if folder is None:
-        return watch(processes)
-    asked, end = None, time.monotonic() + ANSWER
-    if any(lives(record) is not False for record in read(folder)):
-        with contextlib.suppress(OSError):  # else what is there has to do
-            before = {file: name_write(file) for file in folder.glob(
-                "*-*.json")}
-            (folder / "ask").touch()
-            asked = before
-    while asked is not None and time.monotonic() < end:
-        if all(answered(folder, record, asked) and "looks" in record
-               for record in read(folder) if record["answers"]
-               and not record["ended"] and lives(record) is not False):
-            break
-        time.sleep(0.5)
+    records, question = read(folder), "no question"
+    end = time.monotonic() + ANSWER
+    with contextlib.suppress(OSError):  # else what is there has to do
+        if any(lives(record) is not False for record in records):
+            question = witness.add_question(folder / "ask")
+        while time.monotonic() < end and any(
+                record["answers"] and not record["ended"]
+                and lives(record) is not False
+                and not (question in record["asked"] and "looks" in record)
+                for record in records):
+            time.sleep(0.5)
+            records = read(folder)
     ranks = []
-    for record in add_exits(folder, of_last_start(read(folder))):
+    for record in add_exits(folder, of_last_start(records)):
         if "oom_before" in record and (  # it may be dead,
                 record["host"] == proc.name_host(os.environ)):
             record["oom_kills"] = (
@@ -182,21 +137,21 @@ def collect(folder, processes):
             record["state"] = proc.read_state(record["pid"])  # or stopped
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
-        ranks.append(Rank(record, lives(record), not record["answers"]
-                          or answered(folder, record, asked),
-                          proc.read_text(name_file(folder, record, "stack"))))
+        ranks.append(Rank(
+            record, lives(record),
+            not record["answers"] or question in record["asked"],
+            proc.read_text(name_file(folder, record, "stack"))))
     # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
         if rank.rank is None:  # one process, which is no rank of several
             rank.rank, rank.world_size = 0, 1
-    # a monitor that a wrapper starts has a rank's number, too
+    # a monitor that a wrapper starts has a rank's number, too; and of two
+    # ranks with the same one, the older one counts while it runs
     best = {rank.known_as: rank for rank in sorted(ranks, key=is_rank)}
-    ranks = [rank for rank in ranks
-             if is_rank(rank)[:3] == is_rank(best[rank.known_as])[:3]]
-    # of two with the same number, the older one counts while it runs
-    return sorted((rank for rank in ranks if rank is best[rank.known_as]
-                   or rank.runs), key=lambda rank: rank.rank)
+    return sorted((rank for rank in ranks if rank is best[rank.known_as] or (
+        rank.runs and is_rank(rank)[:3] == is_rank(best[rank.known_as])[:3])),
+        key=lambda rank: rank.rank)
 
 
 def is_rank(rank):
@@ -264,35 +219,18 @@ def add_exits(folder, records):
                 record for record in known if record["pid"] == int(pid)
                 and (record["host"] == host or record["rank"] == told["rank"])
                 ), None)
-            if record and not (record["ended"] or {}).get("status"):
-                record["ended"] = ended
-            elif record is None:
+            if record is None:
                 records.append({
                     **UNKNOWN, "rank": told["rank"], "world_size": size,
                     "host": host, "pid": int(pid), "began": told["time"],
                     "written": told["time"], "ended": ended})
+            elif not (record["ended"] or {}).get("status"):
+                record["ended"] = ended
     return records
 
 
 def name_file(folder, record, suffix):
     return folder / f"{record['host']}-{record['pid']}.{suffix}"
-
-
-def answered(folder, record, asked):
-    """Whether it has written since it was asked.
-
-    asked: what `name_write` said of each file then; None without a question.
-    """
-    file = name_file(folder, record, "json")
-    with contextlib.suppress(OSError):
-        return asked is not None and name_write(file) != asked.get(file)
-    return False
-
-
-def name_write(file):
-    """What changes with each write, even where a clock is set back."""
-    state = file.stat()
-    return state.st_ino, state.st_mtime_ns
 
 
 def lives(record):

@@ -30,8 +30,6 @@ from rankcheck.why.seen import (
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
-CALLS = ("all ranks have to call the same collectives in the same order: look "
-         "for a branch that not all ranks take")
 LOG = "the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
@@ -40,7 +38,7 @@ TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
 RULES = []
 
 
-def rule(sign, fault, advice, verdict="FAIL"):
+def rule(sign, fault, advice):
     """sign: what people see; advice: what to try first.
 
     The function says of a `Job` who is to blame and the sentence; None if
@@ -49,7 +47,7 @@ def rule(sign, fault, advice, verdict="FAIL"):
     def keep(find):
         def ask(job):
             who, text = find(job) or ((), "")
-            return Finding(verdict, [text], [advice], kind=fault,
+            return Finding("FAIL", [text], [advice], kind=fault,
                            ranks=[*who]) if who else None
         ask.row = sign, fault, find.__doc__, advice
         RULES.append(ask)
@@ -62,11 +60,6 @@ def judge(ranks):
     job = Job(ranks)
     return next(filter(None, (ask(job) for ask in RULES)), None) or (
         report(job))
-
-
-def name_place(rank):
-    """Who is where: `rank 1 on node1, in line 40 of train.py`."""
-    return f"{Who([rank])} on {rank.host}, in {rank.place}"
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -127,9 +120,8 @@ def wrong_address(job):
     # where nobody listens at all, it may have no need to: torchrun does
     return first in job.deaf and first.answer != "nobody listens there" and (
         [first], (
-            f"rank 0, on {first.host}, is to be found at {first.address()}, "
-            "but does not reach that itself: "
-            f"{first.answer or 'no answer'}"))
+            f"rank 0, on {first.host}, is to be found at {first.address}, "
+            f"but does not reach that itself: {first.answer}"))
 
 
 @rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
@@ -139,44 +131,11 @@ def blocked_port(job):
     """a rank does not reach rank 0, which reaches itself"""
     who = job.deaf
     return job.first in job.meeting and job.first.answer == "" and who and (
-        who, f"rank 0 at {job.first.address()} cannot be reached from {who} "
-        f"on {name_hosts(who)}: {who[0].answer or 'no answer'}")
-
-
-@rule(BEGINS, "wrong network interface", "name the interface that connects "
-      "the nodes: export NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...")
-def wrong_interface(job):
-    """a rank gets no answer at the address that another has named"""
-    deaf = [rank for rank in job.meeting
-            if rank.connecting and rank.still >= SOON]
-    deaf = Who(rank for rank in deaf
-               if rank.connecting[0] == deaf[0].connecting[0])
-    return deaf and (deaf, f"{deaf[0].connecting[0]}, which a rank has named "
-                     f"as its address, does not answer {deaf} on "
-                     f"{name_hosts(deaf)}")
+        who, f"rank 0 at {job.first.address} cannot be reached from {who} "
+        f"on {name_hosts(who)}: {who[0].answer}")
 
 
 # -------------------------------------------- they do not call the same thing
-
-
-def differ(job, property_of):
-    """The first collective that is another on some ranks, and on whom."""
-    for calls in job.calls:
-        values = {rank: value for rank, call in calls.items()
-                  if (value := property_of(call, calls)) is not None}
-        if len({*values.values()}) < 2:
-            continue
-        usual = Counter(values.values()).most_common()
-        # of two halves, the one with the lowest rank is named last
-        right = usual[0][0] if usual[0][1] > usual[1][1] else (
-            values[min(values)])
-        odd, even = (Who(rank for rank in sorted(values) if (
-            values[rank] == right) == same) for same in (False, True))
-        return [rank for rank in job.ranks if rank.rank in odd], (
-            f"collective {calls[odd[0]]['number']} is "
-            f"{describe_call(calls[odd[0]])} on {odd}, and "
-            f"{describe_call(calls[even[0]])} on {even}")
-    return None
 
 
 def size_of(call, calls):
@@ -186,42 +145,40 @@ def size_of(call, calls):
         same and call["sizes"] and SAME_SIZES.search(call["call"])) else None
 
 
-@rule(STOPS, "different collectives", CALLS)
+@rule(STOPS, "different collectives", "all ranks have to call the same "
+      "collectives in the same order, with the same shape, type and root: "
+      "look for a branch that not all ranks take; print shape and dtype "
+      "before it")
 def other_calls(job):
-    """a branch that not all ranks take"""
-    return differ(job, lambda call, _: call["call"])
-
-
-@rule(STOPS, "different sizes", "all ranks have to send tensors of the same "
-      "shape and type: print shape and dtype before it")
-def other_sizes(job):
-    """a tensor has another shape or type"""
-    return differ(job, size_of)
-
-
-@rule(STOPS, "different roots", "src, dst or root has to be the same on all "
-      "ranks")
-def other_roots(job):
-    """the ranks do not agree who sends, or who receives"""
-    found = differ(job, lambda call, _: call.get("root"))
-    for calls in () if found else job.calls:
-        roots = Who(rank for rank, call in sorted(calls.items())
-                    if call["call"] == "gather" and call.get("gets"))
-        if len(roots) > 1:  # of PyTorch's, which has no root in its record
-            call = calls[roots[-1]]
-            return [rank for rank in job.ranks if rank.rank in roots], (
-                f"collective {call['number']} is {describe_call(call)}, in "
-                f"which {roots} are each the only one to receive")
-    return found
+    """the first that is another one, or has another size, type or root"""
+    for calls in job.calls:
+        for property_of in (lambda call, _: call["call"], size_of,
+                            lambda call, _: call.get("root")):
+            values = {rank: value for rank, call in sorted(calls.items())
+                      if (value := property_of(call, calls)) is not None}
+            if len({*values.values()}) < 2:
+                continue
+            usual = Counter(values.values()).most_common()
+            # of two halves, the one with the lowest rank is named last
+            right = usual[0][0] if usual[0][1] > usual[1][1] else (
+                values[min(values)])
+            odd, even = (Who(rank for rank in values if (
+                values[rank] == right) == same) for same in (False, True))
+            return [rank for rank in job.ranks if rank.rank in odd], (
+                f"collective {calls[odd[0]]['number']} is "
+                f"{describe_call(calls[odd[0]])} on {odd}, and "
+                f"{describe_call(calls[even[0]])} on {even}")
+    return None
 
 
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
       "in the same order, and each recv needs a send")
 def deadlock(job):
     """in a collective, or a message, to which the other does not come"""
-    for rank in job.those(lambda rank: rank.blocked and rank.still >= SOON):
+    for rank in job.those(
+            lambda rank: rank.runs and rank.waits and rank.still >= SOON):
         for other in job.waits_for(rank):
-            if other.blocked and other.still >= SOON and (
+            if other.runs and other.waits and other.still >= SOON and (
                     rank in job.waits_for(other)):
                 # the one in whose collective the most others wait is right
                 who = sorted((rank, other), key=lambda one: len(
@@ -235,39 +192,31 @@ def deadlock(job):
 # ------------------------------------------------------------ one has ended
 
 
-@rule(ENDS, "a rank was killed", "`dmesg` on that node: the kernel sends "
-      f"SIGKILL where the memory is full, and so does a scheduler; {LOG}")
+@rule(ENDS, "a rank was killed", "its last words are in the log, above the "
+      "launcher's; `dmesg` on that node: the kernel sends SIGKILL where the "
+      "memory is full, and so does a scheduler; gloo aborts at a message of "
+      f"another size than it expects; {LOG}")
 def killed(job):
-    """by a signal; its launcher says by which"""
-    # an abort may follow from what another rank has done
-    who = Who(rank for rank in job.by["killed"] if rank.signal != "SIGABRT"
-              or not job.by["error"])
-    return who and (who, ", ".join(
-        f"{rank.signal} has ended {Who([rank])} on {rank.host}, as the "
-        f"launcher says; it last wrote at {rank.heard}" for rank in who)
-        + say_oom(on_hosts(job, who)))
-
-
-@rule(STOPS, "a message of another size", f"{CALLS}, with arrays of the same "
-      "size")
-def truncated(job):
-    """MPI says that a rank has got more than it expects"""
-    who = sorted(job.by["error"], key=lambda rank: rank.ended["time"])[:1]
-    return who and TRUNCATED.search(who[0].ended.get("message") or "") and (
-        who, f"{Who(who)} ended{describe_error(who[0])}; "
-        + describe_each(job.ranks.without(who)))
+    """by a signal, as its launcher says, or by a crash, as it says itself"""
+    # an abort or a crash may follow from what another rank has done
+    who = Who(rank for rank in job.by["killed"] if not (
+        job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
+    return who and (who, "; ".join(filter(None, [
+        describe_each(who) + say_oom(on_hosts(job, who)),
+        describe_each(job.ranks.without(who))])))
 
 
 @rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
-      "from it. If the memory is full: a smaller microbatch")
+      "from it, but if MPI says that a message is truncated, another rank's "
+      "may be too large. If the memory is full: a smaller microbatch")
 def first_error(job):
     """its own error, which is no lost connection, comes first"""
     failed = sorted(job.by["error"], key=lambda rank: rank.ended["time"])
     if not failed:
         return None
     first, words = failed[0], describe_error(failed[0])
-    same = job.those(lambda rank: rank in failed
-                     and describe_error(rank) == words)
+    same = Who(rank for rank in job.ranks if rank in failed
+               and describe_error(rank) == words)
     if len(same) > 1:
         return same, f"{same} ended{words}"
     near = [rank for rank in failed[1:] if rank.host != first.host
@@ -276,20 +225,11 @@ def first_error(job):
     ended = "ended" if near or first.ended.get("told") or any(
         rank.ended and rank.ended["time"] < first.ended["time"]
         for rank in job.ranks) else "was the first to end"
-    return [first, *near], "; ".join(
-        f"{Who([rank])} {ended}{describe_error(rank)}"
-        for rank in (first, *near))
-
-
-@rule(ENDS, "a rank crashed", "its last words are in the log, above those of "
-      "the launcher; a message of another size than it expects aborts gloo")
-def crashed(job):
-    """for example by a segmentation fault"""
-    who = job.by["crashed"]
-    return who and (who, "; ".join([*(
-        f"{name_place(rank)}, ended by: " + re.search(
-            r"Fatal Python error: (.*)", rank.last)[1] for rank in who),
-        describe_each(job.ranks.without(who))]).rstrip("; "))
+    others = job.ranks.without([first, *near]) if TRUNCATED.search(
+        first.ended.get("message") or "") else ()
+    return [first, *near], "; ".join(filter(None, [
+        *(f"{Who([rank])} {ended}{describe_error(rank)}"
+          for rank in (first, *near)), describe_each(others)]))
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
@@ -338,8 +278,9 @@ def disk(job):
     """the kernel says that the process waits for a device"""
     who = job.those(lambda rank: rank.runs and rank.state == "D"
                     and rank.still > PATIENCE and not rank.computes)
-    return who and (who, f"{name_place(who[0])}, waits for a disk or device, "
-                    f"and has not moved for {who[0].still:.0f} s")
+    return who and (who, f"{who} on {name_hosts(who)}, in {who[0].place}, "
+                    f"{who:waits} for a disk or device, and {who:has} not "
+                    f"moved for {who[0].still:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower
@@ -358,12 +299,12 @@ def straggler(job):
     quarter = len(whole) // 4
     if quarter < 4:
         return None
-    found = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
-             for i in range(4)]
     number, share, mean = find_last(whole)
-    if min(share for _, share, _ in found) < SHARE or len(
-            {late for late, _, _ in found}) > 1 or mean > min(
-            rank.longest_gap for rank in job.ranks if rank.rank != number):
+    parts = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
+             for i in range(4)]
+    if any(late != number or part < SHARE for late, part, _ in parts) or (
+            mean > min(rank.longest_gap for rank in job.ranks
+                       if rank.rank != number)):
         return None  # if nobody has waited so long, its clock is off
     who = job.those(lambda rank: rank.rank == number)
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
@@ -381,19 +322,10 @@ def find_last(times):
         *_, before, last = sorted(found.values())
         if last - before > 0.005:  # clocks of nodes differ by as much
             late[max(found, key=found.get)].append(last - before)
+    waits = {rank: sum(seconds) for rank, seconds in late.items()}
+    number = max(waits, key=waits.get, default=None)
+    if number is None or waits[number] < 0.75 * sum(waits.values()):
+        return None, 0, 0
     ends = [max(found.values()) for found in times]
-    number = max(late, key=lambda rank: sum(late[rank]), default=None)
-    seconds = late[number]
-    others = sum(map(sum, late.values())) - sum(seconds)
-    if sum(seconds) < 3 * others:
-        return number, 0, 0
-    return (number, sum(seconds) / (max(ends) - min(ends)),
-            sum(seconds) / max(len(seconds), 1))
-
-
-@rule(ENDS, "ended from outside", f"who sent it? {LOG}", verdict="warn")
-def told_to_end(job):
-    """all that have not ended by themselves got SIGTERM, SIGINT or SIGHUP"""
-    who = job.by["stopped"]
-    return len(who) + len(job.by["done"]) == len(job.ranks) and who and (
-        who, describe_each(who))
+    return (number, waits[number] / (max(ends) - min(ends)),
+            waits[number] / len(late[number]))

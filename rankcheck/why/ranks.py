@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcheck.why.calls import find_line, library
+from rankcheck.why.calls import find_line
 
 SOON = 10  # seconds without a move that are worth a word
 PATIENCE = 30  # seconds without a move that are no longer normal
@@ -34,8 +34,6 @@ class Place(NamedTuple):
     function: str
 
     def __str__(self):
-        if self.file.endswith("/why/witness.py"):
-            return "its start"
         if self.file == "?":
             return "a line that is not known"
         code = linecache.getline(self.file, self.line).strip()
@@ -65,7 +63,6 @@ class Rank:
     """
 
     looks, work = (), ()
-    moved = True  # while py-spy looked
     answers = True  # or nothing asks it: it has not loaded torch or MPI yet
     answer = None  # at rank 0's address: "" or the problem, if it has tried
 
@@ -93,11 +90,11 @@ class Rank:
 
     @property
     def ending(self):
-        """How it ended: runs, done, error, lost, stopped, killed, crashed or
-        gone, of which nobody has left a word.
+        """How it ended: runs, done, error, lost, stopped, killed or gone, of
+        which nobody has left a word.
         """
-        if "Fatal Python error" in self.last:
-            return "crashed"
+        if self.crash:
+            return "killed"
         lives = self.fresh if self.alive is None else self.alive
         if self.signal and (self.ended or not lives) and not self.alive:
             return "stopped" if self.signal in (
@@ -114,10 +111,17 @@ class Rank:
         return "gone" if self.alive is False else "silent"
 
     @property
+    def crash(self):
+        """Its last words, for example "Segmentation fault"; "" without any."""
+        return "".join(re.findall("Fatal Python error: (.*)", self.last)[:1])
+
+    @property
     def signal(self):
-        """The name of the signal that has ended it, if a launcher says so, or
-        its own handler; "" if none is known.
+        """The signal that has ended it, if a launcher says so, its own
+        handler, or its last words; "" if none is known.
         """
+        if self.crash:
+            return self.crash
         if (self.ended or {}).get("error") == "KeyboardInterrupt":
             return "SIGINT"
         if self.last and not self.ended:
@@ -132,6 +136,7 @@ class Rank:
         """What no other rank is called: mp.spawn counts on each node."""
         return self.rank, "" if self.world_size else self.host
 
+    @property
     def address(self):
         return ":".join(map(str, self.master))
 
@@ -146,8 +151,11 @@ class Rank:
 
     @property
     def place(self):
+        return self.find_place(self.stack)
+
+    def find_place(self, stack):
         """The script's innermost line."""
-        return Place(*find_line(self.stack, self.library))
+        return Place(*find_line(stack, self.library))
 
     @property
     def pending(self):
@@ -172,48 +180,14 @@ class Rank:
                    if (kind, pid) == ("thread", self.pid))
 
     @property
-    def helpers(self):
-        """What it has started and what works, in words: threads, processes."""
-        return [f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
-                + (f", in {Place(*line)}" if line else "")
-                for kind, pid, name, _, worked, line in self.work
-                if worked and pid != self.pid]
-
-    @property
-    def idle(self):
-        """What it has started: its threads in lines of the script, and its
-        processes that do not work or have ended.
-        """
-        mine = [f"its thread {name} is in {Place(*line)}"
-                for kind, pid, name, _, _, line in self.work
-                if line and (kind, pid) != ("thread", self.pid)
-                and not library(self.library).search(line[0])]
-        words = defaultdict(list)
-        for kind, pid, name, state, worked, _ in self.work:
-            if kind == "process" and not worked:
-                words["has ended" if state == "Z" else "does not work"
-                      ].append(f"{pid} ({name})")
-        return mine[:3] + [f"its process {', '.join(pids)} {what}"
-                           for what, pids in words.items()]
-
-    @property
     def waits(self):
         """Whether it waits, or waited, for other ranks, and did not compute
         meanwhile.
         """
-        return not self.imports and (
+        return not self.inside("importlib") and (
             bool(self.message or is_waiting(self.stack)) or (
                 self.pending is not None and (
                     not self.computes or self.still > PATIENCE)))
-
-    @property
-    def blocked(self):
-        return self.runs and self.waits
-
-    @property
-    def imports(self):
-        """Whether it loads a module, which can take minutes on a cluster."""
-        return self.inside("importlib")
 
     def inside(self, pattern):
         """Whether its stack has a frame of such a file or function."""
@@ -241,6 +215,7 @@ class Job:
         self.by = defaultdict(Who)  # how they ended -> the ranks
         for rank in self.ranks:
             self.by[rank.ending].append(rank)
+        self.first = self.ranks[0]  # rank 0, if it is there
 
     def those(self, condition):
         return Who(rank for rank in self.ranks if condition(rank))
@@ -256,28 +231,23 @@ class Job:
             call["time"] for call in calls.values()))
 
     @cached_property
-    def first(self):
-        return next((rank for rank in self.ranks if rank.rank == 0),
-                    self.ranks[0])
-
-    @cached_property
     def unseen(self):
         """The numbers of the ranks that have left no evidence here."""
-        return Who(sorted({*range(self.ranks[0].world_size or 0)}
+        return Who(sorted({*range(self.first.world_size or 0)}
                           - {rank.rank for rank in self.ranks}))
 
     @cached_property
     def meeting(self):
         """Those in init_process_group(), if no error keeps others away."""
-        return Who() if self.by["error"] or self.by["crashed"] else (
+        return Who() if self.by["error"] or self.by["killed"] else (
             self.those(lambda rank: rank.runs and not rank.joined
                        and rank.inside(MEETING)))
 
     @cached_property
     def deaf(self):
         """Those of them that reach nobody at rank 0's address."""
-        return Who(rank for rank in self.meeting if rank.still >= SOON and (
-            rank.answer or self.first.address() in rank.connecting))
+        return Who(rank for rank in self.meeting
+                   if rank.still >= SOON and rank.answer)
 
     def waits_for(self, rank):
         """Those for whom a rank waits, as the records say."""

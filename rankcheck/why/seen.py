@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from rankcheck.findings import Finding
-from rankcheck.why.calls import find_line
+from rankcheck.why.calls import library
 from rankcheck.why.ranks import (
     SOON,
     Place,
@@ -48,9 +48,8 @@ def describe_error(rank):
     frames, place = find_frames(message), rank.place
     if frames:  # it quotes the traceback of another process
         first = f"{first} {message.strip().splitlines()[-1][:200]}"
-        place = Place(*find_line(frames, rank.library))
-    then = "".join(f"; then {words}, in "
-                   f"{Place(*find_line(stack, rank.library))}"
+        place = rank.find_place(frames)
+    then = "".join(f"; then {words}, in {rank.find_place(stack)}"
                    for stack, words in rank.ended.get("then", ()))
     told = rank.ended.get("told") and not frames
     return (f", in {place}" * (not told and place.file != "?") + ", with " + (
@@ -68,42 +67,62 @@ def describe(rank):
             rank.stack[-1], ["?", 0, "?"]) else "")
     if rank.mute:
         return f"has not answered since {rank.heard}"
+    if rank.ending == "done":
+        return f"ended {with_status([rank])}" + (
+            "; the process still runs" * bool(rank.alive))
+    if rank.ending in ("lost", "error"):
+        return ("ended" if rank.ending == "error" else "lost the others"
+                ) + describe_error(rank)
     if not rank.runs:
         return {
-            "done": lambda: f"ended {with_status([rank])}"
-                    + "; the process still runs" * bool(rank.alive),
-            "stopped": lambda: f"was told to end by {rank.signal}, and "
-                       + re.sub("^waits", "waited", re.sub(
-                           "^is", "was", where)),
-            "lost": lambda: "lost the others" + describe_error(rank),
-            "error": lambda: "ended" + describe_error(rank),
-            "crashed": lambda: f"crashed in {rank.place}",
-            "killed": lambda: f"was ended by {rank.signal}; last wrote at "
-                              f"{rank.heard}",
-            "gone": lambda: "is gone, and nothing says how; last wrote at "
-                            f"{rank.heard}{say_oom([rank])}"}[rank.ending]()
+            "stopped": f"was told to end by {rank.signal}, " + re.sub(
+                "^waits", "waiting", where.removeprefix("is ")),
+            "killed": f"was ended by {rank.signal}, " + (
+                f"in {rank.place}" if rank.crash else "as the launcher says; "
+                f"last wrote at {rank.heard}"),
+            "gone": "is gone, and nothing says how; last wrote at "
+                    f"{rank.heard}{say_oom([rank])}"}[rank.ending]
+    if not rank.answers:
+        where = "has imported neither torch nor mpi4py"
     words = [where + since
-             + ", after the end of its script" * rank.over
-             + ", where it imports" * rank.imports]
-    if rank.helpers:
-        words.append("works: " + ", ".join(rank.helpers[:3]))
-    elif rank.blocked:
-        pass
-    elif rank.mpi and since:
+             + ", after the end of its script" * rank.over]
+    works, idle = describe_work(rank)
+    if works:
+        words.append("works: " + ", ".join(works[:3]))
+    elif rank.mpi and since and not rank.waits:
         words.append("whether it computes or waits for a message of MPI "
                      "(requests, files, windows) is not known")
-    elif rank.computes:
-        words.append("computes")
-    else:
-        words += rank.idle
+    elif not rank.waits:
+        words += ["computes"] if rank.computes else idle
     if rank.pending and not rank.waits:
         words.append(f"{rank.pending['call']}, collective "
                      f"{rank.pending['number']}, has not ended")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
     elif rank.answer and not rank.joined:
-        words.append(f"{rank.address()}: {rank.answer}")
+        words.append(f"{rank.address}: {rank.answer}")
     return "; ".join(words)
+
+
+def describe_work(rank):
+    """(what it has started and what works, what of it is idle): threads, of
+    the idle ones those in a line of the script, and processes.
+    """
+    works, idle, foreign = [], [], library(rank.library)
+    for kind, pid, name, state, worked, line in rank.work:
+        name = f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
+        place = f"in {Place(*line)}" if line else ""
+        if pid == rank.pid:
+            continue
+        if worked:
+            works.append(", ".join(filter(None, [name, place])))
+        elif kind == "process":
+            idle.append(f"its {name} " + (
+                "has ended" if state == "Z" else "does not work"))
+        elif line and not foreign.search(line[0]):
+            idle.append(f"its {name} is {place}")
+    return works, sorted(
+        idle, key=lambda words: not words.endswith("ended"))[:3]
 
 
 def say_oom(ranks):
@@ -136,15 +155,15 @@ def report(job):
                 f"{others[0].place}")
     elif job.unseen and job.meeting:
         text = (f"{job.unseen:has} left no evidence here, of "
-                f"{job.ranks[0].world_size}; {job.meeting:has} waited in "
+                f"{job.first.world_size}; {job.meeting:has} waited in "
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):
         text = f"all ranks have ended {with_status(job.ranks)}"
-    elif all(rank.runs and not rank.mute and rank.still < SOON and rank.moved
+    elif all(rank.runs and not rank.mute and rank.still < SOON
              for rank in job.ranks):
         text = "the ranks move on"
     else:
         text = describe_each(job.ranks)
     return Finding("ok", [text], [
         f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
-        if late and late[0].alive is not False else ""], ranks=[*late])
+        if late and (late[0].runs or late[0].mute) else ""], ranks=[*late])

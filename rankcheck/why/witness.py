@@ -4,7 +4,7 @@
     HOST-PID.end      how it ended, written once, in a room that is reserved
     HOST-PID.stack    its stack, if SIGTERM or a crash ended it
     HOST-PID.exits    of a launcher: how its processes and it have ended
-    ask               is touched by whoever wants all of them to write
+    ask               numbers: who wants all of them to write adds one
 
 The first is written at the start and at the end; in between by a thread: when
 asked, and when the main thread has not moved for 20 s (then it asks all the
@@ -39,7 +39,7 @@ from .launchers import find_error, find_rank
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
-FORMAT = "rankcheck 2"  # of a record
+FORMAT = "rankcheck 3"  # of a record
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -167,14 +167,15 @@ class Witness:
         self.file = folder / f"{self.host}-{self.owner}.json"
         self.ask = folder / "ask"
         if find_rank()[0] == 0:
-            self.ask.open("a").close()  # its time stays, if it is there
+            # a network file system remembers of a file that it is not there
+            self.ask.open("a").close()
         with contextlib.suppress(OSError):  # else nobody is to remove it
             self.mark = (folder / MARK).open()
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self.began, self.still, self.place = time.time(), 0, ()
+        self.began, self.still, self.progress = time.time(), 0, None
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.script, self.over, self.thread = None, False, None
-        self.ended, self.seen = None, set()
+        self.ended, self.seen, self.asked = None, set(), None
         self.lock = threading.Lock()  # for the files, and for how it ended
         self.oom_before = proc.count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
@@ -248,36 +249,40 @@ class Witness:
 
     def watch_moves(self):
         self.thread = threading.get_native_id()
-        answered, wait = self.last_ask(), STILL
+        self.asked, wait = proc.read_text(self.ask), STILL
         self.write()
         before = asked_at = time.monotonic()
         while self.ended is None:
             time.sleep(POLL)
             self.find_script()
-            place, now = self.find_place(), time.monotonic()
+            moved, now = self.has_moved(), time.monotonic()
             # not the time in which the process itself was stopped
             self.still += min(now - before, 2 * POLL)
             before = now
-            if self.has_moved(*place):
+            if moved:
                 self.still, wait = 0, STILL
             self.note_end()
             if self.still > wait and now - asked_at > STILL / 2:
                 with contextlib.suppress(OSError):  # for example a full disk
-                    self.ask.touch()
-            if self.last_ask() != answered:
-                answered, asked_at = self.last_ask(), now
+                    add_question(self.ask)
+            if proc.read_text(self.ask) != self.asked:
+                self.asked, asked_at = proc.read_text(self.ask), now
                 wait = 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
-    def has_moved(self, place, progress):
-        """True if this place is new since the last collective: a polling loop
-        visits the same places again.
+    def has_moved(self):
+        """True if the main thread is at a place, or instruction, where it has
+        not been since the last collective: a polling loop visits the same
+        places again.
         """
-        if progress != self.place or len(self.seen) > PLACES:
+        place, progress = hash(tuple(
+            (frame.f_code.co_filename, frame.f_lasti)
+            for frame in self.frames())), calls.progress()
+        if progress != self.progress or len(self.seen) > PLACES:
             self.seen.clear()
-        self.place, known = progress, hash(str(place)) in self.seen
-        self.seen.add(hash(str(place)))
+        self.progress, known = progress, place in self.seen
+        self.seen.add(place)
         return not known
 
     def note_end(self):
@@ -286,20 +291,6 @@ class Witness:
             self.over = True
             if not self.is_complete() and find_error() is not None:
                 self.end(1, find_error())
-
-    def last_ask(self):
-        try:  # opened, because a network file system keeps what stat() says
-            with self.ask.open() as file:
-                return os.fstat(file.fileno()).st_mtime_ns
-        except OSError:
-            return 0
-
-    def find_place(self):
-        """What changes when the main thread moves on: the instructions that
-        it is at, and the collectives of the process.
-        """
-        return [(frame.f_code.co_filename, frame.f_lasti)
-                for frame in self.frames()], calls.progress()
 
     def frames(self, thread=None):
         """The frames of a thread, by default the main one's, innermost first.
@@ -313,14 +304,9 @@ class Witness:
             frame = frame.f_back
 
     def look(self, thread=None):
-        """A thread's stack, outermost first: [file, line, function].
-
-        Of this file it keeps `begin` alone: then the script has not begun.
-        """
-        return [[code.co_filename, frame.f_lineno, code.co_name]
-                for frame in self.frames(thread) for code in [frame.f_code]
-                if code.co_filename != __file__ or code is begin.__code__
-                ][::-1]
+        """A thread's stack, outermost first: [file, line, function]."""
+        return [[frame.f_code.co_filename, frame.f_lineno,
+                 frame.f_code.co_name] for frame in self.frames(thread)][::-1]
 
     def watch(self):
         """Two seconds: where the main thread is, as [times, stack], and what
@@ -348,6 +334,7 @@ class Witness:
         """
         if os.getpid() != self.owner:
             return
+        watched = self.watch() if lines else {}  # then all else at one moment
         rank, size = find_rank()
         record = {
             "format": FORMAT,
@@ -357,9 +344,11 @@ class Witness:
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),
             "still": self.still,
-            "stack": self.look(), "over": self.over,
+            # who does not look yet, does not see it move either
+            "stack": self.look() if self.thread else [], "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,
+            "asked": (self.asked or "")[-1000:],  # the last questions
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(calls.find_torch() or calls.mpi_calls),
@@ -368,8 +357,7 @@ class Witness:
             "oom_before": self.oom_before,
             "oom_kills": proc.count_oom_kills() - self.oom_before,
             "connecting": proc.connecting(self.owner),
-            "library": os.environ.get("RANKCHECK_LIBRARY", ""),
-            **(self.watch() if lines else {})}
+            "library": os.environ.get("RANKCHECK_LIBRARY", ""), **watched}
         try:
             record |= calls.read_record(lines)
         except Exception as error:  # the rest has to be known all the same
@@ -384,6 +372,14 @@ class Witness:
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def add_question(file):
+    """Ask all ranks, beside what others ask. Returns the question, a text."""
+    question = f"{time.time_ns()}\n"
+    with file.open("a") as asked:
+        asked.write(question)
+    return question
 
 
 def chain(error):

@@ -49,7 +49,7 @@ GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason; also of what is
 # seen, where it is not proven.
-MORE = "a rank crashed|a message of another size"
+MORE = "a rank was killed|a rank ended(?=.*[Tt]runcate)"
 FAULTS = {
     # gloo aborts a rank that gets more than it expects, MPI raises an error
     "skipped collective": (f"different collectives|{MORE}", "rank 1"),
@@ -57,7 +57,7 @@ FAULTS = {
         f"different collectives|each waits for the other|{MORE}", "rank 1"),
     # MPICH lets it pass: then the script itself fails, one line below
     "another shape": (
-        f"different (sizes|collectives)|a rank ended|{MORE}", "rank 1"),
+        f"different collectives|a rank ended|{MORE}", "rank 1"),
     "killed for memory": (
         "(?=.*lack of memory)(a rank was killed|no record of an end)",
         "rank 1"),
@@ -388,7 +388,7 @@ def keep_evidence(folder, file, most=4):
     its last collectives.
     """
     lines = []
-    for rank in collect(Path(folder), []):
+    for rank in collect(Path(folder)):
         record = {name: value for name, value in vars(rank).items()
                   if name not in ("alive", "fresh", "last", "looks")}
         record["calls"] = [
