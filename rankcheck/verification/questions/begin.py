@@ -91,7 +91,12 @@ def start(case):
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
         learned = {"apart": case.apart or "the first weights are not"}
         again, ended = case.runs("again")
-        if not ended and not assemble([
+        if ended:
+            return [warn("the first weights are not those of one process; "
+                         "whether that begins alike each time was not "
+                         f"compared: started again, {ended.text}",
+                         ended.advice, learned=learned)]
+        if not assemble([
                 again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
             return [warn("one process begins with other weights each time "
                          "that it is started", "set a seed, to compare",

@@ -191,7 +191,7 @@ def equal(case):
 
 @question("gradients are the mean of the ranks' own")
 def mean(case):
-    worst, scale = None, ""
+    worst, scaled = None, None  # of all updates; the first with a factor
     for step, updates in enumerate(case.updates):
         # what the script has taken of them may count, or not
         found = [gradients_of(updates, updates, what)
@@ -217,15 +217,22 @@ def mean(case):
             factor = (mine @ good / (good @ good)).item()
             error = off(mine, factor * good)
             worst = max(worst or 0.0, error)
-            scale = f", times {factor:.3g}"
+            scaled = scaled or (step, factor)
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
                              f"{percent(off(mine, good))}", "does the script "
                              "change them otherwise, too?")]
+    if scaled:
+        step, factor = scaled
+        return [warn(f"in update {step} the gradients are {factor:.4g} times "
+                     "the mean of the ranks' own", "right if the script "
+                     "scales them, as when it clips them by itself; else it "
+                     "multiplies or divides once too often",
+                     numbers={"update": step, "factor": factor})]
     return [] if worst is None else [ok(
-        f"gradients are the mean of the ranks' own{scale}, before they are "
-        f"clipped (to {worst:.0e})")]
+        "gradients are the mean of the ranks' own, before they are clipped "
+        f"(to {worst:.0e})")]
 
 
 def summed(case, step):
