@@ -4,6 +4,7 @@ The check reports events, dictionaries that JSON can hold, and a `Board` shows
 them, in the program itself or in a notebook:
 
     columns   [name, ...] of the trials, before the first of them
+    about     what these names mean, if they do not say it
     trial     the name of the trial that begins
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
@@ -54,7 +55,8 @@ class Board:
     def __init__(self, words=str):
         """words: a function that rewrites each text for a notebook."""
         self.words = words
-        self.columns, self.trial, self.answers = [], "", {}
+        self.columns, self.about, self.trial = [], "", ""
+        self.answers = {}
         self.findings, self.pictures = [], {}  # of each trial
         self.causes = []
         self.last, self.right = "", None
@@ -95,7 +97,7 @@ class Board:
             self.pictures[self.trial] = value
         elif kind == "say" and value.strip():
             self.last = value.strip()
-        elif kind in ("columns", "trial", "right"):
+        elif kind in ("columns", "about", "trial", "right"):
             setattr(self, kind, value)
 
     def to_text(self, colour=False, width=79):
@@ -143,7 +145,9 @@ class Board:
                 shown["all other questions" if shown else "all questions"] = {
                     name: "ok" for verdicts in rows["ok"].values()
                     for name in verdicts}
-            out += [self.table(shown), paragraph(self.legend(), "legend")]
+            signs = {kind: sign for kind, (_, sign) in SIGNS.items()}
+            out += [self.table(shown), paragraph(" ".join(filter(
+                None, (legend(signs), self.about))), "legend")]
         out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                "</div>"]
         for verdict, one, more in FOLDED:
@@ -173,12 +177,6 @@ class Board:
         return scrolling(
             f'<table class="check"><caption>{about}</caption>'
             f"<tr><td></td>{head}</tr>{rows}</table>", about)
-
-    def legend(self):
-        """What the signs mean, and the numbers of a mesh."""
-        mesh = next((name for name in self.columns if "x" in name[1:2]), "")
-        return legend({kind: sign for kind, (_, sign) in SIGNS.items()}) + (
-            f" {mesh}: pipeline x data x tensor parallel." if mesh else "")
 
     def is_running(self, name):
         return self.right is None and name == self.trial

@@ -181,6 +181,9 @@ class Check:
 
         bench = self.bench
         self.out.report(columns=[*self.plan])
+        for mesh in [name for name in self.plan if "x" in name[1:2]][:1]:
+            self.out.report(
+                about=f"{mesh}: pipeline x data x tensor parallel.")
         self.say(f"{bench.script.name}, last {saved(bench.script)}, against "
                  f"the single-device stage: preset tiny, fp32, {STEPS} steps")
         bench.reference = find_reference(bench)
