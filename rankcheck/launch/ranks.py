@@ -193,12 +193,8 @@ class Launch:
 
     def printed(self):
         """How many bytes the ranks have printed."""
-        total = 0
-        for rank in range(len(self.jobs)):
-            for name in ("out", "err"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += os.stat(f"{self.folder}/{rank}.{name}").st_size
-        return total
+        return sum(file.stat().st_size for name in ("out", "err")
+                   for file in self.folder.glob(f"*.{name}"))
 
     def clear(self):
         for job in self.jobs:
