@@ -1,6 +1,6 @@
 """The runs that verify makes of a script, and which of them it compares."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rankcheck.findings import fail, ok, warn
 from rankcheck.verification.comparison import (
@@ -16,36 +16,20 @@ from rankcheck.verification.comparison import (
 
 STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
             "is it the same on GPUs?")
-AS_ONE, AS_MANY = "as one process ", "as {size} processes "
 
-
-@dataclass(frozen=True)
-class Run:
-    """How the script is started once.
-
-    several: whether as several processes. words: what a sentence about its
-    end begins with. long: whether it makes as many updates as have the
-    samples that several processes read. kind: see `probes.rows.Rows`, and
-    "hashes" with other hashes of strings, "again" as it was.
-    """
-
-    several: bool
-    words: str = ""
-    long: bool = False
-    kind: str = ""
-
-
+# Whether it is of several processes, and how a sentence about its end begins
 RUNS = {
-    "alone": Run(False, AS_ONE),
-    "together": Run(True, AS_MANY),
-    # where several processes read that many minibatches of one
-    "still": Run(False, long=True, kind="still"),
-    # where one process reads other samples, or begins with other weights
-    "hashes": Run(False, kind="hashes"),
-    "again": Run(False, kind="again"),
+    "alone": (False, "as one process "),
+    "together": (True, "as {size} processes "),
+    # that many times the updates, and nothing is updated: where several
+    # processes read that many minibatches of one
+    "still": (False, ""),
+    # with other hashes of strings, or as it was: where one process reads other
+    # samples, or begins with other weights
+    "hashes": (False, ""), "again": (False, ""),
     # where the script is resumed
-    "saved": Run(True, "the run to be resumed: ", kind="saved"),
-    "resumed": Run(True, "resumed, ", kind="resumed"),
+    "saved": (True, "the run to be resumed: "),
+    "resumed": (True, "resumed, "),
 }
 
 
@@ -66,13 +50,13 @@ class Runs:
 
         fewer: updates that it need not make.
         """
-        run, key = RUNS[name], (name, self.gpus)
+        (several, words), key = RUNS[name], (name, self.gpus)
         if key not in self.made:
-            size = self.size if run.several else 1
-            steps = self.steps * (self.size if run.long else 1) - fewer
-            trial = self.start(size, steps, run.kind, flags, self.gpus)
-            self.made[key] = trial, how_it_ends(
-                trial, run.words.format(size=size))
+            size = self.size if several else 1
+            steps = self.steps * (self.size if name == "still" else 1) - fewer
+            kind = "" if name in ("alone", "together") else name
+            trial = self.start(size, steps, kind, flags, self.gpus)
+            self.made[key] = trial, how_it_ends(trial, words.format(size=size))
         return self.made[key]
 
     def of_first(self, name):
@@ -85,11 +69,10 @@ class Runs:
         self.gpus = True
         other, fails = self(name)
         self.gpus = not fails
-        if not fails:
-            return other, None
-        if fails.text == ended.text:  # it came no farther
+        if fails and fails.text == ended.text:  # it came no farther
             return trial, ended
-        fails.hint = [fails.advice + " " * bool(fails.advice) + STOOD_IN]
+        if fails:
+            fails.hint = [f"{fails.advice} {STOOD_IN}".strip()]
         return other, fails
 
 
