@@ -10,7 +10,6 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.findings import number
 from rankcheck.launch import fork_server, ranks, sandbox
 from rankcheck.launch.scratch import read_script, remove, scratch_folder
 from rankcheck.report import Events, Quiet, Terminal
@@ -347,6 +346,8 @@ def find_reference(bench):
 
 def picture(trial, reference):
     """Who read what, and the losses, for a notebook's picture."""
+    from workshop.check.questions.question import number
+
     def losses(rows):
         values = [number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]
