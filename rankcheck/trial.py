@@ -44,13 +44,6 @@ class Trial:
     def updates(self, rank):
         return sum("call" not in event for event in self.events[rank])
 
-    def read(self, observed):
-        """Take in what the ranks' probes have seen."""
-        for rank in range(len(self.ranks)):
-            file = observed / f"{rank}.pt"
-            self.seen.append(torch.load(file) if file.exists() else None)
-            self.events.append(read_events(observed / f"{rank}.jsonl"))
-
 
 def watch(trial, flags, seen, say, budget, **options):
     """Run a trial's script once, under observation; returns the `Trial`.
@@ -67,5 +60,8 @@ def watch(trial, flags, seen, say, budget, **options):
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
     trial.patience = patience.patience
     trial.seconds = time.monotonic() - begin
-    trial.read(seen)
+    for rank in range(len(trial.ranks)):
+        file = seen / f"{rank}.pt"
+        trial.seen.append(torch.load(file) if file.exists() else None)
+        trial.events.append(read_events(seen / f"{rank}.jsonl"))
     return trial

@@ -43,6 +43,9 @@ OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
 
 
+MOST = 1_000_000  # bytes of output from each of its ends
+
+
 @dataclass
 class Rank:
     """How a process ended: `status` is None if it had to be killed."""
@@ -92,9 +95,18 @@ class Start:
         return self.mpirun and self.world_size is not None
 
     def variables(self, rank, port):
-        return self.env | (torchrun_variables(
-            rank, self.world_size, self.nodes, port)
-            if self.world_size and not self.mpirun else {})
+        """Its environment, with what torchrun tells a rank, but that it is
+        torchrun.
+        """
+        if self.mpirun or not self.world_size:
+            return self.env
+        devices = self.world_size // self.nodes
+        return self.env | {name: str(value) for name, value in {
+            "RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": self.world_size,
+            "ROLE_WORLD_SIZE": self.world_size, "ROLE_NAME": "default",
+            "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
+            "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": self.nodes,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
 
 
 class Launch:
@@ -171,22 +183,20 @@ class Launch:
         """Whether mpirun has started a proxy for each rank."""
         return not any(self.folder.glob("*.proxy"))
 
-    def text(self, rank, name, most=1_000_000):
+    def text(self, rank, name):
         """What the rank has printed: all, or as much from both its ends."""
         try:
             with open(f"{self.folder}/{rank}.{name}", "rb") as file:
-                data = file.read(most)
+                data = file.read(MOST)
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(file.tell(), size - most))
-                data += file.read(most)
+                file.seek(max(len(data), size - MOST))
+                return (data + file.read(MOST)).decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return data.decode(errors="replace")
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
-        for job in self.jobs:
-            job.kill(LOOK)
+        self.signal(LOOK)
         time.sleep(0.1)  # until they have written
         return [read_line(self.text(rank, "stack"), self.script)
                 for rank in range(len(self.jobs))]
@@ -197,8 +207,7 @@ class Launch:
                    for file in self.folder.glob(f"*.{name}"))
 
     def clear(self):
-        for job in self.jobs:
-            job.kill(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         if self.mpirun:  # ends when its processes have ended, if it has any
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.mpirun.wait(10 if self.all_met() else 0)
@@ -212,20 +221,9 @@ class Launch:
         return activity({job.server.process.pid for job in self.jobs},
                         {self.mpirun.pid} if self.mpirun else set())
 
-    def signal(self, number, rank=None):
-        for job in self.jobs if rank is None else [self.jobs[rank]]:
+    def signal(self, number):
+        for job in self.jobs:
             job.kill(number)
-
-
-def torchrun_variables(rank, size, nodes, port):
-    """What torchrun tells a rank, but that it is torchrun."""
-    devices = size // nodes
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank % devices),
-            "GROUP_RANK": str(rank // devices), "GROUP_WORLD_SIZE": str(nodes),
-            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size),
-            "ROLE_NAME": "default", "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(devices),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def launch(script, *flags, timeout=120, **options):

@@ -96,7 +96,7 @@ def remove(folder):
         time.sleep(0.02)
 
 
-def make_folder(prefix="check-"):
+def make_folder():
     """A new folder: with room, and not too deep.
 
     It holds a mark, which is locked while this process lives. Folders whose
@@ -106,11 +106,11 @@ def make_folder(prefix="check-"):
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
-    for mark in Path(parent).glob(f"{prefix}*/{MARK}"):
+    for mark in Path(parent).glob(f"check-*/{MARK}"):
         remove_abandoned(mark)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
     mark = open(folder / MARK, "x")
     fcntl.flock(mark, fcntl.LOCK_EX)
     mark.write(OURS)

@@ -185,11 +185,10 @@ class Rows:
                 log.now.unclipped[id(weight)] if id(weight)
                 in log.now.unclipped else weight.grad if weight.grad is None
                 else thin(weight.grad) / scale)),
-            "local": describe(weights, lambda weight: log.local.get(
-                id(weight))),
-            "sums": describe(weights, lambda weight: log.sums.get(id(weight))),
-            "weighed": describe(weights, lambda weight: log.weighed.get(
-                id(weight)))}
+            **{name: describe(weights, lambda weight, by_id=by_id: by_id.get(
+                id(weight))) for name, by_id in (
+                    ("local", log.local), ("sums", log.sums),
+                    ("weighed", log.weighed))}}
         if self.kind in ("saved", "resumed"):
             update["kept"] = parts.describe(kept(optimizer, weights))
         return update

@@ -22,6 +22,8 @@ PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
+ON_CPU = {**scratch.HIDDEN,
+          "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
 SCHEMA = 1  # of --json: another number if a field changes or goes
@@ -211,10 +213,8 @@ class Starter:
             place=str(cwd) if program.module else None,
             probes=[copy, *training.probes(
                 seen, size, steps, kind, gpus, self.device)],
-            env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
-                            if self.device == "gpu" else
-                            scratch.quiet_environment(folder / "tmp") | {
-                "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
+            env=TORCHRUN | scratch.quiet_environment(
+                folder / "tmp", {} if self.device == "gpu" else ON_CPU),
             preload=self.preload, within=folder, cwd=str(cwd),
             hashes=int(kind == "hashes"))
         copy.require_kept(REMEDY)
