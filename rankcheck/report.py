@@ -160,14 +160,19 @@ class Board:
         return "".join(out)
 
     def diagnoses(self, *verdicts):
-        return [self.diagnosis(*finding) for finding in self.findings
-                if finding[0] in verdicts]
+        """HTML of the findings with these verdicts, a list."""
+        return [paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
+                          "bad" if verdict == "FAIL" else "ask")
+                + (paragraph(f"→ {self.quote(hint)}", "hint") if hint else "")
+                for verdict, text, hint in self.findings
+                if verdict in verdicts]
 
     def table(self, rows):
         """HTML of {question: {trial: verdict}}."""
+        running = self.trial if self.right is None else None
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
-            f'{"…" if self.is_running(name) else ""}</th>'
+            f'{"…" if name == running else ""}</th>'
             for name in self.columns)
         rows = "".join(
             f'<tr><th scope="row">{html.escape(title)}</th>'
@@ -178,9 +183,6 @@ class Board:
             f'<table class="check"><caption>{about}</caption>'
             f"<tr><td></td>{head}</tr>{rows}</table>", about)
 
-    def is_running(self, name):
-        return self.right is None and name == self.trial
-
     def cell(self, verdicts, name):
         kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
         about = MEANING.get(verdicts.get(name), NOT_ASKED)
@@ -189,12 +191,6 @@ class Board:
 
     def quote(self, text):
         return quote_text(self.words(text))
-
-    def diagnosis(self, verdict, text, hint):
-        out = paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
-                        "bad" if verdict == "FAIL" else "ask")
-        return out + (paragraph(f"→ {self.quote(hint)}", "hint")
-                      if hint else "")
 
 
 def legend(signs):

@@ -86,13 +86,11 @@ def choose(runs):
     alone, refused = runs.of_first("alone")
     if refused and stopped(alone):
         return None, [refused], "it has to train as one process first"
-    if refused:  # as with an assertion that there are several
-        together, ended = runs.of_first("together")
-        if ended:
-            return None, [refused, ended], (
-                "it trains neither as one process nor as several")
-    else:
-        together, ended = runs("together")
+    # it may be refused by an assertion that there are several
+    together, ended = (runs.of_first if refused else runs)("together")
+    if refused and ended:
+        return None, [refused, ended], (
+            "it trains neither as one process nor as several")
     if not (refused or ended or runs.gpus or reduces(together)
             or runs.device == "gpu"):
         runs.gpus = True
@@ -131,9 +129,8 @@ def compare(comparison, findings):
         comparison, times = columns, by_columns
     if times == comparison.size:
         still, ended = comparison.runs("still")
-        if not ended:
-            return replace(comparison, still=still), findings
-        return replace(comparison, apart="the third run failed"), findings
+        more = {"apart": "the third run failed"} if ended else {"still": still}
+        return replace(comparison, **more), findings
     if times == 1:
         return comparison, findings
     if any(rows(comparison.single)):
