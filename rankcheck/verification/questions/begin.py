@@ -82,8 +82,6 @@ def start(case):
             f"or others: {case.named(case.split)}", "right if the script "
             "shards them by hand: they are left out of what is compared",
             learned={"apart": "parameters are split by hand"})]
-    if not firsts:
-        return []
     mine, alone = assemble(firsts[0]), assemble([
         update["before"] for update in case.single[:1]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
