@@ -111,16 +111,13 @@ class Board:
             *above, last = textwrap.wrap(title, room - 1,
                                          break_on_hyphens=False,
                                          break_long_words=False)
-            lines += above
-            marks = [MARKS.get(verdicts.get(name), "")
-                     for name in self.columns]
-            cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
-            if colour:
-                colours = [TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
-                           for mark in marks]
-                cells = [f"\033[{code}m{cell}\033[0m"
-                         for code, cell in zip(colours, cells)]
-            lines.append((f"{last:{room}}" + "".join(cells)).rstrip())
+            line = f"{last:{room}}"
+            for name, size in zip(self.columns, sizes):
+                mark = MARKS.get(verdicts.get(name), "")
+                code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
+                line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
+                         else f"{mark:>{size}}")
+            lines += [*above, line.rstrip()]
         return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
 
     def to_html(self, pictures=""):

@@ -22,13 +22,7 @@ from pathlib import Path
 
 from rankcheck.deadlock import read_line
 from rankcheck.errors import require
-from rankcheck.launch.fork_server import (
-    LOOK,
-    PRELOAD,
-    activity,
-    folders,
-    get_servers,
-)
+from rankcheck.launch import fork_server
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
 # another compute while they wait, in a container and as root, too. Its
@@ -83,7 +77,7 @@ class Start:
     log: str | None = None
     env: dict | None = None
     threads: int = 1
-    preload: tuple = PRELOAD
+    preload: tuple = fork_server.PRELOAD
     place: str | None = None
     cwd: str | None = None
     within: str | None = None
@@ -118,9 +112,10 @@ class Launch:
         if start.by_mpirun:
             require_mpirun()
         size = start.world_size or 1
-        servers = get_servers(start.preload, size, start.hashes)
+        servers = fork_server.get_servers(
+            start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
-        folders.add(self.folder)
+        fork_server.folders.add(self.folder)
         self.script, self.jobs, self.mpirun = start.script, [], None
         port = free_port()
         try:
@@ -196,7 +191,7 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
-        self.signal(LOOK)
+        self.signal(fork_server.LOOK)
         time.sleep(0.1)  # until they have written
         return [read_line(self.text(rank, "stack"), self.script)
                 for rank in range(len(self.jobs))]
@@ -214,12 +209,13 @@ class Launch:
             self.mpirun.kill()
             self.mpirun.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-        folders.discard(self.folder)
+        fork_server.folders.discard(self.folder)
 
     def activity(self):
         """`activity` of the ranks, and of mpirun and all it started."""
-        return activity({job.server.process.pid for job in self.jobs},
-                        {self.mpirun.pid} if self.mpirun else set())
+        return fork_server.activity(
+            {job.server.process.pid for job in self.jobs},
+            {self.mpirun.pid} if self.mpirun else set())
 
     def signal(self, number):
         for job in self.jobs:
