@@ -69,10 +69,11 @@ class Runs:
         self.gpus = True
         other, fails = self(name)
         self.gpus = not fails
-        if fails and fails.text == ended.text:  # it came no farther
+        if not fails:
+            return other, None
+        if fails.text == ended.text:  # it came no farther
             return trial, ended
-        if fails:
-            fails.hint = [f"{fails.advice} {STOOD_IN}".strip()]
+        fails.hint = [fails.advice + " " * bool(fails.advice) + STOOD_IN]
         return other, fails
 
 
