@@ -12,6 +12,8 @@ import sys
 import time
 import traceback
 
+from backstage import ROOT
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch.distributed says only of another process that is gone or silent.
 # The client of its store times out, too, where no other has been met yet.
@@ -182,15 +184,17 @@ def explain(error):
         return f"too few files may be open: try `ulimit -n 4096` ({error})"
     if kind.startswith("Dist") or "gloo" in str(error):
         return explain_distributed(str(error).strip().splitlines() or [kind])
-    # It names a line that may have nothing to do with it: the device computes
-    # later than the program runs, unless it is told to wait.
+    # Errors of a device are asynchronous: the traceback may name another line.
     if (kind == "AcceleratorError"
             and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
         return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "
                 "see in which line; if that line is not yours, try another "
                 "device; --resume goes on from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        foreign = (error.errno in (errno.EACCES, errno.EROFS)
+                   and str(error.filename).startswith(f"{ROOT}{os.sep}"))
+        return (f"{error.filename}: {error.strerror}"
+                + ": work in a clone of your own" * foreign)
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"there is no room to write: {error.strerror}: make room; a "
                 "run goes on with --resume")

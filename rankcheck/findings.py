@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-# What is raised where a script leaves something that no question knows.
+# Errors that a question may raise on data that it does not expect.
 STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
            TypeError, ValueError)
 

@@ -73,7 +73,11 @@ class Lesson:
         self.none(f"faint_texts({least})")
 
     def fits(self):
-        """No word is broken; nothing is cut, also magnified to 150%."""
+        """No word is broken; nothing is cut, also magnified to 150%.
+
+        And JupyterLab does not ask whether it may show its news.
+        """
+        assert not self.page.get_by_text("official Jupyter news").count()
         self.none("broken(5)")
         size = self.page.viewport_size
         self.page.set_viewport_size({side: length * 2 // 3

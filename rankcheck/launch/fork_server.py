@@ -77,7 +77,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()], start_new_session=True,
-            # who waits for another is to sleep: read when torch is loaded
+            # OpenMP threads sleep, not spin: read when torch is loaded
             env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (
                 {} if hashes is None else {"PYTHONHASHSEED": str(hashes)}))
         its.close()
@@ -207,8 +207,8 @@ def serve(link, preload):
 def preload_all(names):
     """Import what has not been tried before.
 
-    A quarter of the time would go into looking for garbage, although imports
-    make none; nor do the forked ranks look through what is imported here.
+    Garbage collection would take a quarter of the time and find nothing; the
+    forked ranks do not look through what is imported here, either.
     """
     gc.disable()
     for name in names:

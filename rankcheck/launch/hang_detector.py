@@ -99,7 +99,7 @@ class Patience:
              if not job.is_alive()}, size)
 
     def sleeps(self, seconds):
-        """Whether no rank has done or wanted to do anything for so long."""
+        """Whether all ranks have been idle for that many seconds."""
         now = self.last
         while now - self.looks[0][0] > seconds:
             self.looks.pop(0)

@@ -1,7 +1,5 @@
-"""What the check and verify need before they start a script.
-
-Its bytes, an environment, and a folder, of which nothing is left however they
-end.
+"""Prepares a script's run: its source, a clean environment, and a temporary
+folder that is always removed.
 """
 
 import ast

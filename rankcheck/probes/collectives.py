@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
-               "monitored_barrier")  # in that place is its own kernel
+               "monitored_barrier")  # a BackendSelect kernel is there
 
 
 def messages(log):

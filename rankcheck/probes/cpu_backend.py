@@ -1,6 +1,4 @@
-"""Lets a process do on a CPU what it would do on a GPU, and notes what it asks
-for.
-"""
+"""Runs GPU code on the CPU with gloo, and records the devices asked for."""
 
 import re
 

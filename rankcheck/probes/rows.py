@@ -32,8 +32,8 @@ class Rows:
         self.size, self.steps, self.kind = size, steps, kind
 
     def __call__(self, log):
-        # what a new process seeds from the system, a fork shares; Python's own
-        # generator is seeded at each fork
+        # forked ranks would share the generators' state; Python's own is
+        # seeded at each fork
         torch.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
@@ -197,7 +197,7 @@ class Rows:
         self.recorded = False
         # in this step
         self.seen["updates"][-1]["within"] = self.log.row.reduced
-        self.begin_update()  # of what a closure computes again, nothing
+        self.begin_update()  # drop what a closure recomputes
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in module.named_buffers()

@@ -45,7 +45,7 @@ class Updates:
 
 
 def makes_state():
-    """Whether it is torch's own update of zeros, which makes a new state."""
+    """Whether PyTorch initialises an optimizer's state with zero gradients."""
     frame = sys._getframe(2)
     while frame and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back

@@ -1,5 +1,6 @@
 """The device of a process, without one: fakes in the place of GPUs."""
 
+import errno
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ import train_gpt2_tp as tp
 from conftest import program
 from stages import Result, attempt, edited, refused
 
-from backstage import device, flags, flops, process, world
+from backstage import ROOT, device, flags, flops, process, world
 from backstage.errors import UserError, explain
 from rankcheck.launch.ranks import launch
 from workshop.stages import STAGES, modules_of
@@ -181,6 +182,8 @@ def in_a_pipeline(cause):
      "--microbatch-size"),
     (in_a_pipeline(RuntimeError("[gloo/pair.cc] closed by peer")),
      "lost the other"), (in_a_pipeline(ValueError("a bug")), None),
+    (PermissionError(errno.EACCES, "Permission denied", str(ROOT / "runs")),
+     "runs: Permission denied: work in a clone of your own"),
 ], ids=lambda value: str(value)[:40])
 def test_errors_of_a_device(monkeypatch, error, words):
     line = explain(error)

@@ -33,7 +33,7 @@ def smallest(items, fails, beside=()):
 
 
 def find(items, symptom):
-    """Yield the parts of the items that are wrong, each for itself.
+    """Yield each smallest set of differences that breaks the script.
 
     symptom(items): what shows that a script with these differences is wrong,
     or None. A part of the items may be wrong for another reason, such as a
@@ -44,7 +44,7 @@ def find(items, symptom):
     for _ in range(MOST):
         seen = symptom(items) if items else None
         if seen in (None, symptom([])):
-            return  # it is not these: the lesson's script fails here as well
+            return  # without them it fails, too: the cause is elsewhere
 
         def fails(some, seen=seen):
             nonlocal tries

@@ -33,7 +33,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
          "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
          "--checkpoint-every", RESUMED)
 
-# what Triton's interpreter takes long for is each program of a kernel
+# Triton's interpreter takes long for each program of a kernel
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
 

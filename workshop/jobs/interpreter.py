@@ -123,7 +123,7 @@ def start(*arguments):
     """Start `python arguments...` there: a process with pipes, for a dialogue.
 
     It is in a session of its own: Ctrl-C, or a kernel's stop button, does not
-    reach it. It has to end where its standard input does. Raises `UserError`
+    reach it. It must exit when its input is closed. Raises `UserError`
     if there is no environment.
     """
     return subprocess.Popen(

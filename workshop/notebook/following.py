@@ -1,7 +1,6 @@
 """Views that follow the script: shown anew whenever it is saved.
 
-Where nothing can follow any more, because the page was loaded again or the
-kernel is gone, the page says so by itself.
+If the page was reloaded or the kernel died, the view marks itself as stale.
 """
 
 import atexit

@@ -6,8 +6,9 @@ QUESTIONS = Questions()
 
 
 def question(title, where=lambda case: not case.asked("FSDP1")):
-    """Ask the decorated function about a `Comparison`, but of FSDP 1 only
-    where its `where` is `always`: what that keeps is seen by nobody.
+    """Ask the decorated function about a `Comparison`.
+
+    FSDP 1's tensors cannot be seen: of it only those with `where=always` ask.
     """
     return QUESTIONS.add(title, where=where)
 

@@ -193,7 +193,7 @@ def equal(case):
 def mean(case):
     worst, scaled = None, None  # of all updates; the first with a factor
     for step, updates in enumerate(case.updates):
-        # what the script has taken of them may count, or not
+        # the script may have changed the gradients: try both
         found = [gradients_of(updates, updates, what)
                  for what in ("local", "sums")]
         if any(mine is None for mine, *_ in found):

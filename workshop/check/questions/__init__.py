@@ -23,7 +23,7 @@ __all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
 def ask(trial, reference, kind="whole"):
     """[(question, finding)] about a trial, in the order of the questions.
 
-    Where it did not come to its end, nothing else is asked.
+    If the script did not finish, the other questions are skipped.
     """
     findings = []
     for one in QUESTIONS:
