@@ -227,8 +227,9 @@ def mean(case):
         step, factor = scaled
         return [warn(f"in update {step} the gradients are {factor:.4g} times "
                      "the mean of the ranks' own", "right if the script "
-                     "scales them, as when it clips them by itself; else it "
-                     "multiplies or divides once too often",
+                     "scales them by itself, for the number of microbatches or"
+                     " to clip them; else it multiplies or divides once too "
+                     "often",
                      numbers={"update": step, "factor": factor})]
     return [] if worst is None else [ok(
         "gradients are the mean of the ranks' own, before they are clipped "
