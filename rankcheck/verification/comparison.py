@@ -85,6 +85,14 @@ class Comparison:
         return all(update.get("within", 0) > 0.5 * update["elements"]
                    for updates in self.updates for update in updates)
 
+    @property
+    def splits_matrices(self):
+        """Whether parameters are sharded, and not by fully_shard alone."""
+        sharded = self.updates[0][0]["gradients"]["sharded"].values()
+        return bool(self.split) or any(
+            sum("Shard" in kind for kind, _ in entry["placements"]) > 1
+            or not self.asked("fully_shard") for entry in sharded)
+
     def asked(self, what):
         return [value for rank in range(self.size)
                 for value in self.together.asked(what, rank)]
@@ -217,15 +225,6 @@ def first_weights(seen):
 
 def as_bytes(tensor):
     return tensor.contiguous().numpy(force=True).tobytes()
-
-
-def splits_matrices(case):
-    """Whether parameters are sharded, and not by fully_shard alone."""
-    if case.split:
-        return True
-    sharded = case.updates[0][0]["gradients"]["sharded"].values()
-    return any(sum("Shard" in kind for kind, _ in entry["placements"]) > 1
-               or not case.asked("fully_shard") for entry in sharded)
 
 
 def gradients_of(updates, alone, what="gradients"):

@@ -4,12 +4,7 @@ import itertools
 
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble
-from rankcheck.verification.comparison import (
-    GRADIENT,
-    gradients_of,
-    off,
-    splits_matrices,
-)
+from rankcheck.verification.comparison import GRADIENT, gradients_of, off
 from rankcheck.verification.questions.question import question
 
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
@@ -25,7 +20,7 @@ def same_numbers(case):
                                     for updates in of_one}) > 1
              and all(update["random"][name] == updates[0]["random"][name]
                      for updates in of_one for update in updates)]
-    if not names or splits_matrices(case):
+    if not names or case.splits_matrices:
         return []
     return [warn("all ranks draw the same random numbers in each update: "
                  + " and ".join(names), "for dropout, noise and "
@@ -82,7 +77,7 @@ def clipped_first(case):
 @question("gradients are reduced once, and clipped after that")
 def reductions(case):
     """By what was sent of them, and by what the optimizers got."""
-    if splits_matrices(case) or case.averaged:
+    if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
     times = [update["reduced"] / max(update["elements"], 1) for update in mine]
