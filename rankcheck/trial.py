@@ -1,6 +1,7 @@
 """A trial: the script is started once, watched, and what came is collected.
 """
 
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,10 @@ class Trial:
         """The values with which a rank asked for it."""
         seen = self.seen[rank]
         return [value for name, value in seen["asked"] if name == what]
+
+    @property
+    def killed(self):
+        return any(rank.status == -signal.SIGKILL for rank in self.ranks)
 
     def calls(self, rank):
         return [event for event in self.events[rank] if "call" in event]

@@ -1,6 +1,5 @@
 """The runs of a script that is verified, and what is read out of them."""
 
-import signal
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,15 +106,6 @@ class Comparison:
                  for name in sorted(names, key=order.index)]
         return ", ".join(words[:3]) + (
             f" and {len(words) - 3} more" if len(words) > 3 else "")
-
-
-def stopped(trial):
-    """Whether not all ranks came to an end of their own."""
-    return trial.gave_up or killed(trial)
-
-
-def killed(trial):
-    return any(rank.status == -signal.SIGKILL for rank in trial.ranks)
 
 
 def how_it_ends(trial, words=""):

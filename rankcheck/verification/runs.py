@@ -7,10 +7,8 @@ from rankcheck.verification.comparison import (
     Comparison,
     find_split,
     how_it_ends,
-    killed,
     makes_up,
     rows,
-    stopped,
     times_the_samples,
 )
 
@@ -64,7 +62,8 @@ class Runs:
         in a GPU's place, where it fails only as it is.
         """
         trial, ended = self(name)
-        if not ended or stopped(trial) or self.device == "gpu":
+        if (not ended or trial.gave_up or trial.killed
+                or self.device == "gpu"):
             return trial, ended
         self.gpus = True
         other, fails = self(name)
@@ -85,7 +84,7 @@ def choose(runs):
     """
     note = "it does not run without a GPU"
     alone, refused = runs.of_first("alone")
-    if refused and stopped(alone):
+    if refused and (alone.gave_up or alone.killed):
         return None, [refused], "it has to train as one process first"
     # it may be refused by an assertion that there are several
     together, ended = (runs.of_first if refused else runs)("together")
@@ -100,7 +99,7 @@ def choose(runs):
         if runs.gpus:
             alone, together = one, several
             note = "without a GPU each process trains alone"
-    if killed(together):
+    if together.killed:
         return None, [ended], "not all ranks came to their end"
     uneven = count_updates(together)
     if uneven or (ended and not all(
