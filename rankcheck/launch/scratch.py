@@ -105,7 +105,11 @@ def make_folder():
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
     for mark in Path(parent).glob(f"check-*/{MARK}"):
-        remove_abandoned(mark)
+        with contextlib.suppress(OSError), open(mark, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (file.read(len(OURS)) == OURS
+                    and mark.parent.stat().st_uid == os.getuid()):
+                shutil.rmtree(mark.parent)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
     folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
@@ -115,15 +119,6 @@ def make_folder():
     mark.flush()
     HELD.append(mark)  # and with it the lock
     return folder
-
-
-def remove_abandoned(mark):
-    """Remove the folder of a mark of ours, if nobody holds the mark."""
-    with contextlib.suppress(OSError), open(mark, "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (file.read(len(OURS)) == OURS
-                and mark.parent.stat().st_uid == os.getuid()):
-            shutil.rmtree(mark.parent)
 
 
 def full(folder):
