@@ -36,8 +36,8 @@ class Trial:
 
     def asked(self, what, rank=0):
         """The values with which a rank asked for it."""
-        seen = self.seen[rank]
-        return [value for name, value in seen["asked"] if name == what]
+        return [value for name, value in self.seen[rank]["asked"]
+                if name == what]
 
     @property
     def killed(self):
