@@ -6,10 +6,11 @@ def verify(program, n=2, steps=4, resume_with=None, device="cpu",
     """What `rankcheck verify` finds, printing nothing: `Finding`s, causes
     first, whose `verdict` is "ok", "warn" or "FAIL", and `text` a sentence.
 
-    program: the script and its flags, in which {n} is the number of
-    processes, n. steps: how many updates are watched. resume_with: flags, in
-    one string, that resume a run. device: "gpu" takes one of this machine for
-    each process. patience: seconds without an update before it gives up. What
+    program: the script, or -m and a module, and its flags, in which {n} is the
+    number of processes, n, {rank} the rank, and {run} the name of a run.
+    steps: how many updates are watched. resume_with: flags, in one string,
+    that resume a run. device: "gpu" takes one of this machine for each
+    process. patience: seconds without an update before it gives up. What
     could not be run or compared is a `rankcheck.errors.UserError`. On Ctrl-C
     the program ends, and with it all that it has started.
     """

@@ -4,6 +4,7 @@ The check reports events, dictionaries that JSON can hold, and a `Board` shows
 them, in the program itself or in a notebook:
 
     columns   [name, ...] of the trials, before the first of them
+    about     what these names mean, if they do not say it
     trial     the name of the trial that begins
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
@@ -54,7 +55,8 @@ class Board:
     def __init__(self, words=str):
         """words: a function that rewrites each text for a notebook."""
         self.words = words
-        self.columns, self.trial, self.answers = [], "", {}
+        self.columns, self.about, self.trial = [], "", ""
+        self.answers = {}
         self.findings, self.pictures = [], {}  # of each trial
         self.causes = []
         self.last, self.right = "", None
@@ -95,7 +97,7 @@ class Board:
             self.pictures[self.trial] = value
         elif kind == "say" and value.strip():
             self.last = value.strip()
-        elif kind in ("columns", "trial", "right"):
+        elif kind in ("columns", "about", "trial", "right"):
             setattr(self, kind, value)
 
     def to_text(self, colour=False, width=79):
@@ -109,16 +111,13 @@ class Board:
             *above, last = textwrap.wrap(title, room - 1,
                                          break_on_hyphens=False,
                                          break_long_words=False)
-            lines += above
-            marks = [MARKS.get(verdicts.get(name), "")
-                     for name in self.columns]
-            cells = [f"{mark:>{size}}" for mark, size in zip(marks, sizes)]
-            if colour:
-                colours = [TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
-                           for mark in marks]
-                cells = [f"\033[{code}m{cell}\033[0m"
-                         for code, cell in zip(colours, cells)]
-            lines.append((f"{last:{room}}" + "".join(cells)).rstrip())
+            line = f"{last:{room}}"
+            for name, size in zip(self.columns, sizes):
+                mark = MARKS.get(verdicts.get(name), "")
+                code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
+                line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
+                         else f"{mark:>{size}}")
+            lines += [*above, line.rstrip()]
         return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
 
     def to_html(self, pictures=""):
@@ -143,7 +142,9 @@ class Board:
                 shown["all other questions" if shown else "all questions"] = {
                     name: "ok" for verdicts in rows["ok"].values()
                     for name in verdicts}
-            out += [self.table(shown), paragraph(self.legend(), "legend")]
+            signs = {kind: sign for kind, (_, sign) in SIGNS.items()}
+            out += [self.table(shown), paragraph(" ".join(filter(
+                None, (legend(signs), self.about))), "legend")]
         out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                "</div>"]
         for verdict, one, more in FOLDED:
@@ -156,14 +157,19 @@ class Board:
         return "".join(out)
 
     def diagnoses(self, *verdicts):
-        return [self.diagnosis(*finding) for finding in self.findings
-                if finding[0] in verdicts]
+        """HTML of the findings with these verdicts, a list."""
+        return [paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
+                          "bad" if verdict == "FAIL" else "ask")
+                + (paragraph(f"→ {self.quote(hint)}", "hint") if hint else "")
+                for verdict, text, hint in self.findings
+                if verdict in verdicts]
 
     def table(self, rows):
         """HTML of {question: {trial: verdict}}."""
+        running = self.trial if self.right is None else None
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
-            f'{"…" if self.is_running(name) else ""}</th>'
+            f'{"…" if name == running else ""}</th>'
             for name in self.columns)
         rows = "".join(
             f'<tr><th scope="row">{html.escape(title)}</th>'
@@ -174,15 +180,6 @@ class Board:
             f'<table class="check"><caption>{about}</caption>'
             f"<tr><td></td>{head}</tr>{rows}</table>", about)
 
-    def legend(self):
-        """What the signs mean, and the numbers of a mesh."""
-        mesh = next((name for name in self.columns if "x" in name[1:2]), "")
-        return legend({kind: sign for kind, (_, sign) in SIGNS.items()}) + (
-            f" {mesh}: pipeline x data x tensor parallel." if mesh else "")
-
-    def is_running(self, name):
-        return self.right is None and name == self.trial
-
     def cell(self, verdicts, name):
         kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
         about = MEANING.get(verdicts.get(name), NOT_ASKED)
@@ -191,12 +188,6 @@ class Board:
 
     def quote(self, text):
         return quote_text(self.words(text))
-
-    def diagnosis(self, verdict, text, hint):
-        out = paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
-                        "bad" if verdict == "FAIL" else "ask")
-        return out + (paragraph(f"→ {self.quote(hint)}", "hint")
-                      if hint else "")
 
 
 def legend(signs):

@@ -4,7 +4,6 @@ A rank describes what it has of each tensor without asking another rank: a
 script that is wrong must not hang in who watches it.
 """
 
-import types
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +111,7 @@ def difference(a, b):
     return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
-def assemble(ranks, same=types.MappingProxyType({})):
+def assemble(ranks, same=None):
     """The `Whole` of what `describe` gave on each rank, a list.
 
     same: name -> another name of the same tensor, by which it is known.
@@ -120,7 +119,7 @@ def assemble(ranks, same=types.MappingProxyType({})):
     tensors, filled, differing, apart = {}, {}, {}, set()
     for rank, state in enumerate(ranks):
         for name, shape, part, at in pieces(state, rank):
-            name = same.get(name, name)
+            name = (same or {}).get(name, name)
             if name not in tensors:
                 tensors[name] = torch.zeros(shape)
                 filled[name] = torch.zeros(shape, dtype=torch.bool)

@@ -1,6 +1,7 @@
 """A trial: the script is started once, watched, and what came is collected.
 """
 
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,21 +36,18 @@ class Trial:
 
     def asked(self, what, rank=0):
         """The values with which a rank asked for it."""
-        seen = self.seen[rank]
-        return [value for name, value in seen["asked"] if name == what]
+        return [value for name, value in self.seen[rank]["asked"]
+                if name == what]
+
+    @property
+    def killed(self):
+        return any(rank.status == -signal.SIGKILL for rank in self.ranks)
 
     def calls(self, rank):
         return [event for event in self.events[rank] if "call" in event]
 
     def updates(self, rank):
         return sum("call" not in event for event in self.events[rank])
-
-    def read(self, observed):
-        """Take in what the ranks' probes have seen."""
-        for rank in range(len(self.ranks)):
-            file = observed / f"{rank}.pt"
-            self.seen.append(torch.load(file) if file.exists() else None)
-            self.events.append(read_events(observed / f"{rank}.jsonl"))
 
 
 def watch(trial, flags, seen, say, budget, **options):
@@ -67,5 +65,8 @@ def watch(trial, flags, seen, say, budget, **options):
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
     trial.patience = patience.patience
     trial.seconds = time.monotonic() - begin
-    trial.read(seen)
+    for rank in range(len(trial.ranks)):
+        file = seen / f"{rank}.pt"
+        trial.seen.append(torch.load(file) if file.exists() else None)
+        trial.events.append(read_events(seen / f"{rank}.jsonl"))
     return trial

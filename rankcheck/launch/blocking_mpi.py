@@ -22,6 +22,9 @@ BEGUN = (  # they return a request
     "Ibcast", "Igather", "Igatherv", "Ireduce", "Ireduce_scatter",
     "Ireduce_scatter_block", "Iscatter", "Iscatterv", "Irecv", "Isend",
     "Issend", "irecv", "isend", "issend")
+SENT = {"Send": "Issend", "Ssend": "Issend", "send": "issend",
+        "ssend": "issend"}  # by what begins it
+RECEIVED = ("Recv", "recv")
 LONGEST = 0.02  # seconds between two looks
 
 
@@ -50,9 +53,6 @@ class SleepingComm(MPI.Intracomm):
         # what the ranks say of themselves is apart from their messages
         asleep.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
         return asleep
-
-    def tell(self, name, args):
-        self.on_call(name.lower(), count(args))
 
     def meet(self, name, elements):
         """Sleep until all ranks have come to this collective."""
@@ -134,60 +134,32 @@ def count(args):
 # ---------------------------------------------- the methods of a SleepingComm
 
 
-def add(name, method):
-    """Give `SleepingComm` the method, which stack traces call by that name."""
+def add(name):
+    """Give `SleepingComm` a method, which stack traces call by that name."""
+    plain = getattr(MPI.Intracomm, SENT.get(name, name))
+
+    def method(self, *args, **kwargs):
+        elements = count([*args, *kwargs.values()])
+        self.on_call(name.lower(), elements)
+        if name in COLLECTIVES:
+            self.meet(name, elements)
+            return plain(self, *args, **kwargs)
+        request = plain(self, *args, **kwargs)
+        return (sleep_until(request.Test) if name in SENT else
+                SleepingRequest(request))
+
+    def receive(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
+                status=None):
+        self.on_call(name.lower(), count([buf]))
+        sleep_until(lambda: self.Iprobe(source, tag))
+        return plain(self, buf, source, tag, status)
+
+    if name in RECEIVED:
+        method = receive
     method.__code__ = method.__code__.replace(co_name=name)
     method.__name__ = name
     setattr(SleepingComm, name, method)
 
 
-def collective(name):
-    plain = getattr(MPI.Intracomm, name)
-
-    def method(self, *args, **kwargs):
-        self.tell(name, [*args, *kwargs.values()])
-        self.meet(name, count([*args, *kwargs.values()]))
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-def begun(name):
-    plain = getattr(MPI.Intracomm, name)
-
-    def method(self, *args, **kwargs):
-        self.tell(name, [*args, *kwargs.values()])
-        return SleepingRequest(plain(self, *args, **kwargs))
-
-    return method
-
-
-def send(name, begin):
-    def method(self, message, *args, **kwargs):
-        self.tell(name, [message])
-        sleep_until(begin(self, message, *args, **kwargs).Test)
-
-    return method
-
-
-def receive(name):
-    plain = getattr(MPI.Intracomm, name)
-
-    def method(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
-               status=None):
-        self.tell(name, [buf])
-        sleep_until(lambda: self.Iprobe(source, tag))
-        return plain(self, buf, source, tag, status)
-
-    return method
-
-
-for one in COLLECTIVES:
-    add(one, collective(one))
-for one in BEGUN:
-    add(one, begun(one))
-for one, other in (("Send", "Issend"), ("Ssend", "Issend"),
-                   ("send", "issend"), ("ssend", "issend")):
-    add(one, send(one, getattr(MPI.Intracomm, other)))
-add("Recv", receive("Recv"))
-add("recv", receive("recv"))
+for one in (*COLLECTIVES, *BEGUN, *SENT, *RECEIVED):
+    add(one)

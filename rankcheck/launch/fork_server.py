@@ -32,6 +32,7 @@ from pathlib import Path
 
 from rankcheck.errors import KILLED, UserError
 from rankcheck.launch import mpirun_proxy
+from rankcheck.why import proc
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
            "torch.distributed.elastic.multiprocessing", "torch._dynamo",
@@ -119,22 +120,16 @@ def activity(servers, others):
     sessions. None where the system does not say (it has no /proc).
     """
     tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
-    if not Path("/proc/self/stat").exists():
+    if not proc.read_stat(os.getpid()):
         return None
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in proc.list_processes():
         with contextlib.suppress(OSError):
-            pid = int(folder.name)
-            if os.getsid(pid) not in servers | others:
-                continue
-            for task in (folder / "task").iterdir():
-                fields = (task / "stat").read_text(
-                    errors="replace").rpartition(")")[2]
-                state, *numbers = fields.split()
-                eager += state in "Tt"
-                if pid in servers:
-                    continue
-                eager += state in "RD"
-                tasks[task.name] = (int(numbers[10]) + int(numbers[11])) / tick
+            if os.getsid(pid) in servers | others:
+                for task in proc.list_folder(f"/proc/{pid}/task"):
+                    state, *rest = proc.read_stat(f"{pid}/task/{task}") or "Z"
+                    eager += state in ("Tt" if pid in servers else "TtRD")
+                    if rest and pid not in servers:
+                        tasks[task] = sum(map(int, rest[10:12])) / tick
     return tasks, eager
 
 
@@ -263,21 +258,6 @@ def become_rank(folder, path, arguments):
         os._exit(status)
 
 
-@contextlib.contextmanager
-def without_slurm():
-    """Inside this no variable of SLURM is set.
-
-    In an allocation's shell Open MPI would take a process that plain python
-    has started for one of srun's, and end it.
-    """
-    hidden = {name: os.environ.pop(name) for name in list(os.environ)
-              if name.startswith("SLURM_")}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
 def run_script(start, rank, port, output):
     """What a process does: `script flags...` as if python had started it.
 
@@ -310,11 +290,16 @@ def run_script(start, rank, port, output):
         str(start.place or Path(start.script).parent)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if start.mpirun and start.sleeping:
+        # in an allocation's shell Open MPI would take a process that plain
+        # python has started for one of srun's, and end it
+        hidden = {name: os.environ.pop(name) for name in list(os.environ)
+                  if name.startswith("SLURM_")}
         # the script has its own words for a library that is missing
-        with contextlib.suppress(ImportError, RuntimeError), without_slurm():
+        with contextlib.suppress(ImportError, RuntimeError):
             from rankcheck.launch import blocking_mpi
 
             blocking_mpi.install(start.nodes)
+        os.environ.update(hidden)
     log = Log(start.log, rank)
     for probe in start.probes:
         probe(log)

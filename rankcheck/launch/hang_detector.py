@@ -1,5 +1,4 @@
-"""Waits for the ranks of a `ranks.Launch`, as long as they work.
-"""
+"""Waits for the ranks of a `ranks.Launch`, as long as they work."""
 
 import time
 

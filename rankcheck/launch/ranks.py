@@ -22,13 +22,7 @@ from pathlib import Path
 
 from rankcheck.deadlock import read_line
 from rankcheck.errors import require
-from rankcheck.launch.fork_server import (
-    LOOK,
-    PRELOAD,
-    activity,
-    folders,
-    get_servers,
-)
+from rankcheck.launch import fork_server
 
 # What tests and checks ask of Open MPI: more ranks than cores, which let one
 # another compute while they wait, in a container and as root, too. Its
@@ -41,6 +35,9 @@ OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+
+
+MOST = 1_000_000  # bytes of output from each of its ends
 
 
 @dataclass
@@ -80,7 +77,7 @@ class Start:
     log: str | None = None
     env: dict | None = None
     threads: int = 1
-    preload: tuple = PRELOAD
+    preload: tuple = fork_server.PRELOAD
     place: str | None = None
     cwd: str | None = None
     within: str | None = None
@@ -92,9 +89,18 @@ class Start:
         return self.mpirun and self.world_size is not None
 
     def variables(self, rank, port):
-        return self.env | (torchrun_variables(
-            rank, self.world_size, self.nodes, port)
-            if self.world_size and not self.mpirun else {})
+        """Its environment, with what torchrun tells a rank, but that it is
+        torchrun.
+        """
+        if self.mpirun or not self.world_size:
+            return self.env
+        devices = self.world_size // self.nodes
+        return self.env | {name: str(value) for name, value in {
+            "RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": self.world_size,
+            "ROLE_WORLD_SIZE": self.world_size, "ROLE_NAME": "default",
+            "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
+            "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": self.nodes,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
 
 
 class Launch:
@@ -106,9 +112,10 @@ class Launch:
         if start.by_mpirun:
             require_mpirun()
         size = start.world_size or 1
-        servers = get_servers(start.preload, size, start.hashes)
+        servers = fork_server.get_servers(
+            start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
-        folders.add(self.folder)
+        fork_server.folders.add(self.folder)
         self.script, self.jobs, self.mpirun = start.script, [], None
         port = free_port()
         try:
@@ -171,65 +178,48 @@ class Launch:
         """Whether mpirun has started a proxy for each rank."""
         return not any(self.folder.glob("*.proxy"))
 
-    def text(self, rank, name, most=1_000_000):
+    def text(self, rank, name):
         """What the rank has printed: all, or as much from both its ends."""
         try:
             with open(f"{self.folder}/{rank}.{name}", "rb") as file:
-                data = file.read(most)
+                data = file.read(MOST)
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(file.tell(), size - most))
-                data += file.read(most)
+                file.seek(max(len(data), size - MOST))
+                return (data + file.read(MOST)).decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return data.decode(errors="replace")
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
-        for job in self.jobs:
-            job.kill(LOOK)
+        self.signal(fork_server.LOOK)
         time.sleep(0.1)  # until they have written
         return [read_line(self.text(rank, "stack"), self.script)
                 for rank in range(len(self.jobs))]
 
     def printed(self):
         """How many bytes the ranks have printed."""
-        total = 0
-        for rank in range(len(self.jobs)):
-            for name in ("out", "err"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += os.stat(f"{self.folder}/{rank}.{name}").st_size
-        return total
+        return sum(file.stat().st_size for name in ("out", "err")
+                   for file in self.folder.glob(f"*.{name}"))
 
     def clear(self):
-        for job in self.jobs:
-            job.kill(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         if self.mpirun:  # ends when its processes have ended, if it has any
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.mpirun.wait(10 if self.all_met() else 0)
             self.mpirun.kill()
             self.mpirun.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-        folders.discard(self.folder)
+        fork_server.folders.discard(self.folder)
 
     def activity(self):
         """`activity` of the ranks, and of mpirun and all it started."""
-        return activity({job.server.process.pid for job in self.jobs},
-                        {self.mpirun.pid} if self.mpirun else set())
+        return fork_server.activity(
+            {job.server.process.pid for job in self.jobs},
+            {self.mpirun.pid} if self.mpirun else set())
 
-    def signal(self, number, rank=None):
-        for job in self.jobs if rank is None else [self.jobs[rank]]:
+    def signal(self, number):
+        for job in self.jobs:
             job.kill(number)
-
-
-def torchrun_variables(rank, size, nodes, port):
-    """What torchrun tells a rank, but that it is torchrun."""
-    devices = size // nodes
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank % devices),
-            "GROUP_RANK": str(rank // devices), "GROUP_WORLD_SIZE": str(nodes),
-            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size),
-            "ROLE_NAME": "default", "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(devices),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def launch(script, *flags, timeout=120, **options):

@@ -94,7 +94,7 @@ def remove(folder):
         time.sleep(0.02)
 
 
-def make_folder(prefix="check-"):
+def make_folder():
     """A new folder: with room, and not too deep.
 
     It holds a mark, which is locked while this process lives. Folders whose
@@ -104,26 +104,21 @@ def make_folder(prefix="check-"):
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
-    for mark in Path(parent).glob(f"{prefix}*/{MARK}"):
-        remove_abandoned(mark)
+    for mark in Path(parent).glob(f"check-*/{MARK}"):
+        with contextlib.suppress(OSError), open(mark, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (file.read(len(OURS)) == OURS
+                    and mark.parent.stat().st_uid == os.getuid()):
+                shutil.rmtree(mark.parent)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
     mark = open(folder / MARK, "x")
     fcntl.flock(mark, fcntl.LOCK_EX)
     mark.write(OURS)
     mark.flush()
     HELD.append(mark)  # and with it the lock
     return folder
-
-
-def remove_abandoned(mark):
-    """Remove the folder of a mark of ours, if nobody holds the mark."""
-    with contextlib.suppress(OSError), open(mark, "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (file.read(len(OURS)) == OURS
-                and mark.parent.stat().st_uid == os.getuid()):
-            shutil.rmtree(mark.parent)
 
 
 def full(folder):

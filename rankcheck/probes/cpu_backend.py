@@ -62,9 +62,10 @@ def on_gpu(log):
 
 
 def note_groups(log):
-    """That it makes a process group, or wraps a model in DDP."""
+    """That it makes a process group or processes, or wraps a model in DDP."""
     note(log, dist, "init_process_group")
     note(log, c10d, "init_process_group")
+    note(log, torch.multiprocessing, "spawn")
     note(log, DistributedDataParallel, "__init__", "DistributedDataParallel")
 
 

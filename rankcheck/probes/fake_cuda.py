@@ -147,3 +147,6 @@ def gpus(log):
             elif inspect.isfunction(thing):
                 setattr(place, name, saying(answers.get(name, 0)))
     torch.cuda.nvtx = torch.cuda.profiler = Nothing()
+
+
+PROBES = [gpus]

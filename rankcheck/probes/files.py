@@ -1,5 +1,6 @@
 """Watches which files a process writes and reads."""
 
+import functools
 import os
 import sys
 import sysconfig
@@ -38,10 +39,11 @@ def opened(log, within="", without=(), finished=str):
             written[path] = opener(log.script)
 
     def on_event(event, args):
-        if event == "open" and isinstance(args[0], PATH) and (
-                (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+        if event == "open" and isinstance(args[0], PATH):
             path = place(args[0])
-            if within in path and not any(part in path for part in without):
+            if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+                log.tell("read", path)
+            elif within in path and not any(part in path for part in without):
                 wrote(path)
 
     sys.addaudithook(on_event)
@@ -51,6 +53,7 @@ def opened(log, within="", without=(), finished=str):
         if isinstance(f, (str, Path)):  # not opened by Python
             wrote(place(f))
         save(obj, f, *args, **kwargs)
+        log.tell("saved")
 
 
 def opener(script):
@@ -77,22 +80,15 @@ def results(log):
     """
     log.seen |= {"read": [], "results": []}
 
-    def on_event(event, args):
-        if event == "open" and isinstance(args[0], PATH) and not (
-                log.seen["updates"]
-                or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
-            log.seen["read"].append(place(args[0]))
+    def note(kind, path):
+        if bool(log.seen["updates"]) == (kind == "results"):
+            log.seen[kind].append(path)
 
-    def wrote(path):
-        if log.seen["updates"]:
-            log.seen["results"].append(path)
-
-    sys.addaudithook(on_event)
-    log.on("wrote", wrote)
-
-    @replace(torch, "save")
-    def save(save, obj, f, *args, **kwargs):
-        save(obj, f, *args, **kwargs)
+    def saved():
         if log.seen["updates"]:
             # the other ranks may be an update behind
             Path(f"{log.folder}/saved-{len(log.seen['updates'])}").touch()
+
+    log.on("read", functools.partial(note, "read"))
+    log.on("wrote", functools.partial(note, "results"))
+    log.on("saved", saved)

@@ -42,7 +42,9 @@ class Log:
         skipped    a GradScaler leaves the update out
         unnamed    the parameters of an optimizer, one of which has no name
         message    the name of a collective, and the tensors that go in
+        read       the path of a file that is opened to read it
         wrote      the path of a file that is written
+        saved      torch.save() has returned
         end        the process ends
     """
 

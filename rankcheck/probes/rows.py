@@ -32,7 +32,11 @@ class Rows:
         self.size, self.steps, self.kind = size, steps, kind
 
     def __call__(self, log):
-        draw_anew()
+        # forked ranks would share the generators' state; Python's own is
+        # seeded at each fork
+        torch.seed()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
         self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
                       "skipped": []}
@@ -43,8 +47,6 @@ class Rows:
         log.scale = 1.0  # of the last backward pass
         log.told = {}  # sampler -> whether set_epoch came before its start
         log.local = {}  # gradients as this rank alone has computed them
-        log.sums = {}  # what all backward passes have computed, added up
-        log.weighed = {}  # the same, each times the number of its targets
         self.begin_update()
         log.on("gradients", self.on_gradients)
         log.on("updated", self.on_updated)
@@ -52,7 +54,11 @@ class Rows:
         log.on("message", self.on_message)
 
     def begin_update(self):
-        """row: what is recorded. now: what else belongs to this update."""
+        """row: what is recorded. now: what else belongs to this update. sums:
+        what all backward passes have computed, added up; weighed: the same,
+        each times the number of its targets.
+        """
+        self.log.sums, self.log.weighed = {}, {}
         self.log.row = SimpleNamespace(
             rows=[], columns=[], losses=[], wrapped=0, reduced=0, bytes=0,
             calls=0, late=0, counts=[], targets=False, mixed=False)
@@ -127,11 +133,10 @@ class Rows:
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):
             self.leave()
-        if self.kind == "still":
-            freeze(weights)
+        if self.kind == "still":  # the optimizer leaves these alone then
+            for weight in weights.values():
+                weight.grad = None
         self.weights = weights
-        log.sums.clear()
-        log.weighed.clear()
         self.begin_update()
 
     def note_saved(self, number):
@@ -180,11 +185,10 @@ class Rows:
                 log.now.unclipped[id(weight)] if id(weight)
                 in log.now.unclipped else weight.grad if weight.grad is None
                 else thin(weight.grad) / scale)),
-            "local": describe(weights, lambda weight: log.local.get(
-                id(weight))),
-            "sums": describe(weights, lambda weight: log.sums.get(id(weight))),
-            "weighed": describe(weights, lambda weight: log.weighed.get(
-                id(weight)))}
+            **{name: describe(weights, lambda weight, by_id=by_id: by_id.get(
+                id(weight))) for name, by_id in (
+                    ("local", log.local), ("sums", log.sums),
+                    ("weighed", log.weighed))}}
         if self.kind in ("saved", "resumed"):
             update["kept"] = parts.describe(kept(optimizer, weights))
         return update
@@ -206,8 +210,6 @@ class Rows:
         """Nothing of an update that a GradScaler leaves out is an update's."""
         self.seen["skipped"].append(len(self.seen["updates"]))
         self.recorded = False
-        self.log.sums.clear()
-        self.log.weighed.clear()
         self.begin_update()
 
     def leave(self):
@@ -234,26 +236,10 @@ def describe(weights, tensor_of):
                           for name, weight in weights.items())
 
 
-def freeze(weights):
-    """Let the optimizer leave these parameters alone in its next step."""
-    for weight in weights.values():
-        weight.grad = None
-
-
 def storage(tensor):
     """Where its elements are, None if that cannot be told."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else None
-
-
-def draw_anew():
-    """Seed the generators anew: forked ranks would share their state.
-
-    Python's own generator is seeded at each fork.
-    """
-    torch.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
 
 
 def is_low(tensor):

@@ -152,10 +152,5 @@ def sharding(log):
         return module
 
 
-def processes(log):
-    """Of its own, which torchrun's do not expect."""
-    note(log, torch.multiprocessing, "spawn")
-
-
-PROBES = [processes, clipping, scaler, dropout, batchnorm, targets, samplers,
+PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers,
           sharding]

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib
 import os
 from collections import Counter
 from functools import partial
@@ -49,26 +50,20 @@ def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
     for them. device: "gpu" where they are there.
     """
-    return [Rows(size, steps, kind), Modules(), use, Updates(),
+    return [Rows(size, steps, kind), Modules(),
+            partial(use, module="torch_api"), Updates(),
             process if device == "cpu" else on_gpu, messages,
-            *[stand_in] * on_gpus, partial(opened, without=(
+            *[partial(use, module="fake_cuda")] * on_gpus,
+            partial(opened, without=(
                 str(folder), *(f"{os.path.dirname(folder)}/{name}/"
                                for name in ("guard", "tmp")),
                 *NO_OUTPUT)), results]
 
 
-def use(log):
-    """What scripts use beside a model; verify itself need not import it."""
-    from rankcheck.probes.torch_api import PROBES
-
-    for probe in PROBES:
+def use(log, module):
+    """Probes that take seconds to import: verify itself does without."""
+    for probe in importlib.import_module(f"rankcheck.probes.{module}").PROBES:
         probe(log)
-
-
-def stand_in(log):
-    from rankcheck.probes.fake_cuda import gpus
-
-    gpus(log)
 
 
 class Modules:

@@ -22,6 +22,8 @@ PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
+ON_CPU = {**scratch.HIDDEN,
+          "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
 SCHEMA = 1  # of --json: another number if a field changes or goes
@@ -60,18 +62,17 @@ def add_arguments(parser):
 def main(args):
     """The exit status: 0, 1 if something is wrong, 2 if it was not compared.
     """
+    options = {name: getattr(args, name) for name in (
+        "size", "steps", "resume_with", "device", "patience")}
     try:
-        if args.json:
-            return print_document(args)
-        return int(not verify(args.program, args.size, args.steps,
-                              args.resume_with, args.events, args.device,
-                              args.patience))
+        return print_document(args, options) if args.json else int(
+            not verify(args.program, events=args.events, **options))
     except UserError as error:
         error.status = 2  # whichever command has called this
         raise
 
 
-def print_document(args):
+def print_document(args, options):
     """Print what was found as one JSON document; returns the exit status."""
     words = args.program[args.program[:1] == ["--"]:]
     document = {"schema": SCHEMA, "script": "".join(words[:1]),
@@ -84,14 +85,12 @@ def print_document(args):
         program = read(words)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
-        findings, document["not_seen"] = examine(
-            words, args.size, args.steps, args.resume_with, args.device,
-            args.patience, out=out)
-        document["findings"] = [describe(finding, document["script"])
-                                for finding in findings]
-        document["status"] = int(any(
-            finding.verdict == "FAIL" for finding in findings))
-        document["error"] = None
+        findings, not_seen = examine(words, **options, out=out)
+        document |= {"findings": [describe(finding, document["script"])
+                                  for finding in findings],
+                     "not_seen": not_seen, "error": None,
+                     "status": int(any(finding.verdict == "FAIL"
+                                       for finding in findings))}
     except Exception as error:
         document["error"] = str(error)
         raise
@@ -111,15 +110,13 @@ def describe(finding, script):
                         for name, value in finding.numbers.items()}}
 
 
-def verify(program, size, steps, resume_with=None, events=False, device="cpu",
-           patience=PATIENCE):
+def verify(*given, events=False, **options):
     """Print the answers; returns whether nothing was found to be wrong.
 
     events: print JSON, for a `Board` elsewhere. For the others see `examine`.
     """
     out = Events() if events else Terminal()
-    findings, not_seen = examine(program, size, steps, resume_with, device,
-                                 patience, out=out)
+    findings, not_seen = examine(*given, **options, out=out)
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
     out.say("not seen:")
@@ -135,12 +132,8 @@ def examine(program, size, steps, resume_with=None, device="cpu",
             patience=PATIENCE, *, out):
     """(the `Finding`s, causes first; texts: what was not seen).
 
-    program: the script, or -m and a module, and its flags, in which {n} is
-    the number of processes, {rank} the rank, and {run} the name of a run.
-    steps: how many updates are watched. resume_with: flags, in one string,
-    that resume a run. device: "gpu" takes one of this machine for each
-    process. patience: seconds without an update, in which the ranks may be
-    idle; then it raises `NotCompared`. out: what is told how far it has come.
+    For the arguments see `rankcheck.verify`; size is its n. out: what is told
+    how far it has come. Ranks that are idle for too long: `NotCompared`.
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
@@ -220,10 +213,8 @@ class Starter:
             place=str(cwd) if program.module else None,
             probes=[copy, *training.probes(
                 seen, size, steps, kind, gpus, self.device)],
-            env=TORCHRUN | (scratch.quiet_environment(folder / "tmp", {})
-                            if self.device == "gpu" else
-                            scratch.quiet_environment(folder / "tmp") | {
-                "ACCELERATE_USE_CPU": "true"}),  # else each rank trains alone
+            env=TORCHRUN | scratch.quiet_environment(
+                folder / "tmp", {} if self.device == "gpu" else ON_CPU),
             preload=self.preload, within=folder, cwd=str(cwd),
             hashes=int(kind == "hashes"))
         copy.require_kept(REMEDY)

@@ -1,6 +1,5 @@
 """The runs of a script that is verified, and what is read out of them."""
 
-import signal
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +84,14 @@ class Comparison:
         return all(update.get("within", 0) > 0.5 * update["elements"]
                    for updates in self.updates for update in updates)
 
+    @property
+    def splits_matrices(self):
+        """Whether parameters are sharded, and not by fully_shard alone."""
+        sharded = self.updates[0][0]["gradients"]["sharded"].values()
+        return bool(self.split) or any(
+            sum("Shard" in kind for kind, _ in entry["placements"]) > 1
+            or not self.asked("fully_shard") for entry in sharded)
+
     def asked(self, what):
         return [value for rank in range(self.size)
                 for value in self.together.asked(what, rank)]
@@ -99,15 +106,6 @@ class Comparison:
                  for name in sorted(names, key=order.index)]
         return ", ".join(words[:3]) + (
             f" and {len(words) - 3} more" if len(words) > 3 else "")
-
-
-def stopped(trial):
-    """Whether not all ranks came to an end of their own."""
-    return trial.gave_up or killed(trial)
-
-
-def killed(trial):
-    return any(rank.status == -signal.SIGKILL for rank in trial.ranks)
 
 
 def how_it_ends(trial, words=""):
@@ -217,15 +215,6 @@ def first_weights(seen):
 
 def as_bytes(tensor):
     return tensor.contiguous().numpy(force=True).tobytes()
-
-
-def splits_matrices(case):
-    """Whether parameters are sharded, and not by fully_shard alone."""
-    if case.split:
-        return True
-    sharded = case.updates[0][0]["gradients"]["sharded"].values()
-    return any(sum("Shard" in kind for kind, _ in entry["placements"]) > 1
-               or not case.asked("fully_shard") for entry in sharded)
 
 
 def gradients_of(updates, alone, what="gradients"):

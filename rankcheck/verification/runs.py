@@ -1,51 +1,33 @@
 """The runs that verify makes of a script, and which of them it compares."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rankcheck.findings import fail, ok, warn
 from rankcheck.verification.comparison import (
     Comparison,
     find_split,
     how_it_ends,
-    killed,
     makes_up,
     rows,
-    stopped,
     times_the_samples,
 )
 
 STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
             "is it the same on GPUs?")
-AS_ONE, AS_MANY = "as one process ", "as {size} processes "
 
-
-@dataclass(frozen=True)
-class Run:
-    """How the script is started once.
-
-    several: whether as several processes. words: what a sentence about its
-    end begins with. long: whether it makes as many updates as have the
-    samples that several processes read. kind: see `probes.rows.Rows`, and
-    "hashes" with other hashes of strings, "again" as it was.
-    """
-
-    several: bool
-    words: str = ""
-    long: bool = False
-    kind: str = ""
-
-
+# Whether it is of several processes, and how a sentence about its end begins
 RUNS = {
-    "alone": Run(False, AS_ONE),
-    "together": Run(True, AS_MANY),
-    # where several processes read that many minibatches of one
-    "still": Run(False, long=True, kind="still"),
-    # where one process reads other samples, or begins with other weights
-    "hashes": Run(False, kind="hashes"),
-    "again": Run(False, kind="again"),
+    "alone": (False, "as one process "),
+    "together": (True, "as {size} processes "),
+    # that many times the updates, and nothing is updated: where several
+    # processes read that many minibatches of one
+    "still": (False, ""),
+    # with other hashes of strings, or as it was: where one process reads other
+    # samples, or begins with other weights
+    "hashes": (False, ""), "again": (False, ""),
     # where the script is resumed
-    "saved": Run(True, "the run to be resumed: ", kind="saved"),
-    "resumed": Run(True, "resumed, ", kind="resumed"),
+    "saved": (True, "the run to be resumed: "),
+    "resumed": (True, "resumed, "),
 }
 
 
@@ -66,13 +48,13 @@ class Runs:
 
         fewer: updates that it need not make.
         """
-        run, key = RUNS[name], (name, self.gpus)
+        (several, words), key = RUNS[name], (name, self.gpus)
         if key not in self.made:
-            size = self.size if run.several else 1
-            steps = self.steps * (self.size if run.long else 1) - fewer
-            trial = self.start(size, steps, run.kind, flags, self.gpus)
-            self.made[key] = trial, how_it_ends(
-                trial, run.words.format(size=size))
+            size = self.size if several else 1
+            steps = self.steps * (self.size if name == "still" else 1) - fewer
+            kind = "" if name in ("alone", "together") else name
+            trial = self.start(size, steps, kind, flags, self.gpus)
+            self.made[key] = trial, how_it_ends(trial, words.format(size=size))
         return self.made[key]
 
     def of_first(self, name):
@@ -80,7 +62,8 @@ class Runs:
         in a GPU's place, where it fails only as it is.
         """
         trial, ended = self(name)
-        if not ended or stopped(trial) or self.device == "gpu":
+        if (not ended or trial.gave_up or trial.killed
+                or self.device == "gpu"):
             return trial, ended
         self.gpus = True
         other, fails = self(name)
@@ -101,15 +84,13 @@ def choose(runs):
     """
     note = "it does not run without a GPU"
     alone, refused = runs.of_first("alone")
-    if refused and stopped(alone):
+    if refused and (alone.gave_up or alone.killed):
         return None, [refused], "it has to train as one process first"
-    if refused:  # as with an assertion that there are several
-        together, ended = runs.of_first("together")
-        if ended:
-            return None, [refused, ended], (
-                "it trains neither as one process nor as several")
-    else:
-        together, ended = runs("together")
+    # it may be refused by an assertion that there are several
+    together, ended = (runs.of_first if refused else runs)("together")
+    if refused and ended:
+        return None, [refused, ended], (
+            "it trains neither as one process nor as several")
     if not (refused or ended or runs.gpus or reduces(together)
             or runs.device == "gpu"):
         runs.gpus = True
@@ -118,7 +99,7 @@ def choose(runs):
         if runs.gpus:
             alone, together = one, several
             note = "without a GPU each process trains alone"
-    if killed(together):
+    if together.killed:
         return None, [ended], "not all ranks came to their end"
     uneven = count_updates(together)
     if uneven or (ended and not all(
@@ -148,9 +129,8 @@ def compare(comparison, findings):
         comparison, times = columns, by_columns
     if times == comparison.size:
         still, ended = comparison.runs("still")
-        if not ended:
-            return replace(comparison, still=still), findings
-        return replace(comparison, apart="the third run failed"), findings
+        more = {"apart": "the third run failed"} if ended else {"still": still}
+        return replace(comparison, **more), findings
     if times == 1:
         return comparison, findings
     if any(rows(comparison.single)):

@@ -19,7 +19,6 @@ WAYS = {
     "open": "open(name, 'w').write('new')",
     "append": "print('new', file=open(name, 'a', 1))",
     "update": "file = open(name, 'r+b'); file.write(b'new'); file.close()",
-    "pathlib": "Path(name).write_text('new')",
     "bytes": "open(os.fsencode(name), 'w').write('new')",
     "os.open": "os.write(os.open(name, os.O_WRONLY), b'new')",
     "a folder's descriptor":
@@ -27,20 +26,13 @@ WAYS = {
         "os.path.dirname(name) or '.', os.O_RDONLY))",
     "torch.save": "torch.save({}, name)",
     "torch.save(Path)": "torch.save({}, Path(name))",
-    "numpy": "np.save(open(name, 'wb'), np.zeros(9))",
     "tofile": "np.zeros(9).tofile(name)",
     "memmap": "np.memmap(name, np.uint8)[:] = 0",
-    "gzip": "gzip.open(name, 'wb').write(b'new')",
-    "zipfile": "zipfile.ZipFile(name, 'w').writestr('a', 'new')",
-    "logging": "logging.FileHandler(name).emit(logging.makeLogRecord("
-               "{'msg': 'new'}))",
     "os.replace": "Path('part').write_text('new'); os.replace('part', name)",
     "move": "Path('part').write_text('new'); shutil.move('part', name)",
     "move away": "shutil.move(name, 'part')",
-    "copy": "Path('part').write_text('new'); shutil.copy('part', name)",
     "rotate": "os.rename(name, name + '.1'); open(name + '.1', 'w')",
     "remove": "os.remove(name)",
-    "unlink": "Path(name).unlink()",
     "truncate": "os.truncate(name, 1)",
     "chmod": "os.chmod(name, 0o777)",
     "touch": "os.utime(name)",
@@ -56,7 +48,7 @@ WAYS = {
                                "except BaseException:\n    pass",
 }
 IMPORTS = """\
-import gzip, logging, os, shutil, sqlite3, subprocess, sys, threading, zipfile
+import os, shutil, sqlite3, subprocess, threading
 from pathlib import Path
 import numpy as np, torch
 """

@@ -19,10 +19,12 @@ from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
+from rankcheck.launch.ranks import Rank
 from rankcheck.probes.recorder import Log
 from rankcheck.probes.rows import Rows
 from rankcheck.probes.torch_api import clipping
 from rankcheck.probes.training import Modules
+from rankcheck.tensors import whole_here
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison
 from rankcheck.verification.questions import QUESTIONS
@@ -105,6 +107,20 @@ def seen(rank, **change):
 
 def times(factor):
     return lambda state: {**state, "flat": factor * state["flat"]}
+
+
+def sharded(state):
+    """Other weights, each of which is in a sharded tensor."""
+    return {"plain": [], "flat": torch.zeros(0), "sharded": {
+        name: {"part": 1.5 * part, "mesh": torch.arange(2),
+               "placements": [("Replicate", None)], "shape": part.shape}
+        for name, part in whole_here(state).items()}}
+
+
+def fails_again(trials):
+    """The run that would show whether one process begins alike fails."""
+    again = trials[1, "again"] = copy.deepcopy(trials[1, ""])
+    again.ranks = [Rank(1, "", "error: it is full\n")]
 
 
 def together(*changes):
@@ -212,6 +228,10 @@ CASES = [
      "rank 1 begins with other weights than rank 0: 0.weight"),
     (RIGHT, on_all(update=0, before=times(1.5)), "the ranks begin with",
      "the first weights are not those of one process"),
+    (RIGHT, together(on_all(update=0, before=sharded), fails_again),
+     "the ranks begin with", "the first weights are not those of one process; "
+     "whether that begins alike each time was not compared: started again, "
+     "rank 0 ended with an error: it is full"),
     (RIGHT, shared(16), "the ranks read different samples", "all 2 ranks "
      "read the same samples"),
     (RIGHT, one_sample, "the ranks read different samples", "all samples are "
@@ -248,6 +268,8 @@ CASES = [
      "after update 2 the weights of rank 1 are not rank 0's: 0.weight"),
     (RIGHT, on_all(gradients=times(2.0)), "gradients are the mean",
      "in update 0 the gradients are the sum over all ranks, not the mean: 2"),
+    (RIGHT, on_all(gradients=times(0.5)), "gradients are the mean",
+     "in update 0 the gradients are 0.5 times the mean of the ranks' own"),
     (RIGHT, of_rank_0_alone, "gradients are the mean", "in update 0 all ranks "
      "have the gradients of rank 0 alone"),
     (RIGHT, on_all(update=1, losses=lambda losses: [2 * losses[0]]),

@@ -662,6 +662,12 @@ SUITE = [  # one of each kind
 ]
 CASES = [
     *SUITE,
+    *(right(style, AS_ONE) for style in (
+        "microbatches", "EMA", "torchrun's variables", "layers dropped",
+        "mixed precision")),
+    *(right(style, AS_ONE, "an update has 32 samples, as with one process")
+      for style in ("few values", "split", "columns", "recurrent",
+                    "derivatives", "functions", "GradScaler")),
     wrong("DDP", "minibatch multiplied", "warn  an update has 64 samples, "
           "with one process 32; the learning rate is the same",
           ("32 // size", "32")),
@@ -689,7 +695,6 @@ CASES = [
     wrong("DDP", "processes of its own", "without mp.spawn",
           ("dist.init_process_group(", "torch.multiprocessing.spawn(divmod, "
            "(0,))\ndist.init_process_group(")),
-    right("microbatches", AS_ONE),
     wrong("microbatches", "their own number", "-> each microbatch's loss is "
           "the mean over its own 1 or 4 or 5 targets, and all count alike",
           ('reduction="sum")', ") / 2"), ("size / count * nn", "nn")),
@@ -698,16 +703,8 @@ CASES = [
           ("32 // size", "32"), (STEP, STEP + "        optimizer."
                                  "param_groups[0]['lr'] *= 0.9\n")),
     right("clamped", AS_ONE, WEIGHTS),
-    right("EMA", AS_ONE),
-    right("torchrun's variables", AS_ONE),
-    right("few values", "an update has 32 samples, as with one", AS_ONE),
-    right("split", "an update has 32 samples", AS_ONE),
     right("few samples", "right if the dataset is that small"),
-    right("columns", "an update has 32 samples, as with one", AS_ONE),
-    right("recurrent", "an update has 32 samples, as with one", AS_ONE),
-    right("derivatives", "an update has 32 samples, as with one", AS_ONE),
     right("noise", "the model draws random numbers"),
-    right("layers dropped", AS_ONE),
     right("many updates", "rounding grows to that, too"),
     right("closure", "gradients are reduced once an update", AS_ONE),
     right("losses added", "losses agree with a single process", AS_ONE),
@@ -720,7 +717,6 @@ CASES = [
           "gradients of rank 0 alone",
           ("dist.all_reduce(weight.grad)\n            weight.grad /= size",
            "dist.broadcast(weight.grad, 0)")),
-    right("functions", "an update has 32 samples", AS_ONE),
     wrong("functions", "summed", "FAIL  in update 0 the gradients are 2 times "
           "those of one process", ("            weight.grad /= size\n", "")),
     right("in backward", "an update has 32 samples", AS_ONE, WEIGHTS),
@@ -752,13 +748,11 @@ CASES = [
     right("HSDP", AS_ONE, "gradients are reduced once an update"),
     wrong("tensor parallel", "other samples", "warn  each rank reads other "
           "samples", ("(dataset, 1, 0,", "(dataset,")),
-    right("mixed precision", AS_ONE),
     right("FSDP1", "an update has 32 samples, as with one process",
           "FullyShardedDataParallel keeps them in its own way"),
     right("two optimizers", AS_ONE, WEIGHTS),
     right("GAN", "weights are equal on all ranks in all 8 updates"),
     right("workers", MULTIPLIED, "gradients are the mean of the ranks' own"),
-    right("GradScaler", AS_ONE, "an update has 32 samples, as with one"),
     wrong("starter", "the data from its start", "FAIL  a resume after 2 "
           "updates: in the next update it reads the samples of update 0 "
           "again", ("load(train_data, steps,",

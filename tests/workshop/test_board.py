@@ -54,9 +54,8 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
         "gradients are the single device&#x27;s", "all other questions"]
     assert re.search(r"<summary>\d\d questions, all right</summary>", right)
     assert "pipeline" not in html
-    board.columns.append("2x1x2")
-    assert board.to_html().count(
-        "2x1x2: pipeline x data x tensor parallel") == 1
+    board.update({"about": "2x1x2: pipeline x data."})
+    assert board.to_html().count(" 2x1x2: pipeline x data.</p>") == 1
 
     seen = board.pictures["2"]  # each on its own, rounding the first only
     off = [abs(mine - good) for mine, good in zip(

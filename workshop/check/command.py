@@ -10,7 +10,6 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.findings import number
 from rankcheck.launch import fork_server, ranks, sandbox
 from rankcheck.launch.scratch import read_script, remove, scratch_folder
 from rankcheck.report import Events, Quiet, Terminal
@@ -181,6 +180,9 @@ class Check:
 
         bench = self.bench
         self.out.report(columns=[*self.plan])
+        for mesh in [name for name in self.plan if "x" in name[1:2]][:1]:
+            self.out.report(
+                about=f"{mesh}: pipeline x data x tensor parallel.")
         self.say(f"{bench.script.name}, last {saved(bench.script)}, against "
                  f"the single-device stage: preset tiny, fp32, {STEPS} steps")
         bench.reference = find_reference(bench)
@@ -344,6 +346,8 @@ def find_reference(bench):
 
 def picture(trial, reference):
     """Who read what, and the losses, for a notebook's picture."""
+    from workshop.check.questions.question import number
+
     def losses(rows):
         values = [number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]

@@ -9,7 +9,6 @@ order is its place in the files, which are asked in the order of the imports.
 from dataclasses import replace
 
 from rankcheck.findings import STRANGE, warn
-from rankcheck.verification.comparison import splits_matrices
 from rankcheck.verification.runs import choose
 
 # isort: off
@@ -73,7 +72,7 @@ def not_seen(case, resumes):
              "compiled code: all was run without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
-    if splits_matrices(case):
+    if case.splits_matrices:
         texts.append("whether gradients are reduced: with tensor parallelism, "
                      "so are activations")
     if case.by_step:

@@ -82,8 +82,6 @@ def start(case):
             f"or others: {case.named(case.split)}", "right if the script "
             "shards them by hand: they are left out of what is compared",
             learned={"apart": "parameters are split by hand"})]
-    if not firsts:
-        return []
     mine, alone = assemble(firsts[0]), assemble([
         update["before"] for update in case.single[:1]])
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
@@ -91,7 +89,12 @@ def start(case):
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
         learned = {"apart": case.apart or "the first weights are not"}
         again, ended = case.runs("again")
-        if not ended and not assemble([
+        if ended:
+            return [warn("the first weights are not those of one process; "
+                         "whether that begins alike each time was not "
+                         f"compared: started again, {ended.text}",
+                         ended.advice, learned=learned)]
+        if not assemble([
                 again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
             return [warn("one process begins with other weights each time "
                          "that it is started", "set a seed, to compare",

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import read, rows, splits_matrices
+from rankcheck.verification.comparison import read, rows
 from rankcheck.verification.questions.question import always, question
 
 
@@ -17,7 +17,7 @@ def samples(case):
         return []
     share = ("each has to read its own: a DistributedSampler, or where they "
              "are drawn at random, as noise is, another seed on each rank")
-    if splits_matrices(case):
+    if case.splits_matrices:
         return in_groups(case, sets)
     if all(len(set(update["samples"])) == 1 < len(update["samples"])
            for update in case.single) and case.single:

@@ -4,12 +4,7 @@ import itertools
 
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import assemble
-from rankcheck.verification.comparison import (
-    GRADIENT,
-    gradients_of,
-    off,
-    splits_matrices,
-)
+from rankcheck.verification.comparison import GRADIENT, gradients_of, off
 from rankcheck.verification.questions.question import question
 
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
@@ -25,7 +20,7 @@ def same_numbers(case):
                                     for updates in of_one}) > 1
              and all(update["random"][name] == updates[0]["random"][name]
                      for updates in of_one for update in updates)]
-    if not names or splits_matrices(case):
+    if not names or case.splits_matrices:
         return []
     return [warn("all ranks draw the same random numbers in each update: "
                  + " and ".join(names), "for dropout, noise and "
@@ -82,7 +77,7 @@ def clipped_first(case):
 @question("gradients are reduced once, and clipped after that")
 def reductions(case):
     """By what was sent of them, and by what the optimizers got."""
-    if splits_matrices(case) or case.averaged:
+    if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
     times = [update["reduced"] / max(update["elements"], 1) for update in mine]
@@ -191,7 +186,7 @@ def equal(case):
 
 @question("gradients are the mean of the ranks' own")
 def mean(case):
-    worst, scale = None, ""
+    worst, scaled = None, None  # of all updates; the first with a factor
     for step, updates in enumerate(case.updates):
         # the script may have changed the gradients: try both
         found = [gradients_of(updates, updates, what)
@@ -217,15 +212,23 @@ def mean(case):
             factor = (mine @ good / (good @ good)).item()
             error = off(mine, factor * good)
             worst = max(worst or 0.0, error)
-            scale = f", times {factor:.3g}"
+            scaled = scaled or (step, factor)
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
                              f"{percent(off(mine, good))}", "does the script "
                              "change them otherwise, too?")]
+    if scaled:
+        step, factor = scaled
+        return [warn(f"in update {step} the gradients are {factor:.4g} times "
+                     "the mean of the ranks' own", "right if the script "
+                     "scales them by itself, for the number of microbatches or"
+                     " to clip them; else it multiplies or divides once too "
+                     "often",
+                     numbers={"update": step, "factor": factor})]
     return [] if worst is None else [ok(
-        f"gradients are the mean of the ranks' own{scale}, before they are "
-        f"clipped (to {worst:.0e})")]
+        "gradients are the mean of the ranks' own, before they are clipped "
+        f"(to {worst:.0e})")]
 
 
 def summed(case, step):

@@ -1,6 +1,6 @@
 """Questions about the data: who reads which samples."""
 
-from rankcheck.findings import fail, shorten
+from rankcheck.findings import fail
 from workshop.check.plan import MINIBATCH, STEPS, B
 from workshop.check.questions.question import question
 
@@ -27,6 +27,15 @@ def samples(trial, reference):
         return fail(f"samples of step {step} are not {shorten(good)}, each "
                     "once")
     return None
+
+
+def shorten(numbers):
+    """Some numbers of samples, in words."""
+    begin, end = (numbers[0], numbers[-1]) if numbers else (0, 0)
+    if len(numbers) > 2 and list(numbers) == list(range(begin, end + 1)):
+        return f"{begin} to {end}"
+    return ", ".join(map(str, numbers[:8])) + (
+        ", ..." if len(numbers) > 8 else "")
 
 
 def share(trial, rank, minibatch):

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from rankcheck.findings import Questions, fail, number, ok
+from rankcheck.findings import Questions, fail, ok
 from rankcheck.tensors import assemble
 from workshop.check.plan import STEPS
 
@@ -27,6 +27,13 @@ def no_pipeline(trial):
 def data_alone(trial):
     """Whether the ranks share the data, and nothing else of the work."""
     return trial.mesh.dp == trial.mesh.size > 1
+
+
+def number(row, column):
+    try:
+        return float(row[column])
+    except (KeyError, TypeError, ValueError):
+        return float("nan")
 
 
 def ask_about(column, title, name, tolerance, *kinds):

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from rankcheck.findings import fail, number
+from rankcheck.findings import fail
 from workshop.check.questions.question import (
     ask_about,
     no_pipeline,
+    number,
     question,
     several,
 )
