@@ -159,6 +159,7 @@ def test_an_installed_clone_has_all_packages_and_what_they_read():
         assert f'"{name}"' in text, name
         assert (f'"{name}"' in own) == name.startswith("rankcheck"), name
     assert '"workshop.lesson" = ["page/*"]' in text
+    assert '"workshop.notebook" = ["svg/*"]' in text
     for name, module, function in re.findall(
             r'^(\w+) = "([\w.]+):(\w+)"$', text, re.M):
         end = python(ROOT, "-c", f"from {module} import {function}\n"

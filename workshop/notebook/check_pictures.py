@@ -2,8 +2,7 @@
 
 import math
 
-from workshop.notebook.pictures import sample_box
-from workshop.notebook.shapes import (
+from workshop.notebook.pictures import (
     CELL,
     COLOURS,
     LINE,
@@ -12,6 +11,7 @@ from workshop.notebook.shapes import (
     line,
     middle,
     plural,
+    sample_box,
     svg,
     text,
 )
