@@ -17,7 +17,7 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import show_path, sync_folder, write_atomically
 from rankcheck.reader import read_regular
-from workshop.stages import DESK, FIRST, STAGES, require_own_clone
+from workshop.stages import DESK, FIRST, STAGES, require_writable
 
 FOLDER = DESK.with_name("backups")
 LARGEST = 500_000  # bytes of a script: comparing more takes minutes
@@ -119,7 +119,7 @@ def replace_desk(data, before=None, what=""):
                 "is left as it is: try again")
 
     backup = None
-    require_own_clone()
+    require_writable()
     try:
         target.parent.mkdir(exist_ok=True)
         found = read_regular(target) if target.exists() else None
