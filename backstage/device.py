@@ -77,13 +77,12 @@ def use_device(name="auto", local_rank=0):
 def check_local_rank(device, local_rank):
     """Raise a `UserError` if no device is left for this local rank."""
     count = torch.accelerator.device_count()
-    advice = (
+    require(local_rank < count, f"process {local_rank} of this node has no "
+            f"{device.type} device: start no more than {count} per node" + (
         ". Each process has to see all devices of its node: if SLURM's "
         "--gpus-per-task or --gpu-bind gave each process one, ask for "
-        "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset it")
-    require(local_rank < count, f"process {local_rank} of this node has no "
-            f"{device.type} device: start no more than {count} per node"
-            + (advice if count == 1 else ""))
+        "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset it"
+                ) * (count == 1))
 
 
 def memory_size(device):

@@ -29,6 +29,8 @@ from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
 
+ALONE = ": rank 0 alone logs and saves"
+
 
 class Run:
     """A run's folder, signals, metrics and checkpoints, from `restore` on."""
@@ -127,10 +129,10 @@ class Run:
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
-        problems = [*filter(None, world.on_every_rank(problem))]
-        if problems and self.rank == 0:  # training works without it
-            print(f"no texts: {problems[0]}", flush=True)
-        return None if problems else tokenizer
+        problem = next(filter(None, world.on_every_rank(problem)), None)
+        if problem and self.rank == 0:  # training works without it
+            print(f"no texts: {problem}", flush=True)
+        return None if problem else tokenizer
 
     def restore(self, model, optimizer):
         """Begin with the newest checkpoint; returns its step. All ranks.
@@ -176,7 +178,7 @@ class Run:
         if self.rank == 0:
             seconds = self.record["startup"] = process.seconds_since_start()
             self._write_record(self.folder)
-            if seconds is not None:
+            if seconds:
                 print(f"startup {seconds:.1f} s", flush=True)
 
     def check_finite(self, step, loss, norm):
@@ -193,7 +195,7 @@ class Run:
         loss, val_loss: nats per token, val_loss None if it was not evaluated;
         norm: of the gradient, before clipping.
         """
-        self._check_rank("log")
+        require(self.rank == 0, f"rank {self.rank} called run.log(){ALONE}")
         hp = self.hp
         speed = hp.minibatch_size * hp.sequence_length / seconds
         each = speed / self.world_size
@@ -220,8 +222,8 @@ class Run:
 
         All ranks if each holds a part of the model; else rank 0 alone.
         """
-        if not checkpoint.is_sharded(model):
-            self._check_rank("save")
+        require(self.rank == 0 or checkpoint.is_sharded(model),
+                f"rank {self.rank} called run.save(){ALONE}")
         weights, optim_state = checkpoint.gather_state(model, optimizer)
         if self.rank == 0:
             os.fsync(self.metrics.file)  # its rows survive a power cut, too
@@ -232,10 +234,6 @@ class Run:
             if not sys.stdout.isatty():
                 print(f"saved {self.place}/checkpoints/step_{step:08d}.pt",
                       flush=True)
-
-    def _check_rank(self, name):
-        require(self.rank == 0, f"rank {self.rank} called run.{name}(): "
-                "rank 0 alone logs and saves")
 
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
@@ -250,13 +248,11 @@ class Run:
             if self.tracker:
                 self.tracker.close()
             os.close(self.lock)
-            if self.metrics.last == self.max_steps - 1:
-                print(f"finished: {self.place}")
-            else:
-                by = (signal.Signals(self.signals.last).name if
-                      self.signals.last else "a signal to another rank")
-                print(f"stopped by {by}, checkpoint saved; go on with: "
-                      f"--run-dir {self.place} --resume")
+            by = (signal.Signals(self.signals.last).name if
+                  self.signals.last else "a signal to another rank")
+            print(f"finished: {self.place}" if self.metrics.last ==
+                  self.max_steps - 1 else f"stopped by {by}, checkpoint "
+                  f"saved; go on with: --run-dir {self.place} --resume")
         if self.signals.last == signal.SIGINT:
             sys.exit(130)
 
