@@ -23,7 +23,7 @@ from socket import gethostname
 import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
-from backstage.device import CHECKS, describe_memory, device_name, peak_memory
+from backstage import device as devices
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
@@ -45,6 +45,7 @@ class Run:
         """Make or find the folder, read the tokenizer, hear signals."""
         hp, config, device = self.hp, self.config, self.device
         world.keep_group()
+        devices.choose_attention(device, hp.precision, hp.sequence_length)
         on_node, size = process.count_processes(hp.devices or 1)
         if self.world_size == 1 < size and (
                 "TORCHELASTIC_RUN_ID" in os.environ
@@ -63,7 +64,7 @@ class Run:
             "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
             "hosts": [*dict.fromkeys(world.on_every_rank(gethostname()))],
-            "device": device_name(device), "torch": torch.__version__,
+            "device": devices.device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
         folder, self.saved = world.call_on_rank_0(self._make_folder)
         self.folder = Path(folder)
@@ -74,7 +75,7 @@ class Run:
             self.prompt = self.tokenizer.encode(
                 hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
-        CHECKS[:] = [partial(
+        devices.CHECKS[:] = [partial(
             dataset.check_batch, hp.data, config.vocab_size)]
         self.signals = Signals(self.rank)
 
@@ -202,7 +203,7 @@ class Run:
         peak = peak_flops(self.device, hp.precision)
         mfu = peak and each * flops_per_token(
             self.config, hp.sequence_length) / peak
-        memory, reserved = peak_memory(self.device)
+        memory, reserved = devices.peak_memory(self.device)
         row = dict(zip(COLUMNS, (
             step, loss, val_loss, lr, norm, seconds, speed, mfu,
             hp.minibatch_size / seconds, each, memory, reserved), strict=True))
@@ -210,8 +211,8 @@ class Run:
         seen = self.metrics.losses[-hp.eval_minibatches:]
         print(format_line(
             row, self.max_steps, self.bytes_per_token,
-            describe_memory(memory, self.device), sum(seen) / len(seen)),
-            flush=True)
+            devices.describe_memory(memory, self.device),
+            sum(seen) / len(seen)), flush=True)
         if self.tracker:
             self.tracker.log(step, {
                 name: value for name, value in row.items()
@@ -238,12 +239,13 @@ class Run:
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
         self.recorder.finish()
-        memory = world.on_every_rank(peak_memory(self.device)[0])
+        memory = world.on_every_rank(devices.peak_memory(self.device)[0])
         world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:
-            where = f", on rank {memory.index(max(memory))}"
-            print(f"memory: {describe_memory(max(memory), self.device)} "
-                  "at most" + where * (self.world_size > 1))
+            most = max(memory)
+            print(f"memory: {devices.describe_memory(most, self.device)} at "
+                  "most" + f", on rank {memory.index(most)}" * (
+                      self.world_size > 1))
             self.metrics.file.close()
             if self.tracker:
                 self.tracker.close()
