@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from backstage.errors import require, warn
-from backstage.world import uses_nccl
+from backstage.world import THE_GROUP
 
 CHECKS = []  # of each batch, by the run that reads it
 
@@ -22,16 +22,14 @@ def find_device(name="auto"):
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto" and accelerator is None:
-        gpu = find_gpu()
+        name, gpu = "cpu", find_gpu()
         require(not gpu, f"{gpu}, but PyTorch {torch.__version__} finds none "
                 "that it can use: `python -m workshop doctor` says why; or "
                 "train on the CPU with --device cpu")
-    if name == "cpu" or (name == "auto" and accelerator is None):
-        return torch.device("cpu")
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     require(name in ("auto", *here), f"--device {name} is not on this "
             f"machine: choose from {', '.join(here)}")
-    return accelerator
+    return torch.device("cpu") if name == "cpu" else accelerator
 
 
 def find_gpu(environment=os.environ, root=Path("/")):
@@ -65,7 +63,8 @@ def use_device(name="auto", local_rank=0):
     if device.type == "cpu":
         return device
     if device.type == "cuda" and "MIG" in device_name(device):  # a slice
-        require(not uses_nccl(), "NCCL does not connect the slices of GPUs "
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        require(alone or THE_GROUP, "NCCL does not connect the slices of GPUs "
                 f"(MIG), and this process has one, {device_name(device)}: "
                 "start one process, ask for whole GPUs, or train with MPI")
         local_rank = 0  # no process sees more than one slice

@@ -16,7 +16,8 @@ CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
 def read(name):
     """A drawing of svg/."""
-    return Path(__file__).with_name("svg").joinpath(f"{name}.svg").read_text()
+    return Path(__file__).with_name("svg").joinpath(f"{name}.svg").read_text(
+        "utf-8")
 
 
 def plural(count, word, ending):
