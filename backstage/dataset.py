@@ -88,16 +88,17 @@ def list_shards(folder, *patterns):
 
 
 def check_shards(folder, sequence_length, look=100_000):
-    """Raise a `UserError` unless a stage can train on the folder's shards.
+    """How many tokens each split has, {"train": ..., "val": ...}.
 
-    Each is whole, a list of uint16, and its first `look` tokens are in the
-    vocabulary; `check_batch` looks at the others.
+    Raises a `UserError` unless a stage can train on the shards: each is whole,
+    a list of uint16, and its first `look` tokens are in the vocabulary;
+    `check_batch` looks at the others.
     """
     import numpy as np  # the demo dataset's program begins without it
 
     require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
             "check --data")
-    vocab_size = vocabulary_size(folder)
+    vocab_size, counts = vocabulary_size(folder), {}
     for split, shards in list_shards(folder, SHARDS).items():
         count = 0
         for shard in shards:
@@ -120,6 +121,8 @@ def check_shards(folder, sequence_length, look=100_000):
         require(count > sequence_length, f"{folder}: {count} tokens of "
                 f"{split} are too few for one sample of {sequence_length} and "
                 "its targets")
+        counts[split] = count
+    return counts
 
 
 def check_batch(folder, vocab_size, tokens):

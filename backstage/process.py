@@ -41,9 +41,9 @@ def prepare_process():
 
     name_ranks()
     os.environ["RANKCHECK_LIBRARY"] = "/backstage/"  # no lines of the script
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # open shards
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
+    files = resource.RLIMIT_NOFILE  # open shards
+    soft, hard = resource.getrlimit(files)
+    resource.setrlimit(files, (max(soft, min(hard, 2**16)), hard))
     use_cores(count_processes()[0])
     if not torch.accelerator.is_available():
         keep_memory()
@@ -81,19 +81,18 @@ def find_start(env=os.environ):
     The command is that of a process above this one that knows the script's
     name; where none is seen, as under srun, it is our own.
     """
+    import psutil
+
     launcher, size = find_launcher(env)
     if "TORCHELASTIC_RUN_ID" in env:
         launcher = "torchrun"
     elif size == 1:
         alone = "lightning" not in sys.modules or "NODE_RANK" not in env
         launcher = "python" if alone else "Lightning"
-    words, above = ["python", *sys.argv], os.getppid()
-    with contextlib.suppress(OSError, ValueError):  # not Linux, not UTF-8
-        while above > 1:
-            told = Path(f"/proc/{above}/cmdline").read_text().split("\0")[:-1]
-            above = int(read_stat(above)[1])
-            if sys.argv[0] in told:
-                words, above = told, 0
+    words = ["python", *sys.argv]
+    with contextlib.suppress(psutil.Error):  # the system hides them
+        words = next(filter(lambda told: sys.argv[0] in told, (
+            above.cmdline() for above in psutil.Process().parents())), words)
     jobs = [f"{name} job {env[job]}" for name, job in SCHEDULERS.items()
             if job in env]
     return {"scheduler": (*jobs, "no scheduler")[0], "launcher": launcher,
@@ -103,14 +102,9 @@ def find_start(env=os.environ):
 def seconds_since_start():
     """How long this process has been there; None if the system hides it."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ticks = int(read_stat("self")[19])  # since the system began
+        stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return (time.clock_gettime(time.CLOCK_BOOTTIME)
-                - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def read_stat(process):
-    """Linux's list of what a process is, from its state on."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 def name_ranks(env=os.environ):

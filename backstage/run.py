@@ -23,11 +23,13 @@ from socket import gethostname
 import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
-from backstage.device import CHECKS, describe_memory, device_name, peak_memory
+from backstage import device as devices
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
+
+ALONE = ": rank 0 alone logs and saves"
 
 
 class Run:
@@ -43,6 +45,7 @@ class Run:
         """Make or find the folder, read the tokenizer, hear signals."""
         hp, config, device = self.hp, self.config, self.device
         world.keep_group()
+        devices.choose_attention(device, hp.precision, hp.sequence_length)
         on_node, size = process.count_processes(hp.devices or 1)
         if self.world_size == 1 < size and (
                 "TORCHELASTIC_RUN_ID" in os.environ
@@ -61,7 +64,7 @@ class Run:
             "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
             "hosts": [*dict.fromkeys(world.on_every_rank(gethostname()))],
-            "device": device_name(device), "torch": torch.__version__,
+            "device": devices.device_name(device), "torch": torch.__version__,
             "backend": world.get_backend(), **process.find_start()}
         folder, self.saved = world.call_on_rank_0(self._make_folder)
         self.folder = Path(folder)
@@ -72,7 +75,7 @@ class Run:
             self.prompt = self.tokenizer.encode(
                 hp.prompt, allowed_special="all") or [self.tokenizer.eot_token]
         self.bytes_per_token = dataset.bytes_per_token(hp.data)
-        CHECKS[:] = [partial(
+        devices.CHECKS[:] = [partial(
             dataset.check_batch, hp.data, config.vocab_size)]
         self.signals = Signals(self.rank)
 
@@ -127,10 +130,10 @@ class Run:
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
-        problems = [*filter(None, world.on_every_rank(problem))]
-        if problems and self.rank == 0:  # training works without it
-            print(f"no texts: {problems[0]}", flush=True)
-        return None if problems else tokenizer
+        problem = next(filter(None, world.on_every_rank(problem)), None)
+        if problem and self.rank == 0:  # training works without it
+            print(f"no texts: {problem}", flush=True)
+        return None if problem else tokenizer
 
     def restore(self, model, optimizer):
         """Begin with the newest checkpoint; returns its step. All ranks.
@@ -176,7 +179,7 @@ class Run:
         if self.rank == 0:
             seconds = self.record["startup"] = process.seconds_since_start()
             self._write_record(self.folder)
-            if seconds is not None:
+            if seconds:
                 print(f"startup {seconds:.1f} s", flush=True)
 
     def check_finite(self, step, loss, norm):
@@ -193,14 +196,14 @@ class Run:
         loss, val_loss: nats per token, val_loss None if it was not evaluated;
         norm: of the gradient, before clipping.
         """
-        self._check_rank("log")
+        require(self.rank == 0, f"rank {self.rank} called run.log(){ALONE}")
         hp = self.hp
         speed = hp.minibatch_size * hp.sequence_length / seconds
         each = speed / self.world_size
         peak = peak_flops(self.device, hp.precision)
         mfu = peak and each * flops_per_token(
             self.config, hp.sequence_length) / peak
-        memory, reserved = peak_memory(self.device)
+        memory, reserved = devices.peak_memory(self.device)
         row = dict(zip(COLUMNS, (
             step, loss, val_loss, lr, norm, seconds, speed, mfu,
             hp.minibatch_size / seconds, each, memory, reserved), strict=True))
@@ -208,8 +211,8 @@ class Run:
         seen = self.metrics.losses[-hp.eval_minibatches:]
         print(format_line(
             row, self.max_steps, self.bytes_per_token,
-            describe_memory(memory, self.device), sum(seen) / len(seen)),
-            flush=True)
+            devices.describe_memory(memory, self.device),
+            sum(seen) / len(seen)), flush=True)
         if self.tracker:
             self.tracker.log(step, {
                 name: value for name, value in row.items()
@@ -220,8 +223,8 @@ class Run:
 
         All ranks if each holds a part of the model; else rank 0 alone.
         """
-        if not checkpoint.is_sharded(model):
-            self._check_rank("save")
+        require(self.rank == 0 or checkpoint.is_sharded(model),
+                f"rank {self.rank} called run.save(){ALONE}")
         weights, optim_state = checkpoint.gather_state(model, optimizer)
         if self.rank == 0:
             os.fsync(self.metrics.file)  # its rows survive a power cut, too
@@ -233,30 +236,25 @@ class Run:
                 print(f"saved {self.place}/checkpoints/step_{step:08d}.pt",
                       flush=True)
 
-    def _check_rank(self, name):
-        require(self.rank == 0, f"rank {self.rank} called run.{name}(): "
-                "rank 0 alone logs and saves")
-
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
         self.recorder.finish()
-        memory = world.on_every_rank(peak_memory(self.device)[0])
+        memory = world.on_every_rank(devices.peak_memory(self.device)[0])
         world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:
-            where = f", on rank {memory.index(max(memory))}"
-            print(f"memory: {describe_memory(max(memory), self.device)} "
-                  "at most" + where * (self.world_size > 1))
+            most = max(memory)
+            print(f"memory: {devices.describe_memory(most, self.device)} at "
+                  "most" + f", on rank {memory.index(most)}" * (
+                      self.world_size > 1))
             self.metrics.file.close()
             if self.tracker:
                 self.tracker.close()
             os.close(self.lock)
-            if self.metrics.last == self.max_steps - 1:
-                print(f"finished: {self.place}")
-            else:
-                by = (signal.Signals(self.signals.last).name if
-                      self.signals.last else "a signal to another rank")
-                print(f"stopped by {by}, checkpoint saved; go on with: "
-                      f"--run-dir {self.place} --resume")
+            by = (signal.Signals(self.signals.last).name if
+                  self.signals.last else "a signal to another rank")
+            print(f"finished: {self.place}" if self.metrics.last ==
+                  self.max_steps - 1 else f"stopped by {by}, checkpoint "
+                  f"saved; go on with: --run-dir {self.place} --resume")
         if self.signals.last == signal.SIGINT:
             sys.exit(130)
 

@@ -1,7 +1,5 @@
 """The other processes: how many there are, and how to exchange values."""
 
-import os
-
 import torch.distributed as dist
 
 from backstage.errors import UserError, explain, require
@@ -13,11 +11,6 @@ THE_GROUP = []  # what use_group() has named: it comes before torch's
 def use_group(group):
     """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
     THE_GROUP[:] = [group]
-
-
-def uses_nccl():
-    """Whether processes on GPUs would talk to one another by NCCL."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and not THE_GROUP
 
 
 def is_joined():

@@ -64,35 +64,6 @@ def describe(drawing):
         for tag in ("title", "desc"))
 
 
-# ------------------------------------------------- who takes which microbatch
-
-
-@figure
-def words():
-    return pictures.words()
-
-
-@figure
-def one_process():
-    return alike(pictures.cadence((1,)), pictures.cadence((4,)))
-
-
-@figure
-def two_processes():
-    return alike(pictures.cadence((2,)), pictures.cadence((4,)))
-
-
-@figure
-def four_processes():
-    return pictures.cadence((4,))
-
-
-def alike(drawing, other):
-    """The drawing, in as much room as the other: so both have one scale."""
-    return re.sub('viewBox="[^"]*"', re.search('viewBox="[^"]*"', other)[0],
-                  drawing, count=1)
-
-
 # ----------------------------------------------------------- collectives
 
 TENS = [10**rank for rank in range(4)]

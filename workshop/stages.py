@@ -78,10 +78,10 @@ def find(name):
     return STAGES[name]
 
 
-def require_own_clone():
+def require_writable(folder=ROOT):
     """Raise a `UserError` in a clone that one may only read."""
-    require(os.access(ROOT, os.W_OK | os.X_OK), f"{ROOT} cannot be written: "
-            "work in a clone of your own")
+    require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
+            "written: work in a clone of your own")
 
 
 def modules_of(stage):

@@ -111,7 +111,7 @@ def test_what_follows_is_folded(capsys):
 
 def test_a_large_script_is_a_line_at_once(tmp_path):
     script = program(tmp_path / "train_gpt2.py", f"data = {'1' * 900_000!r}\n")
-    with pytest.raises(UserError, match="900 kB are too much"):
+    with pytest.raises(UserError, match="more than 500,000 bytes"):
         check("ddp", script)
     data = b"x = 1\n" * 80_000
     assert lines_as_in(data, bytes([*data]))(Line(7)) == "line 7"

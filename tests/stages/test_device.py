@@ -13,7 +13,7 @@ import train_gpt2_3d as three_d
 import train_gpt2_ddp as ddp
 import train_gpt2_tp as tp
 from conftest import program
-from stages import Result, attempt, edited, refused
+from stages import Result, attempt, edited, refused, train
 
 from backstage import ROOT, device, flags, flops, process, world
 from backstage.errors import UserError, explain
@@ -450,3 +450,27 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     process.use_cores(1)  # never more than torch takes by itself
     assert used == [16, 8, 32]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("precision", "length", "fused"), [
+    ("bf16", 128, False), ("bf16", 256, True), ("fp32", 128, True)])
+def test_a_cpu_computes_attention_the_faster_way(
+        precision, length, fused, data, tmp_path):
+    """And what it learns is the same, as far as bf16 goes."""
+    def run(name, before=""):
+        script = edited(tmp_path, "std", ("run.begin()", f"""{before}
+    print("fused", torch.backends.cuda.flash_sdp_enabled())
+    run.begin()"""))
+        return train("std", tmp_path / name, "--precision", precision,
+                     "--block-size", length, "--sequence-length", length,
+                     "--max-steps", 3, data=data, texts=False, script=script)
+
+    mine = run("mine")
+    assert f"fused {fused}\n" in mine.out
+    if not fused:
+        other = run("other", "torch.backends.cuda.enable_flash_sdp(True)")
+        assert "fused True\n" in other.out
+        for column in "loss", "norm":
+            assert mine.column(column) == pytest.approx(
+                other.column(column), rel=2e-3)

@@ -333,7 +333,7 @@ def test_a_question_has_its_answer_folded(look):
     assert html.count("<summary>Answer</summary>") == len(asked)
     assert not any(item.answer in text for item in asked)
     assert [int(number) for number in re.findall(
-        r"check\(&quot;ddp&quot;, (\d+)\)</code> tries it", html)] == [
+        r'check\("ddp", (\d+)\)</code> tries it', html)] == [
         item.number for item in tried]
 
 

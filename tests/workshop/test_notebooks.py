@@ -27,7 +27,7 @@ from rankcheck.verification.command import verify
 from slides import figures, schedules
 from workshop.lesson import checked, documents, journey, page, render
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells, following, magics, shapes
+from workshop.notebook import cells, following, magics, pictures
 from workshop.notebook import lab as opener
 from workshop.notebook.shown import COMPLAINT
 from workshop.results import plot as panels
@@ -420,7 +420,7 @@ def test_collectives_are_run_for_real(shown):
         assert f"rank 0: {messages} messages with " in text
     first = said_by(shown, "        lambda w")  # while others are computed
     sent, computed = ([float(x) for x in re.findall(
-        rf'<rect x="([\d.]+)"[^>]* fill="{shapes.COLOURS[kind]}"', first)]
+        rf'<rect x="([\d.]+)"[^>]* fill="{pictures.COLOURS[kind]}"', first)]
         for kind in (2, 1))
     assert len(sent) == len(computed) == 2 * 6 and min(sent) < max(computed)
 

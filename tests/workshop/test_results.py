@@ -167,8 +167,7 @@ def test_a_model_without_a_microbatchs_time_is_not_drawn():
     both = [results.read(results.EXAMPLES / f"ddp-{n}") for n in (1, 2, 4)]
     for drawn, times in ((True, (4, 2, 1)), (False, (1, 1.5, 1.9))):
         for run, seconds in zip(both, times, strict=True):
-            for row in run.rows:
-                row["seconds"] = seconds
+            run.seconds = seconds
         figure, ax = plt.subplots()
         panels.model(ax, both)
         assert bool(ax.patches) == drawn, results.fit_kind(both, "ddp")

@@ -6,7 +6,6 @@ import tokenize
 from collections import Counter
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
@@ -15,8 +14,7 @@ from rankcheck.launch.scratch import read_script, remove, scratch_folder
 from rankcheck.report import Events, Quiet, Terminal
 from workshop import classroom
 from workshop.check import localise
-from workshop.lesson import checked, documents
-from workshop.lesson.backups import LARGEST
+from workshop.lesson import backups, checked, documents
 from workshop.lesson.diff import Diff, Script
 from workshop.lesson.render import advice, saved
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
@@ -59,20 +57,15 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     """
     if STAGES[stage].launcher == "mpirun":
         ranks.require_mpirun()
-    require(Path(script).exists(), f"{show_path(script)} is not there: was it "
-            f"moved? `python -m workshop reset {FIRST}` puts a new one in its "
-            "place")
+    data = backups.read_script(script)
     try:
-        broken = Script(script).syntax_error
-    except UserError:  # `read_script` says what it is
+        broken = Script(script, data).syntax_error
+    except UserError:  # the other `read_script` says what it is
         broken = ""
     require(not broken, f"{show_path(script)} is not Python yet, {broken}")
     out, files = Events() if events else Terminal(verbose), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         yours = data = read_script(script)
-        require(len(data) <= LARGEST, f"{show_path(script)}: "
-                f"{len(data) / 1e3:.0f} kB are too much for a script of this "
-                "course: keep data in another file")
         if change == "next":
             change = find_next(stage, script, yours)
         if change is not None:

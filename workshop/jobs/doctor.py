@@ -22,6 +22,7 @@ from rankcheck import errors
 from workshop.as_torchrun import join_world
 from workshop.jobs import git
 from workshop.jobs.interpreter import PACKAGES
+from workshop.stages import require_writable
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
@@ -238,23 +239,12 @@ def ask_data():
         require(folders[1].is_dir(), f"WORKSHOP_DATA is {named}, which does "
                 "not exist: fix site.sh")
     require(folders[0].is_dir(), f"no demo dataset: {ACTIVATE}")
+    from backstage import dataset
+
     return "; ".join(
-        f"{folder} ({count_tokens(folder, 'train'):,} train + "
-        f"{count_tokens(folder, 'val'):,} val tokens)"
+        "{} ({train:,} train + {val:,} val tokens)".format(
+            folder, **dataset.check_shards(folder, 1))
         for folder in folders if folder.is_dir())
-
-
-def count_tokens(folder, split):
-    shards = sorted(folder.glob(f"*_{split}_*.npy"))
-    require(shards, f"{folder}: there is no shard *_{split}_*.npy: make the "
-            "dataset again")
-    import numpy as np
-
-    try:
-        return sum(len(np.load(shard, mmap_mode="r")) for shard in shards)
-    except (ValueError, EOFError, TypeError) as error:
-        raise UserError(f"{folder}: a shard is damaged ({error}): make the "
-                        "dataset again") from error
 
 
 def ask_vocabulary():
@@ -272,8 +262,7 @@ def ask_write_access():
     for folder in (ROOT / "code", ROOT / "runs"):
         while not folder.exists():
             folder = folder.parent
-        require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
-                "written: work in a clone of your own")
+        require_writable(folder)
     free = shutil.disk_usage(ROOT).free / 1e9
     require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk: "
             f"make room; a run of preset gpt2 needs {ROOM} GB for two "

@@ -11,13 +11,13 @@ import itertools
 import os
 import re
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path, sync_folder, write_atomically
 from rankcheck.reader import read_regular
-from workshop.stages import DESK, FIRST, STAGES, require_own_clone
+from workshop.stages import DESK, FIRST, STAGES, require_writable
 
 FOLDER = DESK.with_name("backups")
 LARGEST = 500_000  # bytes of a script: comparing more takes minutes
@@ -67,35 +67,14 @@ def explain(error, lines):
 def locked_desk():
     """Let only one process at a time read the script and replace it.
 
-    The lock is on the file itself, so that no other file is left behind.
-    Where the file system has no locks, or there is no file, none is taken.
+    None is locked where the file system has no locks, or is only read.
     """
-    file = open_locked(DESK)
-    try:
-        yield
-    finally:
-        if file:
-            file.close()
-
-
-def open_locked(path):
-    """The open file with the lock on it, or None where it cannot be opened."""
-    while True:
-        try:
-            file = open(path, "r+b")  # NFS locks only what may be written
-        except OSError:
-            return None
-        try:
+    with ExitStack() as opened:
+        with suppress(OSError):
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(open(FOLDER / ".lock", "ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
-            now = os.stat(path)
-        except FileNotFoundError:  # removed while we waited
-            file.close()
-            continue
-        except OSError:
-            return file
-        if os.path.samestat(os.fstat(file.fileno()), now):
-            return file
-        file.close()  # replaced while we waited: lock the new one
+        yield
 
 
 def replace_desk(data, before=None, what=""):
@@ -119,7 +98,7 @@ def replace_desk(data, before=None, what=""):
                 "is left as it is: try again")
 
     backup = None
-    require_own_clone()
+    require_writable()
     try:
         target.parent.mkdir(exist_ok=True)
         found = read_regular(target) if target.exists() else None

@@ -30,7 +30,7 @@ def wants_hints(environment=os.environ):
 
 
 def is_checked(diff):
-    return checked.state(diff.lesson.stage, diff.yours.data) == checked.PASSED
+    return checked.state(diff.stage, diff.yours.data) == checked.PASSED
 
 
 def split(diff):
@@ -42,7 +42,7 @@ def split(diff):
     def is_right(item):
         others = {it.number for it in diff.left} - {item.number}
         return diff.own_lines({item.number}) and checked.state(
-            f"{diff.lesson.stage} {item.number}",
+            f"{diff.stage} {item.number}",
             diff.apply(others).encode()) == checked.PASSED
 
     right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
@@ -69,7 +69,7 @@ def headline(diff):
 
 def advice(diff):
     """What to do next, in one line."""
-    stage, (left, right) = diff.lesson.stage, split(diff)
+    stage, (left, right) = diff.stage, split(diff)
     if is_checked(diff):
         return ("It passed the check: what you wrote differently may "
                 "stay." if right or diff.others else
@@ -111,6 +111,13 @@ def title(diff, item):
         where += "; also " + ", ".join(more)
     number = f"{item.number} of {diff.total}: " if item.number else ""
     return f"{number}{item.title}", where
+
+
+def question(diff, item):
+    """What to predict, and the check that tries it, if one does."""
+    return item.predict + (
+        f" `python -m workshop check {diff.stage} {item.number}` tries it, "
+        "before you make the change." * item.checked)
 
 
 def rows(yours, goal, edits, titles=()):
@@ -208,13 +215,9 @@ def to_text(diff, colour=False, hints=False, number=None):
         name, where = title(diff, item)
         out += ["", f"{paint(name, 1)} ({where})", *wrap(item.why)]
         if item.predict:
-            stage = diff.lesson.stage
-            tries = (f" `python -m workshop check {stage} {item.number}` "
-                     "tries it, before you make the change."
-                     if item.checked else "")
-            out += ["", *wrap(f"Predict: {item.predict}{tries}"), *wrap(
-                f"(the answer: {show_path(find(stage).lesson)}, change "
-                f"{item.number})")]
+            lesson = show_path(find(diff.stage).lesson)
+            out += ["", *wrap(f"Predict: {question(diff, item)}"), *wrap(
+                f"(the answer: {lesson}, change {item.number})")]
         if hints:
             continue
         for line, sign, parts in rows(
@@ -226,7 +229,7 @@ def to_text(diff, colour=False, hints=False, number=None):
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())
     if hints and shown:
-        which = diff.lesson.stage + (f" {number}" if number else "")
+        which = diff.stage + (f" {number}" if number else "")
         out += ["", f"The code: `python -m workshop diff {which} --no-hints`"]
     return "\n".join(out)
 
@@ -282,7 +285,7 @@ def to_html(diff, hints=False, whole=False):
 
 
 def anchor(diff, number):
-    return f"ws-{diff.lesson.stage}-{number}"
+    return f"ws-{diff.stage}-{number}"
 
 
 def strip(diff, left):
@@ -317,11 +320,8 @@ def change(diff, item, hints):
 
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
-        tries = (f" <code>check(&quot;{diff.lesson.stage}&quot;, "
-                 f"{item.number})</code> tries it, before you make the "
-                 "change." if item.checked else "")
         why += [paragraph("<strong>Predict:</strong> "
-                          f"{quote(item.predict)}{tries}", "ask"),
+                          + quote(question(diff, item)), "ask"),
                 fold("Answer", paragraph(quote(item.answer)))]
     view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
     about = (f"change {item.number}" if item.number else

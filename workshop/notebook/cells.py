@@ -217,15 +217,18 @@ def how_to_reload(function, *args):
     return show_text(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
 
 
-def drawn(draw):
-    """A function for a cell, which shows that picture."""
-    return in_one_line(functools.wraps(draw)(lambda: picture(draw())))
+def drawing(name):
+    """A function for a cell, which shows that drawing."""
+    def show():
+        return picture(pictures.read(name))
+
+    show.__name__ = name
+    return in_one_line(show)
 
 
 cadence, data_parallel, nodes, samples_read, strategies, tied, words = map(
-    drawn, (pictures.cadence, pictures.data_parallel, pictures.nodes,
-            pictures.samples_read, pictures.strategies, pictures.tied,
-            pictures.words))
+    drawing, ("cadence", "data_parallel", "nodes", "samples_read",
+              "strategies", "tied", "words"))
 
 
 # -------------------------------------------------------------- start_here

@@ -1,24 +1,21 @@
-"""What a check has seen, as pictures: who read what, how far losses differ."""
+"""What a check has seen: who read what, how far the losses differ."""
 
-import math
-
-from workshop.notebook.pictures import sample_box
-from workshop.notebook.shapes import (
+from rankcheck.html import paragraph
+from workshop.notebook.pictures import (
     CELL,
     COLOURS,
     LINE,
     cell,
-    label,
-    line,
-    middle,
     plural,
+    sample_box,
     svg,
     text,
 )
+from workshop.notebook.shown import table
 
 
 def draw(board):
-    """The pictures below the table of a check, as HTML."""
+    """What stands below the table of a check, as HTML."""
     last = [*board.pictures.values()][-1:]
     drawn = [reads(seen["expected"], seen["read"], seen["readers"])
              for seen in last if any(seen["read"])]
@@ -77,60 +74,20 @@ def reads(expected, read, readers):
 
 
 def errors(single, losses, allowed=1e-5):
-    """|loss - that of the single device| by step, on a logarithmic axis.
+    """A table of |loss - that of the single device|, with a cross where it is
+    more than rounding makes of it.
 
     single: the single device's losses; losses: {number of processes: losses};
     allowed: what rounding may make of it, relatively. None is a missing loss.
     """
-    left, top, width, height = 52, 30, 330, 150
-    low, high = -9, 1  # powers of ten; equal ones are on the axis
-
-    def place(error):
-        power = math.log10(error) if error > 0 else low
-        return top + height * (high - min(max(power, low), high)) / (
-            high - low)
-
-    out = [text(0, 14, "|loss - single device|, by step", "bold")]
-    for power in range(low, high + 1, 2):
-        y = place(10**power) if power > low else place(0)
-        out += [text(0, y + 4, "equal" if power == low else f"1e{power:+d}"),
-                line(left, y, left + width, y, 1, stroke_opacity=0.25)]
-    steps = len(single)
-    xs = [left + (step + 0.5) * width / steps for step in range(steps)]
-    out += [middle(x, top + height + 16, str(step))
-            for step, x in enumerate(xs)]
-    bound = place(allowed * max(value or 0 for value in single))
-    out += [line(left, bound, left + width, bound, 1.5,
-                 stroke_dasharray="6 4"),
-            label(left + width, bound - 5, "rounding, at most",
-                  text_anchor="end")]
-    told = []
-    for k, (name, values) in enumerate(losses.items()):
-        colour = COLOURS[k % len(COLOURS)]
-        known = [(x, abs(loss - expected)) for x, loss, expected in zip(
-            xs, values, single) if None not in (loss, expected)]
-        points = [(x, place(error)) for x, error in known]
-        out.append(f'<polyline points="'
-                   f'{" ".join(f"{x:g},{y:g}" for x, y in points)}" '
-                   f'fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [marker(k, x, y, colour) for x, y in points]
-        x, y = left + 110 * (k % 3), top + height + 32 + 18 * (k // 3)
-        out += [marker(k, x + 6, y, colour), text(x + 16, y + 4, plural(
-            int(name), "process", "es") if name.isdigit() else name)]
-        told.append(f"{name}: " + " ".join(
-            f"{error:.0e}" for _, error in known) + ".")
-    return svg(left + width + 4,
-               top + height + 44 + 18 * ((len(losses) - 1) // 3), out,
-               "How far the loss is from the single device's",
-               "By step, on 1, 2 and more processes. " + " ".join(told))
-
-
-def marker(k, x, y, colour):
-    """A point of the k-th curve: curves differ in shape, too."""
-    corners = ((), (-4, -4, 4, -4, 4, 4, -4, 4), (0, -5, 5, 4, -5, 4),
-               (0, -5, 5, 0, 0, 5, -5, 0))[k % 4]
-    if not corners:
-        return f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{colour}"/>'
-    points = " ".join(f"{x + corners[i]:g},{y + corners[i + 1]:g}"
-                      for i in range(0, len(corners), 2))
-    return f'<polygon points="{points}" fill="{colour}"/>'
+    most = allowed * max(value or 0 for value in single)
+    rows = [("off by", *(f"step {step}" for step in range(len(single))))]
+    for name, values in losses.items():
+        off = [None if None in pair else abs(pair[0] - pair[1])
+               for pair in zip(values, single)]
+        cells = ["" if error is None else
+                 f"{error:.0e}{' ✗' if error > most else ''}" for error in off]
+        rows.append((plural(int(name), "process", "es") if name.isdigit()
+                     else name, *cells, *[""] * (len(single) - len(cells))))
+    return (paragraph("<strong>|loss - single device|</strong>, of which "
+                      f"rounding makes {most:.0e} at most") + table(rows))

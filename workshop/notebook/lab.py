@@ -16,7 +16,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.lesson.journey import what_next
-from workshop.stages import DESK, LESSONS, require_own_clone
+from workshop.stages import DESK, LESSONS, require_writable
 
 
 def add_arguments(parser):
@@ -38,7 +38,7 @@ def main(args):
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
             "jupyterlab: run `source activate.sh` first")
     require_room()
-    require_own_clone()
+    require_writable()
     names = [stage or "start_here"]
     if stage and not (ROOT / "runs").exists():
         names.insert(0, "start_here")

@@ -7,7 +7,7 @@ import time
 from backstage.errors import UserError, require
 from workshop.jobs import interpreter
 from workshop.lesson import page
-from workshop.notebook import pictures, shapes
+from workshop.notebook import pictures
 from workshop.notebook.shown import complaint, live, show_output
 
 
@@ -77,7 +77,7 @@ warm = Warm()
 
 
 def run_ranks(name, cell, number, seconds):
-    who = shapes.plural(int(number), "process", "es")
+    who = pictures.plural(int(number), "process", "es")
     words = f"{who} at work ..."
     state, show = show_output(words, words), live(lambda: state)
     begin, lines = time.monotonic(), []

@@ -7,7 +7,7 @@ runs; only `fit` needs NumPy.
 import json
 import statistics
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -138,51 +138,37 @@ def progress(args):
     return int(steps is None or step < steps)
 
 
-@dataclass
 class Result:
     """A run: the contents of hyperparameters.json and metrics.csv."""
 
-    folder: Path
-    stage: str
-    world_size: int
-    nodes: int
-    device: str
-    config: dict
-    hyperparameters: dict
-    rows: list = field(repr=False)  # a dictionary of floats for each step
+    def __init__(self, folder, record, rows):
+        """rows: a dictionary of floats for each step.
 
-    @property
-    def strategy(self):
-        """Lightning's; "ddp" where the run has none."""
-        return self.hyperparameters.get("strategy", "ddp")
-
-    @property
-    def kind(self):
-        """What is compared: the stage, and Lightning's strategy if it is
-        another than DDP.
+        Raises a `UserError` for more parts than processes.
         """
-        return self.stage + f" {self.strategy}" * (self.strategy != "ddp")
-
-    @property
-    def name(self):
-        return f"{self.kind} x {self.world_size}"
-
-    @property
-    def preset(self):
-        return self.hyperparameters["preset"]
-
-    @property
-    def mesh(self):
-        """How many processes: (pipeline, data, tensor) parallel."""
-        pp, tp = (self.hyperparameters.get(f"{kind}_parallel", 1)
-                  for kind in ("pipeline", "tensor"))
-        return pp, self.world_size // (pp * tp), tp
-
-    @property
-    def accumulation(self):
-        """How many microbatches a process takes in a step."""
-        hp = self.hyperparameters
-        return hp["minibatch_size"] // (hp["microbatch_size"] * self.mesh[1])
+        self.folder, self.rows = folder, rows
+        self.stage, self.world_size, self.device, self.config = map(
+            record.get, ("stage", "world_size", "device", "config"))
+        self.nodes = record.get("nodes", 1)
+        self.hyperparameters = hp = record["hyperparameters"]
+        self.preset = hp["preset"]
+        strategy = hp.get("strategy", "ddp")  # Lightning's
+        # what is compared
+        self.kind = self.stage + f" {strategy}" * (strategy != "ddp")
+        self.name = f"{self.kind} x {self.world_size}"
+        # how many processes: (pipeline, data, tensor) parallel
+        pp, tp = (hp.get(divisor, 1) for divisor in DIVISORS)
+        self.mesh = pp, self.world_size // (pp * tp), tp
+        require(self.mesh[1],
+                f"{show_path(folder)}: more parts than processes")
+        # how many microbatches a process takes in a step
+        self.accumulation = hp["minibatch_size"] // (
+            hp["microbatch_size"] * self.mesh[1])
+        self.seconds, self.tokens_per_second, self.mfu = map(
+            self.median, ("seconds", "tokens_per_second", "mfu"))
+        # the most bytes on rank 0; None in an older run
+        self.memory = max((row["memory"] for row in rows
+                           if row["memory"] is not None), default=None)
 
     @property
     def sent(self):
@@ -199,27 +185,8 @@ class Result:
         return found and max(sum(size for _, size in rank.values())
                              for rank in found)
 
-    @property
-    def seconds(self):
-        """Of a step: the median, without the first fifth, the warm-up."""
-        return self.median("seconds")
-
-    @property
-    def tokens_per_second(self):
-        return self.median("tokens_per_second")
-
-    @property
-    def mfu(self):
-        """The median MFU, or None if the device's peak is not known."""
-        return self.median("mfu")
-
-    @property
-    def memory(self):
-        """The most bytes of memory on rank 0; None in an older run."""
-        return max((row["memory"] for row in self.rows
-                    if row["memory"] is not None), default=None)
-
     def median(self, column):
+        """Without the first fifth, the warm-up; None if it is not known."""
         values = [row[column] for row in self.rows[len(self.rows) // 5:]
                   if row[column] is not None]
         return statistics.median(values) if values else None
@@ -240,11 +207,7 @@ def read(folder):
         raise UserError(f"{show_path(folder)}: there is no "
                         f"{Path(error.filename).name}") from error
     require(rows, f"{show_path(folder)}: no step is finished yet")
-    run = Result(folder, record["stage"], record["world_size"],
-                 record.get("nodes", 1), record["device"], record["config"],
-                 record["hyperparameters"], rows)
-    require(run.mesh[1], f"{show_path(folder)}: more parts than processes")
-    return run
+    return Result(folder, record, rows)
 
 
 def find(folders=()):
