@@ -20,6 +20,11 @@ from packaging.requirements import Requirement
 
 from backstage import ROOT
 
+# Python keeps what it has compiled, also where a container's image says not to:
+# else each process would compile torch's modules anew, for seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Processes that wait for one another should sleep: no test may depend on
 # how busy the machine is. A second thread for models as small as the tests'
 # nearly doubles their CPU time. These have to be set before torch is loaded.
