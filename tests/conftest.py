@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 
 from backstage import ROOT
 
-# Python keeps what it has compiled, also where a container's image says not to:
-# else each process would compile torch's modules anew, for seconds.
+# Python keeps what it has compiled, also where a container's image says not
+# to: else each process would compile torch's modules anew, for seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -275,7 +275,8 @@ def single(data, tmp_path_factory):
     """The single-device run that others are compared with."""
     from stages import train
 
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data,
+                 texts=True)
 
 
 @pytest.fixture

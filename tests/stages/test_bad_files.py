@@ -406,8 +406,7 @@ def test_a_missing_weight_stops_a_run(data, tmp_path):
     torch.save(state, newest)
     refused(attempt("fsdp", tmp_path / "new", "--init", newest, data=data,
                     world_size=2), "weight is missing", "--init")
-    good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2,
-                 texts=False)
+    good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2)
     assert good.err.count("is damaged") == 1 == good.err.count("\n")
     assert "resuming after step 1 " in good.out
 

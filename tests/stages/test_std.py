@@ -554,7 +554,7 @@ def test_a_shape_and_a_prompt_of_ones_own(data, tmp_path):
     run = tmp_path / "run"
     flags = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 64".split()
     first = train("std", run, *flags, "--sequence-length", 48, "--prompt",
-                  "the cat", "--max-steps", 2, data=data)
+                  "the cat", "--max-steps", 2, data=data, texts=True)
     assert first.out.count("\n> the cat") == 8
     config = dict(block_size=64, vocab_size=257, n_layer=1, n_head=2,
                   n_embd=16)
@@ -577,7 +577,7 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     (folder / "manifest.json").write_text('{"complete": false}')
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
     result = train("std", tmp_path / "run", "--max-steps", 1, data=folder,
-                   env=env)
+                   env=env, texts=True)
     assert "is not complete" in result.err
     assert result.out.count("no texts: ") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257
