@@ -523,8 +523,11 @@ def test_kernels_run_in_their_cells(shown):
     assert "rank 0: right" in said_by(shown, "tl.dot(")
 
 
-def test_your_model_says_what_its_answers_quote(shown, tmp_path):
-    """In this process, whose servers then have transformers, too."""
+def test_your_model_says_what_its_answers_quote(
+        shown, tmp_path, monkeypatch):
+    """In this process, by one server: test_verify.py has those with hashes of
+    their own."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     needs("transformers")
     book, shown = read_book(ROOT / "notebooks" / "your_model.ipynb").cells, {
         **shown["your_model"]}
