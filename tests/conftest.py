@@ -252,16 +252,6 @@ def edit(text, *pairs):
     return text
 
 
-def linear_light(colour):
-    """Red, green and blue light of a colour such as "#3b7dd8", from 0 to 1.
-
-    The standard of sRGB, IEC 61966-2-1.
-    """
-    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [part / 12.92 if part <= 0.04045 else
-            ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-
-
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A small dataset, which no test changes."""

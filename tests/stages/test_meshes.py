@@ -40,15 +40,14 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
 @pytest.mark.parametrize(("stage", "mesh"), [
     ("fsdp", (1, 3, 1)), ("3d", (3, 1, 1)), ("tp", (1, 1, 3))], ids=str)
 def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
-    """Padded shards; pipeline stages of two blocks, one and one; nano's three
-    heads, with a vocabulary of 384, on three ranks."""
+    """Padded shards; pipeline stages of two blocks, one and one; three heads,
+    with a vocabulary of 384, on three ranks."""
     data = make_dataset(tmp_path / "data")
     flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 3,
              "--eval-minibatches", 1)
     if stage == "tp":
-        flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 2,
-                 "--sequence-length", 32, "--microbatch-size", 4,
-                 "--eval-minibatches", 2)
+        flags = ("--n-head", 3, "--n-embd", 48, "--max-steps", 2,
+                 "--microbatch-size", 4, "--eval-minibatches", 2)
     single = train("std", tmp_path / "std", *flags, data=data)
     agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh),
           single, learning_rate=2e-3)
