@@ -31,7 +31,7 @@ from stages import (
     write_shards,
 )
 
-from backstage import ROOT
+from backstage import ROOT, dataset
 from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.files import new_folder
@@ -429,22 +429,20 @@ def test_closed_streams_and_a_home_folder(script, data, tmp_path):
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(("limit", "status"), [
-    ("ulimit -S -n 64", 0), ("ulimit -n 64", 1)])
-def test_more_shards_than_files_may_be_open(limit, status, tmp_path):
+def few_files(hard, log=None):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+
+
+@pytest.mark.parametrize(("hard", "status"), [(1024, 0), (64, 1)])
+def test_more_shards_than_files_may_be_open(hard, status, tmp_path):
     data = make_dataset(tmp_path / "data")
     for number in range(10, 110):
         np.save(data / f"test_train_{number:06}.npy", np.ones(50, np.uint16))
-    ended = subprocess.run(
-        ["bash", "-c", f'{limit}; exec "$@"', "-", sys.executable,
-         ROOT / "solutions/train_gpt2_std.py", "--preset=tiny",
-         f"--data={data}", "--max-steps=1", f"--run-dir={tmp_path}/run"],
-        capture_output=True, text=True)
-    assert ended.returncode == status, ended.stderr
-    errors = [line for line in ended.stderr.splitlines()
-              if not line.startswith("warning: ")]
-    assert len(errors) == status
-    assert not status or "try `ulimit -n 4096`" in errors[0]
+    ended = attempt("std", tmp_path / "run", "--max-steps", 1, data=data,
+                    probes=[partial(few_files, hard)])
+    assert ended.status == status, ended.err
+    if status:
+        refused(ended, "try `ulimit -n 4096`")
 
 
 # --------------------------------------------------------------- bad input
@@ -498,11 +496,19 @@ def test_bad_shards(tmp_path, change, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize(("stage", "size"), [
-    ("std", None), ("ddp", 2), ("lit", None),
-    *(pytest.param(stage, 2, marks=pytest.mark.whole)
-      for stage in ("fsdp", "tp", "3d", "mpi"))])
-@pytest.mark.parametrize("token", [257, 60_000])
+def look_at_few(log):
+    """A probe: less of a shard is looked at before a run."""
+    @watched.replace(dataset, "check_shards")
+    def check(check, folder, length, look=100):
+        return check(folder, length, look)
+
+
+@pytest.mark.parametrize(("stage", "size", "token"), [
+    ("std", None, 257), ("std", None, 60_000), ("ddp", 2, 257),
+    ("lit", None, 60_000), *(
+        pytest.param(stage, 2, token, marks=pytest.mark.whole)
+        for stage, token in (("fsdp", 60_000), ("tp", 257), ("3d", 257),
+                             ("mpi", 60_000)))])
 def test_a_token_that_no_look_has_found_is_one_line(
         stage, size, token, tmp_path):
     """Only the first tokens of a shard are looked at before a run.
@@ -510,13 +516,12 @@ def test_a_token_that_no_look_has_found_is_one_line(
     257 is in the padding of the embedding. A sharded one takes any number.
     """
     data = make_dataset(tmp_path / "data")
-    tokens = np.tile(np.arange(256, dtype=np.uint16), 500)
-    tokens[100_001] = token
+    tokens = np.tile(np.arange(256, dtype=np.uint16), 10)
+    tokens[150] = token
     np.save(data / "test_train_000001.npy", tokens)
-    flags = ["--minibatch-size", 512, "--microbatch-size", 128]
-    flags += ["--tensor-parallel", 2] * (stage in ("tp", "3d"))
-    result = attempt(stage, tmp_path / "run", *flags, data=data,
-                     world_size=size)
+    result = attempt(stage, tmp_path / "run", *["--tensor-parallel", 2] * (
+        stage in ("tp", "3d")), data=data, world_size=size,
+        probes=[look_at_few])
     assert all(rank.status for rank in result.ranks)
     assert (f"test_train_000001.npy is damaged (token {token} is not in the "
             "vocabulary of 257)") in result.err
