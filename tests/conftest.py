@@ -34,10 +34,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take long, in the order in which they begin; the others follow by
 # name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
-    "lab", "slurm", "why", "check", "contract", "slurm_ends", "notebooks",
-    "questions", "activate", "verify", "rehearse", "benchmarks", "ladder",
-    "predictions", "pbs", "nano", "std", "slides", "starter",
-    "meshes", "kernels", "take_home", "stages")]
+    "slurm_ends", "lab", "why", "verify", "notebooks", "contract", "activate",
+    "slurm", "check", "rehearse", "benchmarks", "questions", "predictions",
+    "ladder", "pbs", "std", "lit", "launch", "slides", "starter", "meshes",
+    "kernels", "take_home", "stages")]
 
 # The tests that use these are marked `whole` by that.
 NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
@@ -382,7 +382,7 @@ def page(browser):
     """A page of a browser, as wide as a laptop."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)
+    expect.set_options(timeout=180_000)  # on a busy machine
     context = browser.new_context(
         viewport={"width": 1280, "height": 720},
         permissions=["clipboard-read", "clipboard-write"])

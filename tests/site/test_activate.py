@@ -398,6 +398,7 @@ def test_a_path_that_no_environment_may_have(tmp_path):
     refused(source(repo), "colon")
 
 
+@pytest.mark.whole
 def test_a_path_that_is_odd(tmp_path):
     name = 'a"b `b` $d \\b it\'s ä'
     repo = tiny_clone(tmp_path / name)
