@@ -170,10 +170,11 @@ def world(folder):
 
 def wait_for(condition, timeout=500, explain=lambda: ""):
     """Until it is fulfilled: what it says then."""
-    end = time.monotonic() + timeout
+    end, pause = time.monotonic() + timeout, 0.05
     while not (said := condition()):
         assert time.monotonic() < end, explain()
-        time.sleep(0.25)  # what it asks takes time, too
+        time.sleep(pause)
+        pause = min(1.2 * pause, 1)  # what it asks takes CPU time, too
     return said
 
 

@@ -20,6 +20,11 @@ from packaging.requirements import Requirement
 
 from backstage import ROOT
 
+# Python keeps what it has compiled, also where a container's image says not
+# to: else each process would compile torch's modules anew, for seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Processes that wait for one another should sleep: no test may depend on
 # how busy the machine is. A second thread for models as small as the tests'
 # nearly doubles their CPU time. These have to be set before torch is loaded.
@@ -29,10 +34,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take long, in the order in which they begin; the others follow by
 # name: a long one at the end would run alone.
 LONG = [f"test_{name}.py" for name in (
-    "lab", "slurm", "why", "check", "contract", "slurm_ends", "notebooks",
-    "questions", "activate", "verify", "rehearse", "benchmarks", "ladder",
-    "predictions", "pbs", "nano", "std", "slides", "starter",
-    "meshes", "kernels", "take_home", "stages")]
+    "slurm_ends", "lab", "why", "verify", "notebooks", "contract", "activate",
+    "slurm", "check", "rehearse", "benchmarks", "questions", "predictions",
+    "ladder", "pbs", "std", "lit", "launch", "slides", "starter", "meshes",
+    "kernels", "take_home", "stages")]
 
 # The tests that use these are marked `whole` by that.
 NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
@@ -247,16 +252,6 @@ def edit(text, *pairs):
     return text
 
 
-def linear_light(colour):
-    """Red, green and blue light of a colour such as "#3b7dd8", from 0 to 1.
-
-    The standard of sRGB, IEC 61966-2-1.
-    """
-    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [part / 12.92 if part <= 0.04045 else
-            ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-
-
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A small dataset, which no test changes."""
@@ -270,7 +265,8 @@ def single(data, tmp_path_factory):
     """The single-device run that others are compared with."""
     from stages import train
 
-    return train("std", tmp_path_factory.mktemp("single") / "run", data=data)
+    return train("std", tmp_path_factory.mktemp("single") / "run", data=data,
+                 texts=True)
 
 
 @pytest.fixture
@@ -386,7 +382,7 @@ def page(browser):
     """A page of a browser, as wide as a laptop."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)
+    expect.set_options(timeout=180_000)  # on a busy machine
     context = browser.new_context(
         viewport={"width": 1280, "height": 720},
         permissions=["clipboard-read", "clipboard-write"])

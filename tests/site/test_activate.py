@@ -277,8 +277,8 @@ def test_an_interrupted_set_up_goes_on(tmp_path):
     named(repo, venv)
     other = tiny_clone(tmp_path / "other")
     named(other, venv)
-    for moment in ("workshop-base", "bin/python", "pyvenv.cfg", "bin/pip",
-                   "bin/activate.fish", ".workshop-[0-9]*/*",
+    for moment in ("workshop-base", "bin/python", "bin/pip",
+                   ".workshop-[0-9]*/*",
                    "lib/python*/site-packages/one*"):
         killed(command(repo), lambda: list(venv.glob(moment)),  # noqa: B023
                environment(repo))
@@ -372,17 +372,16 @@ def test_every_spelling_is_the_same_environment(set_up, tmp_path, mount):
         (top / place).mkdir()
         mount("--bind", of, top / place)
     stays = plant(venv)
-    for spelling, path in SPELLINGS.items():
+    for number, (spelling, path) in enumerate(SPELLINGS.items()):
         named(maker, path.format(venv=venv, top=top))
-        for package in "one", "three":
-            needing(maker, package)
-            ran = source(maker, HOME=str(top), **YES)
-            if spelling == "case":
-                refused(ran, "VENV stays as it is: it is not complete")
-            else:
-                assert "active" in ran[0] and not ran[1], ran
-                assert imports(venv, package)
+        needing(maker, ("three", "one")[number % 2])
+        ran = source(maker, HOME=str(top), **YES)
+        if spelling == "case":
+            refused(ran, "VENV stays as it is: it is not complete")
+        else:
+            assert "installing" in ran[0] and not ran[1], ran
         stays()
+    assert imports(venv, "one", "three")
     assert not (maker / ".venv").exists()
 
 
@@ -399,8 +398,9 @@ def test_a_path_that_no_environment_may_have(tmp_path):
     refused(source(repo), "colon")
 
 
-@pytest.mark.parametrize("name", ['a"b', "a`b`", "a$b", "a\\b", "it's ä"])
-def test_a_path_that_is_odd(tmp_path, name):
+@pytest.mark.whole
+def test_a_path_that_is_odd(tmp_path):
+    name = 'a"b `b` $d \\b it\'s ä'
     repo = tiny_clone(tmp_path / name)
     assert works(repo, f"{PACKAGES}; pip --version").count(name) > 2
 

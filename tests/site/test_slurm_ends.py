@@ -78,7 +78,16 @@ class Starts:
         assert steps == list(range(len(steps)))
 
 
-def test_preempted(slurm, data, tmp_path):
+@pytest.fixture(scope="module")
+def overdue():
+    """A job whose run never begins, on a cluster of its own: the shortest
+    time that there is passes while the other tests run."""
+    with (start(LAB_NODES="1") as slurm,
+          slurm.counting("std", SLOW.replace("6", "600"))):
+        yield Starts(slurm, "std", "--max-steps", 1, options=["--time=1"])
+
+
+def test_preempted(slurm, overdue, data, tmp_path):
     """Lightning, which knows SLURM and its signals by itself, goes on as if
     nothing had happened when an urgent job takes a node.
     """
@@ -173,16 +182,6 @@ def test_the_starter_saves_before_its_time_limit_and_goes_on(slurm):
         assert steps == [*range(len(steps))]
 
 
-def test_the_time_limit_is_what_slurm_says(slurm):
-    """A job whose run never begins, of the shortest time that there is."""
-    with slurm.counting("std", SLOW.replace("6", "600")):
-        job = Starts(slurm, "std", "--max-steps", 1, options=["--time=1"])
-        assert slurm.wait(job.job)["JobState"] == "TIMEOUT"
-    assert "no time is left" in job.log
-    assert "SLURM ends this job (Reason=TimeLimit): " in (
-        job.log.splitlines()[-1])
-
-
 def test_each_element_of_an_array(slurm):
     """One goes on, although its id is the array's; a cancelled one does not.
 
@@ -255,6 +254,13 @@ def test_nothing_is_lost(slurm):
         job.cancel()
     assert job.log.count("requeueing, to go on after") == 1
     job.has_lost_nothing(4)
+
+
+def test_the_time_limit_is_what_slurm_says(overdue):
+    assert overdue.slurm.wait(overdue.job)["JobState"] == "TIMEOUT"
+    assert "no time is left" in overdue.log
+    assert "SLURM ends this job (Reason=TimeLimit): " in (
+        overdue.log.splitlines()[-1])
 
 
 def test_it_uses_more_memory_than_it_asked_for():

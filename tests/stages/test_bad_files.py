@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from conftest import program
 from huggingface import import_folder
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics
 from rankcheck import errors
 from rankcheck.launch import scratch
+from rankcheck.launch.ranks import launch
 from solutions import train_gpt2_std as std
 from workshop.results import runs
 from workshop.vocabulary import save_vocabulary
@@ -406,8 +408,7 @@ def test_a_missing_weight_stops_a_run(data, tmp_path):
     torch.save(state, newest)
     refused(attempt("fsdp", tmp_path / "new", "--init", newest, data=data,
                     world_size=2), "weight is missing", "--init")
-    good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2,
-                 texts=False)
+    good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2)
     assert good.err.count("is damaged") == 1 == good.err.count("\n")
     assert "resuming after step 1 " in good.out
 
@@ -471,11 +472,10 @@ def test_a_shard_of_both_splits(tmp_path):
 
 
 AS_NOBODY = """\
-import mmap, os, sys  # nobody may not read Python's own files either
+import os, sys  # nobody may not read Python's own files either
 from pathlib import Path
 from backstage import checkpoint, dataset
 from backstage.errors import run_main
-sys.path.append("fineweb")
 import documents, shards
 if os.getuid() == 0:
     os.setuid(65534)
@@ -492,21 +492,20 @@ run_main(lambda: {
 @pytest.mark.parametrize("hidden", [".", "test_train_000002.npy"])
 @pytest.mark.parametrize("reader", [
     "data", "shards", "texts", "checkpoints"])
-def test_what_may_not_be_read_is_not_passed_over(hidden, reader):
+def test_what_may_not_be_read_is_not_passed_over(hidden, reader, tmp_path):
     with tempfile.TemporaryDirectory() as parent:  # a path for everybody
         os.chmod(parent, 0o755)
         folder = make_dataset(Path(parent, "data"))
         (folder / hidden).chmod(0)
-        end = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, folder, reader], text=True,
-            capture_output=True, cwd=ROOT)
+        end, = launch(program(tmp_path / "reads.py", AS_NOBODY), folder,
+                      reader, place=ROOT)
     if hidden == "." or reader == "data":
-        assert end.returncode == 1 and end.stderr.startswith("error: ")
-        assert "Permission denied" in end.stderr
-        assert (folder / hidden).name in end.stderr
-        assert end.stderr.count("\n") == 1
+        assert end.status == 1 and end.err.startswith("error: ")
+        assert "Permission denied" in end.err
+        assert (folder / hidden).name in end.err
+        assert end.err.count("\n") == 1
     else:  # it is listed, and will be read
-        assert end.returncode == 0, end.stderr
+        assert end.status == 0, end.err
 
 
 CUT = """\
@@ -534,13 +533,13 @@ run_main(main)
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     folder = make_dataset(tmp_path / "data")
     np.save(folder / "test_train_000001.npy", np.zeros(10_000, np.uint16))
-    killed, cut = (subprocess.run(
-        [sys.executable, "-c", CUT, folder, how], text=True,
-        capture_output=True, cwd=ROOT) for how in ("kill", "cut"))
-    (line,) = cut.stderr.splitlines()
-    assert cut.returncode == 1 and line.startswith("error: ")
+    script = program(tmp_path / "cuts.py", CUT)
+    (killed,), (cut,) = (launch(script, folder, how, place=ROOT)
+                         for how in ("kill", "cut"))
+    line, = cut.err.splitlines()
+    assert cut.status == 1 and line.startswith("error: ")
     assert "test_train_000001.npy was cut while it was read" in line
-    assert killed.returncode == -7
+    assert killed.status == -7
 
 
 # ------------------------------------------------------------------ flags

@@ -69,7 +69,7 @@ def train_deep(stage, data, folder, *flags, **options):
         "--max-steps", 2, "--eval-every", 2, "--eval-minibatches", 1, *flags,
         data=data, script=edited(folder, stage, (
             "n_layer=4, n_head=4,", f"n_layer={LAYERS}, n_head=4,"),
-            ("(idx, 32, ", "(idx, 4, ")), **options)
+            ("(idx, 32, ", "(idx, 4, ")), texts=True, **options)
 
 
 @pytest.fixture(scope="module")

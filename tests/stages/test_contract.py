@@ -77,7 +77,7 @@ def recorded(data, tmp_path_factory):
             script = edited(folder, stage, ("(idx, 32, ", "(idx, 4, "))
         return train(
             stage, folder / "run", *flags, data=data, mesh=mesh,
-            script=script, log=folder / "seen",
+            script=script, log=folder / "seen", texts=True,
             probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES))
 
     return record
@@ -178,10 +178,9 @@ def test_resume_on_one_process_is_exact(stage, recorded, data, tmp_path):
     flags, run = fewer_steps(stage), tmp_path / "run"
     whole = recorded(stage, (1, 1, 1), *flags)
     attempt(stage, run, *flags, "--checkpoint-every", 3, data=data,
-            texts=False, probes=[DieAfter(3)])
+            probes=[DieAfter(3)])
     again = train(stage, run, "--resume", *(
-        flags if stage == "starter" else ()),  # a stage keeps its flags
-        texts=False)
+        flags if stage == "starter" else ()))  # a stage keeps its flags
     assert "| step    3/" in again.out and "| step    2/" not in again.out
     for column in ("step", "loss", "val_loss", "lr", "norm"):
         assert again.column(column) == whole.column(column)
@@ -233,7 +232,7 @@ def test_a_killed_rank_ends_the_others(stage, mesh, data, tmp_path):
     """
     run = tmp_path / "run"
     launch = start_stage(stage, run, "--max-steps", 5000, data=data,
-                         mesh=mesh, texts=False)
+                         mesh=mesh)
     wait_for_rows(run, 3)
     launch.signal(signal.SIGKILL, -1)
     ranks = launch.wait(60)

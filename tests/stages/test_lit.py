@@ -41,13 +41,13 @@ def test_stopped_and_resumed_are_the_rows_of_one_run(
         data, single, tmp_path, step):
     """A stopped run validates at the usual steps, and only there."""
     run = tmp_path / "run"
-    result = train("lit", run, data=data, texts=False,
+    result = train("lit", run, data=data,
                    probes=[SignalAt(step, signal.SIGUSR1)])
     assert result.column("step") == list(range(step))
     validated = [row["step"] for row in result.rows if row["val_loss"]]
     assert validated == [last for last in (9, 19) if last < step]
     if step < 20:
-        result = train("lit", run, "--resume", texts=False)
+        result = train("lit", run, "--resume")
     agree(result, single)
 
 
@@ -82,7 +82,7 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
     """Whenever it comes: the other ranks may wait for this one."""
     result = train(
         "lit", tmp_path / "run", "--max-steps", 50, *flags, data=data,
-        world_size=2, texts=False, probes=[SignalAllTheStart()], timeout=120)
+        world_size=2, probes=[SignalAllTheStart()], timeout=120)
     assert len(result.rows) == 1 == result.checkpoint()["step"]
     assert "signals: " in result.out
 
@@ -179,7 +179,7 @@ def test_what_a_stage_of_zero_keeps(data, tmp_path):
     flags = ("--preset", "nano", "--precision", "fp32", "--sequence-length",
              32, "--minibatch-size", 4, "--microbatch-size", 1,
              "--max-steps", 2, "--eval-minibatches", 1)
-    alone = train("std", tmp_path / "alone", *flags, data=data, texts=False)
+    alone = train("std", tmp_path / "alone", *flags, data=data)
     for number, kept in ((1, 14.0), (2, 12.1), (3, 10.2)):
         result = train(
             "lit", tmp_path / f"{number}", *flags, "--strategy",

@@ -29,7 +29,7 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
     """Autocast computes in bf16; weights and reductions stay in fp32."""
     single, result = (train(
         stage, tmp_path / stage, "--precision", "bf16", "--max-steps", 2,
-        "--eval-minibatches", 1, data=data, mesh=mesh, texts=False)
+        "--eval-minibatches", 1, data=data, mesh=mesh)
         for stage, mesh in (("std", (1, 1, 1)), ("3d", (2, 1, 2))))
     for column, tolerance in (("loss", 1e-3), ("norm", 2e-2)):
         assert result.column(column) == pytest.approx(
@@ -40,18 +40,17 @@ def test_in_bf16_it_is_the_single_device(data, tmp_path):
 @pytest.mark.parametrize(("stage", "mesh"), [
     ("fsdp", (1, 3, 1)), ("3d", (3, 1, 1)), ("tp", (1, 1, 3))], ids=str)
 def test_sizes_that_do_not_divide_evenly(stage, mesh, tmp_path):
-    """Padded shards; pipeline stages of two blocks, one and one; nano's three
-    heads, with a vocabulary of 384, on three ranks."""
+    """Padded shards; pipeline stages of two blocks, one and one; three heads,
+    with a vocabulary of 384, on three ranks."""
     data = make_dataset(tmp_path / "data")
     flags = ("--minibatch-size", 6, "--microbatch-size", 1, "--max-steps", 3,
              "--eval-minibatches", 1)
     if stage == "tp":
-        flags = ("--preset", "nano", "--precision", "fp32", "--max-steps", 2,
-                 "--sequence-length", 32, "--microbatch-size", 4,
-                 "--eval-minibatches", 2)
-    single = train("std", tmp_path / "std", *flags, data=data, texts=False)
-    agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh,
-                texts=False), single, learning_rate=2e-3)
+        flags = ("--n-head", 3, "--n-embd", 48, "--max-steps", 2,
+                 "--microbatch-size", 4, "--eval-minibatches", 2)
+    single = train("std", tmp_path / "std", *flags, data=data)
+    agree(train(stage, tmp_path / "run", *flags, data=data, mesh=mesh),
+          single, learning_rate=2e-3)
 
 
 @pytest.mark.whole
@@ -63,7 +62,7 @@ def test_compiled(data, tmp_path):
     """
     needs("g++")
     single, result = (train(
-        name, tmp_path / name, *flags, data=data, texts=False, script=edited(
+        name, tmp_path / name, *flags, data=data, script=edited(
             tmp_path, name, ("n_layer=4, n_head=4,", "n_layer=1, n_head=4,")),
         probes=[SignalAt(3, signal.SIGUSR1)], **options)
         for name, flags, options in (("std", (), {}), (
@@ -109,7 +108,7 @@ def messages_of_save(log):
 def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     """And the pipeline says who writes its texts."""
     result = train("3d", tmp_path / "run", "--max-steps", 1, data=data,
-                   mesh=(2, 1, 2), probes=[messages_of_save])
+                   mesh=(2, 1, 2), probes=[messages_of_save], texts=True)
     sizes = {kind: [*map(int, re.findall(rf"message {kind} (\d+)",
                                          result.out))]
              for kind in ("cpu", "gpu")}

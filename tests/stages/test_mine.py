@@ -3,15 +3,12 @@
 What verify, check, apply and reset do with it has tests of its own.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from conftest import copy_course
 
 from backstage import ROOT
+from rankcheck.launch.ranks import launch
 
 RUN = ROOT / "example-logs" / "std-1"
 TRAIN = ("code/train_gpt2.py --preset tiny --max-steps 1 --data {data} "
@@ -25,7 +22,8 @@ COMMANDS = [  # what it is told, and the file that it would write, in {out}
     (f"{TRAIN} {{out}} --resume", "{out}/metrics.csv"),
     (f"{STARTER} {{out}}", "{out}/metrics.csv"),
     (f"{SPLIT} {{out}}", "{out}/test_train_000001.npy"),
-    ("fineweb/demo.py README.md --out {out}", "{out}/demo_train_000001.npy"),
+    (f"fineweb/demo.py {ROOT}/README.md --out {{out}}",
+     "{out}/demo_train_000001.npy"),
     ("code/huggingface.py export {run} {out}", "{out}/config.json"),
     ("code/huggingface.py export {run} {out}", "{out}/model.safetensors"),
     ("code/huggingface.py import {run} {out}/mine.pt", "{out}/mine.pt"),
@@ -35,27 +33,17 @@ COMMANDS = [  # what it is told, and the file that it would write, in {out}
 ]
 
 
-@pytest.fixture(scope="module")
-def course(tmp_path_factory):
-    clone = tmp_path_factory.mktemp("clone")
-    copy_course(clone, "backstage", "workshop", "solutions", "code", "starter",
-                "fineweb", "README.md")
-    return clone
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("words, place", COMMANDS)
-def test_a_file_that_is_there_stays(words, place, course, data, single,
-                                    tmp_path):
+def test_a_file_that_is_there_stays(words, place, data, single, tmp_path):
     names = {"out": tmp_path / "out", "data": data, "run": single.folder}
     file = tmp_path / place.format(**names)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("mine")
-    end = subprocess.run(
-        [sys.executable, *words.format(**names).split()], cwd=course,
-        env=os.environ | {"PYTHONPATH": str(course)}, capture_output=True,
-        text=True, timeout=300)
+    script, *flags = words.format(**names).split()
+    module = flags.pop(0) if script == "-m" else ""
+    end, = launch(ROOT / script, *flags, module=module,
+                  place=ROOT if module else None)
     assert file.read_text() == "mine"
-    assert end.returncode and re.search("^error: ", end.stderr, re.M), (
-        end.stdout + end.stderr)
-    assert "Traceback" not in end.stderr
+    assert end.status and re.search("^error: ", end.err, re.M), end
+    assert "Traceback" not in end.err

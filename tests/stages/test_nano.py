@@ -24,7 +24,7 @@ def test_a_part_of_the_default_run(tmp_path):
     run = tmp_path / "run"
     result = Result(run, launch(
         ROOT / "code" / "train_gpt2.py", "--run-dir", run, "--device", "cpu",
-        "--max-steps", 100, "--warmup-steps", 40, "--eval-every", 50,
+        "--max-steps", 50, "--warmup-steps", 20, "--eval-every", 25,
         "--eval-minibatches", 8, timeout=3600))
     assert result.status == 0, result.err
     assert result.out.startswith("preset nano, data ")
@@ -33,7 +33,7 @@ def test_a_part_of_the_default_run(tmp_path):
     assert val_losses == sorted(val_losses, reverse=True)
     bits = [float(word) for word in
             re.findall(r"bits/byte: ([\d.]+)", result.out)]
-    assert bits[-1] <= 2.95 < bits[0]  # measured: 2.98, 2.91
+    assert bits[-1] <= 3.01 < bits[0]  # measured: 3.03, 3.00
 
     encoding = dataset.load_vocabulary(DEMO)
     corpus = set()

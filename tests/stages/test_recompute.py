@@ -109,7 +109,7 @@ def test_a_device_gets_its_own_part(stages, dp, tp, rank):
 def test_a_run_goes_on_with_it_or_without_it(data, tmp_path):
     """And computes exactly the same; in bf16, as most runs do."""
     half, whole = (train("std", tmp_path / flag, "--precision", "bf16", flag,
-                         "--checkpoint-every", 7, data=data, texts=False)
+                         "--checkpoint-every", 7, data=data)
                    for flag in ("--recompute", "--no-recompute"))
     sorted(half.folder.glob("checkpoints/*.pt"))[-1].unlink()
     again = train("std", half.folder, "--no-recompute", "--resume")

@@ -31,7 +31,7 @@ from stages import (
     write_shards,
 )
 
-from backstage import ROOT
+from backstage import ROOT, dataset
 from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.files import new_folder
@@ -96,8 +96,7 @@ def test_log_and_metrics(single):
 
 
 @pytest.mark.parametrize("lengths", [[4001], [700, 3, 1298, 2000], [97] * 40])
-@pytest.mark.parametrize("B", [1, 2, 4, 8])
-@pytest.mark.parametrize("T", [8, 32])
+@pytest.mark.parametrize(("B", "T"), [(1, 8), (2, 32), (8, 32)])
 def test_samples_follow_the_contract(tmp_path, lengths, B, T):
     """Step s reads samples [s*S, (s+1)*S), through shard ends and epochs."""
     tokens = np.arange(sum(lengths))  # a token is its own position
@@ -168,14 +167,13 @@ def test_help_from_another_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.whole
-def test_killed_at_random_moments(data, tmp_path):
+def test_killed_at_random_moments(data, tmp_path, single):
     """kill -9 until it is done: the same loss and weights, bit for bit."""
-    flags = ("--max-steps", 40, "--checkpoint-every", 3)
-    whole = train("std", tmp_path / "whole", *flags, data=data)
     run, rng = tmp_path / "killed", random.Random(0)
     resume = ()
-    for rows in sorted(rng.sample(range(30), 3)):
-        launch = start_stage("std", run, *flags, *resume, data=data)
+    for rows in sorted(rng.sample(range(15), 3)):
+        launch = start_stage("std", run, "--checkpoint-every", 3, *resume,
+                             data=data)
         wait_for_rows(run, rows)
         time.sleep(rng.uniform(0, 0.02))
         launch.signal(signal.SIGKILL)
@@ -183,9 +181,9 @@ def test_killed_at_random_moments(data, tmp_path):
         resume = ("--resume",)
     done = train("std", run, *resume)
     for name in ("step", "loss", "val_loss", "norm", "lr"):
-        assert done.column(name) == whole.column(name)
+        assert done.column(name) == single.column(name)
     for part in ("model", "optimizer"):
-        assert same_state(done.checkpoint()[part], whole.checkpoint()[part])
+        assert same_state(done.checkpoint()[part], single.checkpoint()[part])
 
 
 def die_while_saving(log):
@@ -431,22 +429,20 @@ def test_closed_streams_and_a_home_folder(script, data, tmp_path):
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(("limit", "status"), [
-    ("ulimit -S -n 64", 0), ("ulimit -n 64", 1)])
-def test_more_shards_than_files_may_be_open(limit, status, tmp_path):
+def few_files(hard, log=None):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+
+
+@pytest.mark.parametrize(("hard", "status"), [(1024, 0), (64, 1)])
+def test_more_shards_than_files_may_be_open(hard, status, tmp_path):
     data = make_dataset(tmp_path / "data")
     for number in range(10, 110):
         np.save(data / f"test_train_{number:06}.npy", np.ones(50, np.uint16))
-    ended = subprocess.run(
-        ["bash", "-c", f'{limit}; exec "$@"', "-", sys.executable,
-         ROOT / "solutions/train_gpt2_std.py", "--preset=tiny",
-         f"--data={data}", "--max-steps=1", f"--run-dir={tmp_path}/run"],
-        capture_output=True, text=True)
-    assert ended.returncode == status, ended.stderr
-    errors = [line for line in ended.stderr.splitlines()
-              if not line.startswith("warning: ")]
-    assert len(errors) == status
-    assert not status or "try `ulimit -n 4096`" in errors[0]
+    ended = attempt("std", tmp_path / "run", "--max-steps", 1, data=data,
+                    probes=[partial(few_files, hard)])
+    assert ended.status == status, ended.err
+    if status:
+        refused(ended, "try `ulimit -n 4096`")
 
 
 # --------------------------------------------------------------- bad input
@@ -500,11 +496,19 @@ def test_bad_shards(tmp_path, change, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize(("stage", "size"), [
-    ("std", None), ("ddp", 2), ("lit", None),
-    *(pytest.param(stage, 2, marks=pytest.mark.whole)
-      for stage in ("fsdp", "tp", "3d", "mpi"))])
-@pytest.mark.parametrize("token", [257, 60_000])
+def look_at_few(log):
+    """A probe: less of a shard is looked at before a run."""
+    @watched.replace(dataset, "check_shards")
+    def check(check, folder, length, look=100):
+        return check(folder, length, look)
+
+
+@pytest.mark.parametrize(("stage", "size", "token"), [
+    ("std", None, 257), ("std", None, 60_000), ("ddp", 2, 257),
+    ("lit", None, 60_000), *(
+        pytest.param(stage, 2, token, marks=pytest.mark.whole)
+        for stage, token in (("fsdp", 60_000), ("tp", 257), ("3d", 257),
+                             ("mpi", 60_000)))])
 def test_a_token_that_no_look_has_found_is_one_line(
         stage, size, token, tmp_path):
     """Only the first tokens of a shard are looked at before a run.
@@ -512,13 +516,12 @@ def test_a_token_that_no_look_has_found_is_one_line(
     257 is in the padding of the embedding. A sharded one takes any number.
     """
     data = make_dataset(tmp_path / "data")
-    tokens = np.tile(np.arange(256, dtype=np.uint16), 500)
-    tokens[100_001] = token
+    tokens = np.tile(np.arange(256, dtype=np.uint16), 10)
+    tokens[150] = token
     np.save(data / "test_train_000001.npy", tokens)
-    flags = ["--minibatch-size", 512, "--microbatch-size", 128]
-    flags += ["--tensor-parallel", 2] * (stage in ("tp", "3d"))
-    result = attempt(stage, tmp_path / "run", *flags, data=data,
-                     world_size=size)
+    result = attempt(stage, tmp_path / "run", *["--tensor-parallel", 2] * (
+        stage in ("tp", "3d")), data=data, world_size=size,
+        probes=[look_at_few])
     assert all(rank.status for rank in result.ranks)
     assert (f"test_train_000001.npy is damaged (token {token} is not in the "
             "vocabulary of 257)") in result.err
@@ -554,7 +557,7 @@ def test_a_shape_and_a_prompt_of_ones_own(data, tmp_path):
     run = tmp_path / "run"
     flags = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 64".split()
     first = train("std", run, *flags, "--sequence-length", 48, "--prompt",
-                  "the cat", "--max-steps", 2, data=data)
+                  "the cat", "--max-steps", 2, data=data, texts=True)
     assert first.out.count("\n> the cat") == 8
     config = dict(block_size=64, vocab_size=257, n_layer=1, n_head=2,
                   n_embd=16)
@@ -577,7 +580,7 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     (folder / "manifest.json").write_text('{"complete": false}')
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
     result = train("std", tmp_path / "run", "--max-steps", 1, data=folder,
-                   env=env)
+                   env=env, texts=True)
     assert "is not complete" in result.err
     assert result.out.count("no texts: ") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257

@@ -68,7 +68,7 @@ def test_a_step_waits_for_the_device_once_its_report_is_reduced(
         data, tmp_path, stage, world_size, expected):
     """In all steps but the first and the last, which save and evaluate."""
     train(stage, tmp_path / "run", "--max-steps", 3, "--eval-minibatches", 1,
-          data=data, world_size=world_size, texts=False,
+          data=data, world_size=world_size,
           probes=[partial(waits, tmp_path)])
     microbatches = 4 // (world_size or 1)
     step = ["backward"] * microbatches + expected

@@ -11,7 +11,6 @@ import pytest
 import torch
 import trained
 from conftest import needs, python
-from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 from backstage import ROOT, dataset
@@ -161,15 +160,6 @@ def test_rungs_of_another_time_or_machine(tmp_path, monkeypatch):
             "ladder.py", "--only-kernels", "--output", str(file)])
         with pytest.raises(UserError, match=next(iter(other.values()))):
             ladder.main()
-
-
-def test_the_legend_covers_neither_points_nor_axes():
-    figure = Figure(layout="constrained")
-    ax = figure.subplots()
-    plot.ladder(ax, [], results.read_ladder(example=True))
-    figure.draw_without_rendering()
-    assert not ax.get_legend().get_window_extent().overlaps(
-        ax.get_window_extent())
 
 
 def test_the_picture_shows_both_sides(tmp_path, monkeypatch):

@@ -163,8 +163,7 @@ def test_a_slow_rank_is_charged_and_the_other_waits(data, tmp_path):
     ("3d", (2, 1, 1))])
 def test_other_stages_are_recorded(stage, mesh, data, tmp_path, capsys):
     result = train(stage, tmp_path / "run", "--profile", 1, "--max-steps", 6,
-                   "--eval-minibatches", 1, data=data, mesh=mesh,
-                   texts=False)
+                   "--eval-minibatches", 1, data=data, mesh=mesh)
     ranks = check(result, [5])
     profile.show(result.folder)
     said = capsys.readouterr().out

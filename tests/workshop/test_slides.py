@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import needs
-from matplotlib.figure import Figure
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -23,7 +22,6 @@ from backstage.flags import parse
 from slides import build, figures, schedules, text
 from workshop import __main__ as tools
 from workshop.check.questions import QUESTIONS
-from workshop.results import plot
 from workshop.stages import LESSONS
 
 DECKS = [*text.DECKS, *(f"course {length}" for length in text.LENGTHS[:-1])]
@@ -283,24 +281,6 @@ def test_the_check_on_the_slides_asks_todays_questions():
     for title in sorted((ask.title for ask in QUESTIONS), key=len)[::-1]:
         table = table.replace(title, "")
     assert rows.count("\n") > 20 and not table.strip()
-
-
-def test_ten_curves_of_seven_points_are_named_where_they_end():
-    ax = Figure().subplots()
-    plot.published(ax, [])
-    curves = [line for line in ax.get_lines() if "%" in line.get_label()]
-    names = {name.get_text(): name.get_position()[1] for name in ax.texts}
-    assert len(curves) == 10
-    for curve in curves:
-        assert len(curve.get_xdata()) == 7
-        assert abs(names[curve.get_label()] - curve.get_ydata()[-1]) < 0.15
-
-
-@pytest.mark.parametrize(("heights", "apart"), [
-    ((0.2, 0.9), (0.2, 0.9)), ((0.5, 0.5, 0.5), (0.4, 0.5, 0.6)),
-    ((0.4, 0.5, 0.52), (0.37333, 0.47333, 0.57333))])
-def test_names_that_touch_move_apart(heights, apart):
-    assert plot.spread(heights, 0.1) == pytest.approx(apart, abs=1e-4)
 
 
 def test_every_figure_is_on_a_slide():
