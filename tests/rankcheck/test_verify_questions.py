@@ -383,6 +383,16 @@ def test_a_reduction_counts_if_it_carries_a_gradient(message, counts):
     assert bool(log.row.reduced) == counts
 
 
+@pytest.mark.parametrize(("message", "counts"), [
+    (torch.zeros(9), True), (torch.ones(9), False), (torch.zeros(5), False)])
+def test_gradients_that_are_all_0_are_carried_as_0(message, counts):
+    log, rows = recorder()
+    weight = torch.nn.Parameter(torch.ones(7))
+    log.parameters[id(weight)], log.sums[id(weight)] = weight, 0 * weight
+    rows.on_message("allreduce", [message])
+    assert bool(log.row.reduced) == counts
+
+
 def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     """Also where no module has shown that it is a parameter."""
     for place in (torch.nn.utils, clip_grad):
