@@ -68,8 +68,8 @@ def buffers(case):
             return [warn(
                 f"{words} differ between the ranks, after update {step}: "
                 f"{', '.join(names[:3])}", "each rank has those of its own "
-                "samples, and rank 0's are saved: SyncBatchNorm, or average "
-                "them before you evaluate", numbers={"update": step})]
+                "samples: SyncBatchNorm, or average them before you evaluate "
+                "and save", numbers={"update": step})]
     return [ok("buffers are equal on all ranks")] * bool(
         whole.tensors)
 
