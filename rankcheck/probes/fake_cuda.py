@@ -66,7 +66,8 @@ def keep_here(place, *names):
     def visible(function, *args, **kwargs):
         return function(
             *(here(arg, function.__name__ == "to") for arg in args),
-            **{key: here(arg, key == "device") for key, arg in kwargs.items()})
+            **{key: here(arg, key == "device") for key, arg in kwargs.items()
+               if key != "pin_memory"})
 
     for name, op in zip(names, known, strict=True):
         if op:  # torch.jit.script knows functions of C++ by their address

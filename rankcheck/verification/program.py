@@ -6,6 +6,7 @@ A launcher before it is left out, as verify is one itself: `torchrun x.py`.
 import importlib.machinery
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from rankcheck.why.launchers import LAUNCHERS
 # What it gives each process beside the environment
 TELLS = {"deepspeed": ["--local_rank={rank}"],
          "torch.distributed.launch": ["--local-rank={rank}"]}
-OTHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "bash", "sh")
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,27 @@ def read(words):
             break
     require(words, "name the script: rankcheck verify -n 2 -- train.py "
             "--its-flags")
-    require(word not in OTHERS, f"{words[0]} starts the processes, or others: "
-            "verify does that itself, so name what it starts: rankcheck "
-            "verify -n 2 -- train.py --its-flags")
     require(words[0] != "-c", "verify needs a script in a file, not -c")
     if module:
         require(words[1:], "name the module behind -m")
         return Program(find_module(words[1]), (*told, *words[2:]), words[1],
                        launcher)
     script = Path(words[0]).absolute()
+    require(not is_program(words[0]), f"{words[0]} is a program: verify "
+            "starts the processes itself, so name the script that it starts: "
+            "rankcheck verify -n 2 -- train.py --its-flags")
     require(os.path.lexists(script), f"{words[0]} is not there")
     require(script.is_file(), f"{words[0]} is no file")
     return Program(script, (*told, *words[1:]), launcher=launcher)
+
+
+def is_program(word):
+    """Whether a shell would start it, and it is no script of Python's here."""
+    found = shutil.which(word)
+    if not found or not os.path.exists(word):
+        return bool(found)
+    with open(found, "rb") as file:
+        return not word.endswith(".py") and b"python" not in file.readline()
 
 
 def after_flags(words, launcher):

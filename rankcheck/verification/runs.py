@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rankcheck.exits import ON_CPU
 from rankcheck.findings import fail, ok, warn
 from rankcheck.verification.comparison import (
     Comparison,
@@ -72,7 +73,8 @@ class Runs:
             return other, None
         if fails.text == ended.text:  # it came no farther
             return trial, ended
-        fails.hint = [fails.advice + " " * bool(fails.advice) + STOOD_IN]
+        advice = fails.advice.replace(ON_CPU, "")
+        fails.hint = [advice + "; " * bool(advice) + STOOD_IN]
         return other, fails
 
 

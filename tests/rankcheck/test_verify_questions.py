@@ -405,6 +405,16 @@ def test_a_reduction_counts_if_it_carries_a_gradient(message, counts):
     assert bool(log.row.reduced) == counts
 
 
+@pytest.mark.parametrize(("message", "counts"), [
+    (torch.zeros(9), True), (torch.ones(9), False), (torch.zeros(5), False)])
+def test_gradients_that_are_all_0_are_carried_as_0(message, counts):
+    log, rows = recorder()
+    weight = torch.nn.Parameter(torch.ones(7))
+    log.parameters[id(weight)], log.sums[id(weight)] = weight, 0 * weight
+    rows.on_message("allreduce", [message])
+    assert bool(log.row.reduced) == counts
+
+
 def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     """Also where no module has shown that it is a parameter."""
     for place in (torch.nn.utils, clip_grad):
@@ -421,11 +431,15 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     assert (log.now.unclipped[id(weight)], weight.grad) == (4, 1)
 
 
-def test_an_optimizer_that_reduces_nothing_more(recorded):
+@pytest.mark.parametrize("change", [
+    on_all(update=3, calls=0),
+    together(*(on_all(update=step, optimizer=step % 2, reduced=(
+        lambda number, step=step: 2 * (1 - step % 2) * number))
+        for step in range(4)))])
+def test_an_optimizer_that_reduces_nothing_more(recorded, change):
     """As the second of two, after which a backward pass comes anew."""
     trials = recorded(RIGHT)
-    for rank in (0, 1):
-        on(rank, update=3, calls=0)(trials)
+    change(trials)
     found = questions.together.reductions(
         Comparison(None, trials[1, ""], trials[2, ""]))
     assert re.fullmatch("gradients are reduced once an update, .* MB in 1 "

@@ -63,8 +63,8 @@ def buffers(case):
             return [warn(
                 f"{words} differ between the ranks, after update {step}: "
                 f"{', '.join(names[:3])}", "each rank has those of its own "
-                "samples, and rank 0's are saved: SyncBatchNorm, or average "
-                "them before you evaluate", numbers={"update": step})]
+                "samples: SyncBatchNorm, or average them before you evaluate "
+                "and save", numbers={"update": step})]
     return [ok("buffers are equal on all ranks")] * bool(
         whole.tensors)
 
@@ -90,13 +90,20 @@ def reductions(case):
             if few and in_another_form(updates):
                 break
             return [not_reduced(case, step)]
-    often = max(times)
-    once = often < 1.9  # copies of shards (HSDP) are reduced, too
+    turns = []  # of all optimizers: before the first, all may be reduced
+    for step, update in enumerate(mine):
+        if not step or update["optimizer"] <= mine[step - 1]["optimizer"]:
+            turns.append([0, 0, step])
+        turns[-1][0] += update["reduced"]
+        turns[-1][1] += update["elements"]
+    each = [reduced / max(elements, 1) for reduced, elements, _ in turns]
+    often = max(each)
+    once = often < 1.6  # copies of shards (HSDP) are reduced, too
     words = ("gradients are reduced " + (
         "in a form of the script's own" if few else
         "once an update" if once else f"{often:.2g} times "
-        + ("an update" if often < 1.1 * min(times) else
-           f"in update {times.index(often)}"))
+        + ("an update" if often < 1.1 * min(each) else
+           f"in update {turns[each.index(often)][2]}"))
         + f", {sum(update['bytes'] for update in mine) / len(mine) / 1e6:.3g}"
         f" MB in {max(update['calls'] for update in mine)} calls")
     findings = [ok(words)] if once else [warn(
