@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from backstage import world
 from backstage.errors import require, warn
-from backstage.world import THE_GROUP
 
 CHECKS = []  # of each batch, by the run that reads it
 
@@ -64,9 +64,10 @@ def use_device(name="auto", local_rank=0):
         return device
     if device.type == "cuda" and "MIG" in device_name(device):  # a slice
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        require(alone or THE_GROUP, "NCCL does not connect the slices of GPUs "
-                f"(MIG), and this process has one, {device_name(device)}: "
-                "start one process, ask for whole GPUs, or train with MPI")
+        require(alone or world.THE_GROUP, "NCCL does not connect the slices "
+                "of GPUs (MIG), and this process has one, "
+                f"{device_name(device)}: start one process, ask for whole "
+                "GPUs, or train with MPI")
         local_rank = 0  # no process sees more than one slice
     check_local_rank(device, local_rank)
     torch.accelerator.set_device_index(local_rank)
