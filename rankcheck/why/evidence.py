@@ -41,6 +41,8 @@ def find(target, runs):
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     places = (sorted(runs.glob(f"*-{number}")) if JOB.fullmatch(number)
               else [Path(target)])
+    require(places, f"{target}: no run in {runs} has this number: name the "
+            "folder that the job's output names")
     found = [*filter(None, map(newest, places))]
     require(found, f"{target}: no rank has left evidence there: name the "
             "folder that the job's output names, or none for what was started "

@@ -735,7 +735,7 @@ def test_a_job_by_its_number(tmp_path):
     (folder / "node1-7.json").touch()
     assert evidence.find("12", tmp_path) == folder
     assert evidence.find("12.server", tmp_path) == folder
-    with pytest.raises(UserError, match="no rank has left evidence"):
+    with pytest.raises(UserError, match="no run in"):
         evidence.find("471100000", tmp_path)
 
 
