@@ -18,7 +18,8 @@ from rankcheck.verification.program import read
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("rankcheck.probes.training", "rankcheck.probes.torch_api")
-PRELOAD = ("lightning.pytorch", "accelerate", "transformers.trainer")
+PRELOAD = ("accelerate", "transformers.trainer")  # not lightning: it reads its
+# rank when it is imported
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}

@@ -176,8 +176,8 @@ def find_split(alone, together):
     have other numbers: each may own a table of its own.
     """
     good = alone.seen[0]["shapes"]
-    split = {name for seen in together.seen
-             for name in seen["shapes"].keys() | good.keys()
+    known = set().union(*(seen["shapes"] for seen in together.seen))
+    split = {name for seen in together.seen for name in known
              if seen["shapes"].get(name) != good.get(name)}
     if split:
         firsts = [[update["before"] for update in updates] for updates in zip(

@@ -306,6 +306,9 @@ def test_a_mistake(answers, name, change, title, says):
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
+    # nor parameters of an optimizer that no rank has come to
+    assert set(answers(RIGHT, together(*(seen(rank, shapes=lambda shapes: dict(
+        [*shapes.items()][1:])) for rank in (0, 1))))) == {DRAWN}
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert any("4 of 256 samples are" in finding.text for finding in found)

@@ -8,8 +8,7 @@ from rankcheck.tensors import assemble
 from rankcheck.verification.questions.question import always, question
 
 REMEDIES = {
-    "hydra": "its folder is named by the second in which a rank starts: "
-             "hydra.run.dir=... with the rank in it, or "
+    "hydra": "hydra.run.dir=... with the rank in it, or "
              "hydra.output_subdir=null on the others",
     "tensorboard": "make the SummaryWriter on rank 0 alone",
     "wandb": 'wandb.init(mode="disabled") on the other ranks'}

@@ -4,6 +4,7 @@ import os
 import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,14 @@ class LitRegressor(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+@rank_zero_only
+def save_settings(**settings):
+    with open("settings.txt", "w") as file:
+        print(settings, file=file)
+
+
 if __name__ == "__main__":
+    save_settings(batch_size=8)
     L.seed_everything(0)
     dataset = TensorDataset(torch.randn(640, 10), torch.randn(640, 1))
     trainer = L.Trainer(
