@@ -74,7 +74,8 @@ class Runs:
         if fails.text == ended.text:  # it came no farther
             return trial, ended
         advice = fails.advice.replace(ON_CPU, "")
-        fails.hint = [advice + "; " * bool(advice) + STOOD_IN]
+        fails.hint = [advice + ";" * (advice[-1:] not in ("", "?"))
+                      + " " * bool(advice) + STOOD_IN]
         return other, fails
 
 
