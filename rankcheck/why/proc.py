@@ -62,12 +62,16 @@ def list_folder(path):
         return []
 
 
+def list_processes():
+    return map(int, filter(str.isdigit, list_folder("/proc")))
+
+
 def descendants(root):
     """A process and all that it has started, itself first: also what has lost
     its parent, if it is in the session that the process leads.
     """
     children, session = {}, []
-    for pid in map(int, filter(str.isdigit, list_folder("/proc"))):
+    for pid in list_processes():
         stat = read_stat(pid)
         if stat:  # else it has ended
             children.setdefault(int(stat[1]), []).append(pid)
