@@ -214,7 +214,7 @@ def test_a_signal_to_the_last_rank_stops_the_starter(tmp_path):
     run = tmp_path / "run"
     launch = start_stage("starter", run, "--max-steps", 5000, mesh=(1, 3, 1))
     wait_for_rows(run, 3)
-    launch.signal(signal.SIGUSR1, -1)
+    launch.jobs[-1].kill(signal.SIGUSR1)
     result = launch.result(run)
     assert result.status == 0, result.err
     assert result.checkpoint()["step"] == len(result.rows) < 5000
@@ -234,7 +234,7 @@ def test_a_killed_rank_ends_the_others(stage, mesh, data, tmp_path):
     launch = start_stage(stage, run, "--max-steps", 5000, data=data,
                          mesh=mesh)
     wait_for_rows(run, 3)
-    launch.signal(signal.SIGKILL, -1)
+    launch.jobs[-1].kill(signal.SIGKILL)
     ranks = launch.wait(60)
     statuses = [rank.status for rank in ranks]
     if stage == "mpi":  # mpirun ends them
