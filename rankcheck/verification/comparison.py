@@ -169,14 +169,16 @@ def times_the_samples(case):
         "one process reads other samples, or pads them to another length")
 
 
-def find_split(alone, together):
+def find_split(alone, together, ended):
     """The parameters that are others, or smaller, than with one process.
 
     A script that shards by hand has them. With them, those of which the ranks
-    have other numbers: each may own a table of its own.
+    have other numbers: each may own a table of its own. ended: whether the
+    ranks have failed, perhaps before an optimizer that no rank came to.
     """
     good = alone.seen[0]["shapes"]
-    known = set().union(*(seen["shapes"] for seen in together.seen))
+    known = set().union(*(seen["shapes"] for seen in together.seen),
+                        () if ended else good)
     split = {name for seen in together.seen for name in known
              if seen["shapes"].get(name) != good.get(name)}
     if split:

@@ -117,7 +117,8 @@ def choose(runs):
     findings += [ended] * bool(ended)
     comparison = Comparison(runs, None if refused else alone, together)
     if not refused and not comparison.asked("FSDP1"):
-        comparison = replace(comparison, split=find_split(alone, together))
+        comparison = replace(comparison, split=find_split(
+            alone, together, ended))
         comparison = replace(comparison, made_up=bool(
             comparison.split) and makes_up(comparison))
     return *compare(comparison, findings), ""

@@ -123,6 +123,10 @@ def fails_again(trials):
     again.ranks = [Rank(1, "", "error: it is full\n")]
 
 
+def fails_together(trials):
+    trials[2, ""].ranks = [Rank(1, "", "error: it is full\n")] * 2
+
+
 def together(*changes):
     return lambda trials: [change(trials) for change in changes]
 
@@ -306,9 +310,13 @@ def test_a_mistake(answers, name, change, title, says):
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
-    # nor parameters of an optimizer that no rank has come to
-    assert set(answers(RIGHT, together(*(seen(rank, shapes=lambda shapes: dict(
-        [*shapes.items()][1:])) for rank in (0, 1))))) == {DRAWN}
+    # nor parameters of an optimizer that no rank has come to, if they failed
+    fewer = [seen(rank, shapes=lambda shapes: dict([*shapes.items()][1:]))
+             for rank in (0, 1)]
+    for change, split in ((fewer, True), ([*fewer, fails_together], False)):
+        found = answers(RIGHT, together(*change)).values()
+        assert split == any("1 parameters are smaller" in finding.text
+                            for finding in found), found
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert any("4 of 256 samples are" in finding.text for finding in found)

@@ -299,7 +299,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     assert page.locator("table.check:visible td.no").count() == 1
     follow_line(page, page.locator(".ws .beside a", has_text="line ").first)
     page.locator(".ws summary", has_text="more follow from it").click()
-    assert page.locator(".ws svg desc").count() == 2  # beside it
+    assert page.locator(".ws svg desc").count() == 1  # who read what
     lesson.run("cadence()")
     lesson.can_be_read()
     page.add_style_tag(content=".ws h3 { color: #666 !important }")
