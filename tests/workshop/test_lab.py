@@ -320,7 +320,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     # again, from the start
     workshop(repo, "reset", "std")
     lesson.expect(view).to_contain_text(everything)
-    backup = max((repo / "code" / "backups").iterdir(),
+    backup = max((repo / "code" / "backups").glob("*.py"),
                  key=lambda file: int(re.split("[-.]", file.name)[2]))
     assert backup.read_text() == ready
 
