@@ -262,6 +262,8 @@ CASES = [
      "gradients are not reduced: 0 elements in an update of 10801"),
     (RIGHT, on_all(reduced=lambda number: 3 * number), "gradients are "
      "reduced once", "gradients are reduced 3 times an update"),
+    (RIGHT, on_all(reduced=lambda number: 1.7 * number), "gradients are "
+     "reduced once", "gradients are reduced 1.7 times an update"),
     (RIGHT, on_all(late=lambda _: 10801), "gradients are reduced once",
      "gradients are clipped before they are reduced"),
     (RIGHT, on(1, update=1, without=["Sequential:3.bias"]), "every parameter",
