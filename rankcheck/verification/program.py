@@ -85,11 +85,12 @@ def read(words):
 
 def is_program(word):
     """Whether a shell would start it, and it is no script of Python's here."""
-    found = shutil.which(word)
-    if not found or not os.path.exists(word):
-        return bool(found)
-    with open(found, "rb") as file:
-        return not word.endswith(".py") and b"python" not in file.readline()
+    if not os.path.isfile(word):
+        return bool(shutil.which(word))
+    if word.endswith(".py") or not os.access(word, os.X_OK):
+        return False
+    with open(word, "rb") as file:
+        return b"python" not in file.readline()
 
 
 def after_flags(words, launcher):

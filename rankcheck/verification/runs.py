@@ -20,8 +20,8 @@ STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
 RUNS = {
     "alone": (False, "as one process "),
     "together": (True, "as {size} processes "),
-    # that many times the updates, and nothing is updated: where several
-    # processes read that many minibatches of one
+    # with frozen weights, and with as many updates as read the same samples:
+    # where several processes read that many minibatches of one
     "still": (False, ""),
     # with other hashes of strings, or as it was: where one process reads other
     # samples, or begins with other weights

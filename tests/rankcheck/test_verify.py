@@ -73,14 +73,18 @@ def test_a_module_of_a_package(words, tmp_path, monkeypatch):
     ("fifo.py", "fifo.py is no file"), ("-m nowhere.at", "no module nowhere"),
     ("-c pass", "not -c"), ("env -i python x.py", "env is a program"),
     ("/usr/bin/env python x.py", "env is a program"),
+    ("./x.sh 1", "x.sh is a program"), ("env.py 1", "1"), ("ls 1", "1"),
     ("torchrun x", "which script does torchrun start"),
     ("deepspeed x.py --x", "--local_rank={rank} --x"),
     ("python3.11 x.py 1", "1"), ("x.py --x", "--x")])
 def test_what_is_typed(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.py")
-    (tmp_path / "x.py").touch()
-    if "x.py" in words and "env" not in words:
+    for name in "x.py", "env.py", "ls":  # which a program is called, too
+        (tmp_path / name).touch()
+    (tmp_path / "x.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "x.sh").chmod(0o755)
+    if says.startswith(("1", "--")):
         assert program.read(words.split()).flags == tuple(says.split())
     else:
         with pytest.raises(UserError, match=re.escape(says)) as error:
@@ -207,6 +211,7 @@ def test_a_stranger_asks_why(stranger):
         assert line.replace(first, "ended") in out, (line, start, end)
     none = stranger("rankcheck", "why", "nowhere")
     assert none.returncode == 2 and none.stderr.count("\n") == 1, none
+    assert "no such folder" in none.stderr, none
 
 
 @pytest.mark.whole
