@@ -39,8 +39,10 @@ def find(target, runs):
         require(starts, f"nothing was watched yet: {HOW}")
         return starts[-1]
     number = target.partition(".")[0]  # PBS's jobs are 123.server
-    places = (sorted(runs.glob(f"*-{number}")) if JOB.fullmatch(number)
-              else [Path(target)])
+    is_job = JOB.fullmatch(number)
+    require(is_job or Path(target).is_dir(), f"{target}: no such folder: name "
+            "a run's folder, or a job's id")
+    places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
     require(places, f"{target}: no run in {runs} has this number: name the "
             "folder that the job's output names")
     found = [*filter(None, map(newest, places))]

@@ -175,7 +175,7 @@ class Witness:
         self.began, self.still, self.progress = time.time(), 0, None
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.script, self.over, self.thread = None, False, None
-        self.ended, self.seen, self.asked = None, set(), None
+        self.ended, self.seen, self.asked = None, set(), ""
         self.lock = threading.Lock()  # for the files, and for how it ended
         self.oom_before = proc.count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
@@ -265,8 +265,8 @@ class Witness:
             if self.still > wait and now - asked_at > STILL / 2:
                 with contextlib.suppress(OSError):  # for example a full disk
                     add_question(self.ask)
-            if proc.read_text(self.ask) != self.asked:
-                self.asked, asked_at = proc.read_text(self.ask), now
+            if (asked := proc.read_text(self.ask)) != self.asked:
+                self.asked, asked_at = asked, now
                 wait = 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
@@ -348,7 +348,7 @@ class Witness:
             "stack": self.look() if self.thread else [], "over": self.over,
             "state": proc.read_state(self.owner),
             "start": self.start_of, "answers": self.thread is not None,
-            "asked": (self.asked or "")[-1000:],  # the last questions
+            "asked": self.asked[-1000:],  # the last questions
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(calls.find_torch() or calls.mpi_calls),
