@@ -191,8 +191,8 @@ def explain(error):
                 "see in which line; if that line is not yours, try another "
                 "device; --resume goes on from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
-        foreign = (error.errno in (errno.EACCES, errno.EROFS)
-                   and str(error.filename).startswith(f"{ROOT}{os.sep}"))
+        foreign = (error.errno in (errno.EACCES, errno.EROFS) and f"{ROOT}/"
+                   in str(error.filename) and not os.access(ROOT, os.W_OK))
         return (f"{error.filename}: {error.strerror}"
                 + ": work in a clone of your own" * foreign)
     if isinstance(error, OSError) and error.errno in FULL:

@@ -182,8 +182,6 @@ def in_a_pipeline(cause):
      "--microbatch-size"),
     (in_a_pipeline(RuntimeError("[gloo/pair.cc] closed by peer")),
      "lost the other"), (in_a_pipeline(ValueError("a bug")), None),
-    (PermissionError(errno.EACCES, "Permission denied", str(ROOT / "runs")),
-     "runs: Permission denied: work in a clone of your own"),
 ], ids=lambda value: str(value)[:40])
 def test_errors_of_a_device(monkeypatch, error, words):
     line = explain(error)
@@ -192,6 +190,16 @@ def test_errors_of_a_device(monkeypatch, error, words):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # now the line is right
     if words and words.startswith("the device failed"):
         assert explain(error) is None
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_file_that_is_denied(writable, monkeypatch):
+    """The clone is another's only if nothing in it can be written."""
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    line = explain(PermissionError(
+        errno.EACCES, "Permission denied", str(ROOT / "runs")))
+    assert line == f"{ROOT}/runs: Permission denied" + (
+        ": work in a clone of your own" * (not writable))
 
 
 FAILS = """\
