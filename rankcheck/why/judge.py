@@ -202,7 +202,8 @@ def killed(job):
     who = Who(rank for rank in job.by["killed"] if not (
         job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
     return who and (who, "; ".join(filter(None, [
-        describe_each(who) + say_oom(on_hosts(job, who)),
+        describe_each(who) + say_oom(on_hosts(job, [
+            rank for rank in who if rank.signal == "SIGKILL"])),
         describe_each(job.ranks.without(who))])))
 
 

@@ -127,7 +127,7 @@ def describe_work(rank):
 
 def say_oom(ranks):
     """How often the kernel says that it has ended something on their node."""
-    kills = max(rank.oom_kills for rank in ranks)
+    kills = max((rank.oom_kills for rank in ranks), default=0)
     return (f"; meanwhile the kernel of that node ended {kills} process(es), "
             "of any job, for lack of memory") if kills else ""
 
