@@ -140,7 +140,7 @@ EQUIVALENT = (
 class Mutant:
     """A finished script with slips in it."""
 
-    stage: str  # what `check_cases.outcome` asks a case, with `script`
+    stage: str
     edits: tuple  # (begin, end, text): characters of it, and the new ones
     changes: tuple  # the numbers of the lesson's changes that they are in
 
@@ -420,7 +420,7 @@ def try_out(mutant):
     """(kind, seconds, what the table says below it) of a mutant."""
     begin, odd = time.monotonic(), ""
     try:
-        passed, says, out = outcome(mutant)
+        passed, says, out = outcome(mutant.stage, mutant.script())
     except BaseException:
         passed, says, out = False, "", traceback.format_exc()
     if "Traceback" in out:
