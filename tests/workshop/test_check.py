@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from check_cases import CASES, left_by, left_in, outcome, problem
 from cluster import wait_for
-from conftest import needs, program
+from conftest import needs, program, python
 from planted import load_all
 from shells import mount as mount  # a fixture
 from stages import edited
@@ -42,6 +42,13 @@ IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
 @pytest.mark.parametrize("table", ["check", "verify"])
 def test_the_places_of_the_changes_are_there(table):
     assert all(case.script() for case in load_all(table))
+
+
+@pytest.mark.parametrize("words", ["mutants.py --help", "why_cases.py . seen"])
+def test_a_table_is_a_program(words, tmp_path):
+    name, *flags = words.split()
+    end = python(tmp_path, ROOT / "tests" / "tables" / name, *flags)
+    assert not end.returncode, end.stderr
 
 
 @pytest.mark.parametrize("case", [

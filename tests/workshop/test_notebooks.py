@@ -333,7 +333,7 @@ def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     lines = [line.strip() for line in
              STAGES[stage].solution.read_text().splitlines()]
     mistakes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    assert len(mistakes) >= 3
+    assert mistakes
     for mistake in mistakes:
         removed = re.findall("^- (.*)$", mistake, re.MULTILINE)
         assert removed and all(lines.count(line) == 1 for line in removed)
