@@ -268,10 +268,11 @@ def snapshot(request):
             view = re.sub(
                 r"(?<=[^\n])(?=<(a|details|div|h\d|p|pre|table|tr)\b)", "\n",
                 view)
+        view = f"{view.rstrip()}\n"
         if request.config.option.update:
             file.parent.mkdir(exist_ok=True)
-            file.write_text(f"{view}\n", "utf-8")
-        assert f"{view}\n" == file.read_text("utf-8"), (
+            file.write_text(view, "utf-8")
+        assert view == file.read_text("utf-8"), (
             f"{file}: if that is right, run pytest --update")
     return snapshot
 
