@@ -266,8 +266,8 @@ def snapshot(request):
         if file.suffix == ".html":
             view = re.sub(r"<(style|script)>.*?</\1>", "", view, flags=re.S)
             view = re.sub(
-                r"(?<=[^\n])(?=<(a|details|div|h\d|p|pre|table|tr)\b)", "\n",
-                view)
+                r"(?<=[^\n])(?=<(a class|details|div|h\d|p|pre|table|tr)\b)",
+                "\n", view)
         view = f"{view.rstrip()}\n"
         if request.config.option.update:
             file.parent.mkdir(exist_ok=True)
