@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import all_processes, copy_desk, program, python
+from conftest import all_processes, copy_desk, program, python, workshop
 
 from backstage import ROOT
 from workshop import classroom
@@ -116,16 +116,14 @@ def test_the_jobs_of_the_course(tmp_path, monkeypatch):
 def test_a_page_that_is_not_ours_is_kept(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("my thesis")
-    done = python(ROOT, "-m", "workshop", "class", tmp_path, "-o", page)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "name another page with -o" in done.stderr
+    assert "name another page with -o" in workshop(
+        ROOT, "class", tmp_path, "-o", page, status=1)
     assert page.read_text() == "my thesis"
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    done = python(ROOT, "-m", "workshop", "class", str(tmp_path / "no"))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "mkdir -m 1777" in done.stderr
+    assert "mkdir -m 1777" in workshop(
+        ROOT, "class", tmp_path / "no", status=1)
 
 
 def test_nine_attendees_in_a_browser(tmp_path, browser):

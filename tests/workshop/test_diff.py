@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_course, copy_desk, edit, python
+from conftest import copy_course, copy_desk, edit, python, workshop
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -284,8 +284,7 @@ def test_an_instructor_asks_for_hints_in_one_place(tmp_path):
         tmp_path, "-c", "from workshop.notebook.cells import diff\n"
         "for flags in ({}, {'hints': False}): print(diff('ddp', **flags), "
         "end='---')").stdout.split("---")
-    commands = (python(tmp_path, "-m", "workshop", "diff", "ddp", *more,
-                       WORKSHOP_HINTS="yes").stdout
+    commands = (workshop(tmp_path, "diff", "ddp", *more, WORKSHOP_HINTS="yes")
                 for more in ((), ("--no-hints",)))
     for folded, whole in (cells[:2], commands):
         assert "gradient_as_bucket" not in folded
