@@ -21,6 +21,7 @@ from planted import HERE, load_all
 
 CASES = load_all("verify")
 
+
 def read(name):
     return (HERE / "foreign" / f"{name}.py").read_text()
 
