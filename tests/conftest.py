@@ -85,6 +85,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--tables", action="store_true", help="run all of the tables, too: "
         "scripts and jobs with mistakes that the tools have to name; hours")
+    parser.addoption(
+        "--update", action="store_true", help="write the snapshots of views "
+        "anew, in the folders snapshots/: look at what git says has changed")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -250,6 +253,28 @@ def edit(text, *pairs):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
+
+
+@pytest.fixture
+def snapshot(request):
+    """A function that compares a view with what is kept of it.
+
+    Of a page's HTML without its style and programs, a line for each block.
+    """
+    def snapshot(name, view):
+        file = request.path.parent / "snapshots" / name
+        if file.suffix == ".html":
+            view = re.sub(r"<(style|script)>.*?</\1>", "", view, flags=re.S)
+            view = re.sub(
+                r"(?<=[^\n])(?=<(a class|details|div|h\d|p|pre|table|tr)\b)",
+                "\n", view)
+        view = f"{view.rstrip()}\n"
+        if request.config.option.update:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(view, "utf-8")
+        assert view == file.read_text("utf-8"), (
+            f"{file}: if that is right, run pytest --update")
+    return snapshot
 
 
 @pytest.fixture(scope="session")

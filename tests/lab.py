@@ -143,10 +143,11 @@ class Lesson:
         self.page.keyboard.type(new)
 
     def paste(self, text):
-        """Replace the whole script."""
+        """Replace the whole script, and save it."""
         self.editor.click(position={"x": 200, "y": 5})
         self.page.keyboard.press("Control+a")
         self.page.keyboard.insert_text(text)
+        self.save()
 
     def save(self):
         self.editor.press("Control+s")

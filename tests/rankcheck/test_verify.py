@@ -8,11 +8,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import edit, link_package, needs
-from verify_cases import CASES, SUITE, Case, outcome, problem, read
+from verify_cases import CASES, outcome, problem, read
 
 from backstage import ROOT
 from rankcheck.errors import UserError
@@ -24,16 +25,16 @@ NEEDS = {"HF Trainer": ("transformers", "accelerate")}
 
 AT_ONCE = {  # by `pytest` alone: one of each kind of question
     "DDP: right", "by hand: summed",
-    "FSDP2: right", "starter resume: no optimizer"}
+    "FSDP2: right", "starter: no optimizer"}
 
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case.name,
-                 marks=() if case.name in AT_ONCE else
-                 pytest.mark.whole if case in SUITE else pytest.mark.table)
+                 marks=() if case.name in AT_ONCE else pytest.mark.whole
+                 if "whole" in case.marks else pytest.mark.table)
     for case in CASES])
 def test_a_script(case, tmp_path):
-    needs(*NEEDS.get(case.style, ()))
+    needs(*NEEDS.get(case.group, ()))
     status, out = outcome(case, tmp_path)
     assert not problem(case, status, out), out
 
@@ -113,12 +114,13 @@ import torch
     assert "2 updates on the GPU" in said and "NCCL" not in said
 
 
-def test_an_error_in_another_file_names_it(tmp_path):
-    (tmp_path / "helper.py").write_text("def act():\n    raise OSError(1)\n")
-    case = Case("DDP", "an error", ("OSError: 1 (helper.py, line 2)",), (
-        ("g = torch.Gen", "import helper; helper.act()\ng = torch.Gen"),))
-    status, out = outcome(case, tmp_path)
-    assert not problem(case, status, out), out
+def test_an_error_in_another_file_names_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("helper.py").write_text("def act():\n    raise OSError(1)\n")
+    Path("train.py").write_text(edit(read("ddp"), (
+        "g = torch.Gen", "import helper; helper.act()\ng = torch.Gen")))
+    assert not verify(["train.py"], 2, 4)
+    assert "OSError: 1 (helper.py, line 2)" in capsys.readouterr().out
 
 
 COURSE = re.compile(r"workshop|lesson|stage|course|activate\.sh|GPT-?2|"

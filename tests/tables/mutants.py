@@ -8,7 +8,7 @@
     python tests/tables/mutants.py ddp --only per_round  whose line has it
 
 The check has to refuse each mutant, and to name the change that the slip is
-in, or its line. What survives is equivalent, for the reason in `EQUIVALENT` or
+in, or its line. What survives is equivalent, for a reason in equivalent.txt or
 because it computes the same and the check warns of what it costs; or it is
 missed. A script in another style has to pass. "odd" are checks that end with a
 traceback or leave something behind. What came of the last runs stands in
@@ -23,7 +23,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,9 +37,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
+import why_cases
 from check_cases import left_by, left_in, outcome
+from planted import HERE
 
 from workshop.lesson.diff import differences, load_lesson
 
@@ -72,75 +73,16 @@ CALLS = {  # a collective -> what is called in its place; {0}, {1}: arguments
     "nn.utils.clip_grad_norm_": ("nn.utils.clip_grad_value_({})",),
     "comm.gather": ("comm.allgather({})", "comm.bcast({})"),
 }
-# (stages or "", a pattern of what the line was and became, why it is right)
-EQUIVALENT = (
-    ("", r"init_process_group\(backend\) -> dist.init_process_group\(",
-     "PyTorch takes the backend of each device"),
-    ("", '"RANK" not in os.environ.* -> .*"(WORLD_SIZE|LOCAL_RANK)" not in',
-     "a launcher sets all three of them"),
-    ("ddp fsdp", r"all_reduce\(loss\) .*-> dist.reduce\(loss, 0\)",
-     "rank 0 alone logs the validation loss"),
-    ("", "seed = hp.seed (?!.*//)", "other texts, and each rank its own"),
-    ("", "^ -> (import|from) ", "an import that nothing uses"),
-    ("tp 3d", r"placements, strict=True\).* -> weight.*placements\)",
-     "both have a place for each dimension"),
-    ("3d", r"-> ends = mesh.mesh\[\[-1, 0\]\]", "a group has no order"),
-    ("3d", r"-> self\.\w+, self.group = part", "nothing asks for that name"),
-    ("3d", r"-> .*world_size / pp_size\)", "the same number"),
-    ("3d", r"-> if self\.transformer\.wpe:|device=y\.device\)",
-     "they are in the same place"),
-    ("3d", r"-> run\(.* target=x,", "the model has computed the loss"),
-    ("fsdp lit", r"-> .*fully_shard\(\w+\)",
-     "FSDP's own mesh has all ranks, too"),
-    ("fsdp", r"-> model\.head = model|-> if hp\.compile and device:",
-     "slower, or wrong only where torch.compile does not work"),
-    ("fsdp tp", r"-> .*(mer\.h(:|, raw_m)|\bmodel\.set_req|_step\(raw_m)",
-     "it is the same: a list's children, a model whose blocks are compiled"),
-    ("tp 3d", r"-> norm = (clip_grad_norm\(model,|norm$)", "the same"),
-    ("tp 3d", "-> copies = ranks // parts", "the same number"),
-    ("fsdp", r"norm.full_tensor\(\).item\(\).*-> norm = norm.item\(\)",
-     "a DTensor's item() puts the parts together itself"),
-    ("lit", r'"(ddp", "fsdp2|deepspeed_stage_3)".* -> ',
-     "the default is a choice, too; the check does not try DeepSpeed"),
-    ("lit", "check_val_every_n_epoch=None.* -> num_",
-     "its one epoch has no end"),
-    ("lit", "fused=True.* -> ", "the same updates, made more slowly"),
-    ("mpi", r"-> .*write_texts\(model,", "the same texts, and more compiled"),
-    ("mpi", r"-> texts = comm.allgather\(", "rank 0 alone prints them"),
-    ("mpi", r"-> .*(weight\.grad\.numpy|allreduce\(loss\))",
-     "wrong only on a GPU, where it ends with an error"),
-    ("mpi", "-> mean_loss, stop = report / world_size$",
-     "NumPy's numbers are as good"),
-    ("lit", "enable_model_summary=False.* -> ", "it prints a table more"),
-    ("lit", r"-> .*min\(max_steps - 1, step\)", "min() has no order"),
-    ("3d", r"-> loss /= max\(1, len", "max() has no order"),
-    ("lit", r"max_steps - 1.*-> .*max_steps( [-+] [01])?\), max",
-     "the rate after the last step is never used"),
-    ("kernels", r"(TILE|BLOCK|ROWS|COLUMNS)(, COLUMNS)? = .* -> ",
-     "tiles of another size"),
-    ("kernels", r"if INTERPRETED else .* -> ", "tiles of another size"),
-    ("kernels", r"\.to\(tl\.int64\).* -> (?!.*int64)",
-     "wrong only where there are more than 2**31 numbers"),
-    ("kernels", "input_precision=.* -> ",
-     "wrong only on a GPU, which rounds to TF32 without it"),
-    ("kernels", r"-> .*max\(TILE // columns, [02]\)|-> .*\(x.*TILE // columns",
-     "wrong only for rows that are longer than a tile"),
-    ("kernels", r"-> end = \(last_key // T \+ 1\) \* M",
-     "slower: the rows of other heads are hidden"),
-    ("tp 3d", "require.* -> (.*require|pass$)",
-     "the check starts sizes that fit"),
-    ("tp 3d", r"full_tensor\(\).clone\(\) -> ",
-     "nothing on the page changes the loss in its place"),
-    ("ddp", "DistributedDataParallel.*as_bucket_view=True.* -> .*",
-     "the same gradients, in other memory"),
-)
+# (stages, a pattern of what a line was and became, why that is right)
+EQUIVALENT = [re.fullmatch("(.*?): (.*)  # (.*)", line).groups()
+              for line in (HERE / "equivalent.txt").read_text().splitlines()]
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A finished script with slips in it."""
 
-    stage: str  # what `check_cases.outcome` asks a case, with `script`
+    stage: str
     edits: tuple  # (begin, end, text): characters of it, and the new ones
     changes: tuple  # the numbers of the lesson's changes that they are in
 
@@ -420,7 +362,7 @@ def try_out(mutant):
     """(kind, seconds, what the table says below it) of a mutant."""
     begin, odd = time.monotonic(), ""
     try:
-        passed, says, out = outcome(mutant)
+        passed, says, out = outcome(mutant.stage, mutant.script())
     except BaseException:
         passed, says, out = False, "", traceback.format_exc()
     if "Traceback" in out:
@@ -432,9 +374,10 @@ def try_out(mutant):
         return ("passed" if passed else "refused", time.monotonic() - begin,
                 odd or says, bool(odd))
     lines, text = mutant.difference()
-    why = says or next((why for stages, pattern, why in EQUIVALENT
-                if mutant.stage in (stages or mutant.stage).split()
-                and re.search(pattern, text)), "")
+    why = says or next((
+        why for stages, pattern, why in EQUIVALENT
+        if {mutant.stage, "all"} & {*stages.split()}
+        and re.search(pattern, text)), "")
     changes = set(map(int, re.findall(r"\bchange (\d+) \(", out)))
     named = len(changes & set(mutant.changes)) or bool(set(lines) & set(
         map(int, re.findall(r"\bline (\d+)", out))))
@@ -472,11 +415,9 @@ def run(stage, number, pairs, styles, busy, seed, only):
     chosen, total = choose(stage, number, pairs, seed, only)
     if styles:
         chosen = [Style(stage, seed + k) for k in range(styles)]
-    waste = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
-    others = [subprocess.Popen([sys.executable, "-c", waste])
-              for _ in range(busy)]
     begin, counts = time.time(), Counter()
-    with (tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as parent,
+    with (why_cases.busy(busy),
+          tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as parent,
           ProcessPoolExecutor(2, get_context("spawn"), work_in,
                               (parent,)) as pool):
         for mutant, (kind, seconds, below, odd) in zip(
@@ -490,8 +431,6 @@ def run(stage, number, pairs, styles, busy, seed, only):
                 rows = [f"{kind}: line {lines[0]} ({seconds:.0f} s): {text}"]
             rows += [f"    {below}"] if below else []
             print(*rows, sep="\n", flush=True)
-    for other in others:
-        other.kill()
     kind = ("pairs" if pairs else "styles" if styles else f"of {total}")
     print(f"{stage}, {time.strftime('%Y-%m-%d')}, seed {seed}: "
           f"{len(chosen)} {kind}{f' beside {busy}' * bool(busy)}: "

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 import torch
+from conftest import edit
 
 from backstage.errors import UserError
 from rankcheck.exits import shorten
@@ -44,11 +45,7 @@ def test_the_parts_on_a_mesh_of_two_dimensions(placements, split):
 
 
 def edited(*pairs, stage="ddp"):
-    text = STAGES[stage].solution.read_text()
-    for old, new in pairs:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    return text.encode()
+    return edit(STAGES[stage].solution.read_text(), *pairs).encode()
 
 
 def test_next_is_the_first_change_that_is_left():

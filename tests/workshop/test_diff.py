@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_course, copy_desk, edit, python
+from conftest import copy_course, copy_desk, edit, python, workshop
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.lesson import page, render
+from workshop.lesson import render
 from workshop.lesson.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
@@ -239,110 +239,40 @@ def test_scripts_that_are_none(look, tmp_path):
 # ------------------------------------------------------------------ the view
 
 
-def test_html_shows_lines_and_marks_the_words_that_differ(look):
-    html = render.to_html(look(edit(DDP, ('"gpt2": GPTConfig()',
-                                          '"gpt2": GPTConfig(1<2)'))))
-    rows = re.findall(r'<span class="(\w*)" role="\w+" style="--hang: \d+ch">'
-                      r'<b> *(\d*) (.) </b>(.*?)\n</span>', html)
-    line = str(DDP[:DDP.index('"gpt2": GPTConfig')].count("\n") + 1)
-    old, = (row for row in rows if row[0] == "del")
-    assert old[1:3] == (line, "-") and "<mark>1&lt;2</mark>" in old[3]
-    new, = (row for row in rows if row[0] == "add")
-    assert new[1:3] == ("", "+") and "<mark>" not in new[3]
-    # the signs are text, for those who listen and for an export without the
-    # style sheet
-    assert {sign for sign in re.findall(r"<b>[ \d]{5} (.) </b>", html)} == {
-        " ", "+", "-"}
-    assert html.count('class="del" role="deletion"') == 1
-    assert html.count('class="add" role="insertion"') == 1
+def test_the_view(look, snapshot, monkeypatch):
+    """A change that is next, two below it, and a line of one's own."""
+    monkeypatch.setattr(render, "saved", lambda path: "saved at noon")
+    every, own = {*range(1, COUNT + 1)}, ("GPTConfig(),", "GPTConfig(1<2),")
+    one_left = look(look(STD).apply(every - {7}))
+    diff = look(edit(look(STD).apply(every - {7, 9, 11}), own))
+    for name, view in {
+            "diff.html": render.to_html(diff),
+            "diff-whole.html": render.to_html(diff, whole=True),
+            "diff-hints.html": render.to_html(one_left, hints=True),
+            "diff.txt": render.to_text(diff),
+            "diff-hints.txt": render.to_text(diff, hints=True),
+            "diff-7.txt": render.to_text(diff, colour=True, number=7)}.items():
+        snapshot(name, view.replace(str(diff.yours.path), "train_gpt2.py"))
+    html = render.to_html(diff)  # a line is read aloud
+    assert html.count(json.dumps(render.headline(diff))) == 1
+    assert html.count('setAttribute("role", "status")') == 1
+    ready = look(DDP)
+    assert "Show the code" not in render.to_html(ready, hints=True)
+    assert "--no-hints" not in render.to_text(ready, hints=True)
+    assert "Change 3 is made." in render.to_text(ready, number=3)
+    with pytest.raises(UserError, match=f"has changes 1 to {COUNT}"):
+        render.to_text(diff, number=COUNT + 1)
 
 
-def test_only_the_next_change_is_unfolded(look):
+def test_the_next_change_is_the_one_that_was_touched_last(look):
+    """Or what comes after that."""
     diff = look(look(STD).apply([1, 2, 4]))
-    html = render.to_html(diff)
-    open_one, *folded = re.split(r"<details[^>]*>(?=<summary>\d)", html)
-    assert open_one.count("<h3") == 1 and f">3 of {COUNT}: " in open_one
-    assert open_one.count('<pre class="code"') == 1
-    assert len(folded) == COUNT - 4
-    assert folded[0].startswith(f"<summary>5 of {COUNT}: ")
-    strip = re.findall(
-        r'<(?:a|span) class="(\w+)" title="(\d+): .*?>([✓\d]+)</', html)
-    assert [box[0] for box in strip] == [
-        "made", "made", "next", "made", *["left"] * (COUNT - 4)]
-    assert [box[2] for box in strip[:5]] == ["✓", "✓", "3", "✓", "5"]
-    assert (f'aria-label="3 of {COUNT} changes are made; the next one is '
-            in html)
-    # it is the one that was touched last, or what comes after that
+    assert '<h3 id="ws-ddp-3"' in render.to_html(diff)
     own = look(edit(diff.apply([5, 9]), ("= rank * B,", "= rank,")))
     for mine, before, number in ((own, diff, 5), (look(own.apply([5])), own,
                                                   6)):
         mine.go_on_from(before)
         assert f'<h3 id="ws-ddp-{number}"' in render.to_html(mine)
-    # all of it at once has the same lines, each change with its number
-    whole = render.to_html(diff, whole=True)
-    assert whole.count("<pre") == 1 and 'href="#' not in whole
-    assert {int(number) for number in re.findall(
-        'class="title".*</b>(\\d+) ', whole)} == {*numbers(diff)}
-    assert all(whole.count(sign) == html.count(sign)
-               for sign in ('role="insertion"', 'role="deletion"'))
-    # an export has no style sheet: its lines are lines, with their indents
-    code = re.search("<code>((?:<span).*?)</code>", open_one, re.DOTALL)[1]
-    code = re.sub("<.*?>", "", code).splitlines()
-    assert "      +     dist.destroy_process_group()" in code
-
-
-def test_the_view_takes_the_keyboard_and_is_read_aloud(look):
-    """Its boxes that scroll, its links to the changes, its one status line."""
-    diff = look(look(STD).apply([1, 2, 4]))
-    html = render.to_html(diff)
-    boxes = re.findall(r'<pre class="code"(.*?)>', html)
-    assert len(boxes) == COUNT - 3 and boxes == [
-        f' tabindex="0" role="region" aria-label="The code of change {number}"'
-        for number in numbers(diff)]
-    ids = re.findall(r'<(?:h3|details) id="([^"]*\d)"', html)
-    assert re.findall(r'<a class="\w+" [^>]*href="#(.*?)"', html) == ids
-    assert html.count(json.dumps(render.headline(diff))) == 1
-    assert html.count('setAttribute("role", "status")') == 1
-
-
-def test_hints_keep_the_code_one_click_away(look):
-    diff = look(STD)
-    html = render.to_html(diff, hints=True)
-    assert html.count("<summary>Show the code</summary>") == COUNT
-    why = page.quote(diff.left[0].why.split("\n\n")[0])
-    assert html.index(why) < html.index("Show the")
-    text = render.to_text(diff, hints=True)
-    line = STD.splitlines().index("    device = use_device(hp.device)") + 1
-    number = made_by("use_device(hp.device, local_rank)")
-    assert f"{number} of {COUNT}" in text
-    assert f"(line {line}, in main)" in text
-    assert "gradient_as_bucket" not in text and "--no-hints" in text
-    made = look(DDP)
-    assert "Show the code" not in render.to_html(made, hints=True)
-    assert "--no-hints" not in render.to_text(made, hints=True)
-
-
-def test_a_question_has_its_answer_folded(look):
-    """And only where the check answers it does the view say so."""
-    diff = look(STD)
-    html, text = render.to_html(diff), render.to_text(diff)
-    asked = [item for item in diff.left if item.predict]
-    tried = [item for item in asked if item.checked]
-    assert COUNT > len(asked) > len(tried) > 0
-    assert html.count("Predict:") == text.count("Predict:") == len(asked)
-    assert html.count("<summary>Answer</summary>") == len(asked)
-    assert not any(item.answer in text for item in asked)
-    assert [int(number) for number in re.findall(
-        r'check\("ddp", (\d+)\)</code> tries it', html)] == [
-        item.number for item in tried]
-
-
-def test_one_change_alone(look):
-    text = render.to_text(look(STD), number=3)
-    assert f"\n3 of {COUNT}: " in text and f"\n4 of {COUNT}: " not in text
-    assert "Change 3 is made." in render.to_text(look(DDP), number=3)
-    with pytest.raises(UserError, match=f"has changes 1 to {COUNT}"):
-        render.to_text(look(STD), number=COUNT + 1)
 
 
 @pytest.mark.whole
@@ -354,8 +284,7 @@ def test_an_instructor_asks_for_hints_in_one_place(tmp_path):
         tmp_path, "-c", "from workshop.notebook.cells import diff\n"
         "for flags in ({}, {'hints': False}): print(diff('ddp', **flags), "
         "end='---')").stdout.split("---")
-    commands = (python(tmp_path, "-m", "workshop", "diff", "ddp", *more,
-                       WORKSHOP_HINTS="yes").stdout
+    commands = (workshop(tmp_path, "diff", "ddp", *more, WORKSHOP_HINTS="yes")
                 for more in ((), ("--no-hints",)))
     for folded, whole in (cells[:2], commands):
         assert "gradient_as_bucket" not in folded

@@ -203,7 +203,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     lines = ("import io", "import os")
     named = Diff("ddp", STAGES["std"].solution).apply([number])
     lesson.paste(named.replace(*lines[::-1]))
-    lesson.save()
     lesson.expect(view).to_contain_text(everything)
     lesson.type_over(*lines)
     lesson.expect(view).to_contain_text(everything)
@@ -245,11 +244,9 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
 
     # the end of a long change was in sight: the next one begins in sight
     lesson.paste(STAGES["std"].solution.read_text())
-    lesson.save()
     lesson.expect(view.locator("h3")).to_contain_text(f"{number} of {total}: ")
     page.locator(f"#ws-ddp-{total} > summary").click()
     lesson.paste(Diff("ddp", STAGES["std"].solution).apply(range(1, 5)))
-    lesson.save()
     lesson.readable(f"5 of {total}: ")
     page.wait_for_timeout(500)  # it has been brought there
     lesson.expect(page.locator(f"#ws-ddp-{total}[open]")).to_be_visible()
@@ -257,10 +254,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     # and so does what is left of it, which was above
     five = Diff("ddp", STAGES["std"].solution).apply(range(1, 6))
     lesson.paste(five.replace("= rank * B,", "= rank,"))
-    lesson.save()
     lesson.readable("self.offset, self.stride = rank, ")
     lesson.paste(five)
-    lesson.save()
     lesson.readable(f"6 of {total}: ")
 
     # what a cell says that makes a change is read first
@@ -284,7 +279,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     # all changes with one mistake: one is left, and the check names it
     ready = STAGES["ddp"].solution.read_text()
     lesson.paste(ready.replace(*TYPO))
-    lesson.save()
     lesson.expect(page.locator(".ws .add mark")).to_have_text(["model"])
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
     lesson.readable(f"1 of {total} changes left")  # though it was clicked
@@ -310,7 +304,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     script.with_suffix(".gone").rename(script)
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
     lesson.paste(ready)
-    lesson.save()
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
     passes(repo)  # the list hears of it
     lesson.expect(view).to_contain_text("It passed the check, too.")
@@ -467,7 +460,6 @@ def test_the_journey_to_the_first_submitted_job(
     steps = Diff("ddp", STAGES["std"].solution)
     for number in (1, total):
         lesson.paste(steps.apply(range(1, number + 1)))
-        lesson.save()
         words = (f"{number + 1} of {total}: " if number < total else
                  f"Done: all {total} changes are made")
         lesson.readable(words)

@@ -69,27 +69,6 @@ def test_a_session_has_slides_for_each_section_of_the_plan(length):
     assert {where for *_, where in spans} == plan.keys()
 
 
-def test_every_lesson_has_slides_and_a_page_to_keep():
-    plan = text.read_plan().values()
-    assert "| - |" not in build.coverage(
-        {name: deck(name) for name in text.DECKS})
-    assert all((ROOT / row.where).exists() for row in plan)
-    assert {f"notebooks/{name}.ipynb" for name in re.findall(
-        r"<!-- `notebooks/(\w+)\.", deck("pages-to-keep"))} == {
-            row.where for row in plan if "notebooks" in row.where
-            and "results" not in row.where}  # those are each reader's own
-
-
-@pytest.mark.parametrize(("minutes", "complaint"), [
-    ((4,), "has 3 minutes, its slides 4"),
-    ((3, "rest"), "has 3 minutes, its slides 3")])
-def test_a_section_that_does_not_keep_its_time(minutes, complaint):
-    clock = text.Clock("the-ladder", None)
-    clock.talk(3, "A talk")
-    with pytest.raises(UserError, match=complaint):
-        clock.finish("".join(map(clock, minutes)))
-
-
 def test_the_first_and_the_last_page_say_what_the_site_says(tmp_path):
     site = tmp_path / "site.sh"
     site.write_text("# export SBATCH_QOS=no\nexport SBATCH_ACCOUNT=our-project"
@@ -99,18 +78,12 @@ def test_the_first_and_the_last_page_say_what_the_site_says(tmp_path):
     assert settings == SITE | {"SBATCH_RESERVATION": "the course"}
     example = (ROOT / "site.example.sh").read_text()
     assert all(f"{name}=" in example for name in SITE)
-    for name in text.DECKS:
-        pages = text.pages(text.write(name, 60, settings))
-        if name != "pages-to-keep":
-            for page in pages[0], pages[-1]:
-                assert SITE["WORKSHOP_ADDRESS"] in page
-                assert "Ada Example · Summer school · 3 June" in page
-            assert "## What to remember" in pages[-1]
-            assert SITE["WORKSHOP_THANKS"] in pages[-1]
-            assert any(re.search("^## (Outline|The plan)$", page, re.M)
-                       for page in pages)
-        if name == "course":
-            assert "| our-project |" in pages[1]
+    pages = text.pages(text.write("course", 60, settings))
+    for page in pages[0], pages[-1]:
+        assert SITE["WORKSHOP_ADDRESS"] in page
+        assert "Ada Example · Summer school · 3 June" in page
+    assert SITE["WORKSHOP_THANKS"] in pages[-1]
+    assert "| our-project |" in pages[1]
 
 
 # ---------------------------------------------------------------- commands
@@ -212,16 +185,6 @@ def test_what_is_cited_is_what_is_listed():
     assert used == known.keys()
 
 
-@pytest.mark.parametrize("name", [*text.DECKS][:-1])
-def test_a_deck_lists_what_it_cites(name):
-    listed = re.findall(r"^- (.+)$", deck(name), re.M)
-    known = text.read_references()
-    rest = "\n".join(line for line in deck(name).splitlines()
-                     if line.removeprefix("- ") not in known.values())
-    assert text.cited(rest).keys() == {
-        name for name, line in known.items() if line in listed}
-
-
 def test_somebody_unknown_is_not_cited(monkeypatch):
     monkeypatch.setattr(text, "read_source", lambda name: "(Nobody, 1999)")
     with pytest.raises(UserError, match="does not have Nobody 1999"):
@@ -294,7 +257,7 @@ def test_every_figure_is_on_a_slide():
     for name, words in shown.items():
         drawing = ElementTree.fromstring(figures.draw(name))
         assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
-        assert len(words) > 40, name
+        assert words, name
 
 
 @pytest.mark.parametrize("order", [schedules.GPIPE, schedules.ONE_F_ONE_B])
