@@ -21,14 +21,13 @@ from rankcheck.report import Board
 from workshop import classroom
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
-from workshop.lesson.diff import Diff, Script
+from workshop.lesson.diff import Diff
 from workshop.lesson.journey import done, what_next
 from workshop.notebook import (
     check_pictures,
     following,
     lab,
     magics,
-    outline,
     pictures,
 )
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
@@ -251,16 +250,6 @@ def journey():
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))
         + table(rows, "words")), " ".join([words, *lessons]))
-
-
-@in_one_line
-def script_map():
-    """The sections, classes and functions of the script on the desk."""
-    script = Script(DESK)
-    require(script.tree, f"{show_path(DESK)} is not Python yet: "
-            f"{script.syntax_error or 'it is nested too deeply'}")
-    rows = outline.script_map("".join(script.raw), f"../{show_path(DESK)}")
-    return Shown(page.box(rows), "(a map of the script)")
 
 
 @in_one_line
