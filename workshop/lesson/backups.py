@@ -127,24 +127,21 @@ def replace_desk(data, before=None, what=""):
 # ------------------------------------------------------------------- backups
 
 
-def backups():
-    """The backups of the desk's script, the oldest first.
+def numbered():
+    """[(number, path)] of the backups of the desk's script, in order."""
+    return sorted(
+        (int(number), path) for path in FOLDER.glob("*.py")
+        for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path)))
 
-    Those beside it are from before they had a folder and numbers.
-    """
-    beside = [(date, int(number or 1), path)
-              for path in DESK.parent.glob(f"{DESK.stem}.*{DESK.suffix}")
-              for date, number in re.findall(
-                  r"\.(\d{8}-\d{6})(?:-(\d+))?$", path.stem)]
-    numbered = [(int(number), path) for path in FOLDER.glob("*.py")
-                for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path))]
-    return [path for *_, path in sorted(beside) + sorted(numbered)]
+
+def backups():
+    """The backups of the desk's script, the oldest first."""
+    return [path for _, path in numbered()]
 
 
 def label(backup):
     """The backup's date and number, by which people name it."""
-    parts = backup.name.split(".")
-    return parts[0] if backup.parent == FOLDER else parts[1]
+    return backup.name.split(".")[0]
 
 
 def applied_after(backup):
@@ -153,21 +150,14 @@ def applied_after(backup):
     return (found[1], [*map(int, found[2].split("-"))]) if found else ("", [])
 
 
-def new_names():
-    """Names for the next backup: the first that nobody else takes."""
-    FOLDER.mkdir(exist_ok=True)
-    last = max((int(label(path).rpartition("-")[2]) for path in backups()
-                if path.parent == FOLDER), default=0)
-    for number in itertools.count(last + 1):
-        yield FOLDER / (time.strftime("%Y%m%d-%H%M%S") + f"-{number}.py")
-
-
 def back_up(data):
     """Keep these bytes in a new backup; returns it."""
-    for backup in new_names():
+    FOLDER.mkdir(exist_ok=True)
+    for number in itertools.count(1 + max(dict(numbered()), default=0)):
+        backup = FOLDER / time.strftime(f"%Y%m%d-%H%M%S-{number}.py")
         try:
             copy = open(backup, "xb")
-        except FileExistsError:
+        except FileExistsError:  # where there are no locks
             continue
         try:
             with copy:
