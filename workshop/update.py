@@ -18,10 +18,6 @@ ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
 CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 
-def add_arguments(parser):
-    """It has none."""
-
-
 def main(args):
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
     merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\

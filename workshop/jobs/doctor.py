@@ -214,6 +214,7 @@ def ask_mpi():
 
 def start_ranks(number, device, **options):
     """What so many processes on this machine say of their all-reduce."""
+    from rankcheck.exits import last_line
     from rankcheck.launch.ranks import launch
     from rankcheck.launch.scratch import scratch_folder
 
@@ -221,12 +222,10 @@ def start_ranks(number, device, **options):
     with scratch_folder(b"\ninterrupted\n") as folder:
         ranks = launch(__file__, device, world_size=number, timeout=60,
                        within=folder, **options)
-    lines = [line for rank in ranks for line in rank.err.splitlines()]
     require(all(rank.status == 0 for rank in ranks),
             f"{number} processes on this machine do not reach each other: "
-            + next((line.removeprefix("error: ") for line in lines
-                    if line.startswith("error")),
-                   lines[-1] if lines else "no answer after 60 s"))
+            + last_line("\n".join(rank.err for rank in ranks),
+                        "no answer after 60 s"))
     return (f"{''.join(rank.out for rank in ranks).strip()} in "
             f"{time.monotonic() - begin:.1f} s")
 
