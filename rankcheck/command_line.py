@@ -45,8 +45,8 @@ def parse(program, about, groups, hidden=()):
     groups: {title: {command: (its module, what it does)}}; hidden: the same
     of commands that --help does not show, and of "", no command at all. A
     module has `main(args)`, which returns the exit status, and
-    `add_arguments(parser)` if it takes any; named with a command, as in module:diff, it has `add_diff` and
-    `diff`. It is imported when the command is called.
+    `add_arguments(parser)` if it takes any; named with a command, as in
+    module:diff, `diff` and `add_diff`. It is imported when that is called.
     """
     command, *words = sys.argv[1:] or ["" if "" in hidden else "--help"]
     if command in ("-h", "--help"):
