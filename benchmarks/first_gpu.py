@@ -120,12 +120,9 @@ class Bench:
 
     def sized(self, preset="gpt2"):
         """The flags of a model that fills a GPU; a CPU has a tiny one."""
-        large = preset == "gpt2-xl"
-        if not self.gpu:
-            return ["--recompute", "--max-steps", 100] if large else []
         return ["--preset", preset, "--max-steps", 8, "--eval-every", NEVER,
-                "--eval-minibatches", 1, "--checkpoint-every", NEVER,
-                *["--minibatch-size", 32] * large]
+                "--eval-minibatches", 1, "--checkpoint-every", NEVER
+                ] if self.gpu else []
 
     def train(self, stage, *flags, mesh=(1, 1, 1), name=None, run=None,
               device=None, stop=None):
@@ -373,8 +370,9 @@ ITEMS = {
     "std, eager": full("std", "--no-compile", name="std, eager",
                        gpu="it needs a GPU: a CPU compiles nothing here"),
     # it recomputes; its checkpoint of 19 GB is not made
-    "gpt2-xl, fsdp": full("fsdp", size="gpt2-xl", name="gpt2-xl, fsdp",
-                          seconds=150, stop=(signal.SIGKILL, None, 5)),
+    "gpt2-xl, fsdp": full(
+        "fsdp", "--minibatch-size", 32, size="gpt2-xl", name="gpt2-xl, fsdp",
+        seconds=150, stop=(signal.SIGKILL, None, 5)),
     "tp": full("tp"),
     "3d": full("3d"),
     "lit": full("lit"),
