@@ -4,7 +4,6 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
-import json
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import reading, require_like, show_path
+from backstage.files import read_json, reading, require_like, show_path
 from backstage.flops import num_parameters
 from backstage.record import (
     RECORD,
@@ -376,11 +375,11 @@ def read_ladder(example=False):
     file = EXAMPLES / "ladder.json"
     if mine.exists() and not example:
         file = mine
-    with reading(file, "run benchmarks/ladder.py again"):
-        ladder = json.loads(file.read_bytes())
-        require(all(rung["training"] > 0 for rung in ladder["rungs"]),
-                "a rung has no time")
-        return ladder
+    again = "run benchmarks/ladder.py again"
+    ladder = read_json(file, {"rungs": [{"training": float}]}, again)
+    require(all(rung["training"] > 0 for rung in ladder["rungs"]),
+            f"{file}: a rung has no time: {again}")
+    return ladder
 
 
 def utilisation(folder):
