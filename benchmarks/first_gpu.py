@@ -63,14 +63,10 @@ class LeftOut(Exception):
 class Flags:
     """Prove on one GPU what one GPU can prove."""
 
-    items: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Their names (none: all of them)."""
-    device: str = "auto"
-    """cpu, cuda, xpu, mps (auto: an accelerator, if any)."""
-    seconds: float = 600
-    """For all items together: what does not fit is left out."""
-    output: Path | None = None
-    """A new folder (default: runs/<date>-<time>-first-gpu)."""
+    items: tyro.conf.Positional[tuple[str, ...]] = ()  # none: all of them
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
+    seconds: float = 600  # for all items: what does not fit is left out
+    output: Path | None = None  # a folder (runs/<date>-<time>-first-gpu)
 
 
 @dataclass
