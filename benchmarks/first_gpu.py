@@ -178,8 +178,9 @@ class Bench:
         stopped = stop and len(times) >= stop[2]
         require(stopped if stop else fails or not self.status,
                 f"{name}: {last_line(self.out)}")
+        since = times[stop[2] - 1] if stop else begin
         seen = self.found[name] = {
-            "seconds": round(time.monotonic() - begin, 1),
+            "seconds": round(time.monotonic() - since, 1),
             "graphs": read_most("graphs", self.out),
             "memory": read_most("memory", self.out)}
         if steps:
