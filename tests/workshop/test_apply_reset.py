@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -200,15 +201,21 @@ def test_a_link_to_a_solution_does_not_change_that(repo):
 
 
 def test_undo_goes_by_the_order_and_not_by_a_clock(repo):
-    """Nor do time zones matter."""
+    """Nor do time zones, and backups from before they had numbers, matter."""
+    (repo / "code" / "train_gpt2.20990101-000001.py").write_text("# old 1\n")
+    (repo / "code" / "train_gpt2.20990101-000001-2.py").write_text("# old 2")
     for version, zone in enumerate(("Asia/Tokyo", "UTC", "America/Lima")):
         script(repo).write_text(f"# version {version}\n")
         workshop(repo, "reset", "std", TZ=zone)
     names = [line.split()[0] for line in workshop(
         repo, "reset", "--list").splitlines()[2:-1]]
-    assert [name.split("-")[2] for name in names] == ["1", "2", "3"]
+    assert names[:2] == ["20990101-000001", "20990101-000001-2"]
+    assert [name.split("-")[2] for name in names[2:]] == ["1", "2", "3"]
     workshop(repo, "reset", "--undo", TZ="America/Lima")
     assert script(repo).read_text() == "# version 2\n"
+    shutil.rmtree(repo / "code" / "backups")
+    workshop(repo, "reset", "--undo")
+    assert script(repo).read_text() == "# old 2"
 
 
 def test_many_resets_within_a_second_lose_nothing(repo):

@@ -128,20 +128,28 @@ def replace_desk(data, before=None, what=""):
 
 
 def numbered():
-    """[(number, path)] of the backups of the desk's script, in order."""
+    """[(number, path)] of the backups in their folder, the oldest first."""
     return sorted(
         (int(number), path) for path in FOLDER.glob("*.py")
         for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path)))
 
 
 def backups():
-    """The backups of the desk's script, the oldest first."""
-    return [path for _, path in numbered()]
+    """The backups of the desk's script, the oldest first.
+
+    Those beside it are from before they had a folder and numbers.
+    """
+    beside = [(date, int(number or 1), path)
+              for path in DESK.parent.glob(f"{DESK.stem}.*{DESK.suffix}")
+              for date, number in re.findall(
+                  r"\.(\d{8}-\d{6})(?:-(\d+))?$", path.stem)]
+    return [path for *_, path in sorted(beside) + numbered()]
 
 
 def label(backup):
     """The backup's date and number, by which people name it."""
-    return backup.name.split(".")[0]
+    parts = backup.name.split(".")
+    return parts[0] if backup.parent == FOLDER else parts[1]
 
 
 def applied_after(backup):
