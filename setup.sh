@@ -55,13 +55,11 @@ must_change() { # whether the environment has to be changed, and may be
     if [ "$(field requirements)" = "$(requirements)" ] &&
         [ "$(field base)" = "$(base "$venv/bin/python")" ]; then
         return 1
-    elif [ "$own" ] && [ ! -e "$venv" ] && [ ! -L .venv ]; then
-        return 0
-    elif [ -O "$venv" ] && [ -z "$(find "$venv/" -mindepth 1 \
-        ! -name .workshop-lock 2>&1)" ]; then
-        return 0 # an empty folder of this user's
-    elif [ "$mine" ] && { [ "$own" ] || [ ! "$whole" ]; }; then
-        return 0
+    elif { [ "$own" ] && [ ! -e "$venv" ] && [ ! -L .venv ]; } ||
+        { [ "$mine" ] && { [ "$own" ] || [ ! "$whole" ]; }; } ||
+        { [ -O "$venv" ] && [ -z "$(find "$venv/" -mindepth 1 \
+            ! -name .workshop-lock 2>&1)" ]; }; then
+        return 0 # new, this clone's, or an empty folder of this user's
     elif [ "${WORKSHOP_INSTALL-}" = yes ] && [ "$marked" ] && [ -O "$venv" ]
     then
         [ "0$(age)" -ge "0$(field age)" ] || fail "$venv stays as it is: the" \
@@ -204,11 +202,10 @@ if importlib.util.find_spec("torch"): import torch' 2>&1) ||
 # Git sees a notebook without its outputs and without what JupyterLab notes of
 # the kernel: a lesson that was only run and saved is no difference to it.
 filter_notebooks() {
-    local filter
-    filter="$(printf %q "$venv/bin/nbstripout") --keep-id --extra-keys \
-'metadata.language_info.codemirror_mode metadata.language_info.file_extension \
-metadata.language_info.mimetype metadata.language_info.nbconvert_exporter \
-metadata.language_info.pygments_lexer metadata.language_info.version'"
+    local filter kernel=metadata.language_info
+    filter="$(printf %q "$venv/bin/nbstripout") --keep-id --extra-keys '$(echo \
+        $kernel.{codemirror_mode,file_extension,mimetype} \
+        $kernel.{nbconvert_exporter,pygments_lexer,version})'"
     if [ -x "$venv/bin/nbstripout" ] &&
         [ "$(git rev-parse --show-toplevel)" -ef . ] &&
         [ "$(git config filter.nbstripout.clean)" != "$filter" ]; then

@@ -9,10 +9,9 @@ a time limit, and what must hold of what it did. The next item follows whatever
 happened. Several ranks share the GPU if there is only one. Without a GPU all
 ranks use gloo, all models are tiny, and what only a GPU can prove is left out.
 
-It leaves a run's folder, that of the stage std at the size of gpt2, with its
-metrics and its trace. Beside them are first_gpu.json, which says how each
-item ended, logs.txt, the ends of what they printed, and gpus-0.txt, what the
-GPUs did.
+It leaves a run's folder, that of the stage std at the size of gpt2. Beside the
+metrics and the trace are first_gpu.json, which says how each item ended,
+logs.txt, the ends of what they printed, and gpus-0.txt, what the GPUs did.
 """
 
 import json
@@ -25,23 +24,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree, which
 
-import psutil
 import tiktoken
 import torch
 import tyro
 
 from backstage import ROOT, dataset
 from backstage.device import device_name, find_device, memory_size
-from backstage.errors import UserError, parse_flags, require, run_main
+from backstage.errors import parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
+from rankcheck.exits import last_line
 from rankcheck.launch.ranks import OPEN_MPI
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
@@ -49,14 +47,12 @@ from workshop.results import runs
 from workshop.stages import STAGES
 from workshop.vocabulary import save_vocabulary
 
-from turns import NEVER, SIDE, STEP, random_tokens
+from turns import NEVER, SIDE, random_tokens, read_most, send, watch
 
 # Ranks that share a GPU, see side.py, talk over the loopback interface.
 SHARED = {"BENCHMARK_SHARES_GPU": "yes", "NCCL_MAX_CTAS": "4", "NCCL_NET":
           "Socket", "NCCL_SOCKET_IFNAME": "lo",
           "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-ONE_GPU = 900  # seconds that all rows of notebooks/one_gpu.ipynb may take
-TO_END = 60  # seconds that the ranks have after a signal to one of them
 
 
 class LeftOut(Exception):
@@ -67,14 +63,10 @@ class LeftOut(Exception):
 class Flags:
     """Prove on one GPU what one GPU can prove."""
 
-    items: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Their names (none: all of them)."""
-    device: str = "auto"
-    """cpu, cuda, xpu, mps (auto: an accelerator, if any)."""
-    seconds: float = 600
-    """For all items together: what does not fit is left out."""
-    output: Path | None = None
-    """A new folder (default: runs/<date>-<time>-first-gpu)."""
+    items: tyro.conf.Positional[tuple[str, ...]] = ()  # none: all of them
+    device: str = "auto"  # cpu, cuda, xpu, mps (auto: an accelerator, if any)
+    seconds: float = 600  # for all items: what does not fit is left out
+    output: Path | None = None  # a folder (runs/<date>-<time>-first-gpu)
 
 
 @dataclass
@@ -91,14 +83,14 @@ class Bench:
     """This machine, and how an item starts a stage on it."""
 
     def __init__(self, flags, work):
+        """work: a folder for what nobody keeps."""
         self.device = find_device(flags.device)
         self.gpu = self.device.type != "cpu"
         self.count = torch.accelerator.device_count() if self.gpu else 0
-        self.work = work  # a folder for what nobody keeps
+        self.work, self.data = work, work / "data"
         output = flags.output or new_folder(ROOT / "runs", "first-gpu")
         self.output = output.resolve()  # items start in the course's folder
         self.output.mkdir(parents=True, exist_ok=True)
-        self.data = work / "data"
         self.data.mkdir()
         size = dataset.GPT2_SIZE if self.gpu else 257
         random_tokens(self.data, vocabulary=size)
@@ -117,11 +109,6 @@ class Bench:
                             name_libraries(Path(torch.__file__).parents[1])}
         self.record["items"] = {}
 
-    @property
-    def left(self):
-        """Seconds that the item still has."""
-        return max(0, self.end - time.monotonic())
-
     @cached_property
     def single(self):
         """What the stage std computes on the CPU, in fp32."""
@@ -129,46 +116,43 @@ class Bench:
 
     def sized(self, preset="gpt2"):
         """The flags of a model that fills a GPU; a CPU has a tiny one."""
-        large = preset == "gpt2-xl"
-        if not self.gpu:
-            return ["--recompute", "--max-steps", 100] if large else []
         return ["--preset", preset, "--max-steps", 8, "--eval-every", NEVER,
-                "--eval-minibatches", 1, "--checkpoint-every", NEVER,
-                *["--minibatch-size", 32] * large]
+                "--eval-minibatches", 1, "--checkpoint-every", NEVER
+                ] if self.gpu else []
 
     def train(self, stage, *flags, mesh=(1, 1, 1), name=None, run=None,
               device=None, stop=None):
-        """Train a stage, tiny unless the flags say otherwise: its `Result`.
+        """Train a stage, tiny unless the flags say otherwise.
 
-        mesh: (pipeline, data, tensor) parallel. stop: see `start`. The item's
-        `found` gets what it needed. Raises `UserError` if it fails.
+        mesh: (pipeline, data, tensor) parallel. stop, what it returns and
+        raises: see `start`.
         """
         needs(stage)
-        name, script = name or stage, STAGES[stage]
-        run = run or Path(tempfile.mkdtemp(dir=self.work), "run")
+        script, run = STAGES[stage], run or Path(
+            tempfile.mkdtemp(dir=self.work), "run")
         given = ["--run-dir", run] if "--resume" in flags else [
             "--run-dir", run, "--preset", "tiny", "--max-steps", 10, "--data",
             self.data, "--checkpoint-every", 5, "--device",
             device or self.device.type]
         for part, size in ("pipeline", mesh[0]), ("tensor", mesh[2]):
             given += [f"--{part}-parallel", size] * (size > 1)
-        self.start(name, script.solution, *given, *flags, run=run,
-                   ranks=math.prod(mesh), mpi=script.launcher == "mpirun",
-                   stop=stop)
-        result = runs.read(run)
-        self.found[name] |= {
-            "tokens_per_second": result.tokens_per_second, "memory":
-            result.memory, "losses": losses_of(result),
-            "microbatch": result.hyperparameters["microbatch_size"]}
-        return result
+        seen = self.start(name or stage, script.solution, *given, *flags,
+                          ranks=math.prod(mesh), stop=stop,
+                          mpi=script.launcher == "mpirun")
+        result = runs.read(run)  # also of the steps before it was resumed
+        seen |= {"tokens_per_second": result.tokens_per_second, "memory":
+                 result.memory, "norm": result.rows[0]["norm"],
+                 "losses": [row["loss"] for row in result.rows],
+                 "microbatch": result.hyperparameters["microbatch_size"]}
+        return seen
 
-    def start(self, name, script, *flags, ranks=1, mpi=False, run=None,
-              stop=None, fails=False):
-        """Run a script as so many ranks: what it printed.
+    def start(self, name, script, *flags, ranks=1, mpi=False, stop=None,
+              fails=False):
+        """Run a script as so many ranks: what it needed, a dictionary.
 
         It has to succeed unless it is stopped or fails. stop: (a signal, the
-        ranks that get it, after how many steps of the run). Raises
-        `UserError`; self.status is how it ended.
+        ranks that get it, after how many steps). Raises `UserError`; `status`
+        is how it ended, and `out` what it printed.
         """
         command = [sys.executable, SIDE, script, *flags]
         if ranks > 1:
@@ -178,47 +162,32 @@ class Bench:
         env = interpreter.variables() | OPEN_MPI | (
             {"CUDA_VISIBLE_DEVICES": ""} if not self.gpu else
             SHARED if ranks > self.count else {})
-        begin, limit, workers = time.monotonic(), self.left, []
-        with tempfile.TemporaryFile("w+", dir=self.work, encoding="utf-8",
-                                    errors="replace") as log:
-            starter = psutil.Popen([str(word) for word in command], cwd=ROOT,
-                                   env=env, stdout=log, stderr=log)
-            try:
-                if stop:
-                    number, told, steps = stop
-                    while count_steps(run) < steps:
-                        require(starter.poll() is None, "it ended too early")
-                        require(self.left, "no step in time")
-                        time.sleep(0.1)
-                    begin, limit = time.monotonic(), min(limit, TO_END)
-                    workers = starter.children() if ranks > 1 else [starter]
-                    for worker in workers:
-                        if int(worker.environ().get("RANK", 0)) in told:
-                            worker.send_signal(number)
-                self.status = starter.wait(limit)
-                require(not any(worker.is_running() for worker in workers),
-                        "a rank is still there")
-            except psutil.TimeoutExpired:
-                raise UserError(f"{name}: not done in time") from None
-            finally:
-                with suppress(psutil.NoSuchProcess):
-                    workers += [starter, *starter.children(recursive=True)]
-                for worker in workers:
-                    with suppress(psutil.NoSuchProcess):
-                        worker.kill()
-                starter.wait()
-                log.seek(0)
-                self.out = log.read()
-                lines = f"--- {name}", *self.out.splitlines()[-40:], ""
-                with open(self.output / "logs.txt", "ab") as file:
-                    file.write("\n".join(lines).encode())
-        said = re.findall("^error: .*|^.+(?=\n*\\Z)", self.out, re.M)
-        require(stop or fails or not self.status,
-                f"{name}: {[*said, 'no message'][0]}")
-        graphs = re.findall(r"^graphs (\d+)$", self.out, re.M)
-        self.found[name] = {"seconds": round(time.monotonic() - begin, 1),
-                            "graphs": int(graphs[-1]) if graphs else None}
-        return self.out
+        begin, times = time.monotonic(), []
+
+        def on_step(process):
+            times.append(time.monotonic())
+            if stop and len(times) == stop[2]:
+                send(process, *stop[:2])
+
+        self.status, self.out, steps = watch(
+            command, on_step, max(0, self.end - begin), env)
+        lines = f"--- {name}", *self.out.splitlines()[-40:], ""
+        with open(self.output / "logs.txt", "ab") as file:
+            file.write("\n".join(lines).encode())
+        require(self.status is not None, f"{name}: not done in time")
+        stopped = stop and len(times) >= stop[2]
+        require(stopped if stop else fails or not self.status,
+                f"{name}: {last_line(self.out)}")
+        since = times[stop[2] - 1] if stop else begin
+        seen = self.found[name] = {
+            "seconds": round(time.monotonic() - since, 1),
+            "graphs": read_most("graphs", self.out),
+            "memory": read_most("memory", self.out)}
+        if steps:
+            losses, _, _, speeds = zip(*steps, strict=True)
+            seen |= {"losses": losses, "tokens_per_second": statistics.median(
+                speeds[len(speeds) // 5:])}
+        return seen
 
     def run(self, name, item, end):
         """Try an item, and note how it ended. end: of all items."""
@@ -245,13 +214,6 @@ class Bench:
         write_atomically(self.output / "first_gpu.json", text.encode())
 
 
-def count_steps(run):
-    """How many steps metrics.csv has by now."""
-    with suppress(FileNotFoundError):
-        return (run / "metrics.csv").read_text().count("\n") - 1
-    return 0
-
-
 def needs(stage):
     """Leave an item out if a stage cannot run here."""
     package = {"lit": "lightning", "kernels": "triton", "mpi": "mpi4py"}.get(
@@ -261,10 +223,6 @@ def needs(stage):
 
 
 # ------------------------------------------------------------ what must hold
-
-
-def losses_of(result):
-    return [row["loss"] for row in result.rows]
 
 
 def require_same(losses, others, tolerance=1e-4):
@@ -278,23 +236,22 @@ def require_same(losses, others, tolerance=1e-4):
 
 def says(*patterns):
     """What was printed has lines that begin like this."""
-    def holds(bench, out):
+    def holds(bench, seen):
         for pattern in patterns:
-            require(re.search(f"^{pattern}", out, re.M),
+            require(re.search(f"^{pattern}", bench.out, re.M),
                     f"no line like {pattern!r}: see logs.txt")
     return holds
 
 
-def trains_as_std(bench, result):
+def trains_as_std(bench, seen):
     """Its losses, and its first norm, are those of std on the CPU."""
-    single = bench.single
-    require_same(losses_of(result), losses_of(single))
-    first, norm = (each.rows[0]["norm"] for each in (result, single))
+    require_same(seen["losses"], bench.single["losses"])
+    first, norm = seen["norm"], bench.single["norm"]
     require(abs(first / norm - 1) < 1e-3, f"the first norm is {first}, and "
             f"should be {norm}")
 
 
-def resumes(bench, single):
+def resumes(bench, seen):
     """std has left a trace and a text, and goes on from its checkpoint."""
     run = bench.output
     require([*run.glob("profile/*-trace/rank0.json.gz")], "there is no trace")
@@ -303,23 +260,15 @@ def resumes(bench, single):
     try:
         again = bench.train("std", "--resume", run=run, name="std resumed")
         # not bit for bit: a GPU adds up in any order
-        require_same(losses_of(again), losses_of(single), 1e-3)
+        require_same(again["losses"], seen["losses"], 1e-3)
     finally:
         rmtree(run / "checkpoints")
 
 
-def begins_as_std(bench, out):
-    """nanoGPT's loop has the first loss of std; its speed is measured."""
-    losses, _, speeds = zip(*STEP.findall(out), strict=True)
-    speeds = [float(speed.replace(",", "")) for speed in speeds]
-    memory = re.findall(r"^memory (\d+)$", out, re.M)
-    bench.found["nanoGPT"] |= {
-        "tokens_per_second": statistics.median(speeds[len(speeds) // 5:]),
-        "memory": int(memory[-1]), "losses": [*map(float, losses)]}
-    ours = measured(bench.record).get("std")
-    if ours:  # in bf16 and with GPT-2's GELU
-        require_same(bench.found["nanoGPT"]["losses"][:1], ours["losses"][:1],
-                     1e-2)
+def begins_as_std(bench, seen):
+    """nanoGPT's loop has the first loss of std, in bf16 and another GELU."""
+    if ours := measured(bench.record).get("std"):
+        require_same(seen["losses"][:1], ours["losses"][:1], 1e-2)
 
 
 def compare_speeds(bench, seen):
@@ -364,21 +313,22 @@ def two_commands(bench):
 
 def end_by(number, ends):
     """A signal to rank 1 of two ends both, and torchrun."""
-    def command(bench):
-        bench.train("ddp", "--max-steps", NEVER, "--eval-every", NEVER,
-                    mesh=(1, 2, 1), name=number.name, stop=(number, {1}, 2))
-
-    return Item(150, command, lambda bench, result: require(
-        ends(bench), f"status {bench.status}, or no checkpoint was saved"))
+    return Item(
+        150, lambda bench: bench.train(
+            "ddp", "--max-steps", NEVER, "--eval-every", NEVER, mesh=(1, 2, 1),
+            name=number.name, stop=(number, {"1"}, 2)),
+        lambda bench, seen: require(ends(bench), f"status {bench.status}, or "
+                                    "no checkpoint was saved"))
 
 
 def all_rows(bench):
     """The rows of notebooks/one_gpu.ipynb, in runs/one_gpu.json."""
-    if bench.left < ONE_GPU:
+    if bench.end - time.monotonic() < ONE_GPU:
         raise LeftOut(f"name it alone, with --seconds {ONE_GPU + 100}")
     bench.start("one_gpu", ROOT / "notebooks/experiments/one_gpu.py", "all")
 
 
+ONE_GPU = 900  # seconds that all of these rows may take
 GPU = "it needs a GPU"
 SLOW = "it needs a GPU: a CPU would take minutes"
 WORKSHOP = ROOT / "workshop" / "__main__.py"
@@ -417,8 +367,9 @@ ITEMS = {
     "std, eager": full("std", "--no-compile", name="std, eager",
                        gpu="it needs a GPU: a CPU compiles nothing here"),
     # it recomputes; its checkpoint of 19 GB is not made
-    "gpt2-xl, fsdp": full("fsdp", size="gpt2-xl", name="gpt2-xl, fsdp",
-                          seconds=150, stop=(signal.SIGKILL, range(99), 5)),
+    "gpt2-xl, fsdp": full(
+        "fsdp", "--minibatch-size", 32, size="gpt2-xl", name="gpt2-xl, fsdp",
+        seconds=150, stop=(signal.SIGKILL, None, 5)),
     "tp": full("tp"),
     "3d": full("3d"),
     "lit": full("lit"),

@@ -7,22 +7,27 @@ median of the ratios of the turns.
 import json
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
+import psutil
 
 from backstage import ROOT
 from backstage.errors import require
 from workshop.results.profile import recorded_parts
 
 SIDE = Path(__file__).with_name("side.py")
-STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| dt: +(\S+) ms \| "
-                  r"tok/s: ([\d,]+)")
+STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| norm: (\S+) \| "
+                  r"dt: +(\S+) ms \| tok/s: ([\d,]+)")
 NEVER = 10**6  # steps
 
 
@@ -89,30 +94,70 @@ def train(side, *flags, processes=1, skip=1, limit=None, env=None):
 
 def follow(command, skip, limit, env):
     """Read what a command prints while it trains."""
-    begin, first, steps, memory, text = time.perf_counter(), None, [], [], []
-    with subprocess.Popen(command, text=True, env=env, cwd=ROOT,
-                          stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as process:
-        for line in process.stdout:
-            text.append(line)
-            memory += map(int, re.findall(r"memory (\d+)", line))
-            if match := STEP.match(line):
-                first = first or time.perf_counter() - begin
-                steps.append([float(word.replace(",", ""))
-                              for word in match.groups()])
-                if limit is not None and len(steps) > skip + 1 and (
-                        time.perf_counter() - begin > first + limit):
-                    process.terminate()  # it stops after the next step
-                    limit = None
-    require(process.returncode == 0 and len(steps) > skip,
-            f"{' '.join(command)} failed:\n{''.join(text[-20:])}")
-    losses, milliseconds, speeds = zip(*steps, strict=True)
-    start = first - milliseconds[0] / 1000
+    begin, times = time.perf_counter(), []
+
+    def on_step(process):
+        nonlocal limit
+        times.append(time.perf_counter())
+        if limit is not None and len(times) > skip + 1 and (
+                times[-1] > times[0] + limit):
+            process.terminate()  # it stops after the next step
+            limit = None
+
+    status, text, steps = watch(command, on_step, env=env)
+    require(status == 0 and len(steps) > skip, f"{' '.join(command)} failed:\n"
+            + "\n".join(text.splitlines()[-20:]))
+    losses, _, milliseconds, speeds = zip(*steps, strict=True)
+    first = times[0] - begin
     return {"tokens_per_second": statistics.median(speeds[skip:]),
             "seconds": statistics.median(milliseconds[skip:]) / 1000,
             "steps": [time / 1000 for time in milliseconds],
-            "losses": losses, "memory": max(memory),
-            "start": start, "first": first}
+            "losses": losses, "memory": read_most("memory", text),
+            "start": first - milliseconds[0] / 1000, "first": first}
+
+
+def watch(command, on_step, seconds=None, env=None):
+    """Run a command, and read what it prints until its last process ends.
+
+    on_step(process) is called after each step; all of it is killed after so
+    many seconds. Returns (its status, or None if it was killed, the text,
+    [[loss, norm, milliseconds, tokens/s] of each step]).
+    """
+    lines, steps = [], []
+    process = psutil.Popen(
+        [*map(str, command)], cwd=ROOT, env=env, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    timer = Timer(threading.TIMEOUT_MAX if seconds is None else seconds, send,
+                  [process, signal.SIGKILL])
+    timer.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if match := STEP.match(line):
+                steps.append([float(word.replace(",", ""))
+                              for word in match.groups()])
+                on_step(process)
+        late = not timer.is_alive()
+    finally:
+        timer.cancel()
+        send(process, signal.SIGKILL)
+    status = process.wait()
+    return None if late else status, "".join(lines), steps
+
+
+def send(starter, number, ranks=None):
+    """Send a signal to these ranks of what was started, or to all of it."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [*starter.children(recursive=True), starter]:
+            with suppress(psutil.NoSuchProcess):
+                if ranks is None or process.environ().get("RANK") in ranks:
+                    process.send_signal(number)
+
+
+def read_most(name, text):
+    """The largest number that a process has printed behind this name."""
+    return max(map(int, re.findall(rf"^{name} (\d+)$", text, re.M)),
+               default=None)
 
 
 def column(turns, name):

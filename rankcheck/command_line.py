@@ -44,9 +44,9 @@ def parse(program, about, groups, hidden=()):
 
     groups: {title: {command: (its module, what it does)}}; hidden: the same
     of commands that --help does not show, and of "", no command at all. A
-    module has `add_arguments(parser)` and `main(args)`, which returns the exit
-    status; named with a command, as in module:diff, it has `add_diff` and
-    `diff`. It is imported when the command is called.
+    module has `main(args)`, which returns the exit status, and
+    `add_arguments(parser)` if it takes any; named with a command, as in
+    module:diff, `diff` and `add_diff`. It is imported when that is called.
     """
     command, *words = sys.argv[1:] or ["" if "" in hidden else "--help"]
     if command in ("-h", "--help"):
@@ -61,7 +61,7 @@ def parse(program, about, groups, hidden=()):
     name, _, function = place.partition(":")
     module = importlib.import_module(name)
     parser = Parser(prog=f"{program} {command}", description=about)
-    getattr(module, f"add_{function or 'arguments'}")(parser)
+    getattr(module, f"add_{function or 'arguments'}", lambda _: None)(parser)
     args = parser.parse(words)
     args.command, args.function = command, getattr(module, function or "main")
     return args

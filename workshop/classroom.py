@@ -18,11 +18,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 from backstage import ROOT
-from backstage.errors import require
-from backstage.files import write_atomically
+from backstage.errors import UserError, require
+from backstage.files import require_like, write_atomically
 from rankcheck.html import BLUE, ORANGE
 from rankcheck.reader import may_replace, read_regular
 from workshop.lesson import documents
@@ -119,22 +119,15 @@ def read(folder):
 
 
 def read_lines(text):
-    """The lines that are whole and right."""
+    """The lines that are whole, and as `note` writes them."""
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError, TypeError, UserError):
             said = json.loads(line)
-            if is_right(said):
+            require_like({"left": [], "right": True, "mistake": ""} | said, {
+                "stage": Literal[LESSONS], "time": float, "left": list,
+                "right": bool, "mistake": str})
+            if 0 <= said["time"] < 1e11:  # false for nan
                 yield said
-
-
-def is_right(said):
-    """Whether a line is as `note` writes it."""
-    return (isinstance(said, dict) and said.get("stage") in LESSONS
-            and type(said.get("time")) in (int, float)
-            and 0 <= said["time"] < 1e11  # false for nan
-            and isinstance(said.get("left", []), list)
-            and isinstance(said.get("right", False), bool)
-            and isinstance(said.get("mistake", ""), str))
 
 
 def summarise(lines):

@@ -18,10 +18,6 @@ ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
 CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 
-def add_arguments(parser):
-    """It has none."""
-
-
 def main(args):
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
     merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\
@@ -46,14 +42,13 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                 DESK.rename(ASIDE)
                 git.run("checkout", "HEAD", "--", DESK)
             git.run("merge", "-q", "--no-edit", "--autostash",
-                    "--no-overwrite-ignore", source)
-        except UserError as error:
-            if not merge.exists():
-                raise
-            git.run("merge", "--abort")
-            raise UserError("your commits change what the course changes: all "
-                            "is as it was; merge by hand: `git pull`"
-                            ) from error
+                    "--no-overwrite-ignore", source, advice="all is as it was;"
+                    " if your commits change what the course changes, merge "
+                    "by hand: `git pull`")
+        except UserError:
+            if merge.exists():
+                git.run("merge", "--abort")
+            raise
         finally:  # what an editor has saved there meanwhile is newer
             if edited and not (DESK.exists() and git.names(
                     *CHANGED, "HEAD", "--", DESK)):
@@ -77,10 +72,9 @@ def copy_edits(more):
     What is staged, in states that no file may have any more, is there, too.
     """
     copies = FOLDER / time.strftime("update-%Y%m%d-%H%M%S")
-    if git.names(*CHANGED, "--cached"):
-        git.run("checkout-index", f"--prefix={copies}/staged/", "--",
-                *git.names(*CHANGED, "--cached", "--diff-filter=d"))
-        git.run("restore", "--staged", ":/")
+    git.run("checkout-index", f"--prefix={copies}/staged/", "--",
+            *git.names(*CHANGED, "--cached", "--diff-filter=d"))
+    git.run("restore", "--staged", ":/")
     for name in git.names(*CHANGED, "HEAD") | more:
         if (ROOT / name).is_file():
             (copies / name).parent.mkdir(parents=True, exist_ok=True)

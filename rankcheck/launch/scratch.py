@@ -33,14 +33,22 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 def read_script(script):
     """Its bytes, read once: what is saved meanwhile is not mixed in."""
-    script, name = Path(script), show_path(script)
+    name = show_path(script)
     try:
         data = read_regular(script, LARGEST + 1)
-        require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
-                "bytes, too many for a script: is it another file?")
-        ast.parse(data, script.name)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error
+    require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
+            "bytes, too many for a script: is it another file?")
+    require_python(script, data)
+    return data
+
+
+def require_python(script, data):
+    """Raise a `UserError` unless these bytes of a script can be parsed."""
+    name = show_path(script)
+    try:
+        ast.parse(data, Path(script).name)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise UserError(f"{name}: " + (f"line {line}: " if line else "")
@@ -48,7 +56,6 @@ def read_script(script):
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{name}: an expression is nested too deeply, or the "
                         "memory is full") from error
-    return data
 
 
 @contextlib.contextmanager

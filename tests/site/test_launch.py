@@ -81,19 +81,16 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
         "python", "env OMP_NUM_THREADS=4 python s.py --seed 1")
 
 
-@pytest.mark.parametrize(("stage", "devices", "expected"), [
-    ("std", 4, "python s.py"),
-    ("mpi", 4, "mpirun -n 4 --bind-to none python s.py"),
-    ("ddp", 4, "torchrun --standalone --nproc-per-node 4 s.py"),
-    ("lit", 0, "torchrun --standalone --nproc-per-node 2 s.py")])
-def test_on_a_machine_without_a_job(programs, stage, devices, expected):
+@pytest.mark.parametrize(("stage", "env", "devices", "expected"), [
+    ("std", {}, 4, "python s.py"),
+    ("mpi", {}, 4, "mpirun -n 4 --bind-to none python s.py"),
+    ("ddp", {}, 4, "torchrun --standalone --nproc-per-node 4 s.py"),
+    # torchrun takes no flag from a variable
+    ("lit", {"PET_NNODES": "1", "PET_RDZV_ID": "7"}, 0, "env -u PET_NNODES -u "
+     "PET_RDZV_ID torchrun --standalone --nproc-per-node 2 s.py")])
+def test_on_a_machine_without_a_job(programs, stage, env, devices, expected):
     programs(mpirun="mpirun (Open MPI) 4")
-    assert command(stage, {}, devices) == f"{expected} --seed 1"
-
-
-def test_torchrun_takes_no_flag_from_a_variable():
-    assert command("ddp", {"PET_NNODES": "1", "PET_RDZV_ID": "7"}).startswith(
-        "env -u PET_NNODES -u PET_RDZV_ID torchrun --standalone")
+    assert command(stage, env, devices) == f"{expected} --seed 1"
 
 
 def test_the_doctor_is_launched_as_a_stage_is(

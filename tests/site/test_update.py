@@ -233,8 +233,10 @@ def test_the_repository_around_a_course_without_git_is_left_alone(
     assert precious.read_text() == "not committed"
 
 
-def test_gits_variables_do_not_lead_elsewhere(theirs, course, clone):
+def test_neither_gits_variables_nor_its_settings_lead_elsewhere(
+        theirs, course, clone):
     renew(course, JOB)
+    git(clone, "config", "core.worktree", str(theirs))
     assert "have changed" in update(
         clone, GIT_DIR=f"{theirs}/.git", GIT_WORK_TREE=str(theirs),
         GIT_INDEX_FILE=f"{theirs}/.git/index", GIT_COMMON_DIR=f"{theirs}/.git",
@@ -260,13 +262,6 @@ def test_other_kinds_of_clones_are_updated(
     assert "have changed" in update(inner)
     assert (inner / "backstage" / "__init__.py").read_bytes() == (
         course / "backstage" / "__init__.py").read_bytes()
-
-
-def test_only_the_files_of_the_course_are_touched(theirs, course, clone):
-    git(clone, "config", "core.worktree", str(theirs))
-    renew(course, JOB)
-    update(clone)
-    same(clone, course)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")

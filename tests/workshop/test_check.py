@@ -29,7 +29,6 @@ from workshop.check.command import check
 from workshop.check.questions import ask
 from workshop.lesson import checked, documents
 from workshop.lesson.diff import Diff
-from workshop.notebook import cells
 from workshop.stages import STAGES
 
 SUITE = {"ddp: a segmentation fault": pytest.mark.whole}
@@ -98,7 +97,7 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
         check("ddp", script, change=last + 1)
 
 
-def test_a_script_that_is_none(tmp_path, monkeypatch):
+def test_a_script_that_is_none(tmp_path):
     """One line that says where, before anything is started."""
     with pytest.raises(ours.UserError, match="reset std"):
         check("ddp", tmp_path / "moved.py")
@@ -111,8 +110,6 @@ def test_a_script_that_is_none(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="nested too deeply"):
             check("ddp", large)
         assert Diff("ddp", large).left  # which looks at lines
-        monkeypatch.setattr(cells, "DESK", large)
-        assert "nested too deeply" in str(cells.script_map())
 
 
 @pytest.fixture

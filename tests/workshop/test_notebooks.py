@@ -123,13 +123,12 @@ def test_committed_without_outputs_for_any_python3(path):
 def test_headings_do_not_jump(path, monkeypatch):
     """Those of the texts, and those that the cells show below them."""
     monkeypatch.setattr(following, "follow_script", lambda view: view())
-    monkeypatch.setattr(cells, "DESK", STAGES["std"].solution)
     last = 0
     for cell in read_book(path).cells:
         text = re.sub("```.*?```", "", calls(cell), flags=re.DOTALL)
         levels = [len(marks) for marks in re.findall("^(#+) ", text, re.M)]
         if cell.cell_type == "code":
-            shows = text == "script_map()" or text.startswith("diff(")
+            shows = text.startswith("diff(")
             levels = map(int, re.findall(r"<h(\d)", eval(
                 text, vars(cells)).html) if shows else [])
         for level in levels:
@@ -615,7 +614,6 @@ def test_lessons_say_what_is_wrong_in_a_line(repo, execute, monkeypatch):
                 "check", "doctor", "train", "%%ranks", "plant", "experiment",
                 "verify", "torchrun", "step")),
             ("Not Python yet, line 1", ("diff",)),
-            ("is not Python yet: line 1", ("script_map",)),
             ("There is no SLURM", ("slurm", "queue", "submit")),
             ("no job of yours has written a log yet", ("log",)),
             ("runs/just-begun: there is no hyperparameters.json", (

@@ -1,7 +1,6 @@
 """Where a step's time goes: --profile, and the table of its traces."""
 
 import gzip
-import json
 import time
 from statistics import mean
 
@@ -56,9 +55,6 @@ def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
     table = capsys.readouterr().out.split(":\n")[1].splitlines()
     assert table[0].split() == ["rank", *profile.PARTS, "step"]
     assert table[1].split()[0] == "0" and "no step" not in table
-    drawn = json.loads((result.folder / "profile/parts.json").read_text())
-    assert sum(event.get("dur", 0) for event in drawn["traceEvents"]) == (
-        pytest.approx(3e6 * sum(parts.values())))
     assert [*PARTS] == [*profile.PARTS]
     svg = themed(lambda ax: PANELS["parts"](ax, [results.read(
         result.folder)]))

@@ -27,7 +27,7 @@ def write_trace(file, data, message):
         at += 1000 * milliseconds
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(json.dumps(
-        {"traceEvents": events, "baseTimeNanoseconds": 0}).encode()))
+        {"traceEvents": events}).encode()))
 
 
 def write_slow_run(folder, nodes, tokens, **parts):

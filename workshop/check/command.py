@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from rankcheck.launch import fork_server, ranks, sandbox
-from rankcheck.launch.scratch import read_script, remove, scratch_folder
+from rankcheck.launch.scratch import remove, require_python, scratch_folder
 from rankcheck.report import Events, Quiet, Terminal
 from workshop import classroom
 from workshop.check import localise
@@ -57,15 +57,15 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     """
     if STAGES[stage].launcher == "mpirun":
         ranks.require_mpirun()
-    data = backups.read_script(script)
+    yours = data = backups.read_script(script)
     try:
         broken = Script(script, data).syntax_error
-    except UserError:  # the other `read_script` says what it is
+    except UserError:  # `require_python` says what it is
         broken = ""
     require(not broken, f"{show_path(script)} is not Python yet, {broken}")
     out, files = Events() if events else Terminal(verbose), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
-        yours = data = read_script(script)
+        require_python(script, data)
         if change == "next":
             change = find_next(stage, script, yours)
         if change is not None:

@@ -214,6 +214,7 @@ def ask_mpi():
 
 def start_ranks(number, device, **options):
     """What so many processes on this machine say of their all-reduce."""
+    from rankcheck.exits import last_line
     from rankcheck.launch.ranks import launch
     from rankcheck.launch.scratch import scratch_folder
 
@@ -221,12 +222,10 @@ def start_ranks(number, device, **options):
     with scratch_folder(b"\ninterrupted\n") as folder:
         ranks = launch(__file__, device, world_size=number, timeout=60,
                        within=folder, **options)
-    lines = [line for rank in ranks for line in rank.err.splitlines()]
     require(all(rank.status == 0 for rank in ranks),
             f"{number} processes on this machine do not reach each other: "
-            + next((line.removeprefix("error: ") for line in lines
-                    if line.startswith("error")),
-                   lines[-1] if lines else "no answer after 60 s"))
+            + last_line("\n".join(rank.err for rank in ranks),
+                        "no answer after 60 s"))
     return (f"{''.join(rank.out for rank in ranks).strip()} in "
             f"{time.monotonic() - begin:.1f} s")
 
@@ -291,36 +290,34 @@ def ask_slurm():
 
 
 def all_reduce(device):
-    """Sum a one from each rank; rank 0 prints how many there were."""
-    import torch
-    import torch.distributed as dist
+    """Sum a one from each rank; rank 0 prints how many there were, over what.
 
-    from backstage.device import use_device
+    device: "auto", "cpu", ..., or "by MPI".
+    """
+    if device == "by MPI":
+        from backstage.mpi import MPI
 
-    device = use_device(device, int(os.environ["LOCAL_RANK"]))
-    backend = dist.get_default_backend_for_device(device)
-    device_id = None if device.type == "cpu" else device
-    dist.init_process_group(backend, device_id=device_id)
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total)
-    if dist.get_rank() == 0:
-        print(f"{total.item():.0f} processes added up over {backend}")
-    dist.destroy_process_group()
+        name, version = MPI.get_vendor()
+        over, leave = f"{name} {'.'.join(map(str, version))}", MPI.Finalize
+        rank, total = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.allreduce(1)
+    else:
+        import torch
+        import torch.distributed as dist
 
+        from backstage.device import use_device
 
-def all_reduce_by_mpi():
-    """The same by MPI; rank 0 prints which library that is, too."""
-    from backstage.mpi import MPI
-
-    comm = MPI.COMM_WORLD
-    total = comm.allreduce(1)
-    if comm.rank == 0:
-        version = ".".join(map(str, MPI.get_vendor()[1]))
-        print(f"{total} processes added up over {MPI.get_vendor()[0]} "
-              f"{version}")
-    MPI.Finalize()
+        device = use_device(device, int(os.environ["LOCAL_RANK"]))
+        over = dist.get_default_backend_for_device(device)
+        dist.init_process_group(
+            over, device_id=None if device.type == "cpu" else device)
+        ones = torch.ones(1, device=device)
+        dist.all_reduce(ones)
+        rank, total = dist.get_rank(), ones.item()
+        leave = dist.destroy_process_group
+    if rank == 0:
+        print(f"{total:.0f} processes added up over {over}")
+    leave()
 
 
 if __name__ == "__main__":
-    run_main(all_reduce_by_mpi if sys.argv[1] == "by MPI" else
-             lambda: all_reduce(sys.argv[1]))
+    run_main(lambda: all_reduce(sys.argv[1]))

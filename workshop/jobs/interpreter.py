@@ -102,10 +102,7 @@ def run(*arguments, on_line):
     on_line: a function that gets each line that it prints, as it comes.
     Raises `UserError` if there is no environment.
     """
-    with subprocess.Popen(
-            [*find(), *map(str, arguments)], cwd=ROOT, env=variables(),
-            text=True, errors="replace", stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with start(*arguments, stdin=subprocess.DEVNULL, alone=False) as process:
         try:
             for line in process.stdout:
                 on_line(line)
@@ -119,14 +116,14 @@ def run(*arguments, on_line):
     return process.returncode
 
 
-def start(*arguments):
+def start(*arguments, stdin=subprocess.PIPE, alone=True):
     """Start `python arguments...` there: a process with pipes, for a dialogue.
 
-    It is in a session of its own: Ctrl-C, or a kernel's stop button, does not
-    reach it. It must exit when its input is closed. Raises `UserError`
-    if there is no environment.
+    alone: in a session of its own, Ctrl-C, or a kernel's stop button, does not
+    reach it; it must exit when its input is closed. Raises `UserError` if
+    there is no environment.
     """
     return subprocess.Popen(
-        [*find(), *arguments], cwd=ROOT, env=variables(), text=True,
-        errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True)
+        [*find(), *map(str, arguments)], cwd=ROOT, env=variables(), text=True,
+        errors="replace", stdin=stdin, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=alone)

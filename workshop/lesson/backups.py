@@ -107,16 +107,12 @@ def replace_desk(data, before=None, what=""):
         require_the_same(found)
         if found is not None:
             backup = back_up(found)
-        if found is not None and target.stat().st_nlink > 1:
-            write_through(target, data, require_the_same, backup)
-        else:
-            # An editor's save after this last look is lost: microseconds.
-            write_atomically(target, data, last_look=lambda: require_the_same(
-                read_regular(target) if target.exists() else None))
+        # An editor's save after this last look is lost: microseconds.
+        write_atomically(target, data, last_look=lambda: require_the_same(
+            read_regular(target) if target.exists() else None))
     except (OSError, UserError) as error:
         with suppress(OSError):  # a disk may fail after the replacement, too
-            if (backup and not isinstance(error, WrittenInPart)
-                    and read_regular(target) != data):
+            if backup and read_regular(target) != data:
                 backup.unlink()
         if isinstance(error, UserError):
             raise
@@ -128,40 +124,14 @@ def replace_desk(data, before=None, what=""):
     return backup
 
 
-class WrittenInPart(UserError):
-    """The script is damaged; its backup is whole."""
-
-
-def write_through(path, data, check, backup):
-    """Write into the file itself, to which another name is linked, too.
-
-    check: a function that gets what is there just before. If there is no
-    room, what was there is put back: that has its place already.
-    """
-    with open(path, "r+b", buffering=0) as file:
-        def write(rest):
-            file.seek(0)
-            while rest:
-                rest = rest[file.write(rest):]
-            file.truncate()
-            os.fsync(file)
-
-        found = file.read()
-        check(found)
-        try:
-            write(data)
-        except OSError:
-            try:
-                write(found)
-            except OSError as error:
-                raise WrittenInPart(
-                    f"{show_path(path)} could be written only in part "
-                    f"({error.strerror}): your version is "
-                    f"{show_path(backup)}") from error
-            raise
-
-
 # ------------------------------------------------------------------- backups
+
+
+def numbered():
+    """[(number, path)] of the backups in their folder, the oldest first."""
+    return sorted(
+        (int(number), path) for path in FOLDER.glob("*.py")
+        for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path)))
 
 
 def backups():
@@ -173,9 +143,7 @@ def backups():
               for path in DESK.parent.glob(f"{DESK.stem}.*{DESK.suffix}")
               for date, number in re.findall(
                   r"\.(\d{8}-\d{6})(?:-(\d+))?$", path.stem)]
-    numbered = [(int(number), path) for path in FOLDER.glob("*.py")
-                for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path))]
-    return [path for *_, path in sorted(beside) + sorted(numbered)]
+    return [path for *_, path in sorted(beside) + numbered()]
 
 
 def label(backup):
@@ -190,21 +158,14 @@ def applied_after(backup):
     return (found[1], [*map(int, found[2].split("-"))]) if found else ("", [])
 
 
-def new_names():
-    """Names for the next backup: the first that nobody else takes."""
-    FOLDER.mkdir(exist_ok=True)
-    last = max((int(label(path).rpartition("-")[2]) for path in backups()
-                if path.parent == FOLDER), default=0)
-    for number in itertools.count(last + 1):
-        yield FOLDER / (time.strftime("%Y%m%d-%H%M%S") + f"-{number}.py")
-
-
 def back_up(data):
     """Keep these bytes in a new backup; returns it."""
-    for backup in new_names():
+    FOLDER.mkdir(exist_ok=True)
+    for number in itertools.count(1 + max(dict(numbered()), default=0)):
+        backup = FOLDER / time.strftime(f"%Y%m%d-%H%M%S-{number}.py")
         try:
             copy = open(backup, "xb")
-        except FileExistsError:
+        except FileExistsError:  # where there are no locks
             continue
         try:
             with copy:

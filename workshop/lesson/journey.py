@@ -11,10 +11,6 @@ from workshop.results import runs
 from workshop.stages import DESK, LESSONS, find
 
 
-def add_arguments(parser):
-    """It has none."""
-
-
 def main(args):
     """Print what comes next, and the command that goes on."""
     words, lessons = what_next()

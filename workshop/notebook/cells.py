@@ -21,14 +21,13 @@ from rankcheck.report import Board
 from workshop import classroom
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
-from workshop.lesson.diff import Diff, Script
+from workshop.lesson.diff import Diff
 from workshop.lesson.journey import done, what_next
 from workshop.notebook import (
     check_pictures,
     following,
     lab,
     magics,
-    outline,
     pictures,
 )
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
@@ -69,11 +68,10 @@ def compare(first, then):
 
 
 @in_one_line
-def diff(stage, hints=None, all=False):
+def diff(stage, hints=None):
     """What is left to change in your script, and why; anew at each save.
 
     hints: whether the code stays folded; left out, it is as site.sh says.
-    all: all of it at once, without the reasons, as git shows it.
     """
     site = site_variables()
     if hints is None:
@@ -89,7 +87,7 @@ def diff(stage, hints=None, all=False):
             changes.go_on_from(last)
         last = changes
         classroom.note_diff(changes)
-        return Shown(render.to_html(changes, hints, all),
+        return Shown(render.to_html(changes, hints),
                      render.to_text(changes, hints=hints))
 
     return following.follow_script(view)
@@ -251,16 +249,6 @@ def journey():
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))
         + table(rows, "words")), " ".join([words, *lessons]))
-
-
-@in_one_line
-def script_map():
-    """The sections, classes and functions of the script on the desk."""
-    script = Script(DESK)
-    require(script.tree, f"{show_path(DESK)} is not Python yet: "
-            f"{script.syntax_error or 'it is nested too deeply'}")
-    rows = outline.script_map("".join(script.raw), f"../{show_path(DESK)}")
-    return Shown(page.box(rows), "(a map of the script)")
 
 
 @in_one_line

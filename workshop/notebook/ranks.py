@@ -36,6 +36,7 @@ from pathlib import Path
 
 from backstage.errors import run_main
 from rankcheck.errors import UserError
+from rankcheck.exits import last_line
 from rankcheck.launch import fork_server
 from rankcheck.launch import ranks as processes
 
@@ -79,7 +80,7 @@ def answer(cell, ranks, seconds, mpirun=False):
             if file.exists():
                 said.append(json.loads(file.read_text()))
             else:
-                why = (process.err.strip().splitlines() or ["killed"])[-1]
+                why = last_line(process.err, "killed")
                 waits = re.search(r'File "cell", line (\d+)', process.err)
                 if mpirun and waits:
                     why = f"it still waits in line {waits[1]}"

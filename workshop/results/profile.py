@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backstage.errors import require
-from backstage.files import reading, show_path, write_atomically
+from backstage.files import reading, show_path
 from workshop.results.runs import read_metrics, read_started
 
 PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
@@ -50,7 +50,7 @@ def main(args):
 
 
 def show(folder):
-    """Print where the time of a run's steps goes, and draw it."""
+    """Print where the time of a run's steps goes."""
     ranks = charge_steps(folder)
     require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
             "with --profile 10")
@@ -72,7 +72,8 @@ def show(folder):
             rank.kernels for rank in ranks):
         print("no kernels were recorded, so this is what the program did, not "
               "when the device computed")
-    draw(ranks, folder / "profile" / "parts.json")
+    print("as a picture: `python -m workshop plot`; the operators: open the "
+          f"files in {show_path(folder)}/profile in https://ui.perfetto.dev")
 
 
 def recorded_parts(folder):
@@ -89,27 +90,11 @@ def mean(rank):
     return seconds
 
 
-def draw(ranks, file):
-    """Write a trace with a row for each rank, for https://ui.perfetto.dev."""
-    rows = []
-    for number, rank in enumerate(ranks):
-        shift = (rank.base - ranks[0].base) / 1000
-        rows.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name",
-                     "args": {"name": f"rank {number}"}})
-        rows += [{"ph": "X", "pid": 0, "tid": number, "name": part,
-                  "ts": begin + shift, "dur": end - begin}
-                 for pieces in rank.pieces for begin, end, part in pieces]
-    write_atomically(file, json.dumps({"traceEvents": rows}).encode())
-    print(f"as a picture: open {show_path(file)} in https://ui.perfetto.dev; "
-          "the operators are in the files beside it")
-
-
 # ------------------------------------- what the recorded events say of a step
 
 
 @dataclass
 class Rank:
-    base: int  # nanoseconds: when its trace begins to count
     kernels: bool  # whether the trace shows a device's
     steps: dict  # number: `Step`
     pieces: list = ()  # of each step, from `Step.charge`
@@ -175,9 +160,7 @@ def charge_steps(folder):
 def read_trace(file, seconds):
     """The `Rank` of a trace. seconds: how long each step took, by number."""
     with reading(file, "record it again"), gzip.open(file) as text:
-        trace = json.load(text)
-        return Rank(trace["baseTimeNanoseconds"],
-                    *find_steps(trace["traceEvents"], seconds))
+        return Rank(*find_steps(json.load(text)["traceEvents"], seconds))
 
 
 def find_steps(events, seconds):

@@ -4,7 +4,6 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
-import json
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import reading, show_path
+from backstage.files import read_json, reading, require_like, show_path
 from backstage.flops import num_parameters
 from backstage.record import (
     RECORD,
@@ -29,6 +28,7 @@ RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
 CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
 COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
 DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
+POSITIVE = ("nodes", "max_steps", "world_size", *CONFIG, *COUNTS, *DIVISORS)
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 # Another course's seconds per epoch (Llewellyn-Jones, 2025), by device and
@@ -80,20 +80,16 @@ def read_started(folder):
     """
     record = read_record(folder, {})
     with reading(Path(folder) / RECORD):
-        hp, config = record["hyperparameters"], record["config"]
-        counts = {name: record[name] for name in ("max_steps", "world_size")}
-        counts |= {name: config[name] for name in CONFIG}
-        counts |= {name: hp[name] for name in COUNTS}
-        counts |= {name: hp.get(name, 1) for name in DIVISORS}
-        counts["nodes"] = record.get("nodes", 1)
-        for name, value in counts.items():
-            require(is_count(value), f"{name} is no number from 1 on")
-        texts = {name: record[name] for name in ("stage", "device")}
-        texts |= {name: hp[name] for name in ("preset", "data")}
-        texts["strategy"] = hp.get("strategy", "")
-        for name, value in texts.items():
-            require(type(value) is str and "\0" not in value,
-                    f"{name} is no text")
+        hp = dict.fromkeys(DIVISORS, 1) | record["hyperparameters"]
+        require_like({"nodes": 1} | record, {
+            "stage": str, "device": str, "nodes": int, "max_steps": int,
+            "world_size": int, "config": dict.fromkeys(CONFIG, int)})
+        require_like({"strategy": ""} | hp, {
+            "preset": str, "data": str, "strategy": str,
+            **dict.fromkeys((*COUNTS, *DIVISORS), int)})
+        for name, value in (record | hp | record["config"]).items():
+            require(name not in POSITIVE or is_count(value),
+                    f"{name} is no number from 1 on")
     return record
 
 
@@ -379,11 +375,11 @@ def read_ladder(example=False):
     file = EXAMPLES / "ladder.json"
     if mine.exists() and not example:
         file = mine
-    with reading(file, "run benchmarks/ladder.py again"):
-        ladder = json.loads(file.read_bytes())
-        require(all(rung["training"] > 0 for rung in ladder["rungs"]),
-                "a rung has no time")
-        return ladder
+    again = "run benchmarks/ladder.py again"
+    ladder = read_json(file, {"rungs": [{"training": float}]}, again)
+    require(all(rung["training"] > 0 for rung in ladder["rungs"]),
+            f"{file}: a rung has no time: {again}")
+    return ladder
 
 
 def utilisation(folder):

@@ -6,11 +6,11 @@ runs beside it that train the same on fewer nodes. What the network can do is
 known from the last `doctor --ranks`.
 """
 
-import json
 import statistics
+from contextlib import suppress
 
 from backstage.errors import UserError
-from backstage.files import reading, show_path
+from backstage.files import read_json, show_path
 from rankcheck.why import command
 from workshop.results.arithmetic import ring
 from workshop.results.profile import recorded_parts
@@ -123,15 +123,13 @@ def compare(run, ranks, other):
 def explain_network(sent):
     """How long a step's messages take at least, by the doctor's figures."""
     doctor = "`python -m workshop doctor --ranks`"
-    try:
-        with reading(NETWORK, f"run {doctor} again"):
-            speeds = {where: float(speed) for where, speed
-                      in json.loads(NETWORK.read_bytes()).items()}
-    except (FileNotFoundError, UserError):
-        speeds = {}
+    speeds = {}
+    with suppress(FileNotFoundError, UserError):
+        speeds = read_json(NETWORK, {})
     times = " or ".join(
         f"{1000 * sent / (1e9 * speed):.1f} ms {where} ({speed:.2f} GB/s)"
-        for where, speed in speeds.items() if speed > 0)
+        for where, speed in speeds.items()
+        if type(speed) in (int, float) and speed > 0)
     return f"a rank sends {sent / 1e6:,.1f} MB in a step: " + (
         f"that takes {times}, as the doctor measured it" if times else
         f"{doctor} on these nodes says how long that takes")
