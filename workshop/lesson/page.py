@@ -75,7 +75,8 @@ def link_lines(text):
 def code_box(view, about):
     """The HTML of rows of code; about: its name for those who listen."""
     kinds = {"-": ' class="del" role="deletion"',
-             "+": ' class="add" role="insertion"', "": ' class="gap"'}
+             "+": ' class="add" role="insertion"', "": ' class="gap"',
+             "@": ' class="title"'}
     lines = []
     for line, sign, parts in view:
         text = "".join(

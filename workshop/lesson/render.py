@@ -120,11 +120,13 @@ def question(diff, item):
         "before you make the change." * item.checked)
 
 
-def rows(yours, goal, edits):
+def rows(yours, goal, edits, titles=()):
     """The rows (line number or None, sign, [(text, differs)]) of a change.
 
-    The sign is " ", "-", "+", or "" for a row that stands for a gap.
+    The sign is " ", "-", "+", "" for a row that stands for a gap, or "@" for a
+    title: titles has one, or "", for each of the edits.
     """
+    titles = iter(titles)
     shown = max(0, edits[0][0] - CONTEXT)
     for i1, i2, j1, j2 in edits:
         if shown + CONTEXT < i1 - CONTEXT:
@@ -132,6 +134,9 @@ def rows(yours, goal, edits):
             yield None, "", []
             shown = i1 - CONTEXT
         yield from plain(yours, shown, i1)
+        above = next(titles, "")
+        if above:
+            yield None, "@", [(above, False)]
         old, new = mark(yours[i1:i2], goal[j1:j2])
         yield from ((i1 + k + 1, "-", text) for k, text in enumerate(old))
         yield from ((None, "+", text) for text in new)
@@ -240,11 +245,12 @@ def wrap(text):
 # ----------------------------------------------------------------- notebook
 
 
-def to_html(diff, hints=False):
+def to_html(diff, hints=False, whole=False):
     """The view as HTML: the next change, the others folded below it.
 
     It fits a laptop's screen, so that what there is to do is in sight after
-    Shift+Enter. hints: the code is folded, too.
+    Shift+Enter. hints: the code is folded, too. whole: all that differs as
+    one diff, as git shows it.
     """
     left, right = split(diff)
     todo = [] if is_checked(diff) else left + diff.others
@@ -254,11 +260,13 @@ def to_html(diff, hints=False):
         first = first.replace(name, link(name))
     out = [paragraph(f"<strong>{first}</strong>",
                      "" if todo or diff.yours.syntax_error else "good"),
-           strip(diff, left)]
+           "" if whole else strip(diff, left)]
     out += [paragraph(quote(line), "bad") for line in warned]
     out.append(paragraph(quote(
         f"Last {saved(diff.yours.path)}. {advice(diff)}")))
-    for item in left + diff.others + right:
+    if whole:
+        out.append(everything(diff))
+    for item in [] if whole else left + diff.others + right:
         name, where = map(quote, title(diff, item))
         if diff.yours.path == DESK:
             where = link_lines(where)
@@ -324,6 +332,18 @@ def change(diff, item, hints):
                           f"The lines of {about}")
         code = fold("Show the lines", before + fold("Show the code", code))
     return "".join(why) + code
+
+
+def everything(diff):
+    """All that differs, in the order of the script, with titles."""
+    edits = sorted((edit, f"{item.number or ''} {item.title}".lstrip())
+                   for item in diff.left + diff.others for edit in item.edits)
+    titles = ["", *(title for _, title in edits)]
+    new = [title * (title != before)
+           for before, title in zip(titles, titles[1:])]
+    return code_box(rows(diff.yours.lines, diff.goal.lines,
+                         [edit for edit, _ in edits], new),
+                    "All that differs") if edits else ""
 
 
 def between(old, new):

@@ -68,10 +68,11 @@ def compare(first, then):
 
 
 @in_one_line
-def diff(stage, hints=None):
+def diff(stage, hints=None, all=False):
     """What is left to change in your script, and why; anew at each save.
 
     hints: whether the code stays folded; left out, it is as site.sh says.
+    all: all of it at once, without the reasons, as git shows it.
     """
     site = site_variables()
     if hints is None:
@@ -87,7 +88,7 @@ def diff(stage, hints=None):
             changes.go_on_from(last)
         last = changes
         classroom.note_diff(changes)
-        return Shown(render.to_html(changes, hints),
+        return Shown(render.to_html(changes, hints, all),
                      render.to_text(changes, hints=hints))
 
     return following.follow_script(view)
