@@ -107,12 +107,16 @@ def replace_desk(data, before=None, what=""):
         require_the_same(found)
         if found is not None:
             backup = back_up(found)
-        # An editor's save after this last look is lost: microseconds.
-        write_atomically(target, data, last_look=lambda: require_the_same(
-            read_regular(target) if target.exists() else None))
+        if found is not None and target.stat().st_nlink > 1:
+            write_through(target, data, require_the_same, backup)
+        else:
+            # An editor's save after this last look is lost: microseconds.
+            write_atomically(target, data, last_look=lambda: require_the_same(
+                read_regular(target) if target.exists() else None))
     except (OSError, UserError) as error:
         with suppress(OSError):  # a disk may fail after the replacement, too
-            if backup and read_regular(target) != data:
+            if (backup and not isinstance(error, WrittenInPart)
+                    and read_regular(target) != data):
                 backup.unlink()
         if isinstance(error, UserError):
             raise
@@ -122,6 +126,39 @@ def replace_desk(data, before=None, what=""):
         with suppress(OSError):
             backup = backup.rename(named)
     return backup
+
+
+class WrittenInPart(UserError):
+    """The script is damaged; its backup is whole."""
+
+
+def write_through(path, data, check, backup):
+    """Write into the file itself, to which another name is linked, too.
+
+    check: a function that gets what is there just before. If there is no
+    room, what was there is put back: that has its place already.
+    """
+    with open(path, "r+b", buffering=0) as file:
+        def write(rest):
+            file.seek(0)
+            while rest:
+                rest = rest[file.write(rest):]
+            file.truncate()
+            os.fsync(file)
+
+        found = file.read()
+        check(found)
+        try:
+            write(data)
+        except OSError:
+            try:
+                write(found)
+            except OSError as error:
+                raise WrittenInPart(
+                    f"{show_path(path)} could be written only in part "
+                    f"({error.strerror}): your version is "
+                    f"{show_path(backup)}") from error
+            raise
 
 
 # ------------------------------------------------------------------- backups
