@@ -54,10 +54,10 @@ class RunFlags:
 
 
 def parse(Hyperparameters, presets, models):
-    """The hyperparameters that the command line asks for. All ranks.
+    """(hyperparameters, the model's GPTConfig): what the flags ask for.
 
-    presets: name -> Hyperparameters; models: name -> GPTConfig, of which the
-    preset's gets the shape that was asked for. Rank 0 says what was chosen.
+    presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks call
+    it; rank 0 says what was chosen.
     """
     words = sys.argv[1:]
     least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST
@@ -73,10 +73,9 @@ def parse(Hyperparameters, presets, models):
         hp.microbatch_size = choose_microbatch_size(hp, device)
     dataset.check_shards(hp.data, hp.sequence_length)
     track.check(hp.track)
-    models[hp.preset] = config  # where the page looks for it
     if os.environ.get("RANK", "0") == "0":
         announce(hp, presets[hp.preset], device, why)
-    return hp
+    return hp, config
 
 
 def choose(presets, models, saved, given, device):

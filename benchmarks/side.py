@@ -142,11 +142,10 @@ def train(make):
 
     leave_as_it_is()  # as where nothing of ours is imported
     process.prepare_process()
-    hp = flags.parse(std.Hyperparameters, std.PRESETS, std.MODELS)
+    hp, config = flags.parse(std.Hyperparameters, std.PRESETS, std.MODELS)
     device = use_device(hp.device)
     torch.manual_seed(hp.seed)
-    config = replace(
-        std.MODELS[hp.preset], vocab_size=dataset.vocabulary_size(hp.data))
+    config = replace(config, vocab_size=dataset.vocabulary_size(hp.data))
     weights = std.GPT(config).state_dict()
     for name, weight in weights.items():  # the stages have it head by head
         if ".c_attn." in name:

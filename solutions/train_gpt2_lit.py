@@ -264,7 +264,7 @@ class Hyperparameters(RunFlags):
         "deepspeed_stage_3"] = "ddp"
 
 
-MODELS = {  # --n-layer and the like come before these numbers
+MODELS = {
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -298,7 +298,7 @@ def write_texts(model, run, seed):
 
 def main():
     prepare_process()
-    hp = parse(Hyperparameters, PRESETS, MODELS)
+    hp, config = parse(Hyperparameters, PRESETS, MODELS)
     rank, local_rank, world_size, num_nodes = lit.get_world(hp)
     device = use_device(hp.device, local_rank)
     if hp.precision == "bf16":  # TF32 for what autocast leaves in fp32
@@ -318,7 +318,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
+    config = replace(config, vocab_size=vocabulary_size(hp.data))
     model = GPT(config, hp.recompute)
     if hp.compile:
         model = compile_model(model, device, each_block=hp.strategy != "ddp")

@@ -243,7 +243,7 @@ class Hyperparameters(RunFlags):
     checkpoint_every: int = 250  # steps from one checkpoint to the next
 
 
-MODELS = {  # --n-layer and the like come before these numbers
+MODELS = {
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -290,7 +290,7 @@ def write_texts(model, run, seed):
 
 def main():
     prepare_process()
-    hp = parse(Hyperparameters, PRESETS, MODELS)
+    hp, config = parse(Hyperparameters, PRESETS, MODELS)
     # mpirun says who we are; without it this is a world of one.
     comm = MPI.COMM_WORLD
     rank, world_size = comm.rank, comm.size
@@ -313,7 +313,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
+    config = replace(config, vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute).to(device)
     optimizer = raw_model.configure_optimizers(hp)
     run = Run("mpi", hp, config, max_steps, device)

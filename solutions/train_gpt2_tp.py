@@ -292,7 +292,7 @@ class Hyperparameters(RunFlags):
     tensor_parallel: int = 1  # ranks that share each matrix
 
 
-MODELS = {  # --n-layer and the like come before these numbers
+MODELS = {
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
     "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
     "gpt2": GPTConfig(),
@@ -339,7 +339,7 @@ def write_texts(model, run, seed):
 
 def main():
     prepare_process()
-    hp = parse(Hyperparameters, PRESETS, MODELS)
+    hp, config = parse(Hyperparameters, PRESETS, MODELS)
     # The launcher says who this process is (prepare_process() translates
     # the names of srun); without a launcher this is a world of one.
     if "RANK" not in os.environ:
@@ -356,7 +356,7 @@ def main():
 
     # the ranks of a TP group share each matrix, and read the same samples
     tp_size = hp.tensor_parallel
-    n_head = MODELS[hp.preset].n_head
+    n_head = config.n_head
     require(n_head % tp_size == 0, f"the model's {n_head} heads are not "
             f"divisible by --tensor-parallel {tp_size}")
     require(world_size % tp_size == 0, f"{world_size} process(es) cannot be "
@@ -380,7 +380,7 @@ def main():
     max_steps = hp.max_steps or max(train_data.num_samples // S, 1)
 
     torch.manual_seed(hp.seed)  # the same initial weights each time
-    config = replace(MODELS[hp.preset], vocab_size=vocabulary_size(hp.data))
+    config = replace(config, vocab_size=vocabulary_size(hp.data))
     raw_model = GPT(config, hp.recompute)  # on the CPU
     tp_mesh, dp_mesh = mesh["tp"], mesh["dp"]
     split_vocabulary(raw_model, tp_mesh)

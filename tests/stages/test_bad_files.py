@@ -571,8 +571,10 @@ def test_any_flags(data, pairs):
           contextlib.redirect_stdout(io.StringIO())):
         patch.setattr(sys, "argv", [
             "train_gpt2.py", "--preset=tiny", f"--data={data}", *words])
-        hp = one_line(parse, std.Hyperparameters, std.PRESETS, std.MODELS)
-    if hp:
+        parsed = one_line(parse, std.Hyperparameters, std.PRESETS, std.MODELS)
+    if parsed:
+        hp, _ = parsed
+        assert std.MODELS["tiny"].n_embd == 32
         assert not hp.resume and 0 <= hp.learning_rate < float("inf")
         assert 0 <= hp.warmup_steps < 2**31 > hp.minibatch_size > 0
         torch.manual_seed(hp.seed)

@@ -239,8 +239,9 @@ def parsed(data, monkeypatch):
     """A function: the hyperparameters that a script reads from its flags."""
     def parsed(*words, script=ddp):
         monkeypatch.setattr(sys, "argv", ["x", "--data", str(data), *words])
-        return flags.parse(
+        hp, _ = flags.parse(
             script.Hyperparameters, script.PRESETS, script.MODELS)
+        return hp
     return parsed
 
 

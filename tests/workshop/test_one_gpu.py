@@ -33,7 +33,7 @@ def test_each_row_has_one_change_more(data, monkeypatch, gpu):
     rows, compiled = [flags(name, GPU) for name in one_gpu.STEPS], []
     for row in rows:  # as the stage reads it
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *row.split()])
-        hp = parse(std.Hyperparameters, std.PRESETS, std.MODELS)
+        hp, _ = parse(std.Hyperparameters, std.PRESETS, std.MODELS)
         compiled.append(hp.compile)
     assert compiled == [False] * 3 + [True] * 6
     assert rows[0].endswith("--microbatch-size 4 --max-steps 24 "
