@@ -267,7 +267,7 @@ CASES = [
     (RIGHT, on_all(late=lambda _: 10801), "gradients are reduced once",
      "gradients are clipped before they are reduced"),
     (RIGHT, on(1, update=1, without=["Sequential:3.bias"]), "every parameter",
-     "1 parameters got no gradient in some update: 3.bias"),
+     "1 parameter got no gradient in some update: 3.bias"),
     (RIGHT, on(1, update=2, gradients=times(1.1)), "gradients and weights are",
      "in update 2 the gradients of rank 1 are not rank 0's: 0.weight"),
     (RIGHT, on(1, update=2, weights=times(1.1)), "gradients and weights are",
@@ -309,6 +309,12 @@ def test_a_mistake(answers, name, change, title, says):
     assert asked and found[asked[0]].text.startswith(says), found
 
 
+def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
+    found = answers(RIGHT, own_gradients(0))
+    assert found["gradients are reduced once, and clipped after that"
+                 ].advice.startswith("DDP reduces the parameters of what it ")
+
+
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
@@ -317,7 +323,7 @@ def test_what_is_right_is_not_refused(answers):
              for rank in (0, 1)]
     for change, split in ((fewer, True), ([*fewer, fails_together], False)):
         found = answers(RIGHT, together(*change)).values()
-        assert split == any("1 parameters are smaller" in finding.text
+        assert split == any("1 parameter is smaller" in finding.text
                             for finding in found), found
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rankcheck.findings import fail, ok, warn
+from rankcheck.findings import counted, fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces
 from rankcheck.verification.comparison import AGAIN
 from rankcheck.verification.questions.question import question
@@ -78,9 +78,11 @@ def start(case):
                          ranks=sorted(whole.differing))]
     if case.split:
         return [warn(
-            f"{len(case.split)} parameters are smaller than with one process, "
-            f"or others: {case.named(case.split)}", "right if the script "
-            "shards them by hand: they are left out of what is compared",
+            f"{counted(case.split, 'parameter')} "
+            f"{'is' if len(case.split) == 1 else 'are'} smaller "
+            f"than with one process, or others: {case.named(case.split)}",
+            "right if the script shards them by hand: they are left out of "
+            "what is compared",
             learned={"apart": "parameters are split by hand"})]
     mine, alone = assemble(firsts[0]), assemble([
         update["before"] for update in case.single[:1]])

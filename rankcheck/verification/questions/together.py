@@ -2,7 +2,7 @@
 
 import itertools
 
-from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.findings import counted, fail, ok, percent, warn
 from rankcheck.tensors import assemble
 from rankcheck.verification.comparison import GRADIENT, gradients_of, off
 from rankcheck.verification.questions.question import question
@@ -131,15 +131,15 @@ def in_another_form(updates):
 
 def not_reduced(case, step):
     made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
-    hint = ("the model is wrapped in DDP, but not called by it: call "
-            "model(...), not model.module(...) or the one inside"
-            if made and not any(updates[0]["wrapped"]
-                                for updates in case.updates) else
-            "wrap the model in DistributedDataParallel and call that; or "
+    hint = ("wrap the model in DistributedDataParallel and call that; or "
             "all_reduce every gradient before optimizer.step()"
-            if not made or not step else
-            "DDP reduces the parameters that required a gradient when it was "
-            "made, in passes without no_sync()")
+            if not made else
+            "the model is wrapped in DDP, but not called by it: call "
+            "model(...), not model.module(...) or the one inside"
+            if not any(updates[0]["wrapped"] for updates in case.updates) else
+            "DDP reduces the parameters of what it wraps that required a "
+            "gradient when it was made, in passes that call it, without "
+            "no_sync()")
     return fail((f"in update {step} " if step else "")
                 + f"gradients are not reduced: {mine['reduced']:.0f} elements "
                 f"in an update of {mine['elements']:.0f}", hint,
@@ -152,7 +152,7 @@ def unused(case):
             for key in update["without"] if key not in case.split}
     if not keys:
         return []
-    words = f"{len(keys)} parameters got no gradient in "
+    words = f"{counted(keys, 'parameter')} got no gradient in "
     if not any(update["gradients"][part] for updates in case.updates
                for update in updates for part in ("plain", "sharded")):
         return [fail(f"{words}any update: {case.named(keys)}", "the "
