@@ -77,21 +77,22 @@ def print_document(args, options):
                 "steps": args.steps, "device": args.device, "status": 2,
                 "error": "interrupted", "findings": [], "not_seen": []}
     out = Quiet()
-    out.interrupted = b""
+    out.interrupted, findings = b"", ()
     try:
         program = read(words)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
         findings, not_seen = examine(words, **options, out=out)
-        document |= {"findings": [describe(finding, document["script"])
-                                  for finding in findings],
-                     "not_seen": not_seen, "error": None,
+        document |= {"not_seen": not_seen, "error": None,
                      "status": int(any(finding.verdict == "FAIL"
                                        for finding in findings))}
     except Exception as error:
+        findings = getattr(error, "findings", ())
         document["error"] = str(error)
         raise
     finally:
+        document["findings"] = [describe(finding, document["script"])
+                                for finding in findings]
         print(json.dumps(document, indent=2, allow_nan=False))
     return document["status"]
 
