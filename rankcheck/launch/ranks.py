@@ -137,20 +137,12 @@ class Launch:
         """
         try:
             late = self.wait_for_end(time.monotonic() + timeout, gives_up)
-            for job in late:
-                job.kill(signal.SIGUSR2)  # faulthandler's
-            if late:
-                # a stack is whole after half a second; on a busy machine it
-                # may only begin then
-                self.wait_for_end(time.monotonic() + 0.5)
-                self.wait_for_end(time.monotonic() + 3, lambda: all(
-                    'File "' in self.text(self.jobs.index(job), "err")
-                    for job in late))
-            for job in late:
-                job.kill(signal.SIGKILL)
+            stacks = self.stacks() if late else [""] * len(self.jobs)
+            self.signal(signal.SIGKILL)
             self.wait_for_end(time.monotonic() + 10)
             return [Rank(None if job in late else job.status,
-                         self.text(rank, "out"), self.text(rank, "err"))
+                         self.text(rank, "out"),
+                         self.text(rank, "err") + stacks[rank])
                     for rank, job in enumerate(self.jobs)]
         finally:
             self.clear()
@@ -191,10 +183,20 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
+        return [read_line(stack, self.script) for stack in self.stacks()]
+
+    def stacks(self):
+        """Where each rank is: what faulthandler writes, "" if it has ended."""
+        for file in self.folder.glob("*.stack"):
+            os.truncate(file, 0)
         self.signal(fork_server.LOOK)
-        time.sleep(0.1)  # until they have written
-        return [read_line(self.text(rank, "stack"), self.script)
-                for rank in range(len(self.jobs))]
+        end = time.monotonic() + 3  # on a busy machine
+        while time.monotonic() < end and not all(
+                'File "' in self.text(rank, "stack") or not job.is_alive()
+                for rank, job in enumerate(self.jobs)):
+            time.sleep(0.01)
+        time.sleep(0.1)  # until what has begun is whole
+        return [self.text(rank, "stack") for rank in range(len(self.jobs))]
 
     def printed(self):
         """How many bytes the ranks have printed."""
