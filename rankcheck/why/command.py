@@ -28,11 +28,6 @@ def add_arguments(parser):
                         "that was started last")
 
 
-def unknown(folder):
-    """Nothing is known of a run in that folder."""
-    return ""
-
-
 def main(args, **options):
     """options: as `why` has them. Returns the exit status, 2 if there was
     nothing to look at.
@@ -46,8 +41,8 @@ def main(args, **options):
         return 2
 
 
-def why(target, runs=Path("runs"), describe_run=unknown,
-        explain_speed=unknown):
+def why(target, runs=Path("runs"), describe_run=lambda folder: "",
+        explain_speed=lambda folder: ()):
     """Print the answer; returns the exit status, 1 if a fault is proven.
 
     runs: where a job's folder is looked for by its number. describe_run: says
