@@ -82,11 +82,12 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *arguments, preload, cwd=None):
+    def fork(self, start, *about):
+        """A `Job`; for the arguments see `run_script`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((number, preload, cwd or os.getcwd(), list(sys.path),
-                        pickle.dumps(arguments)))
+        self.link.send((number, start.preload, start.cwd or os.getcwd(),
+                        list(sys.path), pickle.dumps((start, *about))))
         while number == len(self.jobs):
             self.listen(60)
         return self.jobs[number]

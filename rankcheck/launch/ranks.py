@@ -112,8 +112,7 @@ class Launch:
         if start.by_mpirun:
             require_mpirun()
         size = start.world_size or 1
-        servers = fork_server.get_servers(
-            start.preload, size, start.hashes)
+        servers = fork_server.get_servers(start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         fork_server.folders.add(self.folder)
         self.script, self.jobs, self.mpirun = start.script, [], None
@@ -121,8 +120,7 @@ class Launch:
         try:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
-                    start, rank, port, f"{self.folder}/{rank}",
-                    preload=start.preload, cwd=start.cwd))
+                    start, rank, port, f"{self.folder}/{rank}"))
             if start.by_mpirun:
                 self.mpirun = start_mpirun(size, self.folder, start.env)
         except BaseException:
