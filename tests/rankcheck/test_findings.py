@@ -45,6 +45,17 @@ def test_the_last_words_of_a_script(err, says):
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
+def test_where_a_rank_is_after_an_error_that_was_caught():
+    one = trial(Rank(None, "", """\
+  File "their_train.py", line 3, in load
+OSError: no cache
+Stack (most recent call first):
+  File "their_train.py", line 9 in train
+"""))
+    one.gave_up = "flood"
+    assert exits.explain(one).text.endswith("rank 0 is in line 9 (train)")
+
+
 @pytest.mark.parametrize(("out", "err", "says", "hint"), [
     ("Traceback (most recent call last):\nValueError: no data\n", "",
      "ValueError: no data", ""),
