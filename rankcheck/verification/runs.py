@@ -61,8 +61,8 @@ class Runs:
                 trial = self.start(size, steps, kind, flags, self.gpus)
                 ended = how_it_ends(trial, words.format(size=size))
             except NotCompared as error:
-                if not kind:
-                    raise
+                if not kind and (name, False) not in self.made:
+                    raise  # nothing is compared without it
                 self.waited = error
                 trial, ended = None, warn(str(error), "")
             self.made[key] = trial, ended
@@ -81,7 +81,7 @@ class Runs:
         self.gpus = not fails
         if not fails:
             return other, None
-        if fails.text == ended.text:  # it came no farther
+        if not other or fails.text == ended.text:  # it came no farther
             return trial, ended
         advice = fails.advice.replace(ON_CPU, "")
         fails.hint = [advice + ";" * (advice[-1:] not in ("", "?"))
