@@ -53,36 +53,27 @@ class Rank:
 class Start:
     """A script that is started as several processes, and how it is watched.
 
-    Each process gets it, pickled. In a flag, {rank} becomes the rank.
-    world_size: None is plain python. nodes: on how many nodes the processes
-    believe they are. mpirun: whether they are ranks of MPI, which mpirun
-    starts if there are several. sleeping: whether MPI's ranks sleep while
-    they wait (see blocking_mpi.py). probes: functions that get each process's
-    `Log` before the script begins; log: the folder in which it is kept.
-    preload: what is imported once for all of them, if no earlier launch has
-    done so. place: the folder that the script imports from, its own by
-    default. cwd: the current folder, this process's by default. within: where
-    the folder of what they print is made. hashes: the seed of Python's hashes
-    in the first rank, if each is to have its own, as under a real launcher;
-    there are four. module: the script's name, if it is run as by python -m.
+    Each process gets it, pickled.
     """
 
     script: str
-    flags: tuple
-    world_size: int | None = None
-    nodes: int = 1
-    mpirun: bool = False
-    sleeping: bool = True
-    probes: tuple = ()
-    log: str | None = None
+    flags: tuple  # in which {rank} becomes the rank
+    world_size: int | None = None  # None is plain python
+    nodes: int = 1  # on so many the processes believe they are
+    mpirun: bool = False  # ranks of MPI; if they are several, by mpirun
+    sleeping: bool = True  # while they wait for MPI: see blocking_mpi.py
+    probes: tuple = ()  # functions that get each process's `Log` first
+    log: str | None = None  # the folder in which that is kept
     env: dict | None = None
     threads: int = 1
-    preload: tuple = fork_server.PRELOAD
-    place: str | None = None
-    cwd: str | None = None
-    within: str | None = None
+    preload: tuple = fork_server.PRELOAD  # is imported once for all of them
+    place: str | None = None  # what the script imports from; or its folder
+    cwd: str | None = None  # or this process's
+    within: str | None = None  # where the folder of what they print is made
+    # the seed of Python's hashes in the first rank, if each is to have its
+    # own, as under a real launcher; there are four
     hashes: int | None = None
-    module: str = ""
+    module: str = ""  # the script's name, if it is run as by python -m
 
     @property
     def by_mpirun(self):
