@@ -89,18 +89,14 @@ class Patience:
             return "unstarted"
         elif not self.lines or now - self.asked > LOOKS:
             self.asked, self.lines = now, self.launch.lines()
-            if self.hangs(size):
+            if hangs([read_events(self.observed / f"{rank}.jsonl")
+                      for rank in range(size)], self.lines, {
+                    rank for rank, job in enumerate(self.launch.jobs)
+                    if not job.is_alive()}, size):
                 return "hangs"
             if now - self.stepped > self.patience:
                 return "waits"
         return "busy" if self.spent > self.allowed * size else ""
-
-    def hangs(self, size):
-        return hangs(
-            [read_events(self.observed / f"{rank}.jsonl")
-             for rank in range(size)], self.lines,
-            {rank for rank, job in enumerate(self.launch.jobs)
-             if not job.is_alive()}, size)
 
     def sleeps(self, seconds):
         """Whether all ranks have been idle for that many seconds."""

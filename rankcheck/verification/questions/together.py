@@ -85,10 +85,13 @@ def reductions(case):
     if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()")]
     for step, updates in enumerate(case.updates):
-        if times[step] < 0.5 and (few or assemble([
-                update["gradients"] for update in updates]).apart):
-            if few and in_another_form(updates):
-                break
+        if times[step] >= 0.5:
+            continue
+        local, got = (assemble([update[what] for update in updates])
+                      for what in ("local", "gradients"))
+        if few and local.apart and not got.apart:
+            break  # in another form: ranks that computed others get the same
+        if few or got.apart:
             return [not_reduced(case, step)]
     turns = []  # of all optimizers: before the first, all may be reduced
     for step, update in enumerate(mine):
@@ -120,13 +123,6 @@ def reductions(case):
         findings.append(fail("gradients are clipped before they are reduced",
                              "reduce first: the norm is that of the mean"))
     return findings
-
-
-def in_another_form(updates):
-    """Whether ranks that have computed others get the same gradients."""
-    local, got = (assemble([update[what] for update in updates])
-                  for what in ("local", "gradients"))
-    return local.apart and not got.apart
 
 
 def not_reduced(case, step):
