@@ -3,7 +3,7 @@
 import itertools
 
 from rankcheck.findings import counted, fail, ok, percent, warn
-from rankcheck.tensors import assemble
+from rankcheck.tensors import put_together
 from rankcheck.verification.comparison import GRADIENT, gradients_of, off
 from rankcheck.verification.questions.question import question
 
@@ -54,8 +54,7 @@ def averages(case):
 @question("buffers are equal on all ranks")
 def buffers(case):
     for step, updates in enumerate(case.updates):
-        whole = assemble([update["buffers"] for update in updates
-                          if "buffers" in update])
+        whole = put_together(updates, "buffers")
         if whole.apart:
             names = sorted({key.partition(".")[2] for key in whole.apart})
             words = ("BatchNorm's running statistics" if any(
@@ -87,7 +86,7 @@ def reductions(case):
     for step, updates in enumerate(case.updates):
         if times[step] >= 0.5:
             continue
-        local, got = (assemble([update[what] for update in updates])
+        local, got = (put_together(updates, what)
                       for what in ("local", "gradients"))
         if few and local.apart and not got.apart:
             break  # in another form: ranks that computed others get the same
@@ -172,8 +171,7 @@ def equal(case):
         if what == "gradients" and (clipped_first(case) or case.by_step):
             continue  # they are seen before that
         for step, updates in enumerate(case.updates):
-            whole = assemble([update[what] for update in updates
-                              if what in update])
+            whole = put_together(updates, what)
             if not whole.tensors:
                 break
             if whole.apart:
