@@ -83,9 +83,8 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
     for question in QUESTIONS:
         if question.answer not in (process.definitions, process.devices):
             continue
-        single = SimpleNamespace(seen=[None])
         assert all(finding.verdict != "FAIL" for asked, finding
-                   in ask(one, single) if asked is question)
+                   in ask(one, trial(Rank(0, "", ""))) if asked is question)
     solution = STAGES["ddp"].solution.read_text()
     diff = Diff("ddp", script, (solution + DEEP).encode())
     assert not diff.left and len(diff.others) == 1
@@ -153,9 +152,8 @@ def test_nan_is_no_number_and_itself(mine, good, same):
 
 def test_weights_of_nan_are_not_the_single_devices():
     def with_weights(*values):
-        return SimpleNamespace(seen=[{"weights": describe(
-            (str(i), torch.tensor([value]))
-            for i, value in enumerate(values))}])
+        return trial(Rank(0, "", ""), weights=describe(
+            (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)
     assert model.weights(good, good) is None
@@ -177,7 +175,8 @@ def update(**other):
                  other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
 
 
-CASE = SimpleNamespace(named=str)
+CASE = comparison.Comparison(None, None, trial(
+    Rank(0, "", ""), shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),
     "kept": lambda good, back: resume.kept(CASE, good, back),
