@@ -215,7 +215,7 @@ def preload_all(names):
 
 @functools.cache
 def preload_one(name):
-    """Import it. Each process of ours would print torch's warning."""
+    """Import it, without a warning that each process of ours would print."""
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     with contextlib.suppress(Exception):  # the rank will say it
         importlib.import_module(name)

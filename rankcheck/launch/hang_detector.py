@@ -27,7 +27,7 @@ class Patience:
 
     launch: Launch
     observed: Path  # the folder in which its ranks are
-    say: object
+    say: object  # a function that is told what it waits for
     allowed: float  # seconds of a CPU for a step of each rank
     idle: float = IDLE  # seconds of idleness after which it may hang
     endless: float = float("inf")  # steps after which it never ends
@@ -36,8 +36,8 @@ class Patience:
     cpu: float = 0.0  # seconds that they have used
     spent: float = 0.0  # the same since the last step
     updates: int = 0
-    asked: float = 0.0  # when idle ranks were asked last for
-    lines: list = field(default_factory=list)  # those that they are in
+    asked: float = 0.0  # when idle ranks were last asked where they are
+    lines: list = field(default_factory=list)  # in which each was then
     tasks: dict = field(default_factory=dict)
     # (time, seconds of a CPU since the last, how many want one)
     looks: list = field(default_factory=list)

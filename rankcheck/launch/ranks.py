@@ -67,8 +67,8 @@ class Start:
     env: dict | None = None
     threads: int = 1
     preload: tuple = fork_server.PRELOAD  # is imported once for all of them
-    place: str | None = None  # what the script imports from; or its folder
-    cwd: str | None = None  # or this process's
+    place: str | None = None  # what the script imports from; None: its folder
+    cwd: str | None = None  # None: this process's
     within: str | None = None  # where the folder of what they print is made
     # the seed of Python's hashes in the first rank, if each is to have its
     # own, as under a real launcher; there are four
