@@ -312,7 +312,7 @@ def test_a_mistake(answers, name, change, title, says):
 def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
     found = answers(RIGHT, own_gradients(0))
     assert found["gradients are reduced once, and clipped after that"
-                 ].advice.startswith("DDP reduces the parameters of what it ")
+                 ].advice.startswith("DDP reduces only parameters that ")
 
 
 def test_what_is_right_is_not_refused(answers):

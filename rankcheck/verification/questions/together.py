@@ -132,8 +132,8 @@ def not_reduced(case, step):
             "the model is wrapped in DDP, but not called by it: call "
             "model(...), not model.module(...) or the one inside"
             if not any(updates[0]["wrapped"] for updates in case.updates) else
-            "DDP reduces the parameters of what it wraps that required a "
-            "gradient when it was made, in passes that call it, without "
+            "DDP reduces only parameters that it wraps and that required a "
+            "gradient when it was made, in passes that call it, and not under "
             "no_sync()")
     return fail((f"in update {step} " if step else "")
                 + f"gradients are not reduced: {mine['reduced']:.0f} elements "
