@@ -66,11 +66,7 @@ def read_events(file):
 
 
 def read_line(text, script):
-    """The line of the script that a process was in when it was asked last, or
-    None.
-
-    text: what faulthandler has written.
+    """The innermost line of the script in a stack of faulthandler's, or None.
     """
-    last = text.rpartition("Stack (most recent")[2]
-    found = re.search(rf'File "{re.escape(str(script))}", line (\d+)', last)
+    found = re.search(rf'File "{re.escape(str(script))}", line (\d+)', text)
     return int(found[1]) if found else None

@@ -14,6 +14,15 @@ class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
 
 
+class NotCompared(UserError):
+    """The ranks of a run were idle for too long.
+
+    findings: what was found without this run.
+    """
+
+    findings = ()
+
+
 def require(condition, message):
     """Raise a `UserError` with `message` unless `condition` holds."""
     if not condition:

@@ -120,12 +120,13 @@ def where(trial, rank):
     """
     if trial.ranks[rank].status == 0:
         return [f"rank {rank} has ended"]
-    stack = re.findall(r'File "(.*)", line (\d+) in (\S+)',
-                       trial.ranks[rank].err)
+    # what came before it may be of an error that the script has caught
+    err = trial.ranks[rank].err.rpartition("Stack (most recent call")[2]
+    stack = re.findall(r'File "(.*)", line (\d+) in (\S+)', err)
     inside = [stack[0][2] if stack else ""] + [name for file, _, name in stack
               if file.endswith(("distributed_c10d.py", "blocking_mpi.py"))
               and name != "wrapper"]
-    lines = own_places(trial, trial.ranks[rank].err)
+    lines = own_places(trial, err)
     if lines:
         return [f"rank {rank} is in ", lines[0], f" ({inside[-1]})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]

@@ -91,6 +91,10 @@ def fail(sentence, hint="", error="", **more):
     return Finding("FAIL", sentence, hint, error, **more)
 
 
+def counted(things, noun):
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+
+
 def percent(error):
     if error != error:
         return "nan"

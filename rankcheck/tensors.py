@@ -140,6 +140,12 @@ def assemble(ranks, same=None):
     return Whole(tensors, holes, differing, apart)
 
 
+def put_together(updates, what):
+    """The `Whole` of what the ranks that have it have recorded of an update.
+    """
+    return assemble([update[what] for update in updates if what in update])
+
+
 def without(state, names):
     """The same, but these tensors, which are whole on a rank."""
     return describe((name, part) for name, part in whole_here(state).items()

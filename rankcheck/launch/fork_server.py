@@ -16,7 +16,6 @@ import logging
 import os
 import pickle
 import runpy
-import select
 import shutil
 import signal
 import socket
@@ -83,11 +82,12 @@ class Server:
         its.close()
         self.link = Connection(mine.detach())
 
-    def fork(self, *arguments, preload, cwd=None):
+    def fork(self, start, *about):
+        """A `Job`; for the arguments see `run_script`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((number, preload, cwd or os.getcwd(), list(sys.path),
-                        pickle.dumps(arguments)))
+        self.link.send((number, start.preload, start.cwd or os.getcwd(),
+                        list(sys.path), pickle.dumps((start, *about))))
         while number == len(self.jobs):
             self.listen(60)
         return self.jobs[number]
@@ -138,6 +138,7 @@ folders = set()  # of launches that have not been waited for
 # which no script takes for its own: a rank says where it is
 LOOK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 SEEDS = 4  # of hashes, at most: each takes a server
+PAUSE = 0.02  # seconds between two looks at which ranks have ended
 
 
 def get_servers(preload=PRELOAD, size=1, hashes=None):
@@ -178,28 +179,23 @@ def serve(link, preload):
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)
     link = Connection(link)
-    bell, ring = os.pipe()
-    os.set_blocking(bell, False)
-    os.set_blocking(ring, False)
-    signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     jobs = {}  # process -> its job
     while True:
-        ready, _, _ = select.select([link, bell], [], [])
         try:
-            if bell in ready:
-                os.read(bell, 1000)
-                tell_ended(link, jobs)
-            if link in ready:
+            if link.poll(PAUSE if jobs else None):
                 job, preload, folder, path, arguments = link.recv()
                 preload_all(preload)
                 pid = os.fork()
                 if pid == 0:
-                    for handle in (link.fileno(), bell, ring):
-                        os.close(handle)
+                    link.close()
                     become_rank(folder, path, arguments)
                 jobs[pid] = job
                 link.send(("started", job, pid))
+            for pid in [*jobs]:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    link.send(("ended", jobs.pop(pid),
+                               os.waitstatus_to_exitcode(status)))
         except (EOFError, OSError):  # the program is gone
             os.killpg(0, signal.SIGKILL)
 
@@ -219,33 +215,16 @@ def preload_all(names):
 
 @functools.cache
 def preload_one(name):
-    """Import it, without torch's warning that there is no NumPy: each process
-    of ours would print it.
-    """
+    """Import it, without a warning that each process of ours would print."""
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    ours = warnings.filters[0]
     with contextlib.suppress(Exception):  # the rank will say it
         importlib.import_module(name)
-    with contextlib.suppress(ValueError):  # a module has cleared them
-        warnings.filters.remove(ours)
-
-
-def tell_ended(link, jobs):
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            link.send(("ended", jobs.pop(pid, None),
-                       os.waitstatus_to_exitcode(status)))
 
 
 def become_rank(folder, path, arguments):
     """In a forked process. Never returns."""
     status = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.chdir(folder)
         sys.path[:] = path
         status = run_script(*pickle.loads(arguments))
@@ -275,8 +254,7 @@ def run_script(start, rank, port, output):
         file = os.open(f"{output}.{name}",
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
-    faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
-    faulthandler.register(LOOK, file=open(f"{output}.stack", "w"),
+    faulthandler.register(LOOK, file=open(f"{output}.stack", "a"),
                           all_threads=False)
     import torch
 

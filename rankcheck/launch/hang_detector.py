@@ -1,8 +1,11 @@
 """Waits for the ranks of a `ranks.Launch`, as long as they work."""
 
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rankcheck.deadlock import hangs, read_events
+from rankcheck.launch.ranks import Launch
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without an update, in which it may wait
@@ -12,6 +15,7 @@ UNSTARTED = 20.0  # the same, before mpirun has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 
 
+@dataclass
 class Patience:
     """Whether to give the ranks up, by what they do and not by the clock.
 
@@ -21,25 +25,26 @@ class Patience:
     for a long time. Says what it waits for.
     """
 
-    def __init__(self, launch, observed, say, allowed, idle=IDLE,
-                 endless=float("inf"), patience=PATIENCE):
-        """What to allow each rank of a `Launch`, observed in that folder.
+    launch: Launch
+    observed: Path  # the folder in which its ranks are
+    say: object  # a function that is told what it waits for
+    allowed: float  # seconds of a CPU for a step of each rank
+    idle: float = IDLE  # seconds of idleness after which it may hang
+    endless: float = float("inf")  # steps after which it never ends
+    patience: float = PATIENCE  # seconds without a step, if all are idle
+    reason: str = ""  # why they were given up
+    cpu: float = 0.0  # seconds that they have used
+    spent: float = 0.0  # the same since the last step
+    updates: int = 0
+    asked: float = 0.0  # when idle ranks were last asked where they are
+    lines: list = field(default_factory=list)  # in which each was then
+    tasks: dict = field(default_factory=dict)
+    # (time, seconds of a CPU since the last, how many want one)
+    looks: list = field(default_factory=list)
 
-        allowed: seconds of a CPU for a step. idle: seconds in which nobody
-        does anything, after which it is asked whether the ranks hang.
-        endless: steps, after which it is taken for one that never ends.
-        patience: seconds without a step, if nobody does anything then.
-        """
-        self.launch, self.observed, self.say = launch, observed, say
-        self.allowed, self.idle, self.endless = allowed, idle, endless
-        self.patience = patience
-        self.reason, self.cpu, self.spent = "", 0.0, 0.0
-        self.begun = not launch.mpirun
-        self.tasks, self.updates = {}, 0
-        self.looks = []  # (time, seconds of a CPU since the last, who waits)
-        self.begin = self.last = self.stepped = time.monotonic()
-        self.said = self.begin
-        self.asked, self.lines = 0.0, []  # when idle: what each rank is in
+    def __post_init__(self):
+        self.begun = not self.launch.mpirun
+        self.begin = self.last = self.stepped = self.said = time.monotonic()
 
     def __call__(self):
         now = time.monotonic()
@@ -84,18 +89,14 @@ class Patience:
             return "unstarted"
         elif not self.lines or now - self.asked > LOOKS:
             self.asked, self.lines = now, self.launch.lines()
-            if self.hangs(size):
+            if hangs([read_events(self.observed / f"{rank}.jsonl")
+                      for rank in range(size)], self.lines, {
+                    rank for rank, job in enumerate(self.launch.jobs)
+                    if not job.is_alive()}, size):
                 return "hangs"
             if now - self.stepped > self.patience:
                 return "waits"
         return "busy" if self.spent > self.allowed * size else ""
-
-    def hangs(self, size):
-        return hangs(
-            [read_events(self.observed / f"{rank}.jsonl")
-             for rank in range(size)], self.lines,
-            {rank for rank, job in enumerate(self.launch.jobs)
-             if not job.is_alive()}, size)
 
     def sleeps(self, seconds):
         """Whether all ranks have been idle for that many seconds."""

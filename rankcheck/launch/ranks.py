@@ -53,36 +53,27 @@ class Rank:
 class Start:
     """A script that is started as several processes, and how it is watched.
 
-    Each process gets it, pickled. In a flag, {rank} becomes the rank.
-    world_size: None is plain python. nodes: on how many nodes the processes
-    believe they are. mpirun: whether they are ranks of MPI, which mpirun
-    starts if there are several. sleeping: whether MPI's ranks sleep while
-    they wait (see blocking_mpi.py). probes: functions that get each process's
-    `Log` before the script begins; log: the folder in which it is kept.
-    preload: what is imported once for all of them, if no earlier launch has
-    done so. place: the folder that the script imports from, its own by
-    default. cwd: the current folder, this process's by default. within: where
-    the folder of what they print is made. hashes: the seed of Python's hashes
-    in the first rank, if each is to have its own, as under a real launcher;
-    there are four. module: the script's name, if it is run as by python -m.
+    Each process gets it, pickled.
     """
 
     script: str
-    flags: tuple
-    world_size: int | None = None
-    nodes: int = 1
-    mpirun: bool = False
-    sleeping: bool = True
-    probes: tuple = ()
-    log: str | None = None
+    flags: tuple  # in which {rank} becomes the rank
+    world_size: int | None = None  # None is plain python
+    nodes: int = 1  # on so many the processes believe they are
+    mpirun: bool = False  # ranks of MPI; if they are several, by mpirun
+    sleeping: bool = True  # while they wait for MPI: see blocking_mpi.py
+    probes: tuple = ()  # functions that get each process's `Log` first
+    log: str | None = None  # the folder in which that is kept
     env: dict | None = None
     threads: int = 1
-    preload: tuple = fork_server.PRELOAD
-    place: str | None = None
-    cwd: str | None = None
-    within: str | None = None
+    preload: tuple = fork_server.PRELOAD  # is imported once for all of them
+    place: str | None = None  # what the script imports from; None: its folder
+    cwd: str | None = None  # None: this process's
+    within: str | None = None  # where the folder of what they print is made
+    # the seed of Python's hashes in the first rank, if each is to have its
+    # own, as under a real launcher; there are four
     hashes: int | None = None
-    module: str = ""
+    module: str = ""  # the script's name, if it is run as by python -m
 
     @property
     def by_mpirun(self):
@@ -112,8 +103,7 @@ class Launch:
         if start.by_mpirun:
             require_mpirun()
         size = start.world_size or 1
-        servers = fork_server.get_servers(
-            start.preload, size, start.hashes)
+        servers = fork_server.get_servers(start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         fork_server.folders.add(self.folder)
         self.script, self.jobs, self.mpirun = start.script, [], None
@@ -121,8 +111,7 @@ class Launch:
         try:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
-                    start, rank, port, f"{self.folder}/{rank}",
-                    preload=start.preload, cwd=start.cwd))
+                    start, rank, port, f"{self.folder}/{rank}"))
             if start.by_mpirun:
                 self.mpirun = start_mpirun(size, self.folder, start.env)
         except BaseException:
@@ -137,20 +126,12 @@ class Launch:
         """
         try:
             late = self.wait_for_end(time.monotonic() + timeout, gives_up)
-            for job in late:
-                job.kill(signal.SIGUSR2)  # faulthandler's
-            if late:
-                # a stack is whole after half a second; on a busy machine it
-                # may only begin then
-                self.wait_for_end(time.monotonic() + 0.5)
-                self.wait_for_end(time.monotonic() + 3, lambda: all(
-                    'File "' in self.text(self.jobs.index(job), "err")
-                    for job in late))
-            for job in late:
-                job.kill(signal.SIGKILL)
+            stacks = self.stacks() if late else [""] * len(self.jobs)
+            self.signal(signal.SIGKILL)
             self.wait_for_end(time.monotonic() + 10)
             return [Rank(None if job in late else job.status,
-                         self.text(rank, "out"), self.text(rank, "err"))
+                         self.text(rank, "out"),
+                         self.text(rank, "err") + stacks[rank])
                     for rank, job in enumerate(self.jobs)]
         finally:
             self.clear()
@@ -191,10 +172,20 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
+        return [read_line(stack, self.script) for stack in self.stacks()]
+
+    def stacks(self):
+        """Where each rank is: what faulthandler writes, "" if it has ended."""
+        for file in self.folder.glob("*.stack"):
+            os.truncate(file, 0)
         self.signal(fork_server.LOOK)
-        time.sleep(0.1)  # until they have written
-        return [read_line(self.text(rank, "stack"), self.script)
-                for rank in range(len(self.jobs))]
+        end = time.monotonic() + 3  # on a busy machine
+        while time.monotonic() < end and not all(
+                'File "' in self.text(rank, "stack") or not job.is_alive()
+                for rank, job in enumerate(self.jobs)):
+            time.sleep(0.01)
+        time.sleep(0.1)  # until what has begun is whole
+        return [self.text(rank, "stack") for rank in range(len(self.jobs))]
 
     def printed(self):
         """How many bytes the ranks have printed."""

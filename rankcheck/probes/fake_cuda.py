@@ -19,6 +19,7 @@ from torch.utils import _device
 
 from rankcheck.probes.recorder import replace
 
+OF_GPUS = ("pin_memory", "backend", "device_id")  # names of arguments
 MEMORY = 80 * 2**30
 GPU = SimpleNamespace(
     name="a CPU in the place of a GPU", total_memory=MEMORY, major=8, minor=0,
@@ -59,7 +60,9 @@ def here(value, numbered=False):
 
 
 def keep_here(place, *names):
-    """Let functions or methods get no GPU among their arguments."""
+    """Let functions or methods get no GPU among their arguments, and nothing
+    that belongs to one.
+    """
     known = [_builtins._find_builtin(getattr(place, name)) for name in names]
 
     @replace(place, *names)
@@ -67,7 +70,7 @@ def keep_here(place, *names):
         return function(
             *(here(arg, function.__name__ == "to") for arg in args),
             **{key: here(arg, key == "device") for key, arg in kwargs.items()
-               if key != "pin_memory"})
+               if key not in OF_GPUS})
 
     for name, op in zip(names, known, strict=True):
         if op:  # torch.jit.script knows functions of C++ by their address
@@ -76,14 +79,6 @@ def keep_here(place, *names):
 
 def saying(answer):
     return lambda *args, **kwargs: answer
-
-
-def leave_out(place, name, key):
-    """Let a function get no argument of that name."""
-    @replace(place, name)
-    def visible(function, *args, **kwargs):
-        kwargs.pop(key, None)
-        return function(*args, **kwargs)
 
 
 def gpus(log):
@@ -97,13 +92,12 @@ def gpus(log):
             (torch.nn.Module, ("to", "to_empty")),
             (_device.DeviceContext, ("__init__",)),
             (torch.amp.GradScaler, ("__init__",)),
-            (dist, ("init_device_mesh",)),
+            (torch.utils.data.DataLoader, ("__init__",)),
+            (fsdp.FullyShardedDataParallel, ("__init__",)),
+            (dist, ("init_device_mesh", "new_group")),
             (dist.device_mesh, ("init_device_mesh",)),
             (dist.device_mesh.DeviceMesh, ("__init__",))):
         keep_here(place, *names)
-    leave_out(torch.utils.data.DataLoader, "__init__", "pin_memory")
-    leave_out(dist, "new_group", "backend")
-    leave_out(fsdp.FullyShardedDataParallel, "__init__", "device_id")
     torch.Tensor.cuda = torch.Tensor.pin_memory = (
         lambda tensor, *args, **kwargs: tensor)
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -41,7 +41,8 @@ class Rows:
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
                       "skipped": []}
         log.begun = True  # updates count without a module, too
-        self.optimizers, self.made = [], Counter()
+        self.made = Counter()  # of each optimizer, by its number
+        self.optimizers = {}  # id -> (number, the optimizer: its id stays)
         self.recorded = False
         self.since = set()  # optimizers with gradients since it has saved
         log.scale = 1.0  # of the last backward pass
@@ -123,10 +124,8 @@ class Rows:
             take_pending(log)
         if log.told and not self.made:  # others are of a validation
             log.asked("epoch", any(log.told.values()))
-        number = next((i for i, one in enumerate(self.optimizers)
-                       if one is optimizer), len(self.optimizers))
-        if number == len(self.optimizers):
-            self.optimizers.append(optimizer)
+        number, _ = self.optimizers.setdefault(
+            id(optimizer), (len(self.optimizers), optimizer))
         if self.made[number] == self.steps:
             self.leave()
         self.note_saved(number)

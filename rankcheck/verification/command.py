@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcheck.errors import UserError, require, show_path
+from rankcheck.errors import NotCompared, UserError, require, show_path
 from rankcheck.findings import Questions, warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
@@ -29,10 +29,6 @@ REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
 SCHEMA = 1  # of --json: another number if a field changes or goes
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
-
-
-class NotCompared(UserError):
-    """The script was not seen to do anything that is right or wrong."""
 
 
 def add_arguments(parser):
@@ -81,21 +77,22 @@ def print_document(args, options):
                 "steps": args.steps, "device": args.device, "status": 2,
                 "error": "interrupted", "findings": [], "not_seen": []}
     out = Quiet()
-    out.interrupted = b""
+    out.interrupted, findings = b"", ()
     try:
         program = read(words)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
         findings, not_seen = examine(words, **options, out=out)
-        document |= {"findings": [describe(finding, document["script"])
-                                  for finding in findings],
-                     "not_seen": not_seen, "error": None,
+        document |= {"not_seen": not_seen, "error": None,
                      "status": int(any(finding.verdict == "FAIL"
                                        for finding in findings))}
     except Exception as error:
+        findings = getattr(error, "findings", ())
         document["error"] = str(error)
         raise
     finally:
+        document["findings"] = [describe(finding, document["script"])
+                                for finding in findings]
         print(json.dumps(document, indent=2, allow_nan=False))
     return document["status"]
 
@@ -117,9 +114,12 @@ def verify(*given, events=False, **options):
     events: print JSON, for a `Board` elsewhere. For the others see `examine`.
     """
     out = Events() if events else Terminal()
-    findings, not_seen = examine(*given, **options, out=out)
-    for finding in findings:
-        out.report(finding=[finding.verdict, finding.text, finding.advice])
+    try:
+        findings, not_seen = examine(*given, **options, out=out)
+    except NotCompared as error:
+        tell(error.findings, out)
+        raise
+    tell(findings, out)
     out.say("not seen:")
     for text in not_seen:
         out.report(finding=["", text, ""])
@@ -127,6 +127,11 @@ def verify(*given, events=False, **options):
     out.say(f"\n{count['FAIL']} wrong, {count['warn']} to look at.")
     out.report(right=not count["FAIL"])
     return not count["FAIL"]
+
+
+def tell(findings, out):
+    for finding in findings:
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
 
 
 def examine(program, size, steps, resume_with=None, device="cpu",
@@ -169,11 +174,15 @@ def examine(program, size, steps, resume_with=None, device="cpu",
                 f" on the {device.upper()}" + (
                     f" ({program.launcher} and its own flags are left out)"
                     if program.launcher else ""))
-        findings, not_seen = questions.verify(runs.Runs(Starter(
+        made = runs.Runs(Starter(
             program, folder, preload, out.say, device, patience),
-            size, steps, device), more)
+            size, steps, device)
+        findings, not_seen = questions.verify(made, more)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
+    if made.waited:
+        made.waited.findings = findings
+        raise made.waited
     return findings, not_seen
 
 

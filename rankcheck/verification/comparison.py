@@ -7,7 +7,7 @@ import torch
 
 from rankcheck.exits import explain
 from rankcheck.findings import fail
-from rankcheck.tensors import assemble, whole_here, without
+from rankcheck.tensors import assemble, put_together, whole_here, without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -225,8 +225,8 @@ def gradients_of(updates, alone, what="gradients"):
     Both are vectors of all that they share, None and [] if that is nothing;
     the names come with their number of elements.
     """
-    mine = assemble([update["gradients"] for update in updates])
-    each = [assemble([update[what]]).tensors if what == "gradients" else
+    mine = put_together(updates, "gradients")
+    each = [put_together([update], what).tensors if what == "gradients" else
             whole_here(update[what]) for update in alone]
     keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
             if all(key in one and tensor.shape == one[key].shape

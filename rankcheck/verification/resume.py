@@ -9,8 +9,8 @@ with the run that was not interrupted.
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import assemble, relative_error
 from rankcheck.tensors import names as names_of
+from rankcheck.tensors import put_together, relative_error
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
@@ -82,10 +82,6 @@ def firsts(good, back):
         if one[0]["before"] and other[0]["before"]:
             found.setdefault(one[0]["optimizer"], (one, other))
     return found.values()
-
-
-def put_together(updates, what):
-    return assemble([update[what] for update in updates])
 
 
 def weights(before, good, back):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rankcheck.errors import NotCompared
 from rankcheck.exits import ON_CPU
 from rankcheck.findings import fail, ok, warn
 from rankcheck.verification.comparison import (
@@ -37,12 +38,14 @@ class Runs:
 
     start(size, steps, kind, flags, gpus): starts the script, a `Trial`;
     flags: further ones; gpus: whether a CPU stands in for them. device: "gpu"
-    where there are GPUs.
+    where there are GPUs. waited: the `NotCompared` of a run without which the
+    others were compared, or None.
     """
 
     def __init__(self, start, size, steps, device="cpu"):
         self.start, self.size, self.steps = start, size, steps
         self.device, self.gpus, self.made = device, False, {}
+        self.waited = None
 
     def __call__(self, name, flags=(), fewer=0):
         """(a `Trial`, how it ends: a `Finding` or None).
@@ -54,8 +57,15 @@ class Runs:
             size = self.size if several else 1
             steps = self.steps * (self.size if name == "still" else 1) - fewer
             kind = "" if name in ("alone", "together") else name
-            trial = self.start(size, steps, kind, flags, self.gpus)
-            self.made[key] = trial, how_it_ends(trial, words.format(size=size))
+            try:
+                trial = self.start(size, steps, kind, flags, self.gpus)
+                ended = how_it_ends(trial, words.format(size=size))
+            except NotCompared as error:
+                if not kind and (name, False) not in self.made:
+                    raise  # nothing is compared without it
+                self.waited = error
+                trial, ended = None, warn(str(error), "")
+            self.made[key] = trial, ended
         return self.made[key]
 
     def of_first(self, name):
@@ -71,7 +81,7 @@ class Runs:
         self.gpus = not fails
         if not fails:
             return other, None
-        if fails.text == ended.text:  # it came no farther
+        if not other or fails.text == ended.text:  # it came no farther
             return trial, ended
         advice = fails.advice.replace(ON_CPU, "")
         fails.hint = [advice + ";" * (advice[-1:] not in ("", "?"))

@@ -5,14 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from rankcheck.errors import UserError
-from rankcheck.why.evidence import (
-    ask_about,
-    collect,
-    find,
-    read_end,
-    read_json,
-    say_begin,
-)
+from rankcheck.why import evidence
 from rankcheck.why.judge import judge
 from rankcheck.why.ranks import is_waiting
 from rankcheck.why.seen import describe
@@ -28,11 +21,6 @@ def add_arguments(parser):
                         "that was started last")
 
 
-def unknown(folder):
-    """Nothing is known of a run in that folder."""
-    return ""
-
-
 def main(args, **options):
     """options: as `why` has them. Returns the exit status, 2 if there was
     nothing to look at.
@@ -46,28 +34,28 @@ def main(args, **options):
         return 2
 
 
-def why(target, runs=Path("runs"), describe_run=unknown,
-        explain_speed=unknown):
+def why(target, runs=Path("runs"), describe_run=lambda folder: "",
+        explain_speed=lambda folder: ()):
     """Print the answer; returns the exit status, 1 if a fault is proven.
 
     runs: where a job's folder is looked for by its number. describe_run: says
     in a line how the run in a folder was started, explain_speed: in several,
     what its steps' time goes to; both nothing if they do not know it.
     """
-    folder = find(target, runs)
-    begin = read_json(folder / BEGIN)
+    folder = evidence.find(target, runs)
+    begin = evidence.read_json(folder / BEGIN)
     if target is None:
         target = str(folder)
         print(f"what was started last: {target}",
               *map(str, begin.get("command", ())))
-    ranks = collect(folder)
+    ranks = evidence.collect(folder)
     if not ranks:  # then only the start can say something
-        raise UserError(f"{target}: {say_begin(folder)}")
+        raise UserError(f"{target}: {evidence.say_begin(folder)}")
     answer = judge(ranks)
     print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:
         print(f"{'try' if answer.kind else 'look'}: {answer.advice}")
-    for line in ask_about(target):
+    for line in evidence.ask_about(target):
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
     about = ""
@@ -86,7 +74,7 @@ def why(target, runs=Path("runs"), describe_run=unknown,
         print_times(rank)
     if begin.get("output") and not all(rank.runs for rank in ranks):
         print(f"  its output, {begin['output']}, ends:\n"
-              f"{read_end(begin['output'])}")
+              f"{evidence.read_end(begin['output'])}")
     if answer.kind in ("", "straggler"):
         for line in explain_speed(place if about else folder.parent):
             print(line)

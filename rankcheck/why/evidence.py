@@ -21,11 +21,6 @@ HOW = "start it by `rankcheck why run -- COMMAND`"
 JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 # Lines of a launcher's output that say nothing of the script
 OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
-# Of a rank that has left no record
-UNKNOWN = {"master": [None, None], "start": None, "still": 0, "over": False,
-           "stack": [], "state": "?", "calls": None, "joined": False,
-           "asked": "", "message": None, "oom_kills": 0, "answers": False,
-           "library": "", "launched": True, "mpi": False, "connecting": []}
 
 
 def find(target, runs):
@@ -225,9 +220,10 @@ def add_exits(folder, records):
                 ), None)
             if record is None:
                 records.append({
-                    **UNKNOWN, "rank": told["rank"], "world_size": size,
-                    "host": host, "pid": int(pid), "began": told["time"],
-                    "written": told["time"], "ended": ended})
+                    "rank": told["rank"], "world_size": size, "host": host,
+                    "pid": int(pid), "began": told["time"],
+                    "written": told["time"], "ended": ended,
+                    "answers": False})
             elif not (record["ended"] or {}).get("status"):
                 record["ended"] = ended
     return records

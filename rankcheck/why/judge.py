@@ -12,21 +12,8 @@ import re
 from collections import Counter, defaultdict
 
 from rankcheck.findings import Finding
-from rankcheck.why.ranks import (
-    PATIENCE,
-    SOON,
-    Job,
-    Who,
-    with_status,
-)
-from rankcheck.why.seen import (
-    describe_call,
-    describe_each,
-    describe_error,
-    describe_wait,
-    report,
-    say_oom,
-)
+from rankcheck.why import seen
+from rankcheck.why.ranks import PATIENCE, SOON, Job, Who, with_status
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -59,7 +46,7 @@ def judge(ranks):
     """The `Finding` of the first rule that has one, or what is seen."""
     job = Job(ranks)
     return next(filter(None, (ask(job) for ask in RULES)), None) or (
-        report(job))
+        seen.report(job))
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -166,8 +153,8 @@ def other_calls(job):
                 values[rank] == right) == same) for same in (False, True))
             return [rank for rank in job.ranks if rank.rank in odd], (
                 f"collective {calls[odd[0]]['number']} is "
-                f"{describe_call(calls[odd[0]])} on {odd}, and "
-                f"{describe_call(calls[even[0]])} on {even}")
+                f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
+                f"{seen.describe_call(calls[even[0]])} on {even}")
     return None
 
 
@@ -184,7 +171,7 @@ def deadlock(job):
                 who = sorted((rank, other), key=lambda one: len(
                     job.keeps_waiting(one)))[-1]
                 return [who], ", and ".join(
-                    f"rank {one.rank} {describe_wait(one)}"
+                    f"rank {one.rank} {seen.describe_wait(one)}"
                     for one in (rank, other))
     return None
 
@@ -202,9 +189,9 @@ def killed(job):
     who = Who(rank for rank in job.by["killed"] if not (
         job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
     return who and (who, "; ".join(filter(None, [
-        describe_each(who) + say_oom(on_hosts(job, [
+        seen.describe_each(who) + seen.say_oom(on_hosts(job, [
             rank for rank in who if rank.signal == "SIGKILL"])),
-        describe_each(job.ranks.without(who))])))
+        seen.describe_each(job.ranks.without(who))])))
 
 
 @rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
@@ -215,9 +202,9 @@ def first_error(job):
     failed = sorted(job.by["error"], key=lambda rank: rank.ended["time"])
     if not failed:
         return None
-    first, words = failed[0], describe_error(failed[0])
+    first, words = failed[0], seen.describe_error(failed[0])
     same = Who(rank for rank in job.ranks if rank in failed
-               and describe_error(rank) == words)
+               and seen.describe_error(rank) == words)
     if len(same) > 1:
         return same, f"{same} ended{words}"
     near = [rank for rank in failed[1:] if rank.host != first.host
@@ -229,8 +216,8 @@ def first_error(job):
     others = job.ranks.without([first, *near]) if TRUNCATED.search(
         first.ended.get("message") or "") else ()
     return [first, *near], "; ".join(filter(None, [
-        *(f"{Who([rank])} {ended}{describe_error(rank)}"
-          for rank in (first, *near)), describe_each(others)]))
+        *(f"{Who([rank])} {ended}{seen.describe_error(rank)}"
+          for rank in (first, *near)), seen.describe_each(others)]))
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
@@ -260,7 +247,8 @@ def gone(job):
         f"{who} on {name_hosts(who)} ended, and nothing says how" + (
             "" if others & {rank.host for rank in who} else
             ", and all ranks of that node with it")
-        + f"{say_oom(on_hosts(job, who))}; last written at {who[0].heard}"))
+        + seen.say_oom(on_hosts(job, who))
+        + f"; last written at {who[0].heard}"))
 
 
 def name_hosts(ranks):
@@ -271,17 +259,6 @@ def on_hosts(job, some):
     """All ranks on the nodes of some."""
     hosts = {rank.host for rank in some}
     return [rank for rank in job.ranks if rank.host in hosts]
-
-
-@rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
-      "site's support")
-def disk(job):
-    """the kernel says that the process waits for a device"""
-    who = job.those(lambda rank: rank.runs and rank.state == "D"
-                    and rank.still > PATIENCE and not rank.computes)
-    return who and (who, f"{who} on {name_hosts(who)}, in {who[0].place}, "
-                    f"{who:waits} for a disk or device, and {who:has} not "
-                    f"moved for {who[0].still:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower

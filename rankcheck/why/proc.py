@@ -70,18 +70,13 @@ def descendants(root):
     """A process and all that it has started, itself first: also what has lost
     its parent, if it is in the session that the process leads.
     """
-    children, session = {}, []
-    for pid in list_processes():
-        stat = read_stat(pid)
-        if stat:  # else it has ended
-            children.setdefault(int(stat[1]), []).append(pid)
-            if int(stat[3]) == root != pid:
-                session.append(pid)
+    stats = {pid: read_stat(pid) for pid in list_processes()}
     found = [root]
-    for pid in found:
-        found += [child for child in children.get(pid, [])
-                  if child not in found]
-    return [*found, *(pid for pid in session if pid not in found)]
+    for parent in found:
+        found += [pid for pid, stat in stats.items()
+                  if stat and pid not in found  # else it has ended
+                  and (int(stat[1]) == parent or int(stat[3]) == root)]
+    return found
 
 
 def see_work(pid, but=None):

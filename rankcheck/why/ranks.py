@@ -47,8 +47,8 @@ class Who(list):
     def __format__(self, verb):
         numbers = [str(getattr(rank, "rank", rank)) for rank in self]
         many = len(numbers) > 1
-        verb = {"is": "are", "has": "have"}.get(
-            verb, verb.removesuffix("s")) if many and verb else verb
+        verb = {"is": "are", "has": "have", "was": "were"}.get(
+            verb, verb.removesuffix("s")) if many else verb
         return f"rank{'s' * many} {', '.join(numbers)} {verb}".rstrip()
 
     def without(self, some):
@@ -63,8 +63,14 @@ class Rank:
     """
 
     looks, work = (), ()
-    answers = True  # or nothing asks it: it has not loaded torch or MPI yet
+    answers = False  # nothing asks it before it has loaded torch or MPI
     answer = None  # at rank 0's address: "" or the problem, if it has tried
+    # what a rank that only its launcher has seen has not written
+    start = calls = message = None
+    master, stack, connecting = (None, None), (), ()
+    still, oom_kills, state, library = 0, 0, "?", ""
+    over = joined = mpi = False
+    launched = True
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         self.__dict__.update(record)

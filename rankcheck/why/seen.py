@@ -84,8 +84,9 @@ def describe(rank):
                     f"{rank.heard}{say_oom([rank])}"}[rank.ending]
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
-    words = [where + since
-             + ", after the end of its script" * rank.over]
+    words = [where + since + ", after the end of its script" * rank.over,
+             *["the kernel waits for a disk or another device of its"]
+             * (rank.state == "D")]
     works, idle = describe_work(rank)
     if works:
         words.append("works: " + ", ".join(works[:3]))
@@ -137,11 +138,8 @@ def describe_each(ranks):
     groups = defaultdict(Who)
     for rank in ranks:
         groups[describe(rank)].append(rank)
-    many = {"is": "are", "has": "have", "was": "were", "waits": "wait"}
-    return "; ".join(
-        f"{who} {many.get(first, first) if who[1:] else first} {more}"
-        for words, who in groups.items()
-        for first, more in [words.split(" ", 1)])
+    return "; ".join(f"{who:{verb}} {more}" for words, who in groups.items()
+                     for verb, more in [words.split(" ", 1)])
 
 
 def report(job):

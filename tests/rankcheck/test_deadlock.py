@@ -4,6 +4,7 @@ import pytest
 from conftest import edit
 from verify_cases import read
 
+from rankcheck.errors import NotCompared, UserError
 from rankcheck.verification import command
 
 FIRST = "for epoch in"  # before it, a rank may wait
@@ -59,9 +60,26 @@ def test_what_only_waits(wait, tmp_path, capsys):
     assert "0 wrong" in capsys.readouterr().out
 
 
+@pytest.mark.whole
+def test_what_is_found_before_a_further_run_waits(tmp_path, capsys):
+    """Its third run, with frozen weights, is the one that waits."""
+    script = tmp_path / "train.py"
+    script.write_text(edit(read("ddp"), ("32 // size", "32"), (FIRST, f"""\
+import pathlib, time
+starts = pathlib.Path({str(tmp_path / "starts")!r})
+if rank == 0:
+    starts.touch()
+    starts.open("a").write("x")
+    if len(starts.read_text()) == 3: time.sleep(99)
+{FIRST}""")))
+    with pytest.raises(UserError, match="1 process: made no update in 4 s"):
+        command.verify([str(script)], 2, 2, patience=4)
+    assert "an update has 64 samples, with one" in capsys.readouterr().out
+
+
 def test_what_waits_too_long(tmp_path):
     """That is no mistake."""
-    with pytest.raises(command.NotCompared, match=r"2 processes: made no "
+    with pytest.raises(NotCompared, match=r"2 processes: made no "
                        r"update in 4 s, .*rank 1 is in line 2\d \(<mod.*"
                        "longer: --patience"):
         verified(tmp_path, "time.sleep(99)", 4)

@@ -45,6 +45,17 @@ def test_the_last_words_of_a_script(err, says):
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
+def test_where_a_rank_is_after_an_error_that_was_caught():
+    one = trial(Rank(None, "", """\
+  File "their_train.py", line 3, in load
+OSError: no cache
+Stack (most recent call first):
+  File "their_train.py", line 9 in train
+"""))
+    one.gave_up = "flood"
+    assert exits.explain(one).text.endswith("rank 0 is in line 9 (train)")
+
+
 @pytest.mark.parametrize(("out", "err", "says", "hint"), [
     ("Traceback (most recent call last):\nValueError: no data\n", "",
      "ValueError: no data", ""),
@@ -72,9 +83,8 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
     for question in QUESTIONS:
         if question.answer not in (process.definitions, process.devices):
             continue
-        single = SimpleNamespace(seen=[None])
         assert all(finding.verdict != "FAIL" for asked, finding
-                   in ask(one, single) if asked is question)
+                   in ask(one, trial(Rank(0, "", ""))) if asked is question)
     solution = STAGES["ddp"].solution.read_text()
     diff = Diff("ddp", script, (solution + DEEP).encode())
     assert not diff.left and len(diff.others) == 1
@@ -142,9 +152,8 @@ def test_nan_is_no_number_and_itself(mine, good, same):
 
 def test_weights_of_nan_are_not_the_single_devices():
     def with_weights(*values):
-        return SimpleNamespace(seen=[{"weights": describe(
-            (str(i), torch.tensor([value]))
-            for i, value in enumerate(values))}])
+        return trial(Rank(0, "", ""), weights=describe(
+            (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)
     assert model.weights(good, good) is None
@@ -166,7 +175,8 @@ def update(**other):
                  other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
 
 
-CASE = SimpleNamespace(named=str)
+CASE = comparison.Comparison(None, None, trial(
+    Rank(0, "", ""), shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),
     "kept": lambda good, back: resume.kept(CASE, good, back),

@@ -41,11 +41,11 @@ def verify(runs, more=()):
 
 def by_update(findings):
     """The same, those that name an update in the order of the updates."""
-    at = [i for i, one in enumerate(findings) if "update" in one.numbers]
-    for i, one in zip(at, sorted((findings[i] for i in at), key=lambda one: (
-            one.numbers["update"])), strict=True):
-        findings = [*findings[:i], one, *findings[i + 1:]]
-    return findings
+    named = iter(sorted(
+        (finding for finding in findings if "update" in finding.numbers),
+        key=lambda finding: finding.numbers["update"]))
+    return [next(named) if "update" in finding.numbers else finding
+            for finding in findings]
 
 
 def ask(question, case):

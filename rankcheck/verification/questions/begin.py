@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from rankcheck.findings import fail, ok, warn
-from rankcheck.tensors import assemble, elements, pieces
+from rankcheck.findings import counted, fail, ok, warn
+from rankcheck.tensors import assemble, elements, pieces, put_together
 from rankcheck.verification.comparison import AGAIN
 from rankcheck.verification.questions.question import question
 
@@ -78,12 +78,14 @@ def start(case):
                          ranks=sorted(whole.differing))]
     if case.split:
         return [warn(
-            f"{len(case.split)} parameters are smaller than with one process, "
-            f"or others: {case.named(case.split)}", "right if the script "
-            "shards them by hand: they are left out of what is compared",
+            f"{counted(case.split, 'parameter')} "
+            f"{'is' if len(case.split) == 1 else 'are'} smaller "
+            f"than with one process, or others: {case.named(case.split)}",
+            "right if the script shards them by hand: they are left out of "
+            "what is compared",
             learned={"apart": "parameters are split by hand"})]
-    mine, alone = assemble(firsts[0]), assemble([
-        update["before"] for update in case.single[:1]])
+    mine, alone = assemble(firsts[0]), put_together(
+        case.single[:1], "before")
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
@@ -94,8 +96,8 @@ def start(case):
                          "whether that begins alike each time was not "
                          f"compared: started again, {ended.text}",
                          ended.advice, learned=learned)]
-        if not assemble([
-                again.seen[0]["updates"][0]["before"]]).error(alone) <= 1e-6:
+        if not put_together(again.seen[0]["updates"][:1], "before").error(
+                alone) <= 1e-6:
             return [warn("one process begins with other weights each time "
                          "that it is started", "set a seed, to compare",
                          learned=learned)]

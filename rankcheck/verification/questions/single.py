@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import assemble
+from rankcheck.tensors import put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
@@ -213,7 +213,7 @@ def gradient_error(case, updates, alone, step, weights):
     if mine is None:
         return None
     good = mix(weights, each)
-    first = assemble([first_update(case, updates)["gradients"]]).length()
+    first = put_together([first_update(case, updates)], "gradients").length()
     whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
              ).item()  # what has converged is but noise
     bound = GRADIENT * case.loosely * (10 if step else 1)
@@ -235,9 +235,9 @@ def weight_error(case, updates, alone, step, weights):
     if case.still or "weights" not in updates[0] or (
             alone[0]["optimizer"] != updates[0]["optimizer"]):
         return None
-    begin = assemble([first_update(case, updates)["before"]]).tensors
-    mine = assemble([update["weights"] for update in updates])
-    good = assemble([alone[0]["weights"]]).tensors
+    begin = put_together([first_update(case, updates)], "before").tensors
+    mine = put_together(updates, "weights")
+    good = put_together(alone[:1], "weights").tensors
     keys = [key for key in good if key in mine.tensors and key in begin
             and mine.tensors[key].shape == good[key].shape]
     if mine.apart or not keys:

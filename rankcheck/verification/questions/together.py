@@ -2,8 +2,8 @@
 
 import itertools
 
-from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import assemble
+from rankcheck.findings import counted, fail, ok, percent, warn
+from rankcheck.tensors import put_together
 from rankcheck.verification.comparison import GRADIENT, gradients_of, off
 from rankcheck.verification.questions.question import question
 
@@ -54,8 +54,7 @@ def averages(case):
 @question("buffers are equal on all ranks")
 def buffers(case):
     for step, updates in enumerate(case.updates):
-        whole = assemble([update["buffers"] for update in updates
-                          if "buffers" in update])
+        whole = put_together(updates, "buffers")
         if whole.apart:
             names = sorted({key.partition(".")[2] for key in whole.apart})
             words = ("BatchNorm's running statistics" if any(
@@ -85,10 +84,13 @@ def reductions(case):
     if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()")]
     for step, updates in enumerate(case.updates):
-        if times[step] < 0.5 and (few or assemble([
-                update["gradients"] for update in updates]).apart):
-            if few and in_another_form(updates):
-                break
+        if times[step] >= 0.5:
+            continue
+        local, got = (put_together(updates, what)
+                      for what in ("local", "gradients"))
+        if few and local.apart and not got.apart:
+            break  # in another form: ranks that computed others get the same
+        if few or got.apart:
             return [not_reduced(case, step)]
     turns = []  # of all optimizers: before the first, all may be reduced
     for step, update in enumerate(mine):
@@ -122,24 +124,17 @@ def reductions(case):
     return findings
 
 
-def in_another_form(updates):
-    """Whether ranks that have computed others get the same gradients."""
-    local, got = (assemble([update[what] for update in updates])
-                  for what in ("local", "gradients"))
-    return local.apart and not got.apart
-
-
 def not_reduced(case, step):
     made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
-    hint = ("the model is wrapped in DDP, but not called by it: call "
-            "model(...), not model.module(...) or the one inside"
-            if made and not any(updates[0]["wrapped"]
-                                for updates in case.updates) else
-            "wrap the model in DistributedDataParallel and call that; or "
+    hint = ("wrap the model in DistributedDataParallel and call that; or "
             "all_reduce every gradient before optimizer.step()"
-            if not made or not step else
-            "DDP reduces the parameters that required a gradient when it was "
-            "made, in passes without no_sync()")
+            if not made else
+            "the model is wrapped in DDP, but not called by it: call "
+            "model(...), not model.module(...) or the one inside"
+            if not any(updates[0]["wrapped"] for updates in case.updates) else
+            "DDP reduces only parameters that it wraps and that required a "
+            "gradient when it was made, in passes that call it, and not under "
+            "no_sync()")
     return fail((f"in update {step} " if step else "")
                 + f"gradients are not reduced: {mine['reduced']:.0f} elements "
                 f"in an update of {mine['elements']:.0f}", hint,
@@ -152,7 +147,7 @@ def unused(case):
             for key in update["without"] if key not in case.split}
     if not keys:
         return []
-    words = f"{len(keys)} parameters got no gradient in "
+    words = f"{counted(keys, 'parameter')} got no gradient in "
     if not any(update["gradients"][part] for updates in case.updates
                for update in updates for part in ("plain", "sharded")):
         return [fail(f"{words}any update: {case.named(keys)}", "the "
@@ -176,8 +171,7 @@ def equal(case):
         if what == "gradients" and (clipped_first(case) or case.by_step):
             continue  # they are seen before that
         for step, updates in enumerate(case.updates):
-            whole = assemble([update[what] for update in updates
-                              if what in update])
+            whole = put_together(updates, what)
             if not whole.tensors:
                 break
             if whole.apart:
