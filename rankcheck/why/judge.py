@@ -261,6 +261,17 @@ def on_hosts(job, some):
     return [rank for rank in job.ranks if rank.host in hosts]
 
 
+@rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
+      "site's support")
+def disk(job):
+    """the kernel says that the process waits for a device"""
+    who = job.those(lambda rank: rank.runs and rank.state == "D"
+                    and rank.still > PATIENCE and not rank.computes)
+    return who and (who, f"{who} on {name_hosts(who)}, in {who[0].place}, "
+                    f"{who:waits} for a disk or device, and {who:has} not "
+                    f"moved for {who[0].still:.0f} s")
+
+
 # ------------------------------------------------------------- one is slower
 
 
