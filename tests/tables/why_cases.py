@@ -61,9 +61,10 @@ FAULTS = {
     # MPICH lets it pass: then the script itself fails, one line below
     "another shape": (
         f"different collectives|a rank ended|{MORE}", "rank 1"),
+    # the kernel of its node is asked by another rank there, if there is one
     "killed for memory": (
-        "(?=.*lack of memory)(a rank was killed|no record of an end)",
-        "rank 1"),
+        "(?=.*(lack of memory|SIGKILL, as the launcher says))"
+        "(a rank was killed|no record of an end)", "rank 1"),
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
