@@ -77,6 +77,7 @@ if rank == 0:
     assert "an update has 64 samples, with one" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_what_waits_too_long(tmp_path):
     """That is no mistake."""
     with pytest.raises(NotCompared, match=r"2 processes: made no "

@@ -114,6 +114,7 @@ import torch
     assert "2 updates on the GPU" in said and "NCCL" not in said
 
 
+@pytest.mark.whole
 def test_an_error_in_another_file_names_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("helper.py").write_text("def act():\n    raise OSError(1)\n")

@@ -335,6 +335,7 @@ def test_a_clock_that_is_set_back(monkeypatch):
             ] == [0, 1, 2]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("imports", [False, True])
 def test_the_lines_of_a_record_import_nothing(imports, tmp_path):
     """Half a torch._inductor is what a script got that imported it, too."""

@@ -34,6 +34,8 @@ from shells import (
 )
 from shells import mount as mount  # a fixture
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).resolve().parents[2]
 NO_NETWORK = {"PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0",
               "PIP_INDEX_URL": CLOSED, "PIP_RETRIES": "0"}
@@ -71,7 +73,6 @@ def plant(venv):
 # ---------------------------------------------------------------- the shell
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("words", "said"), [
     *(([*how, "activate.sh"], r"activate\.sh.*source.*\n") for how in (
         ["bash"], ["zsh"], ["sh"], ["env", "PATH=.:/usr/bin:/bin"])),
@@ -222,7 +223,6 @@ def index(tmp_path):
             each.shutdown()
 
 
-@pytest.mark.whole
 def test_packages_come_from_where_pip_has_them(set_up, tmp_path, index):
     """A mirror and a folder, by pip.conf; no setting puts them elsewhere."""
     (repo, venv), elsewhere = set_up(tmp_path), tmp_path / "elsewhere"
@@ -269,7 +269,6 @@ def test_without_packages_it_stays_as_it_is(set_up, tmp_path, settings, said,
     needing(repo, "one==1.0")
 
 
-@pytest.mark.whole
 def test_an_interrupted_set_up_goes_on(tmp_path):
     """After kill -9 at any moment, in a folder that others share."""
     repo, venv = tiny_clone(tmp_path), tmp_path / "shared/venv"
@@ -295,7 +294,6 @@ def test_an_interrupted_set_up_goes_on(tmp_path):
     assert not (repo / ".venv").exists()
 
 
-@pytest.mark.whole
 def test_what_this_clone_has_not_made_stays(set_up, tmp_path):
     """In the clone's own place; a link is its own if it has made it there."""
     repo, venv = set_up(tmp_path)
@@ -398,7 +396,6 @@ def test_a_path_that_no_environment_may_have(tmp_path):
     refused(source(repo), "colon")
 
 
-@pytest.mark.whole
 def test_a_path_that_is_odd(tmp_path):
     name = 'a"b `b` $d \\b it\'s ä'
     repo = tiny_clone(tmp_path / name)
@@ -411,7 +408,6 @@ def commit(repo, date):
         GIT_COMMITTER_DATE=f"{date} +0000")
 
 
-@pytest.mark.whole
 def test_clones_with_other_requirements(set_up, tmp_path):
     """Only a word changes what they share, and only from a newer clone."""
     needs("git")
@@ -434,7 +430,6 @@ def test_clones_with_other_requirements(set_up, tmp_path):
     stays()
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("made", [True, False])
 def test_two_clones_at_once(set_up, tmp_path, made):
     """The second waits, says so, and uses what the first has made."""
@@ -522,7 +517,6 @@ def test_a_shared_environment_of_another(desk, tmp_path):
     assert not (repo / ".venv").exists()
 
 
-@pytest.mark.whole
 def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     repo = tiny_clone(tmp_path)
     venv = tmp_path / "by hand"
@@ -537,7 +531,6 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     assert set(venv.iterdir()) == made
 
 
-@pytest.mark.whole
 def test_a_clone_that_moves_and_the_sites_own_pytorch(set_up, tmp_path):
     """In a folder with a space and an apostrophe.
 
@@ -597,7 +590,6 @@ def tracked():
             if (ROOT / name).is_file()]
 
 
-@pytest.mark.whole
 def test_shellcheck():
     needs("shellcheck", "git")
     # those that differ only in their comments are one

@@ -100,6 +100,7 @@ def test_it_is_the_ratio_of_the_means_and_not_the_mean_of_the_ratios():
         (0.99 * 6 + 14) / (0.99 * -2 + 2))
 
 
+@pytest.mark.whole
 def test_the_noise_scale_of_preset_tiny(data):
     """It is measured on what the stages train."""
     curve = batch.noise(data, steps=20, warm_up=4)

@@ -126,6 +126,7 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
         command("ddp", SLURM)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="no PYTHONSAFEPATH")
 @pytest.mark.parametrize("words", [
     "fineweb/countfineweb.py fineweb/demo", "code/hellaswag.py --help",

@@ -7,6 +7,8 @@ import shutil
 import pytest
 from conftest import copy_course, git, program, python, workshop
 
+pytestmark = pytest.mark.whole
+
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
 JOB = "batchfiles/job.sh"

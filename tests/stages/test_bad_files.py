@@ -300,6 +300,7 @@ def test_a_checkpoint_is_mapped_and_not_read(tmp_path, verify):
     assert not any(weight.any() for weight in state["model"].values())
 
 
+@pytest.mark.whole
 def test_a_checkpoint_with_something_missing(tmp_path):
     """Such as a weight, which was once left as random as it began."""
     file = tmp_path / "missing.pt"

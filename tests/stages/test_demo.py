@@ -47,6 +47,7 @@ def texts(tmp_path):
     return tmp_path / "texts", tmp_path / "three.log"
 
 
+@pytest.mark.whole
 def test_the_default_dataset(demo):
     """The same bytes as activate.sh has made, wherever it has."""
     built = ROOT / "fineweb" / "demo"

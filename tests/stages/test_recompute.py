@@ -106,6 +106,7 @@ def test_a_device_gets_its_own_part(stages, dp, tp, rank):
 # -------------------------------------------------- activation checkpointing
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_with_it_or_without_it(data, tmp_path):
     """And computes exactly the same; in bf16, as most runs do."""
     half, whole = (train("std", tmp_path / flag, "--precision", "bf16", flag,

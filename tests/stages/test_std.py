@@ -411,6 +411,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
     assert len(folders) == 3 and all(f.is_dir() for f in folders)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("script", ["solutions/train_gpt2_std.py",
                                     "starter/train.py"])
 def test_closed_streams_and_a_home_folder(script, data, tmp_path):

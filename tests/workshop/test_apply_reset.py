@@ -246,6 +246,7 @@ def test_applies_at_the_same_time_lose_no_change(repo):
         repo, "diff", "ddp")
 
 
+@pytest.mark.whole
 def test_the_list_says_what_an_editor_has_saved_over(repo):
     text = script(repo).read_text()
     workshop(repo, "apply", "ddp", "1", "2")
@@ -302,6 +303,7 @@ NO_FILE = {
     "device": lambda path: path.symlink_to("/dev/zero")}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", NO_FILE)
 def test_what_is_no_file_is_one_line_and_nobody_waits(repo, kind, monkeypatch):
     monkeypatch.chdir(repo / "code")  # a socket's address is short

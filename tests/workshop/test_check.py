@@ -43,6 +43,7 @@ def test_the_places_of_the_changes_are_there(table):
     assert all(case.script() for case in load_all(table))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("words", ["mutants.py --help", "why_cases.py . seen"])
 def test_a_table_is_a_program(words, tmp_path):
     name, *flags = words.split()

@@ -260,6 +260,7 @@ def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
     assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
     mine, link = tmp_path / f"mine.{kind}", tmp_path / f"link.{kind}"
@@ -274,6 +275,7 @@ def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
         panels.draw_all(tmp_path / f"ours.{kind}", EXAMPLES[:1])
 
 
+@pytest.mark.whole
 def test_plot_needs_no_display_and_no_backend(tmp_path):
     workshop(ROOT, "plot", EXAMPLES[0], "-o", tmp_path / "a.png",
              MPLBACKEND="module://no.no", DISPLAY="")

@@ -100,6 +100,7 @@ def commands(*names):
     return list(filter(None, found))
 
 
+@pytest.mark.whole
 def test_a_command_has_a_script_and_its_flags(data, monkeypatch):
     """Of each command on a slide: other tests run such ones."""
     monkeypatch.setenv("WORKSHOP_DATA", str(data))
