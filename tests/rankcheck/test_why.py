@@ -164,7 +164,7 @@ def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
         assert speed.main(Namespace(job=str(folder))) == 0
         said = capsys.readouterr().out
         assert "\n  world size 2: 1 node x 2 " in said  # the run's own line
-        assert said.startswith("no fault is proven: the ranks move on")
+        assert said.startswith("no fault is proven: no rank has stood still")
         assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  "
                          r"line \d+ of their_train.py: time.sleep\(args.pause",
                          said, re.DOTALL)
