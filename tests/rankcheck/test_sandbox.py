@@ -154,6 +154,16 @@ def test_what_a_child_process_writes(home, tmp_path):
         "out/large2, elsewhere/large3, beside/large3 changed meanwhile")
 
 
+def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
+    (home / "other" / "beside.py").write_text("print('found')")
+    (home / "other" / "train.py").write_text("import beside")
+    Path("train.py").symlink_to("../other/train.py")
+    copy = sandbox.make(tmp_path / "ours", "copy", "train.py")
+    rank, = launch(copy.name("train.py"), probes=[copy],
+                   cwd=str(copy.name(Path.cwd())))
+    assert rank.out == "found\n", rank.err
+
+
 def test_what_it_makes_is_its_own(home, tmp_path):
     """Also by an absolute path, and for another rank, it can be changed."""
     elsewhere = tmp_path / "elsewhere"

@@ -35,7 +35,7 @@ from rankcheck.why import (
 )
 from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import collect
-from rankcheck.why.judge import RULES, judge
+from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.start import HOOK
 from rankcheck.why.witness import MARK
@@ -146,6 +146,15 @@ def look_at_ranks(job):
         raise AssertionError(said)
     finally:
         job.clear()
+
+
+@pytest.mark.parametrize("times, share", [
+    ([(9, 0), (10, 9.5)], 0.95),  # it has waited before the first began
+    ([(8, 0), (9, 0), (10, 0)], 1.0),  # for three at once
+    ([(1, 0), (11, 10)], 2 / 11)])
+def test_nobody_waits_for_more_than_all_the_time(times, share):
+    number, found, _ = find_last([dict(enumerate(pair)) for pair in times])
+    assert (number, found) == (0, pytest.approx(share))
 
 
 @pytest.mark.whole
