@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage import device as devices
-from backstage.errors import UserError, require, warn
+from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import COLUMNS, RECORD, Metrics, describe_start
 from backstage.signals import Signals
@@ -120,16 +119,6 @@ class Run:
         text = json.dumps(self.record, indent=1) + "\n"
         files.write_atomically(folder / RECORD, text.encode())
 
-    def _keep_notes(self, file):
-        """Keep what the user has added to the record, which is replaced."""
-        with suppress(FileNotFoundError):
-            before = files.read_json(file, {"hyperparameters": dict})
-            hp = "hyperparameters"
-            if not (before.keys() <= {*self.record, "startup"}
-                    and before[hp].keys() <= self.record[hp].keys()):
-                warn(f"{file} has what a run does not write: it is kept as "
-                     f"{files.keep(file).name}")
-
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one has none."""
         tokenizer, problem = None, None
@@ -170,7 +159,6 @@ class Run:
             checkpoint.spread_state(state, model)
         if self.rank == 0:
             if hp.resume:
-                self._keep_notes(self.folder / RECORD)
                 self._write_record(self.folder)
             self.metrics = Metrics(self.folder / "metrics.csv", step, (
                 f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "

@@ -1,6 +1,5 @@
 """Nothing of a run is lost when it is resumed and something is not there."""
 
-import json
 import os
 import shutil
 
@@ -149,21 +148,3 @@ def test_every_row_is_still_there(case, begun, tmp_path):
         assert "| step    0/8" in result.out
         steps = (result.out + result.err if stage == "std" else result.out)
         assert stage == "std" or steps.index(line) < steps.index("| step")
-
-
-@pytest.mark.parametrize("place", [(), ("hyperparameters",)])
-def test_a_note_in_the_record_is_still_there(place, data, tmp_path):
-    run = tmp_path / "run"
-    train("std", run, "--max-steps", 2, data=data)
-    file = run / "hyperparameters.json"
-    record = part = json.loads(file.read_bytes())
-    for key in place:
-        part = part[key]
-    part["note"] = "a new disk"
-    file.write_text(json.dumps(record))
-    result = attempt("std", run, "--resume", "--max-steps", 3)
-    kept, = run.glob("hyperparameters.2*.json")
-    assert json.loads(kept.read_bytes()) == record
-    assert f"kept as {kept.name}" in result.err
-    result = attempt("std", run, "--resume", "--max-steps", 4)
-    assert "kept" not in result.out + result.err
