@@ -168,7 +168,7 @@ def main():
     command, *words = sys.argv[1:] or [""]
     require(command in commands and len(words) == 2, "say what to do: python "
             "code/huggingface.py export RUN FOLDER, or import FOLDER FILE")
-    commands[command](*words)
+    commands[command](*(Path(word).expanduser() for word in words))
 
 
 if __name__ == "__main__":

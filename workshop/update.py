@@ -36,6 +36,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         in_the_way = git.names("ls-files", "--killed", "-z")
         require(not in_the_way, f"{', '.join(in_the_way)}: the course has "
                 "another kind of file there: move yours away, then try again")
+        stashes = git.run("stash", "list")
         edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
         try:
             if edited:
@@ -62,6 +63,9 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
             print("changed by you and the course: "
                   f"{', '.join(sorted(clashes))}: the course's is there, "
                   f"yours in {copies}, and in `git stash list`")
+    elif git.run("stash", "list") != stashes:  # git has refused to restore
+        print("your edits of the course's files could not be put back: they "
+              f"are in {copies}, and in `git stash list`")
     print(f"{len(news)} files have changed; this clone is {newest}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
 

@@ -265,7 +265,7 @@ def run_script(start, rank, port, output):
                                 for flag in start.flags)]
     # in place of the caller's folder, which PYTHONSAFEPATH leaves out
     sys.path[:not getattr(sys.flags, "safe_path", False)] = [
-        str(start.place or Path(start.script).parent)]
+        str(start.place or Path(start.script).resolve().parent)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if start.mpirun and start.sleeping:
         # in an allocation's shell Open MPI would take a process that plain

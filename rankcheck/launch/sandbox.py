@@ -4,7 +4,8 @@ A file that was there before is never changed, and nothing is left beside it:
 
 - The copy is the ranks' current folder. Small files are copied, of others and
   of large folders it has links. The folders above it are there, too, so that
-  `../data` leads to where it does from the current folder.
+  `../data` leads to where it does from the current folder; and of what the
+  user's links lead to elsewhere there is a copy in the same way.
 - Before a rank writes to what is a link, the guard puts a copy in its place.
 - Before a rank changes what was there before and is elsewhere, as by an
   absolute path, the guard ends the rank, and `require_kept` says why.
@@ -92,10 +93,10 @@ class Sandbox:
 
         sys.addaudithook(on_event)
 
-        @replace(torch, "save")
-        def save(save, obj, f, *args, **kwargs):
-            guard([(EMPTY, f)])  # it opens a file by its name without Python
-            save(obj, f, *args, **kwargs)
+        @replace(torch._C, "PyTorchFileWriter")
+        def write(writer, file, *args, **kwargs):
+            guard([(EMPTY, file)])  # it opens it by its name without Python
+            return writer(file, *args, **kwargs)
 
     def before_change(self, kind, path):
         """Put a copy where `path` leads, or end this process.
@@ -155,6 +156,18 @@ class Sandbox:
                     os.unlink(here)  # what it makes is not to be outside
                 elif not names:
                     self.copy_file(place, here, kind == EMPTY)
+
+    def follow(self, link, room):
+        """Let a link in the copy lead to a copy of what it leads to."""
+        place = os.path.realpath(link)
+        if os.path.exists(place) and not is_below(place, self.ours):
+            self.copy_up(ENTRY, self.top + place)
+            with contextlib.suppress(OSError):
+                os.unlink(self.top + place)
+                give(self.top + place, place, room)
+            if not is_below(os.path.realpath(link), self.top):  # an absolute
+                os.unlink(link)
+                os.symlink(self.top + place, link)
 
     def copy_file(self, place, here, empty):
         """Put a copy in the place of a link to a file, whole or not at all."""
@@ -233,40 +246,56 @@ def make(ours, name, script):
         for folder, child in zip(way, way[1:]):
             os.makedirs(f"{top}{child}")
             fill(f"{top}{folder}", folder)
-        few = len(os.listdir(cwd)) <= MOST
-        fill(top + cwd, cwd, [ROOM] if few else None)
+        room = [ROOM] if len(os.listdir(cwd)) <= MOST else None
+        fill(top + cwd, cwd, room)
+        for link in sorted(walk(top + cwd, MOST),  # folders before theirs
+                           key=lambda link: os.path.realpath(link.path)):
+            if room and leads_out(link, cwd):
+                sandbox.follow(link.path, room)
         sandbox.copy_up(CONTENT, str(sandbox.name(script)))
     return sandbox
 
 
 def fill(copy, folder, room=None):
-    """Give each entry of `folder` one in `copy`, unless it has one.
+    """Give each entry of `folder` one in `copy`, unless it has one: `give`."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            give(f"{copy}/{name}", os.path.join(folder, name), room)
 
-    room: [the bytes that may still be copied]; a folder in it is copied with
-    all that is in it, if it has few entries and is not hidden. None: there
-    are only links.
+
+def give(place, path, room):
+    """Make at `place` what is at `path`, or a link to that.
+
+    room: [the bytes that may still be copied]; a folder is copied with all
+    that is in it, if it has few entries and is not hidden. None: there are
+    only links.
     """
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            place = f"{copy}/{entry.name}"
-            try:
-                if entry.is_symlink():
-                    os.symlink(os.readlink(entry.path), place)
-                elif room and entry.is_dir() and entry.name[0] != "." and (
-                        len(walk(entry.path, MOST)) < MOST):
-                    os.mkdir(place)
-                    fill(place, entry.path, room)
-                elif room and entry.is_file() and entry.stat().st_size <= min(
-                        SMALL, room[0]):
-                    shutil.copy2(entry.path, place)
-                    room[0] -= entry.stat().st_size
-                else:
-                    os.symlink(entry.path, place)
-            except FileExistsError:
-                pass  # on the way to the current folder
-            except OSError:  # it may not be read
-                with contextlib.suppress(OSError):
-                    os.symlink(entry.path, place)
+    try:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place)
+        elif room and os.path.isdir(path) and (
+                os.path.basename(path)[0] != "." and
+                len(walk(path, MOST)) < MOST):
+            os.mkdir(place)
+            fill(place, path, room)
+        elif room and os.path.isfile(path) and (
+                size := os.path.getsize(path)) <= min(SMALL, room[0]):
+            shutil.copy2(path, place)
+            room[0] -= size
+        else:
+            os.symlink(path, place)
+    except FileExistsError:
+        pass  # on the way to the current folder
+    except OSError:  # it may not be read
+        with contextlib.suppress(OSError):
+            os.symlink(path, place)
+
+
+def leads_out(entry, folder):
+    """Whether it is a link to what is neither in the folder nor above it."""
+    place = entry.is_symlink() and os.path.realpath(entry.path)
+    return place and not is_below(place, folder) and not is_below(
+        folder, place)
 
 
 def walk(folder, most):
@@ -294,11 +323,15 @@ class Kept:
 
     def look(self):
         """{path: what changes with it}."""
-        found = {}
-        for entry in walk(os.getcwd(), LOOKS):
+        found, cwd = {}, os.getcwd()
+        entries = walk(cwd, LOOKS)
+        for link in [*entries]:
+            if leads_out(link, cwd):
+                entries += walk(link.path, LOOKS - len(entries))
+        for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.is_file(follow_symlinks=False):
-                    now = entry.stat(follow_symlinks=False)
+                if entry.is_file(follow_symlinks=leads_out(entry, cwd)):
+                    now = entry.stat()
                     found[entry.path] = (
                         now.st_ino, now.st_size, now.st_mtime_ns)
         return found

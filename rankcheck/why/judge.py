@@ -310,11 +310,21 @@ def find_last(times):
     for found in times:
         *_, before, last = sorted(found.values())
         if last - before > 0.005:  # clocks of nodes differ by as much
-            late[max(found, key=found.get)].append(last - before)
-    waits = {rank: sum(seconds) for rank, seconds in late.items()}
+            late[max(found, key=found.get)].append((before, last))
+    waits = {rank: length(spans) for rank, spans in late.items()}
     number = max(waits, key=waits.get, default=None)
     if number is None or waits[number] < 0.75 * sum(waits.values()):
         return None, 0, 0
-    ends = [max(found.values()) for found in times]
-    return (number, waits[number] / (max(ends) - min(ends)),
+    came = [time for found in times for time in found.values()]
+    return (number, waits[number] / (max(came) - min(came)),
             waits[number] / len(late[number]))
+
+
+def length(spans):
+    """Of (begin, end) pairs, what they cover: several are waited for at once.
+    """
+    covered, last = 0, -math.inf
+    for begin, end in sorted(spans):
+        covered += max(0, end - max(begin, last))
+        last = max(last, end)
+    return covered

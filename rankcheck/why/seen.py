@@ -159,7 +159,7 @@ def report(job):
         text = f"all ranks have ended {with_status(job.ranks)}"
     elif all(rank.runs and not rank.mute and rank.still < SOON
              for rank in job.ranks):
-        text = "the ranks move on"
+        text = f"no rank has stood still for {SOON} s"
     else:
         text = describe_each(job.ranks)
     return Finding("ok", [text], [

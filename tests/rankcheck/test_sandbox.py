@@ -26,6 +26,7 @@ WAYS = {
         "os.path.dirname(name) or '.', os.O_RDONLY))",
     "torch.save": "torch.save({}, name)",
     "torch.save(Path)": "torch.save({}, Path(name))",
+    "serialization": "torch.serialization.save({}, name)",
     "tofile": "np.zeros(9).tofile(name)",
     "memmap": "np.memmap(name, np.uint8)[:] = 0",
     "os.replace": "Path('part').write_text('new'); os.replace('part', name)",
@@ -83,6 +84,10 @@ def home(tmp_path, monkeypatch):
             (folder / f"large{i}").write_bytes(content(way, 200))
     (mine / "latest").symlink_to(mine / "out", True)
     (mine / "link").symlink_to("out/log0")
+    (mine / "purged").symlink_to("/nowhere/mine")
+    (mine / "elsewhere").symlink_to(mine.parent / "other", True)
+    (mine / "beside").symlink_to("../other", True)
+    (mine / "file").symlink_to("../other/log9")
     monkeypatch.chdir(mine)
     monkeypatch.setattr(sandbox, "SMALL", 20_000)
     return mine.parent
@@ -101,7 +106,8 @@ def run(folder, code):
 
 @pytest.mark.parametrize("place", [
     "log", "../other/large", *(pytest.param(place, marks=pytest.mark.whole)
-    for place in ("large", "out/log", "latest/log", "./out/../log"))])
+    for place in ("large", "out/log", "latest/log", "./out/../log",
+                  "elsewhere/log", "beside/large"))])
 def test_what_it_writes_lands_in_the_copy(place, home, tmp_path):
     before = look(home)
     rank, copy = run(tmp_path, "\n".join(
@@ -139,11 +145,23 @@ def test_what_a_child_process_writes(home, tmp_path):
     """Small files are copies already. Of others verify says it."""
     before, files = look(home), sandbox.Kept()
     sh = "subprocess.run(['sh', '-c', 'echo new > log0; echo >> out/log1{}'])"
-    rank, _ = run(tmp_path, sh.format(""))
+    links = "; echo > elsewhere/log2; echo > beside/log3; echo > file"
+    rank, _ = run(tmp_path, sh.format(links))
     assert rank.status == 0 and look(home) == before and not files.changed()
     (tmp_path / "ours").rename(tmp_path / "before")
-    run(tmp_path, sh.format("; echo new > out/large2"))
-    assert files.changed() == "out/large2 changed meanwhile"
+    run(tmp_path, sh.format("; echo new > out/large2; echo > beside/large3"))
+    assert files.changed() == (
+        "out/large2, elsewhere/large3, beside/large3 changed meanwhile")
+
+
+def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
+    (home / "other" / "beside.py").write_text("print('found')")
+    (home / "other" / "train.py").write_text("import beside")
+    Path("train.py").symlink_to("../other/train.py")
+    copy = sandbox.make(tmp_path / "ours", "copy", "train.py")
+    rank, = launch(copy.name("train.py"), probes=[copy],
+                   cwd=str(copy.name(Path.cwd())))
+    assert rank.out == "found\n", rank.err
 
 
 def test_what_it_makes_is_its_own(home, tmp_path):

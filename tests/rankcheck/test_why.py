@@ -35,7 +35,7 @@ from rankcheck.why import (
 )
 from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import collect
-from rankcheck.why.judge import RULES, judge
+from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.start import HOOK
 from rankcheck.why.witness import MARK
@@ -148,6 +148,15 @@ def look_at_ranks(job):
         job.clear()
 
 
+@pytest.mark.parametrize("times, share", [
+    ([(9, 0), (10, 9.5)], 0.95),  # it has waited before the first began
+    ([(8, 0), (9, 0), (10, 0)], 1.0),  # for three at once
+    ([(1, 0), (11, 10)], 2 / 11)])
+def test_nobody_waits_for_more_than_all_the_time(times, share):
+    number, found, _ = find_last([dict(enumerate(pair)) for pair in times])
+    assert (number, found) == (0, pytest.approx(share))
+
+
 @pytest.mark.whole
 def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
     """Unless somebody stops its processes, as Ctrl-Z does."""
@@ -164,7 +173,7 @@ def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
         assert speed.main(Namespace(job=str(folder))) == 0
         said = capsys.readouterr().out
         assert "\n  world size 2: 1 node x 2 " in said  # the run's own line
-        assert said.startswith("no fault is proven: the ranks move on")
+        assert said.startswith("no fault is proven: no rank has stood still")
         assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  "
                          r"line \d+ of their_train.py: time.sleep\(args.pause",
                          said, re.DOTALL)

@@ -94,6 +94,22 @@ def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
     assert "nothing new" in update(clone)
 
 
+def test_what_git_does_not_put_back_is_said(course, clone):
+    """As where a filter changes a file of the course as soon as it is there.
+    """
+    (course / ".gitattributes").write_text(f"{LESSON} text eol=lf\n")
+    append(course, "# lines of Windows\r\n", LESSON)
+    git(course, "add", ".gitattributes", LESSON)
+    blob = git(course, "hash-object", "-w", "--no-filters", LESSON).strip()
+    git(course, "update-index", "--cacheinfo", f"100644,{blob},{LESSON}")
+    git(course, "commit", "-q", "-m", "the newest")
+    append(clone, "# mine\n", LESSON)
+    out = update(clone)
+    assert "# mine" in copied(clone, LESSON)
+    assert "# mine" not in (clone / LESSON).read_text()
+    assert "could not be put back: they are in code/backups/update-" in out
+
+
 def test_what_was_staged_is_copied(course, clone):
     renew(course, JOB, DESK)
     append(clone, "# staged\n", JOB, DESK)
