@@ -56,8 +56,7 @@ class RunFlags:
 def parse(Hyperparameters, presets, models):
     """(hyperparameters, the model's GPTConfig): what the flags ask for.
 
-    presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks call
-    it; rank 0 says what was chosen.
+    presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks.
     """
     words = sys.argv[1:]
     least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST

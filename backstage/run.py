@@ -105,6 +105,8 @@ class Run:
         if not self.hp.resume:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
             self._write_record(folder)
+        elif RECORD in found:  # what somebody has added to it stays
+            self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
         require(place.is_dir() or not os.path.lexists(place), f"{place} is no "
                 "folder, or a link to one that is gone: put the checkpoints "

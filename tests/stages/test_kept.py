@@ -1,5 +1,6 @@
 """Nothing of a run is lost when it is resumed and something is not there."""
 
+import json
 import os
 import shutil
 
@@ -148,3 +149,13 @@ def test_every_row_is_still_there(case, begun, tmp_path):
         assert "| step    0/8" in result.out
         steps = (result.out + result.err if stage == "std" else result.out)
         assert stage == "std" or steps.index(line) < steps.index("| step")
+
+
+def test_a_note_in_the_record_is_still_there(data, tmp_path):
+    train("std", tmp_path / "run", "--max-steps", 2, data=data)
+    file = tmp_path / "run" / "hyperparameters.json"
+    record = json.loads(file.read_bytes()) | {"note": "on the new disk"}
+    file.write_text(json.dumps(record))
+    train("std", tmp_path / "run", "--resume", "--max-steps", 3)
+    after = json.loads(file.read_bytes())
+    assert after["note"] == record["note"] and after["max_steps"] == 3
