@@ -39,7 +39,7 @@ class Rows:
             sys.modules["numpy.random"].seed()
         self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": []}
+                      "skipped": [], "widths": set()}
         log.begun = True  # updates count without a module, too
         self.made = Counter()  # of each optimizer, by its number
         self.optimizers = {}  # id -> (number, the optimizer: its id stays)

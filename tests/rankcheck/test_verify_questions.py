@@ -317,6 +317,16 @@ def test_what_is_right_is_not_refused(answers):
     assert {finding.verdict for finding in found} == {"warn"}
 
 
+@pytest.mark.parametrize(("widths", "differ"), [
+    ({(10,)}, True), ({(9,)}, False)])
+def test_samples_that_a_rank_pads_are_no_other_ones(answers, widths, differ):
+    """It pads them to the longest of its own, and so they look different."""
+    found = answers(RIGHT, together(seen(1, widths=widths), on(
+        1, rows=lambda rows: [f"another {row}" for row in rows],
+        columns=lambda columns: [f"another {row}" for row in columns])))
+    assert ("the ranks' samplers agree" in found) == differ
+
+
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
     def hides(trials):
