@@ -5,14 +5,17 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.algorithms.join import Join
 
 import rankcheck.tensors as parts
+from rankcheck.probes.recorder import replace
 from rankcheck.tensors import thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
@@ -53,6 +56,17 @@ class Rows:
         log.on("updated", self.on_updated)
         log.on("skipped", self.on_skipped)
         log.on("message", self.on_message)
+
+        @replace(Join, "__exit__")
+        def join(join, *args):
+            log.asked("join", None)
+            joined = threading.Event()
+            threading.Thread(target=self.leave_with_others, args=[joined],
+                             daemon=True).start()
+            try:
+                return join(*args)
+            finally:
+                joined.set()
 
     def begin_update(self):
         """row: what is recorded. now: what else belongs to this update. sums:
@@ -229,6 +243,15 @@ class Rows:
             worker.kill()
         sys.stdout.flush()
         os._exit(0)
+
+    def leave_with_others(self, joined):
+        """Leave if another has: with no samples left, this rank waits for it.
+        """
+        others = [f"{self.log.folder}/{rank}.pt" for rank in range(self.size)
+                  if rank != self.log.rank]
+        while not joined.wait(0.1):
+            if any(map(os.path.exists, others)):
+                self.leave()
 
 
 def describe(weights, tensor_of):
