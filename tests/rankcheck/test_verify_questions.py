@@ -327,6 +327,13 @@ def test_samples_that_a_rank_pads_are_no_other_ones(answers, widths, differ):
     assert ("the ranks' samplers agree" in found) == differ
 
 
+def test_unused_parameters_of_which_DDP_was_told(answers):
+    found = answers(RIGHT, together(
+        on(1, update=1, without=["Sequential:3.bias"]),
+        seen(1, asked=instead("DistributedDataParallel", True))))
+    assert "every parameter gets a gradient" not in found
+
+
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
     def hides(trials):
@@ -379,6 +386,18 @@ def test_samples_within_a_transform():
     plain = read_rows(lambda model, x, y: model(x))
     assert len(plain[0]) == 4
     assert read_rows(gradient) == read_rows(of_each) == plain
+
+
+def test_what_tells_a_stage_of_its_shapes_is_no_sample():
+    """A PipelineStage calls its module with an empty tensor at first."""
+    probe, (received, model) = Modules(), (torch.ones(4, 3),
+                                           torch.nn.Linear(3, 1))
+    probe.log, _ = recorder()
+    probe.seen = probe.log.seen
+    for x in torch.empty(4, 3), received:
+        probe.log.now.received = [received]
+        probe.on_root(model, x)
+    assert not probe.log.now.pending
 
 
 def test_a_gradient_that_the_scripts_hook_has_used_up():

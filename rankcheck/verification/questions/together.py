@@ -154,8 +154,10 @@ def unused(case):
                      "optimizer has other parameters than the model"
                      + ": make it after fully_shard, which replaces them"
                      * bool(case.asked("fully_shard")))]
-    return [warn(f"{words}some update: {case.named(keys)}", "unused? DDP "
-                 "then needs find_unused_parameters=True")]
+    words = f"{words}some update: {case.named(keys)}"
+    return [ok(f"{words}, as DDP was told") if any(
+        case.asked("DistributedDataParallel")) else warn(
+            words, "unused? DDP then needs find_unused_parameters=True")]
 
 
 @question("gradients and weights are equal on all ranks")
