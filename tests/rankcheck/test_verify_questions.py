@@ -436,6 +436,22 @@ def test_a_reduction_counts_if_it_carries_a_gradient(message, counts):
     assert bool(log.row.reduced) == counts
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_reduced_before_backward_is_no_gradient(shown):
+    """As the statistics of a codebook; unless torch.func computes them."""
+    log, rows = recorder()
+    rows.on_message("allreduce", [torch.ones(5)])
+    assert not log.row.reduced
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    log.parameters[id(weight)] = weight
+    log.sums = {id(weight): weight.grad} if shown else {}
+    log.now.unclipped[id(weight)] = weight.grad  # only then
+    rows.on_gradients(torch.optim.SGD([weight]))
+    update, = log.seen["updates"]
+    assert (update["reduced"], update["late"]) == (0 if shown else 5, 0)
+
+
 @pytest.mark.parametrize(("message", "counts"), [
     (torch.zeros(9), True), (torch.ones(9), False), (torch.zeros(5), False)])
 def test_gradients_that_are_all_0_are_carried_as_0(message, counts):
