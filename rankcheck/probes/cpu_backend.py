@@ -66,7 +66,12 @@ def note_groups(log):
     note(log, dist, "init_process_group")
     note(log, c10d, "init_process_group")
     note(log, torch.multiprocessing, "spawn")
-    note(log, DistributedDataParallel, "__init__", "DistributedDataParallel")
+
+    @replace(DistributedDataParallel, "__init__")
+    def make(make, ddp, *args, **kwargs):
+        make(ddp, *args, **kwargs)
+        log.asked("DistributedDataParallel",  # may parameters be unused?
+                  ddp.find_unused_parameters or ddp.static_graph)
 
 
 def number(device):

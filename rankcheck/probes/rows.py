@@ -5,14 +5,17 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.algorithms.join import Join
 
 import rankcheck.tensors as parts
+from rankcheck.probes.recorder import replace
 from rankcheck.tensors import thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
@@ -39,7 +42,7 @@ class Rows:
             sys.modules["numpy.random"].seed()
         self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": []}
+                      "skipped": [], "widths": set()}
         log.begun = True  # updates count without a module, too
         self.made = Counter()  # of each optimizer, by its number
         self.optimizers = {}  # id -> (number, the optimizer: its id stays)
@@ -54,6 +57,17 @@ class Rows:
         log.on("skipped", self.on_skipped)
         log.on("message", self.on_message)
 
+        @replace(Join, "__exit__")
+        def join(join, *args):
+            log.asked("join", None)
+            joined = threading.Event()
+            threading.Thread(target=self.leave_with_others, args=[joined],
+                             daemon=True).start()
+            try:
+                return join(*args)
+            finally:
+                joined.set()
+
     def begin_update(self):
         """row: what is recorded. now: what else belongs to this update. sums:
         what all backward passes have computed, added up; weighed: the same,
@@ -65,7 +79,7 @@ class Rows:
             calls=0, late=0, counts=[], targets=False, mixed=False)
         self.log.now = SimpleNamespace(
             pending=[], stream=None, unclipped={}, scaled=False, targets=0,
-            received=[])
+            received=[], early=[])
 
     def on_message(self, name, tensors):
         row, now = self.log.row, self.log.now
@@ -73,15 +87,21 @@ class Rows:
         row.mixed |= "gather" in name and bool(now.pending)
         if name.startswith("recv"):
             now.received += tensors  # kept: so is where they are
-        if "reduce" in name and (self.recorded or any(
-                map(self.carries_gradient, tensors))):
-            count = sum(tensor.numel() for tensor in tensors)
-            row.calls += 1
-            row.reduced += count
-            row.late += count * bool(now.unclipped)  # after it was clipped
-            row.bytes += sum(part.nbytes for tensor in tensors for part in (
-                [tensor._indices(), tensor._values()] if tensor.is_sparse
-                else [tensor]))
+        if "reduce" in name:
+            if self.recorded or any(map(self.carries_gradient, tensors)):
+                self.count(tensors, bool(now.unclipped))
+            elif not self.log.sums:  # before backward(), if there is one
+                now.early.append((tensors, bool(now.unclipped)))
+
+    def count(self, tensors, late):
+        """Note that gradients are reduced. late: after they were clipped."""
+        row, count = self.log.row, sum(tensor.numel() for tensor in tensors)
+        row.calls += 1
+        row.reduced += count
+        row.late += count * late
+        row.bytes += sum(part.nbytes for tensor in tensors for part in (
+            [tensor._indices(), tensor._values()] if tensor.is_sparse
+            else [tensor]))
 
     def carries_gradient(self, tensor):
         """Whether it has what a backward pass of this rank has computed: two
@@ -89,7 +109,7 @@ class Rows:
         """
         log = self.log
         known = {storage(weight.grad) for weight in log.parameters.values()}
-        if (not log.sums or tensor.is_sparse or tensor.numel() > MUCH
+        if (tensor.is_sparse or tensor.numel() > MUCH
                 or storage(tensor) in known):
             return True  # or it cannot be told
         values, close = tensor.detach().float().flatten(), (
@@ -120,6 +140,11 @@ class Rows:
         if self.recorded:  # a closure may be called several times
             return
         log, self.recorded = self.log, True
+        if not (log.sums and all(
+                key in log.sums for key, weight in log.parameters.items()
+                if weight.grad is not None)):  # it may have been one's
+            for early in log.now.early:
+                self.count(*early)
         if not log.row.counts:  # no loss.backward(), but autograd.grad()
             take_pending(log)
         if log.told and not self.made:  # others are of a validation
@@ -229,6 +254,15 @@ class Rows:
             worker.kill()
         sys.stdout.flush()
         os._exit(0)
+
+    def leave_with_others(self, joined):
+        """Leave if another has: with no samples left, this rank waits for it.
+        """
+        others = [f"{self.log.folder}/{rank}.pt" for rank in range(self.size)
+                  if rank != self.log.rank]
+        while not joined.wait(0.1):
+            if any(map(os.path.exists, others)):
+                self.leave()
 
 
 def describe(weights, tensor_of):

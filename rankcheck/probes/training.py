@@ -6,6 +6,7 @@ shapes    of the parameters by name, in the order of the optimizers. A name
 batchnorm whether statistics of a microbatch enter the loss
 low       whether it computes in bf16 or fp16
 draws     whether the model draws random numbers, dropout apart
+widths    the shapes of a sample: several, if it is padded with its minibatch
 saved     how many updates were recorded when it had saved something
 copies    of the model: what `parts.describe` says of each at the end
 skipped   how many updates a GradScaler has left out, and before which others
@@ -17,6 +18,7 @@ import gc
 import hashlib
 import importlib
 import os
+import sys
 from collections import Counter
 from functools import partial
 
@@ -127,6 +129,9 @@ class Modules:
                 torch._C._functorch.peek_interpreter_stack()):
             return
         log.modules[id(module)] = module  # kept: so is its id
+        owner = find_trainers(module)
+        if owner:
+            self.meet(owner)
         new = [(name, weight) for name, weight in module.named_parameters()
                if id(weight) not in log.parameters]
         model = class_of(module)
@@ -185,14 +190,18 @@ class Modules:
         now.stream = now.stream or id(module)
         received = set(map(storage, now.received))
         with torch._C._DisableFuncTorch():
-            tensors = [
-                one.detach().cpu() for one in map(
-                    unwrap, tree_leaves(arguments))
+            given = [
+                one for one in map(unwrap, tree_leaves(arguments))
                 if isinstance(one, torch.Tensor) and one.dim()
                 and not isinstance(one, nn.Parameter)
-                and (one.is_leaf or not one.requires_grad)
-                and (not received or storage(one) not in received)]
-            if tensors and now.stream == id(module):
+                and (one.is_leaf or not one.requires_grad)]
+            tensors = [
+                one.detach().cpu() for one in given
+                if not received or storage(one) not in received]
+            if given and not tensors and now.stream == id(module):
+                now.pending = []  # by a pipeline's stage, to learn of shapes
+            elif tensors and now.stream == id(module):
+                self.seen["widths"].add(tensors[0].shape[1:])
                 now.pending.append([
                     hash_each(tensors, axis) for axis in (0, 1)])
 
@@ -226,9 +235,25 @@ def unwrap(value):
 def is_wrapper(module):
     """Whether it only hands its arguments on, or is a Trainer's."""
     return (isinstance(module, DistributedDataParallel)
-            or hasattr(module, "_orig_mod")
-            or any(base.__name__ == "LightningModule"
-                   for base in type(module).__mro__))
+            or hasattr(module, "_orig_mod") or is_trainers(module))
+
+
+def is_trainers(module):
+    return any(base.__name__ == "LightningModule"
+               for base in type(module).__mro__)
+
+
+def find_trainers(module):
+    """The module of a Lightning Trainer that this one is in, or None.
+
+    The Trainer calls it only if it is wrapped, so in one process not at all.
+    """
+    if is_trainers(module) or not sys.modules.keys() & {
+            "lightning", "pytorch_lightning"}:
+        return None
+    return next((one for one in gc.get_objects()
+                 if issubclass(type(one), nn.Module) and is_trainers(one)
+                 and any(part is module for part in one.modules())), None)
 
 
 def class_of(module):

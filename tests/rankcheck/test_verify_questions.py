@@ -317,6 +317,23 @@ def test_what_is_right_is_not_refused(answers):
     assert {finding.verdict for finding in found} == {"warn"}
 
 
+@pytest.mark.parametrize(("widths", "differ"), [
+    ({(10,)}, True), ({(9,)}, False)])
+def test_samples_that_a_rank_pads_are_no_other_ones(answers, widths, differ):
+    """It pads them to the longest of its own, and so they look different."""
+    found = answers(RIGHT, together(seen(1, widths=widths), on(
+        1, rows=lambda rows: [f"another {row}" for row in rows],
+        columns=lambda columns: [f"another {row}" for row in columns])))
+    assert ("the ranks' samplers agree" in found) == differ
+
+
+def test_unused_parameters_of_which_DDP_was_told(answers):
+    found = answers(RIGHT, together(
+        on(1, update=1, without=["Sequential:3.bias"]),
+        seen(1, asked=instead("DistributedDataParallel", True))))
+    assert "every parameter gets a gradient" not in found
+
+
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
     def hides(trials):
@@ -371,6 +388,18 @@ def test_samples_within_a_transform():
     assert read_rows(gradient) == read_rows(of_each) == plain
 
 
+def test_what_tells_a_stage_of_its_shapes_is_no_sample():
+    """A PipelineStage calls its module with an empty tensor at first."""
+    probe, (received, model) = Modules(), (torch.ones(4, 3),
+                                           torch.nn.Linear(3, 1))
+    probe.log, _ = recorder()
+    probe.seen = probe.log.seen
+    for x in torch.empty(4, 3), received:
+        probe.log.now.received = [received]
+        probe.on_root(model, x)
+    assert not probe.log.now.pending
+
+
 def test_a_gradient_that_the_scripts_hook_has_used_up():
     probe = Modules()
     probe.log, _ = recorder()
@@ -405,6 +434,22 @@ def test_a_reduction_counts_if_it_carries_a_gradient(message, counts):
         log.parameters[id(weight)], log.sums[id(weight)] = weight, part
     rows.on_message("allreduce", [message(one, two)])
     assert bool(log.row.reduced) == counts
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_reduced_before_backward_is_no_gradient(shown):
+    """As the statistics of a codebook; unless torch.func computes them."""
+    log, rows = recorder()
+    rows.on_message("allreduce", [torch.ones(5)])
+    assert not log.row.reduced
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    log.parameters[id(weight)] = weight
+    log.sums = {id(weight): weight.grad} if shown else {}
+    log.now.unclipped[id(weight)] = weight.grad  # only then
+    rows.on_gradients(torch.optim.SGD([weight]))
+    update, = log.seen["updates"]
+    assert (update["reduced"], update["late"]) == (0 if shown else 5, 0)
 
 
 @pytest.mark.parametrize(("message", "counts"), [

@@ -64,7 +64,8 @@ def not_seen(case, resumes):
     seen, device = case.together.seen, case.runs.device
     made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
     texts = [f"anything after update {made - 1}" + (
-        ", with which the script ended" if made < case.runs.steps else
+        f", with which {'a rank' if case.asked('join') else 'the script'} "
+        "ended" if made < case.runs.steps else
         ": the end of an epoch, validation"
         + ", checkpoints, resuming" * (not resumes)),
              "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "

@@ -126,7 +126,10 @@ def reductions(case):
 
 def not_reduced(case, step):
     made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
-    hint = ("wrap the model in DistributedDataParallel and call that; or "
+    hint = ("fully_shard reduces those of the modules that it was called with,"
+            " and not after set_requires_gradient_sync(False)"
+            if case.asked("fully_shard") else
+            "wrap the model in DistributedDataParallel and call that; or "
             "all_reduce every gradient before optimizer.step()"
             if not made else
             "the model is wrapped in DDP, but not called by it: call "
@@ -153,9 +156,13 @@ def unused(case):
         return [fail(f"{words}any update: {case.named(keys)}", "the "
                      "optimizer has other parameters than the model"
                      + ": make it after fully_shard, which replaces them"
-                     * bool(case.asked("fully_shard")))]
-    return [warn(f"{words}some update: {case.named(keys)}", "unused? DDP "
-                 "then needs find_unused_parameters=True")]
+                     * bool(case.asked("fully_shard")) if all(
+                         key.startswith("parameter ") for key in keys) else
+                     "does backward() come to them?")]
+    words = f"{words}some update: {case.named(keys)}"
+    return [ok(f"{words}, as DDP was told") if any(
+        case.asked("DistributedDataParallel")) else warn(
+            words, "unused? DDP then needs find_unused_parameters=True")]
 
 
 @question("gradients and weights are equal on all ranks")
