@@ -104,7 +104,11 @@ class Run:
                 "no run that --resume can continue: name another --run-dir")
         if not self.hp.resume:
             (folder / RECORD).touch(exist_ok=False)  # of two, one wins
-            self._write_record(folder)
+            try:
+                self._write_record(folder)
+            except UserError:  # the next attempt finds the folder free
+                (folder / RECORD).unlink()
+                raise
         elif RECORD in found:  # what somebody has added to it stays
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)

@@ -17,6 +17,7 @@ logs.txt, the ends of what they printed, and gpus-0.txt, what the GPUs did.
 import json
 import math
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -406,7 +407,7 @@ def main():
     flags = parse_flags(Flags)
     names = flags.items or [*ITEMS]
     require(set(names) <= set(ITEMS), "there is no such item: choose from "
-            f"{', '.join(ITEMS)}")
+            f"{shlex.join(ITEMS)}")
     end = time.monotonic() + flags.seconds
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(flags, Path(work))

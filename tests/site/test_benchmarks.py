@@ -136,6 +136,12 @@ def test_without_a_gpu_it_goes_as_far_as_a_cpu(
     assert "--- SIGKILL" in (folder / "logs.txt").read_text()
 
 
+def test_an_unknown_item_is_told_those_that_there_are(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["first_gpu.py", "gpt2"])
+    with pytest.raises(UserError, match="nanoGPT ddp fsdp 'std, eager'"):
+        first_gpu.main()
+
+
 @pytest.fixture
 def bench(tmp_path):
     flags = first_gpu.Flags(device="cpu", output=tmp_path / "output")

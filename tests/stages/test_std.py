@@ -321,6 +321,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
         assert [(file.name, file.read_bytes())
                 for file in run.glob("checkpoints/*")] == [
             ("step_00000010.pt", kept)]
+    new = tmp_path / "new"
+    refused(attempt("std", new, data=data,
+                    probes=[partial(small_files, 500)]),
+            "hyperparameters.json could not be written (File too large)")
+    assert not [*new.iterdir()]  # the next attempt finds the folder free
 
 
 @pytest.mark.whole

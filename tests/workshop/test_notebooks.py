@@ -266,6 +266,7 @@ def test_cells_make_changes_and_take_them_back(repo):
          'apply("ddp", 99)': "there is no change 99",
          'apply("ddp")': "which changes?",
          'apply("ddp", "3")': "by their numbers",
+         "apply(3)": "there is no stage 3",
          'reset("gpt")': "there is no stage gpt"})
     assert script.read_text() == STAGES["std"].solution.read_text()
 

@@ -56,7 +56,7 @@ def show(lesson=None):
             texts[name] += unfolded(path)
     texts = {name: found for name, found in texts.items() if found}
     require(not lesson or lesson in texts, f"no lesson with answers is called "
-            f"{lesson}: {', '.join(texts)}")
+            f"{lesson}: choose from {', '.join(texts)}")
     print("# The answers, for the instructor")
     for name in [lesson] if lesson else texts:
         print(f"\n# {name}", *texts[name], sep="\n\n")

@@ -184,6 +184,7 @@ def write_workspace(stage):
 @in_one_line
 def apply(stage, *numbers):
     """Make changes for me, by their numbers, or "all" that are left."""
+    find(stage)
     require(numbers, f'which changes? apply("{stage}", 3) makes change 3, '
             f'apply("{stage}", "all") all that are left')
     if numbers == ("all",):
