@@ -103,12 +103,8 @@ class Run:
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
                 "no run that --resume can continue: name another --run-dir")
         if not self.hp.resume:
-            (folder / RECORD).touch(exist_ok=False)  # of two, one wins
-            try:
-                self._write_record(folder)
-            except UserError:  # the next attempt finds the folder free
-                (folder / RECORD).unlink()
-                raise
+            self._write_record(folder, partial(  # of two, one wins
+                (folder / RECORD).touch, exist_ok=False))
         elif RECORD in found:  # what somebody has added to it stays
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
@@ -121,9 +117,9 @@ class Run:
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder), [*map(str, saved)]
 
-    def _write_record(self, folder):
+    def _write_record(self, folder, last_look=bool):
         text = json.dumps(self.record, indent=1) + "\n"
-        files.write_atomically(folder / RECORD, text.encode())
+        files.write_atomically(folder / RECORD, text.encode(), "", last_look)
 
     def _load_tokenizer(self):
         """The dataset's tokenizer; None on all ranks if one has none."""
