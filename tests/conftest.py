@@ -66,11 +66,11 @@ def is_quick(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads them
 def pytest_cmdline_main(config):
-    """All tests: four files at a time, as most wait for processes."""
+    """All tests: three files at a time, as most wait for processes."""
     option = config.option
     if is_plain(config) and option.numprocesses is None and not (
             is_worker(config) or option.usepdb):
-        option.numprocesses, option.dist = 4, "loadfile"
+        option.numprocesses, option.dist = 3, "loadfile"
 
 
 def pytest_configure(config):
