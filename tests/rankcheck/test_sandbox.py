@@ -141,6 +141,7 @@ def test_what_is_elsewhere_is_not_changed(way, home, tmp_path):
         copy.require_kept("")
 
 
+@pytest.mark.whole
 def test_what_a_child_process_writes(home, tmp_path):
     """Small files are copies already. Of others verify says it."""
     before, files = look(home), sandbox.Kept()

@@ -52,6 +52,7 @@ PACKAGE = {"theirs/__init__.py": "", "theirs/data.py": "WIDTH = 900\n",
                ("nn.Linear(900", "nn.Linear(WIDTH"))}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("words", [
     "-m theirs.train", "python -u -m theirs.train",
     "torchrun --nproc-per-node 2 -m theirs.train --flag",
@@ -93,6 +94,7 @@ def test_what_is_typed(words, says, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.whole
 def test_each_process_keeps_its_gpu(tmp_path, monkeypatch, capsys):
     """As far as that can be seen without one: what the ranks are told."""
     script = tmp_path / "train.py"

@@ -504,6 +504,7 @@ JOIN = ("import torch.distributed as dist\ndist.init_process_group('gloo', "
         f"'tcp://127.0.0.1:{free_port()}', rank=0, world_size=1)\n")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("last", "status", "error"), [
     ("", 0, None), ("1 / 0", 1, "ZeroDivisionError"),
     # nobody in the process knows the status then

@@ -194,6 +194,7 @@ def begun(tmp_path_factory):
     return run
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("flags", "words"), [
     (["--microbatch-size", 7], "or --minibatch-size"),
     (["--minibatch-size", 2000, "--microbatch-size", 2], "less than"),

@@ -234,11 +234,10 @@ def contents(good):
                   + good[at + 1:], position, st.integers(0, 7)))
 
 
+@pytest.mark.whole
 @few
 @given(st.data())
-@pytest.mark.parametrize("name", [
-    *sorted(READERS.keys() - {"values"}),
-    pytest.param("values", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("name", READERS)
 def test_a_place_changed(place, name, data):
     READERS[name].try_content(
         place, data.draw(contents(READERS[name].good)))

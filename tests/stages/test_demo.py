@@ -155,6 +155,7 @@ def test_the_next_one_removes_what_a_killed_one_has_left(tmp_path):
     assert list(tmp_path.glob(".*")) == [theirs]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text, flags, message", [
     (None, [], "no such file or folder"),
     ("a folder", [], "holds no text"),

@@ -60,6 +60,7 @@ def compare(theirs, state):
     return logits
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("prefix", ("", "transformer."))
 @torch.no_grad()
 def test_the_logits_are_theirs(prefix, tmp_path):

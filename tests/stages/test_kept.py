@@ -8,7 +8,8 @@ import pytest
 from stages import attempt, train
 
 
-@pytest.fixture(scope="module", params=["std", "starter"])
+@pytest.fixture(scope="module", params=[
+    "std", pytest.param("starter", marks=pytest.mark.whole)])
 def begun(request, data, tmp_path_factory):
     """A run of six steps, whose checkpoints are of steps 4 and 6."""
     run = tmp_path_factory.mktemp("begun") / "run"

@@ -147,6 +147,7 @@ def on_sync(call, moment, then):
         run_main(lambda: desk.{call})"""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("call", ["apply('ddp', [3])", "reset('ddp')"])
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("moment", [1, 2, 3])

@@ -359,6 +359,7 @@ def test_what_needs_a_package_says_so_in_a_line(words):
                         r"first\n", end.stderr), end.stderr
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("words", [
     "answers ddp", "apply ddp 3", "class no", "doctor", "doctor --ranks",
     "lab", "launch ddp", "profile no", "progress no", "reset --list",

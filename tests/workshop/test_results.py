@@ -203,6 +203,7 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
         "node2 GPU 0": [88.5, 90]}
 
 
+@pytest.mark.whole
 def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     panels.draw_all("all.png", EXAMPLES)
