@@ -88,20 +88,25 @@ class Rows:
         if name.startswith("recv"):
             now.received += tensors  # kept: so is where they are
         if "reduce" in name:
+            message = (
+                sum(tensor.numel() for tensor in tensors),
+                sum(part.nbytes for tensor in tensors for part in (
+                    [tensor._indices(), tensor._values()] if tensor.is_sparse
+                    else [tensor])), bool(now.unclipped))
             if self.recorded or any(map(self.carries_gradient, tensors)):
-                self.count(tensors, bool(now.unclipped))
+                self.count(*message)
             elif not self.log.sums:  # before backward(), if there is one
-                now.early.append((tensors, bool(now.unclipped)))
+                now.early.append(message)
 
-    def count(self, tensors, late):
-        """Note that gradients are reduced. late: after they were clipped."""
-        row, count = self.log.row, sum(tensor.numel() for tensor in tensors)
+    def count(self, elements, size, late):
+        """Note that gradients are reduced. size: in bytes. late: after they
+        were clipped.
+        """
+        row = self.log.row
         row.calls += 1
-        row.reduced += count
-        row.late += count * late
-        row.bytes += sum(part.nbytes for tensor in tensors for part in (
-            [tensor._indices(), tensor._values()] if tensor.is_sparse
-            else [tensor]))
+        row.reduced += elements
+        row.late += elements * late
+        row.bytes += size
 
     def carries_gradient(self, tensor):
         """Whether it has what a backward pass of this rank has computed: two
@@ -143,8 +148,8 @@ class Rows:
         if not (log.sums and all(
                 key in log.sums for key, weight in log.parameters.items()
                 if weight.grad is not None)):  # it may have been one's
-            for early in log.now.early:
-                self.count(*early)
+            for message in log.now.early:
+                self.count(*message)
         if not log.row.counts:  # no loss.backward(), but autograd.grad()
             take_pending(log)
         if log.told and not self.made:  # others are of a validation
