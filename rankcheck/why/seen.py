@@ -84,9 +84,8 @@ def describe(rank):
                     f"{rank.heard}{say_oom([rank])}"}[rank.ending]
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
-    words = [where + since + ", after the end of its script" * rank.over,
-             *["the kernel waits for a disk or another device of its"]
-             * (rank.state == "D")]
+    words = [where + since
+             + ", after the end of its script" * rank.over]
     works, idle = describe_work(rank)
     if works:
         words.append("works: " + ", ".join(works[:3]))
