@@ -26,7 +26,8 @@ def run(*words, advice="nothing is lost; settle this, then try again"):
     except FileNotFoundError as error:
         raise UserError("there is no git here: load your site's module, or "
                         "install it") from error
-    reason = " ".join(os.fsdecode(git.stderr or git.stdout).split())
+    said = git.stderr or git.stdout or b"no message"
+    reason = " ".join(os.fsdecode(said).split())
     require(not git.returncode, f"git {words[0]}: {reason}: {advice}")
     return os.fsdecode(git.stdout).strip("\n")
 
