@@ -2,6 +2,7 @@
 why does a job hang?
 """
 
+import os
 import sys
 import traceback
 
@@ -33,6 +34,9 @@ def main():
         else:
             print(f"error: {sys.executable} has no torch: start rankcheck by "
                   "the Python that trains", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # of `| head`, for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -128,7 +128,7 @@ def collect(folder):
             time.sleep(0.5)
             records = read(folder)
     ranks = []
-    for record in add_exits(folder, of_last_start(records)):
+    for record in add_exits(folder, of_last_start(of_this_job(records))):
         if "oom_before" in record and (  # it may be dead,
                 record["host"] == proc.name_host(os.environ)):
             record["oom_kills"] = (
@@ -160,6 +160,17 @@ def is_rank(rank):
     """
     return (rank.joined or rank.inside(MEETING), rank.answers, rank.launched,
             rank.began)
+
+
+def of_this_job(records):
+    """Without the ranks of a job that a rank has started: by a process that
+    has joined a group itself, and is no wrapper.
+    """
+    joined = {(record["host"], str(record["pid"])) for record in records
+              if record["joined"]}
+    return [record for record in records
+            if (record["host"], record.get("starter")) not in joined - {
+                (record["host"], str(record["pid"]))}]
 
 
 def of_last_start(records):

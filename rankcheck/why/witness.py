@@ -173,6 +173,7 @@ class Witness:
             self.mark = (folder / MARK).open()
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.began, self.still, self.progress = time.time(), 0, None
+        self.starter = os.environ.get(WATCHED)
         self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
         self.script, self.over, self.thread = None, False, None
         self.ended, self.seen, self.asked = None, set(), ""
@@ -339,7 +340,7 @@ class Witness:
         record = {
             "format": FORMAT,
             "rank": rank, "world_size": size, "host": self.host,
-            "pid": self.owner,
+            "pid": self.owner, "starter": self.starter,
             "master": [os.environ.get("MASTER_ADDR"),
                        os.environ.get("MASTER_PORT")],
             "began": self.began, "written": time.time(),

@@ -552,8 +552,8 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
 @pytest.mark.parametrize(("others", "chosen"), [
     # a monitor loads no torch; a rank that has joined is no monitor
     ({"answers": False}, [0]), ({"began": 9, "joined": False}, [0]),
-    # both have joined: a rank is there twice
-    ({"began": 9}, [0, 1]),
+    # both have joined: a rank is there twice, or has started another job
+    ({"began": 9}, [0, 1]), ({"began": 9, "starter": "0"}, [0]),
     # a monitor that loads it: the launcher's own child is the rank
     ({"began": 9, "joined": False, "launched": False}, [0]),
     # it has not joined, but is about to
