@@ -180,10 +180,10 @@ def published(ax, runs):
     ax.set(title="measured by another course",
            xlabel="GPUs", ylabel="speed of each,\nrelative to one alone",
            ylim=(0.3, 1.05))
-    ends = {}
-    for device, color in zip(results.PUBLISHED, PUBLISHED, strict=True):
-        for size, marker in zip(results.PUBLISHED[device], "os^vD",
-                                strict=True):
+    ends, given = {}, results.read_given()
+    for (device, sizes), color in zip(given["published"].items(), PUBLISHED,
+                                      strict=True):
+        for size, marker in zip(sizes, "os^vD", strict=True):
             kept = results.published_efficiency(device, size)
             name = f"{device}, {size}: {kept[16]:.0%}"
             ax.plot(kept.keys(), kept.values(), marker + "-", color=color,
@@ -197,7 +197,7 @@ def published(ax, runs):
                 clip_on=False)
         ax.text(19, y, name, color=INK, va="center")
     ax.text(19, 1.07, "device, batch size", va="center")
-    count_axis(ax, results.PUBLISHED_GPUS)
+    count_axis(ax, given["published_gpus"])
     ax.set_xlim(0.9, 17)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(PercentFormatter(1))
@@ -246,7 +246,8 @@ def ladder(ax, runs, record=None):
         ax.set_xlabel(f"seconds\n({record['hardware']},\nload average "
                       f"{record['load']:.1f})")
     rows = [(f"theirs: {name}", INK, training, texts, None) for
-            name, (training, texts) in results.UNIVERSITY.items()]
+            name, (training, texts) in
+            results.read_given()["university"].items()]
     rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
               rung["plain"], rung["cached"]) for rung in record["rungs"]
              if "interpreted" not in rung["name"]]  # their time says nothing
