@@ -31,7 +31,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree, which
 
-import tiktoken
 import torch
 import tyro
 
@@ -46,7 +45,7 @@ from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.jobs.mpirun import OPEN_MPI
 from workshop.results import runs
 from workshop.stages import STAGES
-from workshop.vocabulary import save_vocabulary
+from workshop.vocabulary import save_bytes
 
 from turns import NEVER, SIDE, random_tokens, read_most, send, watch
 
@@ -75,8 +74,7 @@ class Item:
     """What is tried."""
 
     seconds: float  # at most, on a GPU
-    command: Callable  # with the `Bench`: starts it; returns what it has seen
-    holds: Callable = lambda bench, seen: None  # raises `UserError` if not
+    tries: Callable  # with the `Bench`; an error if something does not hold
     gpu: str = ""  # why it is left out without a GPU
 
 
@@ -89,17 +87,14 @@ class Bench:
         self.gpu = self.device.type != "cpu"
         self.count = torch.accelerator.device_count() if self.gpu else 0
         self.work, self.data = work, work / "data"
+        self.found = {}  # of the item that runs now
         output = flags.output or new_folder(ROOT / "runs", "first-gpu")
         self.output = output.resolve()  # items start in the course's folder
         self.output.mkdir(parents=True, exist_ok=True)
         self.data.mkdir()
         size = dataset.GPT2_SIZE if self.gpu else 257
         random_tokens(self.data, vocabulary=size)
-        save_vocabulary(tiktoken.Encoding(
-            "random", pat_str=r"[\s\S]", mergeable_ranks={
-                i.to_bytes(1 + (i > 255), "big"): i for i in range(size - 1)},
-            special_tokens={dataset.END_OF_TEXT: size - 1}), self.data)
-        self.found = {}  # of the item that runs now
+        save_bytes(self.data, size)
         self.record = {  # without the machine's name
             "date": time.strftime("%Y-%m-%d"), "commit": name_commit(),
             "device": device_name(self.device), "count": self.count,
@@ -129,17 +124,16 @@ class Bench:
         raises: see `start`.
         """
         needs(stage)
-        script, run = STAGES[stage], run or Path(
-            tempfile.mkdtemp(dir=self.work), "run")
-        given = ["--run-dir", run] if "--resume" in flags else [
-            "--run-dir", run, "--preset", "tiny", "--max-steps", 10, "--data",
-            self.data, "--checkpoint-every", 5, "--device",
-            device or self.device.type]
-        for part, size in ("pipeline", mesh[0]), ("tensor", mesh[2]):
-            given += [f"--{part}-parallel", size] * (size > 1)
-        seen = self.start(name or stage, script.solution, *given, *flags,
-                          ranks=math.prod(mesh), stop=stop,
-                          mpi=script.launcher == "mpirun")
+        run = run or Path(tempfile.mkdtemp(dir=self.work), "run")
+        given = [] if "--resume" in flags else [
+            "--preset", "tiny", "--max-steps", 10, "--data", self.data,
+            "--checkpoint-every", 5, "--device", device or self.device.type]
+        given += ["--pipeline-parallel", mesh[0]] * (mesh[0] > 1)
+        given += ["--tensor-parallel", mesh[2]] * (mesh[2] > 1)
+        seen = self.start(
+            name or stage, STAGES[stage].solution, "--run-dir", run, *given,
+            *flags, ranks=math.prod(mesh), stop=stop,
+            mpi=STAGES[stage].launcher == "mpirun")
         result = runs.read(run)  # also of the steps before it was resumed
         seen |= {"tokens_per_second": result.tokens_per_second, "memory":
                  result.memory, "norm": result.rows[0]["norm"],
@@ -148,12 +142,13 @@ class Bench:
         return seen
 
     def start(self, name, script, *flags, ranks=1, mpi=False, stop=None,
-              fails=False):
+              ends=(0,), lines=()):
         """Run a script as so many ranks: what it needed, a dictionary.
 
-        It has to succeed unless it is stopped or fails. stop: (a signal, the
-        ranks that get it, after how many steps). Raises `UserError`; `status`
-        is how it ended, and `out` what it printed.
+        ends: the statuses with which it may end, unless it is stopped. lines:
+        patterns with which lines begin that it has to print. stop: (a signal,
+        the ranks that get it, after how many steps). Raises `UserError`;
+        `status` is how it ended, and `out` what it printed.
         """
         command = [sys.executable, SIDE, script, *flags]
         if ranks > 1:
@@ -172,13 +167,15 @@ class Bench:
 
         self.status, self.out, steps = watch(
             command, on_step, max(0, self.end - begin), env)
-        lines = f"--- {name}", *self.out.splitlines()[-40:], ""
-        with open(self.output / "logs.txt", "ab") as file:
-            file.write("\n".join(lines).encode())
+        with open(self.output / "logs.txt", "a", encoding="utf-8") as file:
+            print(f"--- {name}", *self.out.splitlines()[-40:], sep="\n",
+                  file=file)
         require(self.status is not None, f"{name}: not done in time")
-        stopped = stop and len(times) >= stop[2]
-        require(stopped if stop else fails or not self.status,
+        require(len(times) >= stop[2] if stop else self.status in ends,
                 f"{name}: {last_line(self.out)}")
+        for line in lines:
+            require(re.search(f"^{line}", self.out, re.M),
+                    f"no line like {line!r}: see logs.txt")
         since = times[stop[2] - 1] if stop else begin
         seen = self.found[name] = {
             "seconds": round(time.monotonic() - since, 1),
@@ -200,7 +197,7 @@ class Bench:
                 raise LeftOut(item.gpu)
             if begin > end - 5:
                 raise LeftOut("no time is left for it")
-            item.holds(self, item.command(self))
+            item.tries(self)
         except LeftOut as reason:
             status, why = "left out", str(reason)
         except Exception as error:  # whatever it is, the next item follows
@@ -223,9 +220,6 @@ def needs(stage):
         raise LeftOut(f"{package}, or what it needs, is not installed")
 
 
-# ------------------------------------------------------------ what must hold
-
-
 def require_same(losses, others, tolerance=1e-4):
     """Raise a `UserError` unless two runs have the same losses."""
     require(len(losses) == len(others), f"{len(losses)} steps, not "
@@ -235,16 +229,10 @@ def require_same(losses, others, tolerance=1e-4):
                 f"is {a}, and should be {b}")
 
 
-def says(*patterns):
-    """What was printed has lines that begin like this."""
-    def holds(bench, seen):
-        for pattern in patterns:
-            require(re.search(f"^{pattern}", bench.out, re.M),
-                    f"no line like {pattern!r}: see logs.txt")
-    return holds
+# ----------------------------------------------------------------- the items
 
 
-def trains_as_std(bench, seen):
+def require_as_std(bench, seen):
     """Its losses, and its first norm, are those of std on the CPU."""
     require_same(seen["losses"], bench.single["losses"])
     first, norm = seen["norm"], bench.single["norm"]
@@ -252,9 +240,43 @@ def trains_as_std(bench, seen):
             f"should be {norm}")
 
 
-def resumes(bench, seen):
-    """std has left a trace and a text, and goes on from its checkpoint."""
+def tiny(stage, *flags, mesh=(1, 1, 1), seconds=90, gpu=""):
+    """A stage on several ranks trains as std does on the CPU."""
+    return Item(seconds, lambda bench: require_as_std(
+        bench, bench.train(stage, *flags, mesh=mesh)), gpu)
+
+
+def full(stage, *flags, size="gpt2", seconds=120, gpu="", **options):
+    """A stage at the size of gpt2, on all GPUs of this machine, or on one."""
+    return Item(seconds, lambda bench: bench.train(
+        stage, *bench.sized(size), *flags, mesh=(
+            1, 1 if stage == "std" else bench.count or 1, 1), **options), gpu)
+
+
+def resumed_by_std(bench):
+    """3d trains, and std goes on from its checkpoint in the middle."""
+    run = bench.work / "pipeline"
+    bench.train("3d", mesh=(2, 1, 2), run=run)
+    (run / "checkpoints" / "step_00000010.pt").unlink()
+    require_as_std(bench, bench.train("std", "--resume", run=run))
+
+
+def end_by(number, ends):
+    """A signal to rank 1 of two ends both, and torchrun."""
+    def tries(bench):
+        bench.train("ddp", "--max-steps", NEVER, "--eval-every", NEVER, mesh=(
+            1, 2, 1), name=number.name, stop=(number, {"1"}, 2))
+        require(ends(bench), f"status {bench.status}, or no checkpoint was "
+                "saved")
+
+    return Item(150, tries)
+
+
+def std(bench):
+    """std leaves a trace and a text, and goes on from its checkpoint."""
     run = bench.output
+    seen = bench.train("std", *bench.sized(), "--max-steps", 12,
+                       "--checkpoint-every", 8, "--profile", 2, run=run)
     require([*run.glob("profile/*-trace/rank0.json.gz")], "there is no trace")
     require("\n> Hello, I'm" in bench.out, "no text was written")
     (run / "checkpoints" / "step_00000012.pt").unlink()
@@ -266,13 +288,17 @@ def resumes(bench, seen):
         rmtree(run / "checkpoints")
 
 
-def begins_as_std(bench, seen):
+def nano_gpt(bench):
     """nanoGPT's loop has the first loss of std, in bf16 and another GELU."""
+    seen = bench.start(
+        "nanoGPT", "nanogpt", "--run-dir", "none", "--preset", "tiny",
+        "--data", bench.data, "--device", bench.device.type,
+        *bench.sized() or ["--max-steps", 10])
     if ours := measured(bench.record).get("std"):
         require_same(seen["losses"][:1], ours["losses"][:1], 1e-2)
 
 
-def compare_speeds(bench, seen):
+def compare_speeds(bench):
     """What was expected of the speeds, relative to one another."""
     rows, wrong = measured(bench.record), []
     for name, other, least in ("fsdp", "ddp", 0.95), ("std", "nanoGPT", 1.0):
@@ -285,41 +311,6 @@ def compare_speeds(bench, seen):
             wrong.append(f"{name} is {ratio:.3f} times as fast as {other}, "
                          f"expected {least}")
     require(not wrong, "; ".join(wrong))
-
-
-# ----------------------------------------------------------------- the items
-
-
-def tiny(stage, *flags, mesh=(1, 1, 1), seconds=90, gpu=""):
-    """A stage on several ranks trains as std does on the CPU."""
-    return Item(seconds, lambda bench: bench.train(stage, *flags, mesh=mesh),
-                trains_as_std, gpu)
-
-
-def full(stage, *flags, size="gpt2", seconds=120, gpu="", **options):
-    """A stage at the size of gpt2, on all GPUs of this machine, or on one."""
-    return Item(seconds, lambda bench: bench.train(
-        stage, *bench.sized(size), *flags, mesh=(
-            1, 1 if stage == "std" else bench.count or 1, 1), **options),
-        gpu=gpu)
-
-
-def two_commands(bench):
-    """3d trains, and std goes on from its checkpoint in the middle."""
-    run = bench.work / "pipeline"
-    bench.train("3d", mesh=(2, 1, 2), run=run)
-    (run / "checkpoints" / "step_00000010.pt").unlink()
-    return bench.train("std", "--resume", run=run)
-
-
-def end_by(number, ends):
-    """A signal to rank 1 of two ends both, and torchrun."""
-    return Item(
-        150, lambda bench: bench.train(
-            "ddp", "--max-steps", NEVER, "--eval-every", NEVER, mesh=(1, 2, 1),
-            name=number.name, stop=(number, {"1"}, 2)),
-        lambda bench, seen: require(ends(bench), f"status {bench.status}, or "
-                                    "no checkpoint was saved"))
 
 
 def all_rows(bench):
@@ -335,16 +326,16 @@ SLOW = "it needs a GPU: a CPU would take minutes"
 WORKSHOP = ROOT / "workshop" / "__main__.py"
 ITEMS = {
     "doctor": Item(90, lambda bench: bench.start(
-        "doctor", WORKSHOP, "doctor", fails=True), says(
-            "ok +device: ", "ok +processes: ")),
+        "doctor", WORKSHOP, "doctor", ends=(0, 1),  # 1: something is to do
+        lines=("ok +device: ", "ok +processes: "))),
     "doctor --ranks": Item(60, lambda bench: bench.start(
-        "doctor --ranks", WORKSHOP, "doctor", "--ranks", ranks=2),
-        says(".*all-reduce")),
+        "doctor --ranks", WORKSHOP, "doctor", "--ranks", ranks=2,
+        lines=[".*all-reduce"])),
     "both devices": tiny("std", gpu=GPU),
     "kernels": tiny("kernels", seconds=150, gpu=SLOW),
     "each kernel": Item(100, lambda bench: needs("kernels") or bench.start(
         "each kernel", ROOT / "benchmarks" / "kernels.py", "--output",
-        bench.output / "kernels.json"), gpu=SLOW),
+        bench.output / "kernels.json"), SLOW),
     "mpi x 2": tiny("mpi", mesh=(1, 2, 1)),
     "ddp x 2": tiny("ddp", mesh=(1, 2, 1)),
     "lit x 2": tiny("lit", mesh=(1, 2, 1)),
@@ -352,17 +343,12 @@ ITEMS = {
     "fsdp x 2": tiny("fsdp", mesh=(1, 2, 1)),
     "tp x 4": tiny("tp", mesh=(1, 2, 2)),
     "3d x 4": tiny("3d", mesh=(2, 1, 2)),
-    "3d, resumed by std": Item(120, two_commands, trains_as_std),
+    "3d, resumed by std": Item(120, resumed_by_std),
     "SIGTERM": end_by(signal.SIGTERM, lambda bench: not bench.status
                       and "checkpoint saved" in bench.out),
     "SIGKILL": end_by(signal.SIGKILL, lambda bench: bench.status),
-    "std": Item(240, lambda bench: bench.train(
-        "std", *bench.sized(), "--max-steps", 12, "--checkpoint-every", 8,
-        "--profile", 2, run=bench.output), resumes),
-    "nanoGPT": Item(120, lambda bench: bench.start(
-        "nanoGPT", "nanogpt", "--run-dir", "none", "--preset", "tiny",
-        "--data", bench.data, "--device", bench.device.type,
-        *bench.sized() or ["--max-steps", 10]), begins_as_std),
+    "std": Item(240, std),
+    "nanoGPT": Item(120, nano_gpt),
     "ddp": full("ddp"),
     "fsdp": full("fsdp"),
     "std, eager": full("std", "--no-compile", name="std, eager",
@@ -374,8 +360,8 @@ ITEMS = {
     "tp": full("tp"),
     "3d": full("3d"),
     "lit": full("lit"),
-    "speeds": Item(10, lambda bench: None, compare_speeds, GPU),
-    "one_gpu": Item(ONE_GPU + 100, all_rows, gpu=GPU),
+    "speeds": Item(10, compare_speeds, GPU),
+    "one_gpu": Item(ONE_GPU + 100, all_rows, GPU),
 }
 MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 

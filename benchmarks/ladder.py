@@ -319,7 +319,7 @@ def table(record):
             "texts, with cache"), "|---|---:|---:|---:|---:|"]
     lines += [row(f"theirs: {name}", seconds(training), "-", seconds(texts),
                   "-") for name, (training, texts) in
-              results.UNIVERSITY.items()]
+              results.read_given()["university"].items()]
     for rung in record["rungs"]:
         measured = len(rung["losses"])
         part = (f" ({rung['tokens']} of {most} tokens)"
@@ -350,7 +350,7 @@ def table(record):
     stages = dict.fromkeys(rung["stage"] for rung in record["rungs"])
     lines += ["", "What differs:", ""]
     lines += [textwrap.fill(f"- {stage.replace('-', ' with ')}: "
-                            f"{results.RUNGS[stage]}.", 79,
+                            f"{results.read_given()['rungs'][stage]}.", 79,
                             subsequent_indent="  ") for stage in stages]
     if record["lacks"]:
         lines.append(f"\nNot here: {', '.join(record['lacks'])}.")

@@ -191,9 +191,8 @@ def facts():
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
             std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
         "efficiency": runs.efficiency(rows.values()),
-        "published": runs.PUBLISHED, "published_gpus": runs.PUBLISHED_GPUS,
+        **runs.read_given(),
         "efficiency_of": runs.published_efficiency, "waiting": waiting,
-        "university": runs.UNIVERSITY, "rungs": runs.RUNGS,
         "ladder": ladder,
         "measured": [rung for rung in ladder["rungs"]
                      if "interpreted" not in rung["name"]],

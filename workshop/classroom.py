@@ -3,11 +3,10 @@
 An attendee who sets WORKSHOP_CLASS to a shared folder takes part: `diff` and
 `check` then add a line to a file there. The instructor projects a page that
 shows all of them, without names. Nothing is written for anyone else.
-Only the standard library, from Python 3.9 on.
+Only the standard library, from Python 3.9 on; Jinja draws the page.
 """
 
 import hashlib
-import html
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from backstage.files import require_like, write_atomically
 from rankcheck.reader import may_replace, read_regular
 from workshop.html import BLUE, ORANGE
 from workshop.lesson import documents
-from workshop.lesson.page import quote
+from workshop.lesson.page import PAGE, quote
 from workshop.stages import LESSONS, STAGES, batch_files
 
 # Nobody waits for it: the folder may be full, gone, or on a server that does
@@ -46,24 +45,6 @@ LONG = 300  # seconds without a further change: somebody may need help
 EVERY = 5  # seconds from one page to the next
 
 MARK = "made by python -m workshop class, which replaces it"
-PAGE = """<!DOCTYPE html>
-<!-- {mark} -->
-<html lang="en"><head><meta charset="utf-8"><title>The class</title>
-<meta http-equiv="refresh" content="{every}"><style>
-body {{ font: 18px/1.4 sans-serif; margin: 24px; color: #111;
-  background: #fff }}
-table {{ border-collapse: collapse }}
-td, th {{ border: 1px solid #999; padding: 0 7px; font-size: 15px;
-  font-weight: 400; text-align: center; min-width: 16px }}
-th[scope=row] {{ text-align: left }}
-.made {{ background: rgb({blue}); color: #fff }}
-.next {{ outline: 3px solid rgb({orange}); outline-offset: -3px }}
-.note {{ border: none; text-align: left }}
-</style></head><body>
-{body}
-<p>{when}</p>
-</body></html>
-"""
 
 
 # ---------------------------------------------------------------- attendees
@@ -152,57 +133,37 @@ def number_changes(stage):
 
 
 def draw(people, jobs, now):
-    """The page. jobs: a line about them, or "". now: seconds since 1970."""
-    passed = sum(person.right is True for person in people)
-    waiting = sum(is_long(person, now) for person in people)
-    body = [f"<h1>{passed} of {len(people)} have passed the check</h1>"]
-    if waiting:
-        body.append(f"<p>{waiting} made no further change in the last "
-                    f"{LONG // 60} minutes.</p>")
-    mistakes = Counter(person.mistake for person in people if person.mistake)
-    for mistake, number in mistakes.most_common(1):
-        body.append("<p>Most checks do not get past: "
-                    f"<strong>{html.escape(mistake)}</strong> ({number})</p>")
-    if jobs:
-        body.append(f"<p>{html.escape(jobs)}</p>")
+    """The page: a row for each person, those with the most changes first; and
+    how many people each change is the next one of.
+
+    jobs: a line about them, or "". now: seconds since 1970.
+    """
+    from jinja2 import Template  # which a portal's kernel does not have
+
+    lessons = []
     for stage in LESSONS:
         here = [person for person in people if person.stage == stage]
+        at = Counter(person.left[0] for person in here if person.left)
         if here:
-            body += [f"<h2>{html.escape(STAGES[stage].title)}</h2>",
-                     *table(stage, here, now)]
-    return PAGE.format(mark=MARK, every=EVERY, blue=BLUE, orange=ORANGE,
-                       body="\n".join(body),
-                       when=time.strftime("%H:%M:%S", time.localtime(now)))
+            lessons.append((
+                STAGES[stage].title, documents.load(stage),
+                sorted(here, key=lambda person: len(person.left)),
+                sorted(at.items())))
+    mistakes = Counter(person.mistake for person in people if person.mistake)
+    page = Template((PAGE / "class.html").read_text("utf-8"), autoescape=True,
+                    trim_blocks=True)
+    return page.render(
+        mark=MARK, every=EVERY, blue=BLUE, orange=ORANGE, people=people,
+        passed=sum(person.right is True for person in people),
+        waiting=sum(is_long(person, now) for person in people),
+        minutes=LONG // 60, mistakes=mistakes.most_common(1), jobs=jobs,
+        lessons=lessons, quote=quote, describe=describe, now=now,
+        when=time.strftime("%H:%M:%S", time.localtime(now)))
 
 
 def is_long(person, now):
     """Whether somebody waits: also with all changes, if they are not right."""
     return not person.right and now - person.since > LONG
-
-
-def table(stage, people, now):
-    """A row for each person, those with the most changes first; and how many
-    people each change is the next one of.
-    """
-    changes = documents.load(stage)
-    numbers = number_changes(stage)
-    yield "<table><tr>"
-    yield from (f'<th scope="col">{number}</th>' for number in numbers)
-    yield "</tr>"
-    for person in sorted(people, key=lambda one: len(one.left)):
-        yield '<tr class="person">'
-        for number in numbers:
-            kind = ("made" if number not in person.left else
-                    "next" if number == person.left[0] else "left")
-            yield f'<td class="{kind}">{"✓" if kind == "made" else ""}</td>'
-        yield f'<td class="note">{describe(person, now)}</td></tr>'
-    yield "</table><table>"
-    at = Counter(person.left[0] for person in people if person.left)
-    for number, count in sorted(at.items()):
-        title = quote(changes[number - 1].title)
-        yield (f'<tr class="at"><th scope="row">{number}. {title}</th>'
-               f"<td>{count}</td></tr>")
-    yield "</table>"
 
 
 def describe(person, now):

@@ -4,7 +4,9 @@ import base64
 import json
 from pathlib import Path
 
-from backstage.dataset import SETTINGS, TOKENS
+import tiktoken
+
+from backstage.dataset import END_OF_TEXT, SETTINGS, TOKENS
 from backstage.files import write_atomically
 
 
@@ -18,3 +20,14 @@ def save_vocabulary(encoding, folder):
     write_atomically(Path(folder) / TOKENS, b"".join(lines))
     text = json.dumps(settings, indent=1)
     write_atomically(Path(folder) / SETTINGS, text.encode())
+
+
+def save_bytes(folder, size=257):
+    """Write one that nobody has trained: the bytes, and pairs up to its size.
+
+    Its last token is the end of a text.
+    """
+    save_vocabulary(tiktoken.Encoding(
+        "bytes", pat_str=r"[\s\S]", mergeable_ranks={
+            i.to_bytes(1 + (i > 255), "big"): i for i in range(size - 1)},
+        special_tokens={END_OF_TEXT: size - 1}), folder)

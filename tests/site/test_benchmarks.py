@@ -199,7 +199,7 @@ def test_a_speed_below_what_was_expected_is_seen(bench):
     def compare(**speeds):
         bench.record |= {"items": {name: {"found": {name: {
             "tokens_per_second": speed}}} for name, speed in speeds.items()}}
-        first_gpu.compare_speeds(bench, None)
+        first_gpu.compare_speeds(bench)
 
     bench.gpu = True
     sound = {"std": 90, "nanoGPT": 90, "ddp": 100, "fsdp": 96}

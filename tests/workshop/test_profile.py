@@ -48,8 +48,8 @@ def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
     # the evaluations, many forward passes, are no part of a step; of all
     # steps but one another process may have taken a core meanwhile
     rank, = profile.charge_steps(result.folder)
-    assert min(part == "data" and end - begin for pieces in rank.pieces
-               for begin, end, part in pieces) < 0.2 * sum(parts.values())
+    assert min(seconds["data"] for seconds in rank.charged) < 0.2 * sum(
+        parts.values())
 
     profile.show(result.folder)
     table = capsys.readouterr().out.split(":\n")[1].splitlines()
@@ -107,10 +107,8 @@ def charged(events, length, least):
     _, steps = profile.find_steps([event(*each) for each in (
         (0, 0, "end of step 3"), *events, (length, length, "end of step 4"))],
         {3: 1.0, 4: length / 1e6})
-    found = dict.fromkeys(profile.PARTS, 0)
-    for begin, end, part in steps[4].charge(least):
-        found[part] += round(end - begin)
-    return found
+    return {part: round(1e6 * seconds)
+            for part, seconds in steps[4].charge(least).items()}
 
 
 NODE = "autograd::engine::evaluate_function: EmbeddingBackward0"

@@ -82,7 +82,7 @@ def test_what_to_try_first(parts, words, tmp_path):
     ("A100-40 fp16", (4, 8, 16)), ("Max 1550 bf16", (4, 8, 16)),
     ("Max 1550 bf16", (2, 3))])
 def test_what_is_normal_is_what_was_published(device, counts):
-    kept = published_efficiency(device, 16)
+    kept = published_efficiency(device, "16")
     *most, last = (f"{kept[number]:.0%}" for number in counts)
     assert f"{', '.join(most)} and {last}" in " ".join(
         (ROOT / "docs" / "why.md").read_text().split())

@@ -260,10 +260,8 @@ class Bench:
 def make_dataset(folder):
     """40 samples of 32 tokens, the first of each being its number."""
     import numpy as np
-    import tiktoken
 
-    from backstage.dataset import END_OF_TEXT
-    from workshop.vocabulary import save_vocabulary
+    from workshop.vocabulary import save_bytes
 
     rng = np.random.default_rng(0)
     for split in ("train_000001", "val_000000"):
@@ -272,7 +270,4 @@ def make_dataset(folder):
                                 FREQUENT, tokens[1::2])
         tokens[:-1:T] = np.arange(SAMPLES)
         np.save(folder / f"check_{split}.npy", tokens.astype(np.uint16))
-    save_vocabulary(tiktoken.Encoding(
-        "check", pat_str=r"[\s\S]",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={END_OF_TEXT: 256}), folder)
+    save_bytes(folder)

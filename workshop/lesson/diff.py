@@ -139,31 +139,49 @@ class Lesson:
         self.start = Script(find(find(stage).after).solution)
         self.goal = Script(find(stage).solution)
         self.changes = documents.load(stage)
-        self.pieces = cut(
-            hunks(self.start.code, self.goal.code), self.find_anchors(),
-            self.start, self.goal)
+        self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
-    def find_anchors(self):
-        """[(change, i, j)]: an anchor's code line in start or in goal."""
-        changed = differences(self.start.code, self.goal.code)
-        found = []
+    def cut(self, hunks):
+        """Yield the `Piece`s of the hunks: each begins with a change."""
+        begins = self.find_begins(hunks)
+        for number, hunk in enumerate(hunks):
+            points = sorted((*begin, change) for (place, change), begin
+                            in begins.items() if place == number)
+            i1, i2, j1, _ = hunk[0]
+            if not points or points[0][:2] != (i1, j1):
+                first = ("-" + self.start.code[i1].strip() if i1 < i2 else
+                         "+" + self.goal.code[j1].strip())
+                raise ValueError(
+                    f"{show_path(self.goal.path)}: the lesson has no change "
+                    f"for the hunk that begins with {first!r}")
+            ends = [*points[1:], (hunk[-1][1], hunk[-1][3], None)]
+            for (i1, j1, change), (i2, j2, _) in zip(points, ends):
+                last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
+                yield Piece(change, i1, min(i2, last[1]), j1, min(j2, last[3]))
+
+    def find_begins(self, hunks):
+        """{(number of a hunk, change): [i, j]}: where it begins there."""
+        begins = {}
         for number, change in enumerate(self.changes):
             for anchor in change.anchors:
                 old = anchor.startswith("-")
                 code = (self.start if old else self.goal).code
-                among = [k for i1, i2, j1, j2 in changed
-                         for k in (range(i1, i2) if old else range(j1, j2))]
-                lines = [k for k in among if code[k].strip() == anchor[1:]]
-                if len(lines) != 1:
+                found = [(place, edit, k) for place, hunk in enumerate(hunks)
+                         for edit in hunk
+                         for k in range(*(edit[:2] if old else edit[2:]))
+                         if code[k].strip() == anchor[1:]]
+                if len(found) != 1:
                     raise ValueError(
                         f"lesson {self.stage}: the anchor {anchor!r} is in "
-                        f"{len(lines)} lines of the diff, not in one")
-                line, = lines
-                while line - 1 in among and code[line - 1].lstrip()[0] == "@":
-                    line -= 1  # a decorator belongs to what is below it
-                found.append((number, line, None) if old
-                             else (number, None, line))
-        return found
+                        f"{len(found)} lines of the diff, not in one")
+                (place, (i1, i2, j1, j2), k), = found
+                while k > (i1 if old else j1) and (
+                        code[k - 1].lstrip()[0] == "@"):
+                    k -= 1  # a decorator belongs to what is below it
+                begin = ([k, j1 if k == i1 else j2] if old else
+                         [i1 if k == j1 else i2, k])
+                begins.setdefault((place, number), begin)[not old] = k
+        return begins
 
 
 def hunks(a, b):
@@ -175,34 +193,6 @@ def hunks(a, b):
         else:
             together.append([difference])
     return together
-
-
-def cut(hunks, anchors, start, goal):
-    """The `Piece`s of the hunks: each begins at the anchors of a change."""
-    pieces = []
-    for hunk in hunks:
-        begins = {}  # change -> where it begins in this hunk
-        for i1, i2, j1, j2 in hunk:
-            for change, i, j in anchors:
-                if i is not None and i1 <= i < i2:
-                    default = (i, j1 if i == i1 else j2)
-                    begins[change] = (i, begins.get(change, default)[1])
-                elif j is not None and j1 <= j < j2:
-                    default = (i1 if j == j1 else i2, j)
-                    begins[change] = (begins.get(change, default)[0], j)
-        points = sorted((i, j, change) for change, (i, j) in begins.items())
-        if not points or points[0][:2] != (hunk[0][0], hunk[0][2]):
-            i1, i2, j1, _ = hunk[0]
-            first = ("-" + start.code[i1].strip() if i1 < i2 else
-                     "+" + goal.code[j1].strip())
-            raise ValueError(f"{show_path(goal.path)}: the lesson has no "
-                             f"change for the hunk that begins with {first!r}")
-        ends = [*points[1:], (hunk[-1][1], hunk[-1][3], None)]
-        for (i1, j1, change), (i2, j2, _) in zip(points, ends):
-            last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
-            pieces.append(Piece(
-                change, i1, min(i2, last[1]), j1, min(j2, last[3])))
-    return pieces
 
 
 @cache

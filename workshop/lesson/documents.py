@@ -32,6 +32,8 @@ from backstage.files import show_path
 from workshop.stages import LESSONS, STAGES
 
 FENCE = "```"
+# its kind, its rows, and its end, where it has one
+BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
 ANSWER = "**Answer.** "
 
@@ -71,77 +73,43 @@ def parse(text, name):
 
     Raises `ValueError` with the line in which it is not a lesson.
     """
-    def require(condition, line, complaint):
+    def require(condition, place, complaint):
         if not condition:
+            line = text.count("\n", 0, place) + 1
             raise ValueError(f"{name}, line {line}: {complaint}")
 
-    head, *sections = split(text)
-    begins = head.heading.startswith("# ") and head.prose and not head.blocks
-    require(begins and sections, head.line, "a lesson begins with its title, "
+    head, *sections = re.split(r"(?<=\n)(?=#)", text)
+    introduced = re.match(r"# .*\n+\S", head) and not BLOCK.search(head)
+    require(introduced and sections, 0, "a lesson begins with its title, "
             "'# ...', an introduction in prose only, and change '## 1. ...'")
-    changes = []
+    changes, end = [], len(head)
     for number, section in enumerate(sections, 1):
-        found = re.fullmatch(rf"## {number}\. (\S.*)", section.heading)
-        require(found, section.line,
+        begin, end = end, end + len(section)
+        heading, _, body = section.partition("\n")
+        found = re.fullmatch(rf"## {number}\. (\S.*)", heading)
+        require(found, begin,
                 f"a change begins with '## {number}. ' and its title")
-        asked = [part for part in section.prose
-                 if part.startswith((PREDICT, CHECK))]
-        answers = [part for part in section.prose if part.startswith(ANSWER)]
-        prose = [part for part in section.prose
-                 if part not in asked + answers]
-        require(prose, section.line, "the change has no why")
-        require(len(answers) == len(asked) < 2, section.line, "a change asks "
-                f"one question or none, which has an answer, '{ANSWER}...'")
-        require(len(section.blocks) == 1, section.line, "a change has one "
-                f"block of anchors, {FENCE}diff ... {FENCE}, and this has "
-                f"{len(section.blocks)}")
-        (line, kind, closed, rows), = section.blocks
-        require(kind == "diff" and closed and rows, line, "the block of "
+        parts = [" ".join(part.split()) for part in re.split(
+            r"\n\s*\n", BLOCK.sub("\n\n", body).strip()) if part]
+        asked, answers = ([part for part in parts if part.startswith(begins)]
+                          for begins in ((PREDICT, CHECK), ANSWER))
+        prose = [part for part in parts if part not in asked + answers]
+        require(prose, begin, "the change has no why")
+        require(len(answers) == len(asked) < 2, begin, "a change asks one "
+                f"question or none, which has an answer, '{ANSWER}...'")
+        blocks = [*BLOCK.finditer(section)]
+        require(len(blocks) == 1, begin, "a change has one block of anchors, "
+                f"{FENCE}diff ... {FENCE}, and this has {len(blocks)}")
+        kind, rows, closed = blocks[0].groups()
+        place = begin + blocks[0].start()
+        require(kind == "diff" and closed and rows, place, "the block of "
                 f"anchors begins with {FENCE}diff and ends with {FENCE}")
-        for k, row in enumerate(rows, line + 1):
-            require(row[:1] in ("+", "-") and row[1:].strip(), k,
+        for row in rows.splitlines():
+            place = text.index("\n", place) + 1
+            require(re.match(r"[+-]\s*\S", row), place,
                     "an anchor is a line of code after + or -")
         changes.append(Change(found[1], "\n\n".join(prose), tuple(
-            row[0] + row[1:].strip() for row in rows),
+            row[0] + row[1:].strip() for row in rows.splitlines()),
             *(part.split(".** ", 1)[1] for part in asked + answers),
             checked="".join(asked).startswith(CHECK)))
     return changes
-
-
-@dataclass
-class Section:
-    """A heading, and below it paragraphs and blocks.
-
-    blocks: lists [line, kind, whether it has an end, rows].
-    """
-
-    line: int  # the heading's, from 1
-    heading: str
-    prose: list
-    blocks: list
-
-
-def split(text):
-    """The document's sections: each begins at a heading outside blocks."""
-    sections, inside, fresh = [], False, True  # fresh: a paragraph begins
-    for number, row in enumerate(text.splitlines(), 1):
-        if number == 1 or (row.startswith("#") and not inside):
-            section = Section(number, row, [], [])
-            sections.append(section)
-            fresh = True
-        elif row.startswith(FENCE) and not inside:
-            kind = row[len(FENCE):].strip()
-            section.blocks.append([number, kind, False, []])
-            inside = fresh = True
-        elif row.rstrip() == FENCE:
-            section.blocks[-1][2], inside = True, False
-        elif inside:
-            section.blocks[-1][3].append(row)
-        elif not row.strip():
-            fresh = True
-        elif fresh:
-            section.prose.append(row.strip())
-            fresh = False
-        else:
-            section.prose[-1] += " " + row.strip()
-    return sections

@@ -176,48 +176,26 @@ def parts(ax, runs):
 
 
 def published(ax, runs):
-    """Another course's scaling: ten curves, named where they end."""
+    """Another course's scaling: ten curves, in the order of their ends."""
     ax.set(title="measured by another course",
            xlabel="GPUs", ylabel="speed of each,\nrelative to one alone",
            ylim=(0.3, 1.05))
-    ends = {}
-    for device, color in zip(results.PUBLISHED, PUBLISHED, strict=True):
-        for size, marker in zip(results.PUBLISHED[device], "os^vD",
-                                strict=True):
+    curves, given = [], results.read_given()
+    for (device, sizes), color in zip(given["published"].items(), PUBLISHED,
+                                      strict=True):
+        for size, marker in zip(sizes, "os^vD", strict=True):
             kept = results.published_efficiency(device, size)
-            name = f"{device}, {size}: {kept[16]:.0%}"
-            ax.plot(kept.keys(), kept.values(), marker + "-", color=color,
-                    label=name, markersize=5, linewidth=1)
-            ends[name] = kept[16], color
-    heights = spread(sorted(end for end, _ in ends.values()), 0.062)
-    for (name, (end, color)), y in zip(
-            sorted(ends.items(), key=lambda item: item[1]), heights,
-            strict=True):
-        ax.plot((16, 18.5), (end, y), ":", color=color, linewidth=0.8,
-                clip_on=False)
-        ax.text(19, y, name, color=INK, va="center")
-    ax.text(19, 1.07, "device, batch size", va="center")
-    count_axis(ax, results.PUBLISHED_GPUS)
+            curves += ax.plot(
+                kept.keys(), kept.values(), marker + "-", color=color,
+                label=f"{device}, {size}: {kept[16]:.0%}", markersize=5,
+                linewidth=1)
+    curves.sort(key=lambda curve: -curve.get_ydata()[-1])
+    ax.legend(handles=curves, title="device, batch size: on 16",
+              loc="center left", bbox_to_anchor=(1, 0.5))
+    count_axis(ax, given["published_gpus"])
     ax.set_xlim(0.9, 17)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(PercentFormatter(1))
-
-
-def spread(heights, least):
-    """Sorted heights, moved apart until each is `least` above the last.
-
-    Those that touch share the move: their mean stays where it was.
-    """
-    groups = []  # of (mean, how many)
-    for height in heights:
-        groups.append((height, 1))
-        while len(groups) > 1:
-            (below, m), (above, n) = groups[-2:]
-            if above - below >= least * (m + n) / 2:
-                break
-            groups[-2:] = [((below * m + above * n) / (m + n), m + n)]
-    return [mean + least * (k - (n - 1) / 2)
-            for mean, n in groups for k in range(n)]
 
 
 def gpus(ax, runs):
@@ -246,7 +224,8 @@ def ladder(ax, runs, record=None):
         ax.set_xlabel(f"seconds\n({record['hardware']},\nload average "
                       f"{record['load']:.1f})")
     rows = [(f"theirs: {name}", INK, training, texts, None) for
-            name, (training, texts) in results.UNIVERSITY.items()]
+            name, (training, texts) in
+            results.read_given()["university"].items()]
     rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
               rung["plain"], rung["cached"]) for rung in record["rungs"]
              if "interpreted" not in rung["name"]]  # their time says nothing

@@ -21,12 +21,12 @@ On a CPU "computes" means that the main thread runs an operator. On an
 accelerator it means a kernel, which is charged to the part that asked for it;
 what leaves the device idle is charged to what the program did meanwhile.
 
-This needs only the standard library, from Python 3.9 on.
+This needs the standard library, from Python 3.9 on, and NumPy.
 """
 
 import gzip
 import json
-from collections import Counter
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +83,8 @@ def recorded_parts(folder):
 
 def mean(rank):
     """{part: seconds of a step} of a `Rank`."""
-    seconds = dict.fromkeys(PARTS, 0.0)
-    for pieces in rank.pieces:
-        for begin, end, part in pieces:
-            seconds[part] += (end - begin) / 1e6 / len(rank.pieces)
-    return seconds
+    return {part: statistics.mean(seconds[part] for seconds in rank.charged)
+            for part in PARTS}
 
 
 # ------------------------------------- what the recorded events say of a step
@@ -97,7 +94,7 @@ def mean(rank):
 class Rank:
     kernels: bool  # whether the trace shows a device's
     steps: dict  # number: `Step`
-    pieces: list = ()  # of each step, from `Step.charge`
+    charged: list = ()  # of each step, from `Step.charge`
 
 
 @dataclass
@@ -117,19 +114,35 @@ class Step:
         return [(name, end - begin) for begin, end, name in self.messages]
 
     def charge(self, least):
-        """The step in pieces: (begin, end, part), one after the other.
+        """{part: seconds} of the step.
 
-        least: the least that each message takes on any rank, microseconds.
+        Each microsecond is painted with a part: with what the program does,
+        over that with messages, and over these with what computes. least: the
+        least that each message takes on any rank, microseconds.
         """
-        moving, waiting = [], []
-        for (begin, end, _), time in zip(self.messages, least):
-            waiting.append((begin, end - time, "waiting"))
-            moving.append((end - time, end, "all-reduce"))
-        upper = cover([self.work, moving, waiting, self.calls])
-        upper = [piece for piece in upper if piece[2]]
-        return [(max(begin, self.begin), min(end, self.end), part)
-                for begin, end, part in cover([upper, self.doing])
-                if begin < self.end and end > self.begin]
+        import numpy as np
+
+        def paint(pieces):
+            painted = np.full(round(self.end - self.begin), -1, np.int8)
+            for *times, part in pieces:
+                begin, end = (max(0, round(time - self.begin))
+                              for time in times)
+                painted[begin:end] = (doing[begin:end] if part is None else
+                                      PARTS.index(part))
+            return painted
+
+        doing = paint(self.doing)
+        work = paint(self.work)
+        # an operator that sends within does not compute meanwhile
+        work[paint(self.calls) >= 0] = -1
+        rest = paint([
+            *self.doing, *self.calls,
+            *((begin, end, "waiting") for begin, end, _ in self.messages),
+            *((end - time, end, "all-reduce")
+              for (_, end, _), time in zip(self.messages, least))])
+        counts = np.bincount(np.where(work < 0, rest, work),
+                             minlength=len(PARTS))
+        return dict(zip(PARTS, (counts / 1e6).tolist()))
 
 
 def list_traces(folder):
@@ -140,7 +153,7 @@ def list_traces(folder):
 
 
 def charge_steps(folder):
-    """The run's `Rank`s, with their pieces; [] if none has recorded."""
+    """The run's `Rank`s, charged; [] if none has recorded."""
     files = list_traces(folder)
     if not files:
         return []
@@ -150,7 +163,7 @@ def charge_steps(folder):
     common = set.intersection(*(set(rank.steps) for rank in ranks))
     for rank in ranks:
         rank.steps = {step: rank.steps[step] for step in sorted(common)}
-        rank.pieces = [
+        rank.charged = [
             step.charge(shortest([other.steps[number].sent for other in ranks],
                                  step.sent))
             for number, step in rank.steps.items()]
@@ -231,11 +244,6 @@ def read_operators(step, times, main):
             elif "Compiled" in name or (
                     "::" in name and not name.startswith(CALLERS)):
                 step.work.append((begin, end, None))
-    # an operator that sends within: it does not compute meanwhile
-    inner = [(begin, end, "call") for begin, end, _ in step.calls]
-    step.work = [(begin, end, None) for begin, end, what in cover(
-        [inner, [(begin, end, "work") for begin, end, _ in step.work]])
-        if what == "work"]
 
 
 def read_kernels(step, times, main):
@@ -254,27 +262,6 @@ def read_kernels(step, times, main):
             part = next((part for start, stop, part in step.doing
                          if start <= time < stop), "data")
             step.work.append((begin, end, part))
-
-
-def cover(layers):
-    """Pieces (begin, end, what) that do not overlap, in their order.
-
-    layers: lists of such pieces; the first layer that has one at an instant
-    decides what is there.
-    """
-    edges = sorted((
-        (time, level, what, change) for level, pieces in enumerate(layers)
-        for begin, end, what in pieces if begin < end
-        for time, change in ((begin, 1), (end, -1))), key=lambda edge: edge[0])
-    open_ones = [Counter() for _ in layers]
-    result = []
-    for (now, level, what, change), (then, *_) in zip(edges, edges[1:]):
-        open_ones[level][what] += change
-        open_ones[level] += Counter()  # forget what is at zero
-        top = next((ones for ones in open_ones if ones), None)
-        if top and now < then:
-            result.append((now, then, next(iter(top))))
-    return result
 
 
 def shortest(ranks, mine):

@@ -4,9 +4,11 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
+import json
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -30,47 +32,6 @@ COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
 DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 POSITIVE = ("nodes", "max_steps", "world_size", *CONFIG, *COUNTS, *DIVISORS)
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
-
-# Another course's seconds per epoch (Llewellyn-Jones, 2025), by device and
-# batch size: the heights of the points in its slides/graphics/scaling-*.svg.
-PUBLISHED_GPUS = 1, 2, 3, 4, 8, 12, 16
-PUBLISHED = {
-    "A100-40 fp16": {
-        16: (155.5, 80.26, 58.84, 43.66, 21.36, 14.50, 11.26),
-        32: (85.02, 43.97, 31.48, 23.75, 12.15, 8.690, 6.570),
-        64: (67.79, 34.85, 24.19, 18.00, 9.240, 6.460, 4.880),
-        128: (58.99, 30.25, 20.09, 15.29, 7.820, 5.410, 4.040),
-        256: (54.00, 27.48, 18.35, 13.91, 7.130, 4.940, 3.840)},
-    "Max 1550 bf16": {
-        16: (122.1, 90.12, 61.21, 37.49, 24.77, 18.19, 14.69),
-        32: (72.09, 39.20, 26.44, 20.68, 14.43, 10.95, 9.120),
-        64: (55.56, 28.86, 19.95, 15.60, 10.95, 8.530, 7.320),
-        128: (47.05, 24.22, 16.78, 13.01, 9.190, 7.320, 6.390),
-        256: (41.03, 21.76, 14.98, 11.78, 8.250, 6.590, 5.960)},
-}
-
-# A university project's GPT-2 (6 layers, 384 wide): the seconds of training
-# for 50 epochs, and of writing texts, of a length that we do not know.
-UNIVERSITY = {
-    "one CPU": (15264, 113), "MPI on two nodes": (1287, 112),
-    "CUDA": (429, 8.0), "CUDA and MPI": (226, 7.8),
-}
-
-# What each rung of benchmarks/ladder.py does otherwise than std.
-RUNGS = {
-    "std": "one process makes the weights, reads all samples and makes the "
-           "update",
-    "mpi": "rank 0 makes the run's folder and broadcasts its name; each rank "
-           "makes the same weights from the same seed, reads its own samples "
-           "and sends each gradient in a message after the backward pass",
-    "kernels": "one process, as in std; GELU, LayerNorm, cross-entropy and "
-               "attention are kernels of our own, in Triton",
-    "mpi-kernels": "ranks and messages as in mpi, kernels as in kernels; "
-                   "rank 0 makes and broadcasts what it does in mpi, and each "
-                   "rank compiles the kernels for itself",
-    "ddp": "as in mpi, but DDP broadcasts rank 0's weights at the start, and "
-           "sends the gradients in buckets, during the backward pass",
-}
 
 
 def read_started(folder):
@@ -267,11 +228,23 @@ def list_folders(parent):
 # ----------------------------------------------------------------- scaling
 
 
+@cache
+def read_given():
+    """What example-logs/given.json says; README.md there, where it is from.
+
+    published_gpus, published: another course's seconds per epoch on so many
+    GPUs, by device and batch size; university: a project's seconds of training
+    and of writing texts; rungs: how each of benchmarks/ladder.py differs from
+    std.
+    """
+    return json.loads((EXAMPLES / "given.json").read_text("utf-8"))
+
+
 def published_efficiency(device, batch_size):
-    """Speed of each GPU, relative to one alone: {n: ratio}, from PUBLISHED."""
-    seconds = PUBLISHED[device][batch_size]
+    """Speed of each GPU, relative to one alone: {n: ratio}."""
+    seconds = read_given()["published"][device][batch_size]
     return {n: seconds[0] / (n * value) for n, value in
-            zip(PUBLISHED_GPUS, seconds, strict=True)}
+            zip(read_given()["published_gpus"], seconds, strict=True)}
 
 
 def efficiency(results):
