@@ -13,9 +13,11 @@ It is made of events, in the program itself or in a notebook. Beside those of
               each rank a number, the same where the samples have to be the
               same, "expected": those of each step, "loss": [...], "single":
               [...]}
+    table     nothing: all answers are there
+    summary   a line in place of findings, where not all are told
 
-Its findings are those that are not ok, as a rule. Only the standard library,
-from Python 3.9 on: a notebook's kernel imports it.
+Its findings are those that are not ok, unless all are told. Only the standard
+library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
 import html
@@ -193,24 +195,8 @@ def legend(signs):
     return f"{known}; empty: {NOT_ASKED}."
 
 
-class Quiet(report.Quiet):
-    """Reports nothing, and has no table."""
-
-    verbose, more = False, ""
-
-    def summarise(self, text):
-        """Say what stands for findings that are left out."""
-
-    def show_table(self):
-        """Print the table."""
-
-
-class Events(Quiet, report.Events):
-    """Prints events: a notebook has the table."""
-
-
 class Terminal(report.Terminal):
-    """Prints what is said and found, and the table at the end.
+    """Prints what is said and found, and the table where that is asked for.
 
     verbose: whether what is right is printed, or follows from a FAIL.
     """
@@ -218,20 +204,16 @@ class Terminal(report.Terminal):
     def __init__(self, verbose):
         super().__init__()
         self.board, self.verbose = Board(), verbose
-        self.more = "" if verbose else " With -v it tells all that it saw."
 
     def report(self, **event):
         self.board.update(event)
         super().report(**event)
+        if "table" in event:
+            colour = self.tty and "NO_COLOR" not in os.environ
+            print(f"\n{self.board.to_text(colour, self.width)}\n", flush=True)
+        elif "summary" in event and not self.verbose:
+            self.say(event["summary"])
 
     def tell(self, verdict, text, hint):
         if self.verbose or verdict in ("FAIL", "warn"):
             super().tell(verdict, text, hint)
-
-    def summarise(self, text):
-        if not self.verbose:
-            self.say(text)
-
-    def show_table(self):
-        colour = self.tty and "NO_COLOR" not in os.environ
-        print(f"\n{self.board.to_text(colour, self.width)}\n", flush=True)

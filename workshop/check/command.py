@@ -11,9 +11,10 @@ from backstage.errors import UserError, require
 from backstage.files import show_path
 from rankcheck.launch import fork_server, sandbox
 from rankcheck.launch.scratch import remove, require_python, scratch_folder
+from rankcheck.report import Events, Quiet
 from workshop import classroom
 from workshop.check import localise
-from workshop.check.board import Events, Quiet, Terminal
+from workshop.check.board import Terminal
 from workshop.jobs.mpirun import require_mpirun
 from workshop.lesson import backups, checked, documents
 from workshop.lesson.diff import Diff, Script
@@ -166,7 +167,7 @@ class Check:
         self.say, self.change, self.name = out.say, change, name
         self.plan = {row.column: row for row in bench.plan(bool(change))}
         self.last, self.wrong = "", None  # the last trial, its `Mistake`
-        self.warned = False
+        self.warned, self.verbose = False, getattr(out, "verbose", False)
 
     def run(self):
         """Whether all of them are right."""
@@ -196,14 +197,15 @@ class Check:
         elif not right:
             self.localise()
         else:
-            self.out.show_table()
+            self.out.report(table=None)
             self.say("Right: " + " and ".join(
                 part for part in (", ".join(others), last) if part)
                 + f" process{'es compute' if several else ' computes'} what "
                 "the single device computes."
                 + " Mind the warning." * self.warned)
         if not right:
-            self.say(f"\nNot yet.{self.out.more}")
+            self.say("\nNot yet." + " With -v it tells all that it saw."
+                     * (not self.verbose and isinstance(self.out, Terminal)))
         self.out.report(right=right)
         return right
 
@@ -237,23 +239,23 @@ class Check:
         if first:
             self.wrong = Mistake(first[0].title, first[1].text, named,
                                  re.sub(r"\d+", "0", first[1].error))
-            self.out.show_table()
+            self.out.report(table=None)
         self.tell([finding for _, finding in findings], trial.seconds)
         return not first
 
     def tell(self, findings, seconds):
         """The answers, and how many of them a terminal leaves out."""
         for finding in findings:
-            if finding.verdict != "ok" or self.out.verbose:
+            if finding.verdict != "ok" or self.verbose:
                 self.out.report(finding=[
                     finding.verdict, finding.text, finding.advice])
         count = Counter(finding.verdict for finding in findings)
         self.warned |= count["warn"] > 0
         if count["FAIL"] and count["and"]:
-            self.out.summarise(f"        ({count['and']} more follow"
-                               f"{'s' * (count['and'] == 1)} from it)")
+            self.out.report(summary=f"        ({count['and']} more follow"
+                            f"{'s' * (count['and'] == 1)} from it)")
         elif not count["FAIL"]:
-            self.out.summarise("  ok    " + (
+            self.out.report(summary="  ok    " + (
                 findings[0].text if len(findings) == 1 else
                 f"{count['ok']} questions ({seconds:.1f} s)"))
 
