@@ -41,7 +41,7 @@ class Log:
         updated    it has
         skipped    a GradScaler leaves the update out
         unnamed    the parameters of an optimizer, one of which has no name
-        message    the name of a collective, and the tensors that go in
+        message    the name of a collective, the tensors that go in, its group
         read       the path of a file that is opened to read it
         wrote      the path of a file that is written
         saved      torch.save() has returned
