@@ -253,6 +253,7 @@ class Rows:
         Wait for the others: gloo fails where one has gone. Those that never
         come let `Patience` end them all.
         """
+        self.log.asked("left", None)
         self.log.finish()
         end = time.monotonic() + 60
         while time.monotonic() < end and not all(

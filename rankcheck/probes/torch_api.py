@@ -139,6 +139,7 @@ def samplers(log):
 
 
 def sharding(log):
+    note(log, DistributedDataParallel, "register_comm_hook")
     note(log, fsdp, "fully_shard")
     note(log, fsdp.FullyShardedDataParallel, "__init__", "FSDP1")
 

@@ -74,7 +74,8 @@ def start(case):
             return [fail(f"rank {rank} begins with other weights than rank "
                          f"0: {case.named(whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
-                         "DDP, which sends rank 0's",
+                         "DDP, which sends rank 0's; what is loaded after "
+                         "that, all ranks have to load",
                          ranks=sorted(whole.differing))]
     if case.split:
         return [warn(

@@ -131,14 +131,17 @@ def shares(case):
     """Whether the ranks read as many samples each, where they read any."""
     for step, updates in enumerate(case.updates):
         counts = [len(update["samples"]) for update in updates]
-        if 0 < min(counts) < max(counts):
+        rank = counts.index(min(counts))
+        if counts[rank] < max(counts) and (
+                counts[rank] or case.updates[0][rank]["samples"]):
             return [warn(
-                f"in update {step} rank {counts.index(min(counts))} reads "
-                f"{min(counts)} samples, and rank {counts.index(max(counts))} "
-                f"{max(counts)}", "a mean of the ranks' gradients counts them "
-                "alike: a DistributedSampler, which repeats some, drop_last, "
-                "or a loss that is weighed by their number",
-                numbers={"update": step})]
+                f"in update {step} rank {rank} reads {counts[rank]} samples, "
+                f"and rank {counts.index(max(counts))} {max(counts)}",
+                "a mean of the ranks' gradients counts them alike: a "
+                "DistributedSampler, which repeats some, drop_last, or a loss "
+                "that is weighed by their number" if counts[rank] else
+                "with model.eval() none are seen: is model.train() called "
+                "after an evaluation?", numbers={"update": step})]
     return []
 
 

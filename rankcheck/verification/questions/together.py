@@ -224,8 +224,10 @@ def mean(case):
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
-                             f"{percent(off(mine, good))}", "does the script "
-                             "change them otherwise, too?")]
+                             f"{percent(off(mine, good))}",
+                             "right if DDP's communication hook changes them"
+                             if case.asked("register_comm_hook") else
+                             "does the script change them otherwise, too?")]
     if scaled:
         step, factor = scaled
         return [warn(f"in update {step} the gradients are {factor:.4g} times "
