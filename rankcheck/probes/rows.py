@@ -43,7 +43,7 @@ class Rows:
             sys.modules["numpy.random"].seed()
         self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": [], "widths": set()}
+                      "skipped": []}
         log.begun = True  # updates count without a module, too
         self.made = Counter()  # of each optimizer, by its number
         self.optimizers = {}  # id -> (number, the optimizer: its id stays)
@@ -82,7 +82,7 @@ class Rows:
             pending=[], stream=None, unclipped={}, scaled=False, targets=0,
             received=[], early=[])
 
-    def on_message(self, name, tensors, group):
+    def on_message(self, name, tensors, group=None):
         row, now = self.log.row, self.log.now
         self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
         row.mixed |= "gather" in name and bool(now.pending)

@@ -183,28 +183,15 @@ def alike(one, other):
 
 @question("the ranks' samplers agree", where=always)
 def samplers(case):
-    first = [case.together.asked("sampler", rank)[:1]
-             for rank in range(case.size)]
-    if any(one != first[0] for one in first):
-        return [fail("the ranks' DistributedSamplers have different seeds: "
-                     "together they do not read each sample once",
-                     "the same seed on all ranks: each takes its part")]
-    read, mine = Counter(rows(case.single)), [[] for _ in first]
-    for updates in case.updates:  # as many samples as one process
-        if sum(map(len, mine)) + len(rows(updates)) <= read.total():
-            for own, update in zip(mine, updates, strict=True):
-                own += update["samples"]
-    known = [sum(row in read for row in own) / max(len(own), 1)
-             for own in mine]
-    widths = set().union(*(seen["widths"] for seen in (
-        *case.together.seen, *(case.alone.seen if case.alone else ()))))
-    if (case.apart and all(first) and known[0] > 0.9 and min(known) < 0.5
-            and len(widths) == 1):  # else each rank may pad its own
-        return [warn(f"rank {known.index(min(known))} does not read its part "
-                     "of what one process reads, and rank 0 does, though their"
-                     " DistributedSamplers agree", "do the ranks' datasets "
-                     "differ? random_split and its like need the same seed on "
-                     "all ranks", ranks=[known.index(min(known))])]
+    first = [one for rank in range(case.size)
+             for one in case.together.asked("sampler", rank)[:1]
+             if one[0] == case.size]
+    for i, kind in (1, "seeds"), (2, "subsets of the data"):
+        if len({one[i] for one in first}) > 1:
+            return [fail(f"the ranks' DistributedSamplers have different "
+                         f"{kind}: together they do not read each sample once",
+                         "the same seed on all ranks, for random_split, too: "
+                         "each takes its part")]
     epochs = case.together.asked("epochs")
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
