@@ -41,9 +41,9 @@ from backstage.errors import parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
 from rankcheck.exits import last_line
-from rankcheck.launch.ranks import OPEN_MPI
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
+from workshop.jobs.mpirun import OPEN_MPI
 from workshop.results import runs
 from workshop.stages import STAGES
 from workshop.vocabulary import save_vocabulary

@@ -46,8 +46,9 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from rankcheck.launch.ranks import Launch
+from rankcheck.launch.ranks import Launch, Torchrun
 from workshop.jobs import interpreter
+from workshop.jobs.mpirun import Mpirun
 from workshop.results import runs as results
 from workshop.vocabulary import save_vocabulary
 
@@ -121,8 +122,9 @@ class Rung:
         ranks = Launch(
             script, *flags, "--device", self.device, threads=self.threads,
             world_size=self.processes if self.processes > 1 else None,
-            mpirun=self.stage.startswith("mpi") and "train" in flags,
-            sleeping=False, env=interpreter.variables()).wait(timeout)
+            launcher=Mpirun(sleeping=False) if self.stage.startswith("mpi")
+            and "train" in flags else Torchrun(),
+            env=interpreter.variables()).wait(timeout)
         require(not any(rank.status != 0 for rank in ranks), f"{self.name} "
                 "failed:\n" + "".join(rank.err for rank in ranks))
         return ranks[0].out

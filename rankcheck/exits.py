@@ -41,7 +41,7 @@ def explain(trial):
     said = {rank: last_words(trial, rank) for rank in bad}
     # that a connection was lost is what the others saw of an error
     first = min(bad, default=None, key=lambda rank: (
-        trial.mpirun and (trial.ranks[rank].status or 0) < 0,
+        trial.kills and (trial.ranks[rank].status or 0) < 0,
         bool(EFFECT.search(said[rank].text))))
     apart = part_ways(trial)
     if first is not None and not (apart and EFFECT.search(said[first].text)):

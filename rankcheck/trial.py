@@ -31,7 +31,7 @@ class Trial:
     # what is known of the script
     steps: int | None = None  # after which it should end
     first_step: int = 0
-    mpirun: bool = False  # which ends the others of a rank that fails
+    kills: bool = False  # whether its launcher ends all after one that fails
     alike: bool = True  # whether all ranks call the same collectives
 
     def asked(self, what, rank=0):
@@ -58,8 +58,7 @@ def watch(trial, flags, seen, say, budget, **options):
     """
     begin = time.monotonic()
     seen.mkdir(exist_ok=True)
-    launch = Launch(trial.script, *flags, log=seen, mpirun=trial.mpirun,
-                    **options)
+    launch = Launch(trial.script, *flags, log=seen, **options)
     patience = Patience(launch, seen, say, **budget)
     trial.ranks = launch.wait(SECONDS, patience)
     trial.gave_up, trial.cpu = patience.reason, patience.cpu

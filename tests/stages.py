@@ -22,9 +22,10 @@ from torch.optim.optimizer import (
 
 from backstage import ROOT, dataset
 from backstage.run import Run
-from rankcheck.launch.ranks import OPEN_MPI, Launch
+from rankcheck.launch.ranks import Launch
 from rankcheck.probes.collectives import Collectives
 from rankcheck.probes.recorder import replace
+from workshop.jobs.mpirun import OPEN_MPI, Mpirun, launcher_of
 from workshop.stages import STAGES, modules_of
 from workshop.vocabulary import save_vocabulary
 
@@ -115,7 +116,7 @@ class StageLaunch(Launch):
         return Result(Path(run), self.wait(timeout, self.end_others))
 
     def end_others(self):
-        if not self.mpirun and self.jobs[0].status:
+        if not isinstance(self.launcher, Mpirun) and self.jobs[0].status:
             self.signal(signal.SIGTERM)
 
 
@@ -148,11 +149,11 @@ def start_stage(stage, run, *flags, data=None, mesh=None, script=None,
         given += ["--tensor-parallel", tensor] * (tensor > 1)
         size = math.prod(mesh)
         options["world_size"] = size if size > 1 else None
-    options["mpirun"] = STAGES[stage].launcher == "mpirun"
+    options["launcher"] = launcher_of(stage)
     options["preload"] = [*modules_of(stage), *options.get("preload", ())]
     options["probes"] = [*options.get("probes", ()),
                          *[without_texts] * (not texts)]
-    if options["mpirun"]:
+    if STAGES[stage].launcher == "mpirun":
         needs("mpirun")
     if STAGES[stage].kernels:
         needs("triton")

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import run_main
-from rankcheck.launch.ranks import Launch
+from rankcheck.launch.ranks import Launch, Torchrun
 from rankcheck.why import witness
+from workshop.jobs.mpirun import Mpirun
 
 SCRIPT = ROOT / "notebooks" / "their_train.py"
 MPI = 9  # the fault with mpirun
@@ -65,8 +66,9 @@ def start(number, place, folder):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     script.write_text(text)
-    return Launch(script, world_size=4, mpirun=number == MPI, sleeping=False,
-                  probes=[functools.partial(prepare, folder, variables)])
+    return Launch(script, world_size=4, launcher=Mpirun(
+        sleeping=False) if number == MPI else Torchrun(),
+        probes=[functools.partial(prepare, folder, variables)])
 
 
 def prepare(folder, variables, log):

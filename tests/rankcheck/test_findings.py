@@ -12,9 +12,9 @@ from backstage.errors import UserError
 from rankcheck import exits
 from rankcheck.findings import Finding, Line
 from rankcheck.launch.ranks import Rank
-from rankcheck.report import Terminal
 from rankcheck.tensors import assemble, describe
 from rankcheck.verification import comparison, resume
+from workshop.check.board import Terminal
 from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process

@@ -53,7 +53,7 @@ def test_a_stopped_process_is_not_asleep(tmp_path):
 def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
     """As mpirun ends them all after one that failed."""
     rank = subprocess.Popen(
-        [sys.executable, "-c", "from rankcheck.launch import mpirun_proxy\n"
+        [sys.executable, "-c", "from workshop.jobs import mpirun_proxy\n"
          "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)})
     with socket.socket(socket.AF_UNIX) as proxy:

@@ -20,7 +20,7 @@ from cluster import COUNTS, clone_course, holding, world
 from conftest import needs, program
 from stages import Result
 
-from rankcheck.launch.ranks import OPEN_MPI
+from workshop.jobs.mpirun import OPEN_MPI
 
 FLAGS = "--preset tiny --device cpu --microbatch-size 1"
 TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node

@@ -13,7 +13,7 @@ from conftest import needs, program
 from stages import agree, train
 
 from backstage import ROOT
-from rankcheck.launch.ranks import OPEN_MPI
+from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole

@@ -35,9 +35,10 @@ from conftest import MPICH, all_processes, edit
 from stages import make_dataset
 
 from backstage import ROOT
-from rankcheck.launch.ranks import OPEN_MPI, free_port
+from rankcheck.launch.ranks import free_port
 from rankcheck.why.evidence import collect
 from rankcheck.why.start import HOOK
+from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
 HERE = Path(__file__).resolve().parent

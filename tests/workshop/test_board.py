@@ -9,8 +9,8 @@ import pytest
 from cluster import wait_for
 from stages import edited
 
-from rankcheck.report import MEANING, Board
 from workshop import classroom
+from workshop.check.board import MEANING, Board
 from workshop.check.command import check
 from workshop.lesson import render
 from workshop.notebook import check_pictures, pictures

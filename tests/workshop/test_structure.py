@@ -21,7 +21,7 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings html reader setup tensors",
+        "tools": "command_line errors findings reader setup tensors",
         "probes": "probes.*",
         "report": "deadlock exits report",
         "why": "why.*",
@@ -30,7 +30,7 @@ HOUSES = {
         "verify": "verification.*",
         "commands": "__main__"},
     "workshop": {
-        "stages": "stages vocabulary",
+        "stages": "html stages vocabulary",
         "results": "results.*",
         "lesson": "lesson.*",
         "classroom": "classroom",
@@ -39,7 +39,6 @@ HOUSES = {
         "notebook": "notebook.*",
         "commands": "__main__ lesson.command update"}}
 PACKAGES = {  # besides torch; the last is the site's own
-    "rankcheck.launch.blocking_mpi": {"mpi4py"},
     "rankcheck.setup": {"setuptools"},
     "rankcheck.why.hook.sitecustomize": {"sitecustomize"}}
 # what is too large still: this list only gets shorter

@@ -9,11 +9,12 @@ from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.launch import fork_server, ranks, sandbox
+from rankcheck.launch import fork_server, sandbox
 from rankcheck.launch.scratch import remove, require_python, scratch_folder
-from rankcheck.report import Events, Quiet, Terminal
 from workshop import classroom
 from workshop.check import localise
+from workshop.check.board import Events, Quiet, Terminal
+from workshop.jobs.mpirun import require_mpirun
 from workshop.lesson import backups, checked, documents
 from workshop.lesson.diff import Diff, Script
 from workshop.lesson.render import advice, saved
@@ -56,7 +57,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     and with all the others made.
     """
     if STAGES[stage].launcher == "mpirun":
-        ranks.require_mpirun()
+        require_mpirun()
     yours = data = backups.read_script(script)
     try:
         broken = Script(script, data).syntax_error

@@ -16,6 +16,7 @@ from rankcheck.launch.scratch import full, quiet_environment
 from rankcheck.trial import LITTLE, Trial, watch
 from workshop.check import probe
 from workshop.check.probe import SAMPLES, T
+from workshop.jobs.mpirun import launcher_of
 from workshop.stages import STAGES, modules_of
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
@@ -101,7 +102,7 @@ class StageTrial(Trial):
 
     def __post_init__(self):
         self.steps = STEPS
-        self.mpirun = self.about.launcher == "mpirun"
+        self.kills = self.about.launcher == "mpirun"
         self.alike = self.mesh.dp == self.mesh.size
 
     @property
@@ -221,7 +222,7 @@ class Bench:
                     run, *mesh.flags(), *flags), seen, self.say,
                 {"allowed": allowed, "endless": 3 * STEPS},
                 world_size=mesh.size if mesh.size > 1 else None,
-                nodes=mesh.nodes,
+                nodes=mesh.nodes, launcher=launcher_of(self.stage),
                 probes=[self.copy, *probe.probes(
                     run, terminated, self.lightning)],
                 env=quiet_environment(self.folder / "tmp"),
@@ -243,8 +244,7 @@ class Bench:
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
-        # mpirun kills the others of a rank that has failed
-        require(trial.mpirun or all(
+        require(trial.kills or all(
             one.status != -signal.SIGKILL for one in trial.ranks), KILLED)
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:

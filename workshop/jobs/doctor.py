@@ -201,7 +201,7 @@ def require_loopback():
 
 def ask_mpi():
     """Whether mpirun starts more ranks than a small machine has cores."""
-    from rankcheck.launch.ranks import require_mpirun
+    from workshop.jobs.mpirun import Mpirun, require_mpirun
 
     try:
         require_mpirun()
@@ -209,7 +209,7 @@ def ask_mpi():
         return f"{error}; only the lesson mpi needs it"
     import torch  # noqa: F401  # the ranks are forked with it
 
-    return start_ranks(4, "by MPI", mpirun=True)
+    return start_ranks(4, "by MPI", launcher=Mpirun())
 
 
 def start_ranks(number, device, **options):

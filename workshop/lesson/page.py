@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.files import show_path
-from rankcheck.html import BLUE, ORANGE, quote_text, scrolling
+from workshop.html import BLUE, ORANGE, quote_text, scrolling
 from workshop.stages import DESK
 
 # Half a laptop's screen has 72 columns, the scripts up to 79. Where JupyterLab

@@ -8,7 +8,7 @@ import time
 from difflib import SequenceMatcher
 
 from backstage.files import show_path
-from rankcheck.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
+from workshop.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
 from workshop.lesson import checked, desk
 from workshop.lesson.page import (
     KEEP_IN_SIGHT,

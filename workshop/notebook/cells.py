@@ -15,10 +15,10 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.html import paragraph
 from rankcheck.reader import read_regular
-from rankcheck.report import Board
 from workshop import classroom
+from workshop.check.board import Board
+from workshop.html import paragraph
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
 from workshop.lesson.diff import Diff

@@ -1,6 +1,6 @@
 """What a check has seen: who read what, how far the losses differ."""
 
-from rankcheck.html import paragraph
+from workshop.html import paragraph
 from workshop.notebook.pictures import (
     CELL,
     COLOURS,

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 from backstage.errors import require
-from rankcheck.html import folded, paragraph
+from workshop.html import folded, paragraph
 from workshop.jobs import interpreter
 from workshop.lesson import page
 from workshop.notebook import shown

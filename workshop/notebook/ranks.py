@@ -39,6 +39,7 @@ from rankcheck.errors import UserError
 from rankcheck.exits import last_line
 from rankcheck.launch import fork_server
 from rankcheck.launch import ranks as processes
+from workshop.jobs.mpirun import Mpirun
 
 PRELOAD = ["torch", "torch.distributed", "notebooks.experiments.overlap",
            "notebooks.experiments.pipelines", "notebooks.experiments.sharding"]
@@ -70,7 +71,8 @@ def answer(cell, ranks, seconds, mpirun=False):
         source.write_text(cell, encoding="utf-8")
         ended = processes.Launch(
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
-            world_size=ranks, preload=PRELOAD, mpirun=mpirun, sleeping=False,
+            world_size=ranks, preload=PRELOAD,
+            launcher=Mpirun(sleeping=False) if mpirun else processes.Torchrun()
         ).wait(120, mpirun and too_late(folder, ranks, seconds))
         said = []
         for rank, process in enumerate(ended):

@@ -11,7 +11,7 @@ import shlex
 import time
 
 from backstage.errors import UserError, require
-from rankcheck.html import paragraph, scrolling
+from workshop.html import paragraph, scrolling
 from workshop.jobs import interpreter
 from workshop.lesson import page
 

@@ -1,9 +1,9 @@
 """mpirun starts this in the place of a rank, which is forked elsewhere.
 
-    mpirun -n N python rankcheck/launch/mpirun_proxy.py FOLDER
+    mpirun -n N python workshop/jobs/mpirun_proxy.py FOLDER
 
-fork_server.py forks the ranks from a server that has torch imported
-already. A rank joins MPI with what mpirun gives to the process that it
+rankcheck's fork_server.py forks the ranks from a server that has imported
+torch. A rank joins MPI with what mpirun gives to the process that it
 starts: variables, and with MPICH an open connection. This hands both to the
 rank of its number, by a socket in FOLDER, and ends as the rank does. If
 mpirun ends this, the rank is killed. Only the standard library.

@@ -28,23 +28,18 @@ RECEIVED = ("Recv", "recv")
 LONGEST = 0.02  # seconds between two looks
 
 
-def install(nodes=1):
+def install(nodes, log):
     """Let MPI.COMM_WORLD sleep while it waits.
 
-    nodes: on how many nodes the ranks are to believe they are.
+    nodes: on how many nodes the ranks are to believe they are. log: the
+    `Log` that is told of each call.
     """
     MPI.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
-    SleepingComm.nodes = nodes
+    SleepingComm.nodes, SleepingComm.log = nodes, log
 
 
 class SleepingComm(MPI.Intracomm):
-    """A communicator whose ranks sleep while they wait.
-
-    on_call: called with each call's name and its number of elements.
-    """
-
-    on_call = staticmethod(lambda name, elements: None)
-    nodes = 1
+    """A communicator whose ranks sleep while they wait."""
 
     @classmethod
     def adopt(cls, comm):
@@ -140,7 +135,7 @@ def add(name):
 
     def method(self, *args, **kwargs):
         elements = count([*args, *kwargs.values()])
-        self.on_call(name.lower(), elements)
+        self.log.tell("call", name.lower(), elements)
         if name in COLLECTIVES:
             self.meet(name, elements)
             return plain(self, *args, **kwargs)
@@ -150,7 +145,7 @@ def add(name):
 
     def receive(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
                 status=None):
-        self.on_call(name.lower(), count([buf]))
+        self.log.tell("call", name.lower(), count([buf]))
         sleep_until(lambda: self.Iprobe(source, tag))
         return plain(self, buf, source, tag, status)
 

@@ -1,0 +1,237 @@
+"""What a check, or verify, has answered so far: a table, and the findings.
+
+It is made of events, in the program itself or in a notebook. Beside those of
+`rankcheck.report` a check has
+
+    columns   [name, ...] of the trials, before the first of them
+    about     what these names mean, if they do not say it
+    trial     the name of the trial that begins
+    answer    [title of the question, verdict] in this trial; the verdict is
+              "ok", "warn", "FAIL", or "and" for what follows from a FAIL
+    cause     [which change it is, why that is made]
+    picture   {"read": the samples of each step by each rank, "readers": for
+              each rank a number, the same where the samples have to be the
+              same, "expected": those of each step, "loss": [...], "single":
+              [...]}
+
+Its findings are those that are not ok, as a rule. Only the standard library,
+from Python 3.9 on: a notebook's kernel imports it.
+"""
+
+import html
+import json
+import os
+import textwrap
+
+from rankcheck import report
+from workshop.html import (
+    TERMINAL_BLUE,
+    TERMINAL_ORANGE,
+    folded,
+    paragraph,
+    quote_text,
+    scrolling,
+)
+
+MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
+SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
+         "and": ("and", "·")}
+MEANING = {"ok": "right", "warn": "right, with a warning",
+           "FAIL": "the first that is wrong", "and": "follows from it"}
+NOT_ASKED = "not asked"
+WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
+FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
+          ("ok", "1 question, right", "{} questions, all right"),
+          ("", "1 thing was not seen", "{} things were not seen"))
+
+
+class Board:
+    """A check, as far as it has come."""
+
+    def __init__(self, words=str):
+        """words: a function that rewrites each text for a notebook."""
+        self.words = words
+        self.columns, self.about, self.trial = [], "", ""
+        self.answers = {}
+        self.findings, self.pictures = [], {}  # of each trial
+        self.causes = []
+        self.last, self.right = "", None
+        self.is_old = False  # the script was changed since
+        self.said = ""  # the last line that is no event
+
+    def read(self, line):
+        """Take in a line that the check prints: an event, as a rule.
+
+        Libraries print, too; only our own warnings are worth showing. An
+        error is the last line, and no event comes after it.
+        """
+        try:
+            self.update(json.loads(line))
+        except (ValueError, AttributeError):
+            self.said = line.strip() or self.said
+            if line.startswith("warning: "):
+                self.update({"finding": ["warn", self.said[9:], ""]})
+
+    def end(self):
+        """No more lines come: if no verdict has, the check has failed."""
+        if self.right is None:
+            self.update({"say": "The check did not come to its end."})
+            if self.said:
+                self.update({"finding": ["FAIL", self.said, ""]})
+            self.right = False
+
+    def update(self, event):
+        (kind, value), = event.items()
+        if kind == "answer":
+            self.answers.setdefault(value[0], {})[self.trial] = value[1]
+        elif kind == "finding":
+            if value not in self.findings:
+                self.findings.append(value)
+        elif kind == "cause":
+            self.causes.append(value)
+        elif kind == "picture":
+            self.pictures[self.trial] = value
+        elif kind == "say" and value.strip():
+            self.last = value.strip()
+        elif kind in ("columns", "about", "trial", "right"):
+            setattr(self, kind, value)
+
+    def to_text(self, colour=False, width=79):
+        """The table, for a terminal of this width; no word is broken."""
+        sizes = [max(3, len(name) + 1) for name in self.columns]
+        room = max(20, width - sum(sizes))
+        lines = [" " * room + "".join(
+            f"{name:>{size}}"
+            for name, size in zip(self.columns, sizes))]
+        for title, verdicts in self.answers.items():
+            *above, last = textwrap.wrap(title, room - 1,
+                                         break_on_hyphens=False,
+                                         break_long_words=False)
+            line = f"{last:{room}}"
+            for name, size in zip(self.columns, sizes):
+                mark = MARKS.get(verdicts.get(name), "")
+                code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
+                line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
+                         else f"{mark:>{size}}")
+            lines += [*above, line.rstrip()]
+        return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
+
+    def to_html(self, pictures=""):
+        """The verdict, its reasons, the questions that failed, and pictures.
+
+        What follows is folded, and what is right.
+        """
+        kind = {True: "good", False: "bad"}.get(self.right, "")
+        out = [paragraph("Your script has changed since this check.", "ask")
+               ] * self.is_old
+        out += [paragraph(f"<strong>{self.quote(self.last)}</strong>", kind)]
+        out += self.diagnoses("FAIL", "warn")
+        out += [paragraph(f"{self.quote(text)}. {self.quote(why)}", "ask")
+                for text, why in self.causes]
+        rows = {verdict: {} for verdict in WORST}
+        for title, verdicts in self.answers.items():
+            worst = min(verdicts.values(), key=WORST.index)
+            rows[worst][title] = verdicts
+        if self.columns:
+            shown = {**rows["FAIL"], **rows["warn"]}
+            if rows["ok"]:
+                shown["all other questions" if shown else "all questions"] = {
+                    name: "ok" for verdicts in rows["ok"].values()
+                    for name in verdicts}
+            signs = {kind: sign for kind, (_, sign) in SIGNS.items()}
+            out += [self.table(shown), paragraph(" ".join(filter(
+                None, (legend(signs), self.about))), "legend")]
+        out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
+               "</div>"]
+        for verdict, one, more in FOLDED:
+            said = self.diagnoses(verdict)
+            count = len(said or rows[verdict])
+            if count:
+                out.append(folded(
+                    one if count == 1 else more.format(count), "".join(said)
+                    + (self.table(rows[verdict]) if rows[verdict] else "")))
+        return "".join(out)
+
+    def diagnoses(self, *verdicts):
+        """HTML of the findings with these verdicts, a list."""
+        return [paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
+                          "bad" if verdict == "FAIL" else "ask")
+                + (paragraph(f"→ {self.quote(hint)}", "hint") if hint else "")
+                for verdict, text, hint in self.findings
+                if verdict in verdicts]
+
+    def table(self, rows):
+        """HTML of {question: {trial: verdict}}."""
+        running = self.trial if self.right is None else None
+        head = "".join(
+            f'<th scope="col">{html.escape(name)}'
+            f'{"…" if name == running else ""}</th>'
+            for name in self.columns)
+        rows = "".join(
+            f'<tr><th scope="row">{html.escape(title)}</th>'
+            f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
+            "</tr>" for title, verdicts in rows.items())
+        about = "Which question is answered, and how, in which trial"
+        return scrolling(
+            f'<table class="check"><caption>{about}</caption>'
+            f"<tr><td></td>{head}</tr>{rows}</table>", about)
+
+    def cell(self, verdicts, name):
+        kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
+        about = MEANING.get(verdicts.get(name), NOT_ASKED)
+        return (f'<td class="{kind}" title="{about}"><span aria-hidden="true">'
+                f'{sign}</span><span class="unseen">{about}</span></td>')
+
+    def quote(self, text):
+        return quote_text(self.words(text))
+
+
+def legend(signs):
+    """What the signs mean: one line. signs: {verdict: sign}."""
+    known = "; ".join(f"{sign} {MEANING[verdict]}"
+                      for verdict, sign in signs.items())
+    return f"{known}; empty: {NOT_ASKED}."
+
+
+class Quiet(report.Quiet):
+    """Reports nothing, and has no table."""
+
+    verbose, more = False, ""
+
+    def summarise(self, text):
+        """Say what stands for findings that are left out."""
+
+    def show_table(self):
+        """Print the table."""
+
+
+class Events(Quiet, report.Events):
+    """Prints events: a notebook has the table."""
+
+
+class Terminal(report.Terminal):
+    """Prints what is said and found, and the table at the end.
+
+    verbose: whether what is right is printed, or follows from a FAIL.
+    """
+
+    def __init__(self, verbose):
+        super().__init__()
+        self.board, self.verbose = Board(), verbose
+        self.more = "" if verbose else " With -v it tells all that it saw."
+
+    def report(self, **event):
+        self.board.update(event)
+        super().report(**event)
+
+    def tell(self, verdict, text, hint):
+        if self.verbose or verdict in ("FAIL", "warn"):
+            super().tell(verdict, text, hint)
+
+    def summarise(self, text):
+        if not self.verbose:
+            self.say(text)
+
+    def show_table(self):
+        colour = self.tty and "NO_COLOR" not in os.environ
+        print(f"\n{self.board.to_text(colour, self.width)}\n", flush=True)
