@@ -94,20 +94,14 @@ class Sandbox:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])
             elif event == "import" and args[0] == "torch.serialization":
-                guard_writer(sys.modules["torch._C"])
-
-        def guard_writer(torch):
-            plain = torch.PyTorchFileWriter
-
-            def write(file, *args, **kwargs):
-                guard([(EMPTY, file)])  # it opens it by its name, unseen
-                return plain(file, *args, **kwargs)
-
-            torch.PyTorchFileWriter = write
+                torch = sys.modules["torch._C"]
+                write = torch.PyTorchFileWriter  # by a file's name, unseen
+                torch.PyTorchFileWriter = lambda file, *args, **kwargs: (
+                    guard([(EMPTY, file)]) or write(file, *args, **kwargs))
 
         sys.addaudithook(on_event)
-        if "torch._C" in sys.modules:
-            guard_writer(sys.modules["torch._C"])
+        if "torch" in sys.modules:
+            on_event("import", ["torch.serialization"])
 
     def before_change(self, kind, path):
         """Put a copy where `path` leads, or end this process.

@@ -308,6 +308,9 @@ def test_what_is_right_is_not_refused(answers):
         found = answers(RIGHT, together(*change)).values()
         assert split == any("1 parameter is smaller" in finding.text
                             for finding in found), found
+    # a part that another rank has is no copy
+    assert not any("a copy of" in finding.text for finding in answers(
+        RIGHT, together(*fewer, copied)).values())
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert any("4 of 256 samples are" in finding.text for finding in found)
