@@ -298,6 +298,13 @@ def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
                  ].advice.startswith("DDP reduces only parameters that ")
 
 
+def test_a_rate_that_falls_once_is_no_schedule(answers):
+    """Of update 3, one process that had made twice as many tells nothing."""
+    found = answers(RIGHT, on(0, update=3, rates=[0.05]))
+    assert found["the ranks read different samples"].text.endswith(
+        "the learning rate is 0.05, with one process 0.1, in update 3")
+
+
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}

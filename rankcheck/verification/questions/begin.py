@@ -80,8 +80,9 @@ def start(case):
     if case.split:
         return [warn(
             f"{counted(case.split, 'parameter')} "
-            f"{'is' if len(case.split) == 1 else 'are'} smaller "
-            f"than with one process, or others: {case.named(case.split)}",
+            f"{'is' if len(case.split) == 1 else 'are'} smaller than with one "
+            "process, others, or not in each rank's optimizer: "
+            f"{case.named(case.split)}",
             "right if the script shards them by hand: they are left out of "
             "what is compared",
             learned={"apart": "parameters are split by hand"})]

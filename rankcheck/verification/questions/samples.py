@@ -169,7 +169,7 @@ def compare_rates(case, good, mine):
     words = (f"the learning rate is {mine[odd[0]]:.3g}, with one process "
              f"{good[odd[0]]:.3g}" + f", in update {odd[0]}" * bool(odd[0]))
     ahead = good[::case.size]
-    if len(ahead) > 1 and all(map(alike, mine, ahead)):
+    if len(ahead) > odd[0] and all(map(alike, mine, ahead)):
         words += (", as if its schedule were stepped "
                   f"{case.size} times an update" + (
                       ": after as many samples it is the same"
