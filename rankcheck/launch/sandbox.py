@@ -327,16 +327,20 @@ class Kept:
         self.before = self.look()
 
     def look(self):
-        """{path: what changes with it}."""
+        """{path: what changes with it}; not of what this process prints to.
+        """
         found, cwd = {}, os.getcwd()
+        own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
+               if os.path.exists(name)}
         entries = walk(cwd, LOOKS)
         for link in [*entries]:
             if leads_out(link, cwd):
                 entries += walk(link.path, LOOKS - len(entries))
         for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.is_file(follow_symlinks=leads_out(entry, cwd)):
-                    now = entry.stat()
+                now = entry.stat()
+                if now.st_ino not in own and entry.is_file(
+                        follow_symlinks=leads_out(entry, cwd)):
                     found[entry.path] = (
                         now.st_ino, now.st_size, now.st_mtime_ns)
         return found

@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rankcheck.probes.rows import Rows
 from rankcheck.probes.torch_api import clipping
 from rankcheck.probes.training import Modules
 from rankcheck.tensors import whole_here
+from rankcheck.trial import Trial
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison
 from rankcheck.verification.questions import QUESTIONS
@@ -296,6 +298,17 @@ def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
     found = answers(RIGHT, own_gradients)
     assert found["gradients are reduced once, and clipped after that"
                  ].advice.startswith("DDP reduces only parameters that ")
+
+
+def test_another_name_of_a_run_is_no_other_error():
+    """With a CPU in a GPU's place it fails alike, but for {run} in a flag."""
+    def start(size, steps, kind, flags, gpus):
+        return Trial(Path("x.py"), [Rank(
+            2, "", f"x.py: error: what is run-1{'-gpus' * gpus}?")],
+            seen=[None], events=[[]])
+
+    _, ended = Runs(start, 2, 4).of_first("alone")
+    assert ended.text.endswith("what is run-1?") and not ended.advice
 
 
 def test_a_rate_that_falls_once_is_no_schedule(answers):

@@ -188,7 +188,7 @@ def samplers(case):
              if one[0] == case.size]
     for i, kind in (1, "seeds"), (2, "subsets of the data"):
         if len({one[i] for one in first}) > 1:
-            return [fail(f"the ranks' DistributedSamplers have different "
+            return [fail("the ranks' DistributedSamplers have different "
                          f"{kind}: together they do not read each sample once",
                          "the same seed on all ranks, for random_split, too: "
                          "each takes its part")]
