@@ -17,8 +17,7 @@ if os.environ.get("RANKCHECK_GUARD") and sys.version_info >= (3, 9):
 
     sys.path.pop()
     Sandbox(*os.environ["RANKCHECK_GUARD"].split(":"))()
-
-if os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
+elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     from importlib import util
 
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
