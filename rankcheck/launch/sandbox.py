@@ -34,7 +34,7 @@ ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
-GUARDED = "RANKCHECK_GUARD"  # the variable with a sandbox's two folders
+GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
 BY_WHOM = ("by another program, or by what the script has started or compiled:"
            " then try it in a copy of this folder")
 
@@ -70,7 +70,7 @@ class Sandbox:
         """Guard this process, the workers that it forks, and what it starts
         of Python.
         """
-        os.environ |= {GUARDED: f"{self.ours}:{self.top}",
+        os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
         sys.dont_write_bytecode = True
