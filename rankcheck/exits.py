@@ -154,14 +154,16 @@ def part_ways(trial):
                  for call in row]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                return ["the ranks part ways: ", *describe(0, row[0]),
-                        ", but ", *describe(rank, row[rank])]
+                return ["the ranks part ways: ", *describe(trial, 0, row[0]),
+                        ", but ", *describe(trial, rank, row[rank])]
     return []
 
 
-def describe(rank, call):
+def describe(trial, rank, call):
     if call is None:
-        return [f"rank {rank} calls nothing more"]
+        return [f"rank {rank} " + (
+            "makes its updates without that" if trial.seen[rank]
+            and trial.asked("left", rank) else "calls nothing more")]
     if not call["lines"]:
         return [f"rank {rank} calls {call['call']}"]
     line, _, called = call["lines"][0]

@@ -9,8 +9,9 @@ A file that was there before is never changed, and nothing is left beside it:
 - Before a rank writes to what is a link, the guard puts a copy in its place.
 - Before a rank changes what was there before and is elsewhere, as by an
   absolute path, the guard ends the rank, and `require_kept` says why.
-- A child process or a compiled library can still write through a link, unseen:
-  `Kept` compares the user's own files before and after.
+- What a rank starts of Python is guarded, too, by `why`'s hook. Another
+  program or a compiled library can still write through a link, unseen: `Kept`
+  compares the user's own files before and after.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.errors import UserError, show_path
+from rankcheck.why.start import with_hook
 
 SMALL = 1_000_000  # bytes of a file that is copied at once
 MOST = 2_000  # entries of a folder that is copied with all that is in it
@@ -32,6 +34,7 @@ ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
+GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
 BY_WHOM = ("by another program, or by what the script has started or compiled:"
            " then try it in a copy of this folder")
 
@@ -63,12 +66,12 @@ class Sandbox:
     ours: str
     top: str
 
-    def __call__(self, log):
-        """Guard this process, and the workers that it forks."""
-        import torch  # here, where it has been imported already
-
-        from rankcheck.probes.recorder import replace
-
+    def __call__(self, log=None):
+        """Guard this process, the workers that it forks, and what it starts
+        of Python.
+        """
+        os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
+                       "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
         sys.dont_write_bytecode = True
 
@@ -90,13 +93,15 @@ class Sandbox:
             elif event in CHANGES:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])
+            elif event == "import" and args[0] == "torch.serialization":
+                torch = sys.modules["torch._C"]
+                write = torch.PyTorchFileWriter  # by a file's name, unseen
+                torch.PyTorchFileWriter = lambda file, *args, **kwargs: (
+                    guard([(EMPTY, file)]) or write(file, *args, **kwargs))
 
         sys.addaudithook(on_event)
-
-        @replace(torch._C, "PyTorchFileWriter")
-        def write(writer, file, *args, **kwargs):
-            guard([(EMPTY, file)])  # it opens it by its name without Python
-            return writer(file, *args, **kwargs)
+        if "torch" in sys.modules:
+            on_event("import", ["torch.serialization"])
 
     def before_change(self, kind, path):
         """Put a copy where `path` leads, or end this process.
@@ -322,16 +327,20 @@ class Kept:
         self.before = self.look()
 
     def look(self):
-        """{path: what changes with it}."""
+        """{path: what changes with it}; not of what this process prints to.
+        """
         found, cwd = {}, os.getcwd()
+        own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
+               if os.path.exists(name)}
         entries = walk(cwd, LOOKS)
         for link in [*entries]:
             if leads_out(link, cwd):
                 entries += walk(link.path, LOOKS - len(entries))
         for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.is_file(follow_symlinks=leads_out(entry, cwd)):
-                    now = entry.stat()
+                now = entry.stat()
+                if now.st_ino not in own and entry.is_file(
+                        follow_symlinks=leads_out(entry, cwd)):
                     found[entry.path] = (
                         now.st_ino, now.st_size, now.st_mtime_ns)
         return found

@@ -18,8 +18,9 @@ def messages(log):
                 update=log.updates, group=group)
 
     def note(name, tensors, function, args):
-        say(name, sum(tensor.numel() for tensor in tensors), group_of(args))
-        log.tell("message", name, tensors)
+        group = group_of(args)
+        say(name, sum(tensor.numel() for tensor in tensors), group)
+        log.tell("message", name, tensors, group)
 
     Collectives(note).__enter__()
     log.on("call", say)

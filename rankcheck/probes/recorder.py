@@ -41,8 +41,8 @@ class Log:
         updated    it has
         skipped    a GradScaler leaves the update out
         unnamed    the parameters of an optimizer, one of which has no name
-        message    the name of a collective, and the tensors that go in
-        call       the same of one of MPI's, and the number of elements
+        message    the name of a collective, the tensors that go in, its group
+        call       the name of one of MPI's, and the number of elements
         read       the path of a file that is opened to read it
         wrote      the path of a file that is written
         saved      torch.save() has returned

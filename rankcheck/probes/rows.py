@@ -1,6 +1,7 @@
 """Records what led to each update of an optimizer, and ends the process."""
 
 import hashlib
+import math
 import multiprocessing
 import os
 import random
@@ -42,7 +43,7 @@ class Rows:
             sys.modules["numpy.random"].seed()
         self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": [], "widths": set()}
+                      "skipped": []}
         log.begun = True  # updates count without a module, too
         self.made = Counter()  # of each optimizer, by its number
         self.optimizers = {}  # id -> (number, the optimizer: its id stays)
@@ -81,15 +82,18 @@ class Rows:
             pending=[], stream=None, unclipped={}, scaled=False, targets=0,
             received=[], early=[])
 
-    def on_message(self, name, tensors):
+    def on_message(self, name, tensors, group=None):
         row, now = self.log.row, self.log.now
         self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
         row.mixed |= "gather" in name and bool(now.pending)
         if name.startswith("recv"):
             now.received += tensors  # kept: so is where they are
-        if "reduce" in name:
+        # one among nodes and one in each of them are one among all ranks
+        share = math.log(len(group[1]), self.size) if group and (
+            self.size > 1) else 1
+        if "reduce" in name and share:
             message = (
-                sum(tensor.numel() for tensor in tensors),
+                sum(tensor.numel() for tensor in tensors) * share,
                 sum(part.nbytes for tensor in tensors for part in (
                     [tensor._indices(), tensor._values()] if tensor.is_sparse
                     else [tensor])), bool(now.unclipped))
@@ -249,6 +253,7 @@ class Rows:
         Wait for the others: gloo fails where one has gone. Those that never
         come let `Patience` end them all.
         """
+        self.log.asked("left", None)
         self.log.finish()
         end = time.monotonic() + 60
         while time.monotonic() < end and not all(

@@ -3,6 +3,8 @@
 Dropout, which draws other numbers on each rank, is switched off.
 """
 
+import hashlib
+
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 
 from rankcheck.probes.recorder import note, replace
 from rankcheck.tensors import thin
@@ -125,7 +127,9 @@ def targets(log):
 def samplers(log):
     @replace(DistributedSampler, "__iter__")
     def begin(begin, sampler):
-        log.asked("sampler", (sampler.num_replicas, sampler.seed))
+        subset = isinstance(sampler.dataset, Subset) and hashlib.blake2b(
+            repr([*sampler.dataset.indices]).encode()).hexdigest()
+        log.asked("sampler", (sampler.num_replicas, sampler.seed, subset))
         if sampler.shuffle:
             log.told[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):
@@ -139,6 +143,7 @@ def samplers(log):
 
 
 def sharding(log):
+    note(log, DistributedDataParallel, "register_comm_hook")
     note(log, fsdp, "fully_shard")
     note(log, fsdp.FullyShardedDataParallel, "__init__", "FSDP1")
 

@@ -6,7 +6,6 @@ shapes    of the parameters by name, in the order of the optimizers. A name
 batchnorm whether statistics of a microbatch enter the loss
 low       whether it computes in bf16 or fp16
 draws     whether the model draws random numbers, dropout apart
-widths    the shapes of a sample: several, if it is padded with its minibatch
 saved     how many updates were recorded when it had saved something
 copies    of the model: what `parts.describe` says of each at the end
 skipped   how many updates a GradScaler has left out, and before which others
@@ -201,7 +200,6 @@ class Modules:
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
-                self.seen["widths"].add(tensors[0].shape[1:])
                 now.pending.append([
                     hash_each(tensors, axis) for axis in (0, 1)])
 

@@ -79,10 +79,10 @@ def print_document(args, options):
     out = Quiet()
     out.interrupted, findings = b"", ()
     try:
-        program = read(words)
+        program = read(args.program)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
-        findings, not_seen = examine(words, **options, out=out)
+        findings, not_seen = examine(args.program, **options, out=out)
         document |= {"not_seen": not_seen, "error": None,
                      "status": int(any(finding.verdict == "FAIL"
                                        for finding in findings))}

@@ -157,7 +157,7 @@ def times_the_samples(case):
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
         return 1
     first = set.union(*alone[:case.size])
-    if together[0] == first and len(alone) >= case.size:
+    if alone[0] != together[0] == first and len(alone) >= case.size:
         return case.size
     same = next(i for i, (mine, good) in enumerate(zip(
         together, alone, strict=False)) if mine != good)
@@ -166,7 +166,8 @@ def times_the_samples(case):
     if skipped[0] != skipped[1]:
         return "its GradScaler leaves out other updates than with one process"
     return f"from update {same} on " * (same > 0) + (
-        "one process reads other samples, or pads them to another length")
+        "the samples seen are not those of one process: others, or padded, "
+        "computed or evaluated in another way")
 
 
 def find_split(alone, together, ended):

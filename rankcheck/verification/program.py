@@ -51,8 +51,11 @@ class Program:
 
 
 def read(words):
-    """The `Program` of a command line."""
-    words = list(words)[list(words[:1]) == ["--"]:]
+    """The `Program` of a command line, of which one -- is verify's: it comes
+    before the script, or else right behind it.
+    """
+    before = list(words[:1]) == ["--"]
+    words = list(words)[before:]
     launcher, told = "", []
     while words:
         word, module = Path(words[0]).name, words[0] == "-m"
@@ -70,6 +73,9 @@ def read(words):
     require(words, "name the script: rankcheck verify -n 2 -- train.py "
             "--its-flags")
     require(words[0] != "-c", "verify needs a script in a file, not -c")
+    end = 1 + module
+    if not before and words[end:end + 1] == ["--"]:
+        del words[end]
     if module:
         require(words[1:], "name the module behind -m")
         return Program(find_module(words[1]), (*told, *words[2:]), words[1],

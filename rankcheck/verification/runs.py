@@ -81,8 +81,8 @@ class Runs:
         self.gpus = not fails
         if not fails:
             return other, None
-        if not other or fails.text == ended.text:  # it came no farther
-            return trial, ended
+        if not other or fails.text.replace("-gpus", "") == ended.text:
+            return trial, ended  # it came no farther; {run} is another name
         advice = fails.advice.replace(ON_CPU, "")
         fails.hint = [advice + ";" * (advice[-1:] not in ("", "?"))
                       + " " * bool(advice) + STOOD_IN]

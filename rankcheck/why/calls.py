@@ -17,7 +17,7 @@ import time
 KEPT = 2000  # collectives
 # Files whose lines are not the script's; RANKCHECK_LIBRARY names more
 LIBRARY = (r"site-packages|dist-packages|/lib/python3|^<(?!stdin>)|\.pyx$"
-           r"|/rankcheck/(launch/fork_server|why/(witness|calls|launchers|proc))\.py"
+           r"|/(rankcheck/(launch|why)|workshop/jobs)/\w+\.py"
            r"|/c[a-z2-7]{51}\.py$")  # torch.compile's
 
 # What is recorded of MPI's communicators. In these, one rank has what all

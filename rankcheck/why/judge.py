@@ -161,12 +161,12 @@ def other_calls(job):
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
       "in the same order, and each recv needs a send")
 def deadlock(job):
-    """in a collective, or a message, to which the other does not come"""
-    for rank in job.those(
-            lambda rank: rank.runs and rank.waits and rank.still >= SOON):
+    """in a collective, or a message, to which no thread of the other comes"""
+    wait = job.those(lambda rank: rank.runs and rank.waits
+                     and rank.still >= SOON and not rank.helpers)
+    for rank in wait:
         for other in job.waits_for(rank):
-            if other.runs and other.waits and other.still >= SOON and (
-                    rank in job.waits_for(other)):
+            if other in wait and rank in job.waits_for(other):
                 # the one in whose collective the most others wait is right
                 who = sorted((rank, other), key=lambda one: len(
                     job.keeps_waiting(one)))[-1]

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcheck.why.calls import find_line
+from rankcheck.why.calls import find_line, library
 
 SOON = 10  # seconds without a move that are worth a word
 PATIENCE = 30  # seconds without a move that are no longer normal
@@ -184,6 +184,14 @@ class Rank:
         """Whether its main thread has computed while it was looked at."""
         return any(worked for kind, pid, _, _, worked, _ in self.work
                    if (kind, pid) == ("thread", self.pid))
+
+    @property
+    def helpers(self):
+        """Of its `work`, the other threads that are in a line of the script.
+        """
+        return [work for work in self.work
+                if work[0] == "thread" and work[1] != self.pid and work[5]
+                and not library(self.library).search(work[5][0])]
 
     @property
     def waits(self):

@@ -5,8 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from rankcheck.findings import Finding
-from rankcheck.why.calls import library
 from rankcheck.why.ranks import (
+    MEETING,
     SOON,
     Place,
     Who,
@@ -99,7 +99,7 @@ def describe(rank):
                      f"{rank.pending['number']}, has not ended")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
-    elif rank.answer and not rank.joined:
+    elif rank.answer and rank.inside(MEETING):
         words.append(f"{rank.address}: {rank.answer}")
     return "; ".join(words)
 
@@ -108,8 +108,9 @@ def describe_work(rank):
     """(what it has started and what works, what of it is idle): threads, of
     the idle ones those in a line of the script, and processes.
     """
-    works, idle, foreign = [], [], library(rank.library)
-    for kind, pid, name, state, worked, line in rank.work:
+    works, idle = [], []
+    for work in rank.work:
+        kind, pid, name, state, worked, line = work
         name = f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
         place = f"in {Place(*line)}" if line else ""
         if pid == rank.pid:
@@ -117,9 +118,10 @@ def describe_work(rank):
         if worked:
             works.append(", ".join(filter(None, [name, place])))
         elif kind == "process":
-            idle.append(f"its {name} " + (
-                "has ended" if state == "Z" else "does not work"))
-        elif line and not foreign.search(line[0]):
+            idle.append(f"its {name} " + {
+                "Z": "has ended", "T": "is stopped"}.get(
+                    state, "does not work"))
+        elif work in rank.helpers:
             idle.append(f"its {name} is {place}")
     return works, sorted(
         idle, key=lambda words: not words.endswith("ended"))[:3]

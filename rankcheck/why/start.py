@@ -34,11 +34,15 @@ def switch_on(env):
 
     In the folder that they name already, or in a new one.
     """
-    paths = [str(HOOK), *filter(None, env.get("PYTHONPATH", "").split(
-        os.pathsep))]
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
     return {FOLDER: str(STARTS / name), **env,
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+            "PYTHONPATH": with_hook(env)}
+
+
+def with_hook(env):
+    """A PYTHONPATH by which every Python imports the hook."""
+    return os.pathsep.join(dict.fromkeys([str(HOOK), *filter(
+        None, env.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def make_folder(folder):

@@ -70,7 +70,8 @@ def start(folder):
     # has its number, and may be a monitor
     if by == str(os.getpid()) and (
             # what `why run` has become is a rank, if it is alone
-            rank is not None or folder.name.endswith(f"-{by}")):
+            rank is not None or folder.name.endswith(f"-{by}")
+            or f'"pid": {by},' in proc.read_text(folder / "start.json")):
         begin(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)

@@ -2,13 +2,17 @@
 
 import contextlib
 import functools
+import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import edit
 from verify_cases import read
 
+from backstage import ROOT
 from rankcheck.errors import UserError
 from rankcheck.launch import sandbox
 from rankcheck.launch.ranks import launch
@@ -45,11 +49,13 @@ WAYS = {
                 "name, 'w').write('new')); thread.start(); thread.join()",
     "a fork": "pid = os.fork()\nif pid == 0:\n    open(name, 'w').write('new')"
               "\n    os._exit(0)\nos.waitpid(pid, 0)",
+    "a Python": "subprocess.run([sys.executable, '-c', 'import sys, torch; "
+                "torch.save({}, sys.argv[1])', name])",
     "an error that is caught": "try:\n    open(name, 'w').write('new')\n"
                                "except BaseException:\n    pass",
 }
 IMPORTS = """\
-import os, shutil, sqlite3, subprocess, threading
+import os, shutil, sqlite3, subprocess, sys, threading
 from pathlib import Path
 import numpy as np, torch
 """
@@ -135,7 +141,7 @@ def test_what_is_elsewhere_is_not_changed(way, home, tmp_path):
     if way == "link":  # which is its own, and is replaced
         assert "went on" in rank.out
         return
-    assert way == "a fork" or "went on" not in rank.out
+    assert way in ("a fork", "a Python") or "went on" not in rank.out
     with pytest.raises(UserError, match="mine/log0 was there before, and the "
                        "script was about to change it"):
         copy.require_kept("")
@@ -153,6 +159,19 @@ def test_what_a_child_process_writes(home, tmp_path):
     run(tmp_path, sh.format("; echo new > out/large2; echo > beside/large3"))
     assert files.changed() == (
         "out/large2, elsewhere/large3, beside/large3 changed meanwhile")
+
+
+def test_what_it_is_printed_to_has_not_changed(tmp_path):
+    """As by rankcheck verify ... > log.txt."""
+    with open(tmp_path / "log.txt", "w") as log:
+        told = subprocess.run(
+            [sys.executable, "-c", "import os\n"
+             "from rankcheck.launch.sandbox import Kept\nfiles = Kept()\n"
+             "print('more', flush=True)\n"
+             "os.write(2, str(files.changed()).encode())"], stdout=log,
+            stderr=subprocess.PIPE, cwd=tmp_path, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}).stderr
+    assert told == "[]"
 
 
 def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):

@@ -78,7 +78,8 @@ def test_a_module_of_a_package(words, tmp_path, monkeypatch):
     ("./x.sh 1", "x.sh is a program"), ("env.py 1", "1"), ("ls 1", "1"),
     ("torchrun x", "which script does torchrun start"),
     ("deepspeed x.py --x", "--local_rank={rank} --x"),
-    ("python3.11 x.py 1", "1"), ("x.py --x", "--x")])
+    ("python3.11 x.py 1", "1"), ("x.py --x", "--x"),
+    ("torchrun x.py -- 1 -- 2", "1 -- 2"), ("-- x.py -- --x", "-- --x")])
 def test_what_is_typed(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.py")

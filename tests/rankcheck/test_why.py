@@ -278,15 +278,17 @@ def test_who_works(tmp_path):
             one.wait()
 
 
-def test_a_process_that_is_no_rank(tmp_path):
+@pytest.mark.parametrize("start", [
+    "RANKCHECK_WHY=$PWD/why-$$ exec", "RANKCHECK_WHY=$PWD/why-mine exec "
+    f"{sys.executable} -m rankcheck why run --"])
+def test_a_process_that_is_no_rank(start, tmp_path):
     """As `why run -- python train.py` starts it: what it starts may be."""
     script = tmp_path / "script.py"
     script.write_text("import subprocess, sys\nif len(sys.argv) < 2:\n"
                       "    subprocess.run([sys.executable, __file__, 'x'])\n")
     subprocess.run(
-        ["bash", "-c", f"RANKCHECK_WHY=$PWD/why-$$ exec {sys.executable} "
-         f"{script}"], cwd=tmp_path, check=True,
-        env={**os.environ, "PYTHONPATH": str(HOOK)})
+        ["bash", "-c", f"{start} {sys.executable} {script}"], cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{HOOK}:{ROOT}"}, check=True)
     rank, = collect(*tmp_path.glob("why-*"))
     assert (rank.rank, rank.world_size, rank.ending) == (0, 1, "done")
 

@@ -74,13 +74,15 @@ def start(case):
             return [fail(f"rank {rank} begins with other weights than rank "
                          f"0: {case.named(whole.apart)}", "the same seed on "
                          "all ranks before the model is made, or wrap it in "
-                         "DDP, which sends rank 0's",
+                         "DDP, which sends rank 0's; what is loaded after "
+                         "that, all ranks have to load",
                          ranks=sorted(whole.differing))]
     if case.split:
         return [warn(
             f"{counted(case.split, 'parameter')} "
-            f"{'is' if len(case.split) == 1 else 'are'} smaller "
-            f"than with one process, or others: {case.named(case.split)}",
+            f"{'is' if len(case.split) == 1 else 'are'} smaller than with one "
+            "process, others, or not in each rank's optimizer: "
+            f"{case.named(case.split)}",
             "right if the script shards them by hand: they are left out of "
             "what is compared",
             learned={"apart": "parameters are split by hand"})]

@@ -131,14 +131,17 @@ def shares(case):
     """Whether the ranks read as many samples each, where they read any."""
     for step, updates in enumerate(case.updates):
         counts = [len(update["samples"]) for update in updates]
-        if 0 < min(counts) < max(counts):
+        rank = counts.index(min(counts))
+        if counts[rank] < max(counts) and (
+                counts[rank] or case.updates[0][rank]["samples"]):
             return [warn(
-                f"in update {step} rank {counts.index(min(counts))} reads "
-                f"{min(counts)} samples, and rank {counts.index(max(counts))} "
-                f"{max(counts)}", "a mean of the ranks' gradients counts them "
-                "alike: a DistributedSampler, which repeats some, drop_last, "
-                "or a loss that is weighed by their number",
-                numbers={"update": step})]
+                f"in update {step} rank {rank} reads {counts[rank]} samples, "
+                f"and rank {counts.index(max(counts))} {max(counts)}",
+                "a mean of the ranks' gradients counts them alike: a "
+                "DistributedSampler, which repeats some, drop_last, or a loss "
+                "that is weighed by their number" if counts[rank] else
+                "with model.eval() none are seen: is model.train() called "
+                "after an evaluation?", numbers={"update": step})]
     return []
 
 
@@ -166,7 +169,7 @@ def compare_rates(case, good, mine):
     words = (f"the learning rate is {mine[odd[0]]:.3g}, with one process "
              f"{good[odd[0]]:.3g}" + f", in update {odd[0]}" * bool(odd[0]))
     ahead = good[::case.size]
-    if len(ahead) > 1 and all(map(alike, mine, ahead)):
+    if len(ahead) > odd[0] and all(map(alike, mine, ahead)):
         words += (", as if its schedule were stepped "
                   f"{case.size} times an update" + (
                       ": after as many samples it is the same"
@@ -180,28 +183,15 @@ def alike(one, other):
 
 @question("the ranks' samplers agree", where=always)
 def samplers(case):
-    first = [case.together.asked("sampler", rank)[:1]
-             for rank in range(case.size)]
-    if any(one != first[0] for one in first):
-        return [fail("the ranks' DistributedSamplers have different seeds: "
-                     "together they do not read each sample once",
-                     "the same seed on all ranks: each takes its part")]
-    read, mine = Counter(rows(case.single)), [[] for _ in first]
-    for updates in case.updates:  # as many samples as one process
-        if sum(map(len, mine)) + len(rows(updates)) <= read.total():
-            for own, update in zip(mine, updates, strict=True):
-                own += update["samples"]
-    known = [sum(row in read for row in own) / max(len(own), 1)
-             for own in mine]
-    widths = set().union(*(seen["widths"] for seen in (
-        *case.together.seen, *(case.alone.seen if case.alone else ()))))
-    if (case.apart and all(first) and known[0] > 0.9 and min(known) < 0.5
-            and len(widths) == 1):  # else each rank may pad its own
-        return [warn(f"rank {known.index(min(known))} does not read its part "
-                     "of what one process reads, and rank 0 does, though their"
-                     " DistributedSamplers agree", "do the ranks' datasets "
-                     "differ? random_split and its like need the same seed on "
-                     "all ranks", ranks=[known.index(min(known))])]
+    first = [one for rank in range(case.size)
+             for one in case.together.asked("sampler", rank)[:1]
+             if one[0] == case.size]
+    for i, kind in (1, "seeds"), (2, "subsets of the data"):
+        if len({one[i] for one in first}) > 1:
+            return [fail("the ranks' DistributedSamplers have different "
+                         f"{kind}: together they do not read each sample once",
+                         "the same seed on all ranks, for random_split, too: "
+                         "each takes its part")]
     epochs = case.together.asked("epochs")
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",

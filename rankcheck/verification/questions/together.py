@@ -100,9 +100,7 @@ def reductions(case):
         turns[-1][1] += update["elements"]
     each = [reduced / max(elements, 1) for reduced, elements, _ in turns]
     often = max(each)
-    # copies of shards (HSDP) are reduced, too
-    once = often < (1.9 if any(
-        update["gradients"]["sharded"] for update in mine) else 1.6)
+    once = often < 1.6
     words = ("gradients are reduced " + (
         "in a form of the script's own" if few else
         "once an update" if once else f"{often:.2g} times "
@@ -226,8 +224,10 @@ def mean(case):
             if not error <= bound:
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
-                             f"{percent(off(mine, good))}", "does the script "
-                             "change them otherwise, too?")]
+                             f"{percent(off(mine, good))}",
+                             "right if DDP's communication hook changes them"
+                             if case.asked("register_comm_hook") else
+                             "does the script change them otherwise, too?")]
     if scaled:
         step, factor = scaled
         return [warn(f"in update {step} the gradients are {factor:.4g} times "
