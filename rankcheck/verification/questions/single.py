@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import put_together
+from rankcheck.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
@@ -213,7 +213,8 @@ def gradient_error(case, updates, alone, step, weights):
     if mine is None:
         return None
     good = mix(weights, each)
-    first = put_together([first_update(case, updates)], "gradients").length()
+    first = length(put_together(
+        [first_update(case, updates)], "gradients").tensors)
     whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
              ).item()  # what has converged is but noise
     bound = GRADIENT * case.loosely * (10 if step else 1)
