@@ -6,13 +6,13 @@ import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
-from rankcheck.deadlock import TO_ONE
 from rankcheck.findings import Line, fail
 
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
+TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 TOOLS = f"{Path(__file__).parent}/"  # this package: no script of theirs
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rankcheck.deadlock import read_events
-from rankcheck.launch.hang_detector import Patience
+from rankcheck.launch.hang_detector import Patience, read_events
 from rankcheck.launch.ranks import Launch
 
 SECONDS = 900  # after which a trial is ended, whatever it does

@@ -9,6 +9,7 @@ from __future__ import annotations  # Python 3.9 has no `int | None`
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -18,7 +19,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankcheck.deadlock import read_line
 from rankcheck.launch import fork_server
 
 MOST = 1_000_000  # bytes of output from each of its ends
@@ -162,7 +162,9 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
-        return [read_line(stack, self.script) for stack in self.stacks()]
+        line = re.compile(rf'File "{re.escape(self.script)}", line (\d+)')
+        found = map(line.search, self.stacks())  # the innermost
+        return [innermost and int(innermost[1]) for innermost in found]
 
     def stacks(self):
         """Where each rank is: what faulthandler writes, "" if it has ended."""

@@ -23,7 +23,7 @@ HOUSES = {
     "rankcheck": {
         "tools": "command_line errors findings reader setup tensors",
         "probes": "probes.*",
-        "report": "deadlock exits report",
+        "report": "exits report",
         "why": "why.*",
         "launch": "launch.*",
         "trial": "trial",
