@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from backstage import device as devices
 from backstage import errors
@@ -161,6 +162,21 @@ def backstage(log):
     """Notes which device the script asks for; any rank's error is said at
     once, as no launcher will end this rank.
     """
+    def ask(what, device):
+        number = re.search(r"\d+$", str(device))
+        log.asked(what, int(number[0]) if number else None)
+
+    @replace(DistributedDataParallel, "__init__")
+    def wrap(wrap, ddp, module, device_ids=None, *args, **kwargs):
+        if device_ids:
+            ask("device_ids", device_ids[0])
+        wrap(ddp, module, device_ids, *args, **kwargs)
+
+    @replace(torch.accelerator, "set_device_index")
+    @replace(torch.cuda, "set_device")
+    def set_device(function, device):
+        ask("set_device", device)
+
     @replace(devices, "use_device")
     def use(use, name="auto", local_rank=0):
         log.asked("device", str(name))
