@@ -21,20 +21,15 @@ def place(path):
     return os.path.abspath(os.fsdecode(path))
 
 
-def opened(log, within="", without=(), finished=str):
+def opened(log, without=()):
     """written: files that were opened to write them, and by whom: by a line
     of the script, a number, by another file beside it, 0, or by a library, its
-    name.
-
-    Those with `within` in their path, and nothing of `without`. finished: a
-    function that gives the name that a file has once it is written.
+    name. Those with nothing of `without` in their path.
     """
     written = log.seen["written"] = {}
 
     def wrote(path):
         log.tell("wrote", path)
-        folder, name = os.path.split(path)
-        path = os.path.join(folder, finished(name))
         if log.here and path not in written:
             written[path] = opener(log.script)
 
@@ -43,7 +38,7 @@ def opened(log, within="", without=(), finished=str):
             path = place(args[0])
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
                 log.tell("read", path)
-            elif within in path and not any(part in path for part in without):
+            elif not any(part in path for part in without):
                 wrote(path)
 
     sys.addaudithook(on_event)

@@ -35,7 +35,7 @@ def probes(run, ended=None, lightning=False):
     """
     return [Course(), partial(terminated, rank=ended), Updates(), process,
             backstage, messages, *[trainer] * lightning,
-            partial(opened, within=str(run), finished=finished)]
+            opened, partial(written, run=str(run))]
 
 
 class Course:
@@ -190,8 +190,14 @@ def backstage(log):
     errors.say_once = say_now
 
 
-def finished(name):
-    return re.sub(rf"^\.(.*)\.\d+-\d+{PART}$", r"\1", name)
+def written(log, run):
+    """Those of the run's folder alone, by their names once they are whole."""
+    def rename():
+        log.seen["written"] = {
+            re.sub(rf"/\.([^/]*)\.\d+-\d+{PART}$", r"/\1", path): opener
+            for path, opener in log.seen["written"].items() if run in path}
+
+    log.on("end", rename)
 
 
 def terminated(log, rank):
