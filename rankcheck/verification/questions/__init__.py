@@ -50,7 +50,7 @@ def by_update(findings):
 
 def ask(question, case):
     try:
-        findings = question.answer(case) if question.where(case) else []
+        findings = [*question.answer(case)] if question.where(case) else []
     except STRANGE as error:
         findings = [warn(f"verify cannot tell whether {question.title}: "
                          f"{type(error).__name__}: {error}", "the script does "
