@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.errors import NotCompared, UserError, require, show_path
-from rankcheck.findings import Questions, warn
+from rankcheck.findings import warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
 from rankcheck.report import Events, Quiet, Terminal
@@ -154,30 +154,25 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     preload = [*fork_server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     try:
-        resume_flags = shlex.split(resume_with or "")
+        resume_flags = resume_with and shlex.split(resume_with)
     except ValueError as error:
         raise UserError(f"--resume-with: {error}") from None
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
         fork_server.preload_one("torch")
-        from rankcheck.verification import questions, resume, runs
+        from rankcheck.verification import questions, runs
 
         (folder / "tmp").mkdir()
         files.changed()  # by others, while torch was imported
-        more = Questions()
-        if resume_with is not None:
-            more.add("a resume brings everything back")(
-                lambda case: resume.verify(resume_flags, case))
-
         out.say(f"{program.name} as 1 and as {size} processes, {steps} updates"
                 f" on the {device.upper()}" + (
                     f" ({program.launcher} and its own flags are left out)"
                     if program.launcher else ""))
         made = runs.Runs(Starter(
             program, folder, preload, out.say, device, patience),
-            size, steps, device)
-        findings, not_seen = questions.verify(made, more)
+            size, steps, device, resume_flags)
+        findings, not_seen = questions.verify(made)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
     if made.waited:

@@ -494,6 +494,6 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
 
 
 def test_each_question_is_answered_with_a_no():
-    titles = DRAWN, *(title for *_, title, _ in CASES)
+    titles = DRAWN, "a resume", *(title for *_, title, _ in CASES)
     assert not [question.title for question in QUESTIONS
                 if not question.title.startswith(titles)]

@@ -18,25 +18,23 @@ from rankcheck.verification.questions import samples
 from rankcheck.verification.questions import together
 from rankcheck.verification.questions import single
 from rankcheck.verification.questions import left
+from rankcheck.verification.questions import resume
 # isort: on
 
-__all__ = ["QUESTIONS", "begin", "left", "samples", "single", "together",
-           "verify"]
+__all__ = ["QUESTIONS", "begin", "left", "resume", "samples", "single",
+           "together", "verify"]
 
 
-def verify(runs, more=()):
-    """Findings, and what was not seen: a list of texts.
-
-    runs: a `Runs`. more: questions about a resume.
-    """
+def verify(runs):
+    """Findings, and what was not seen: a list of texts. runs: a `Runs`."""
     comparison, findings, why = choose(runs)
     if why:
         return findings, [f"all else: {why}"]
-    for question in (*QUESTIONS, *more):
+    for question in QUESTIONS:
         for finding in ask(question, comparison):
             findings.append(finding)
             comparison = replace(comparison, **finding.learned)
-    return by_update(findings), not_seen(comparison, more)
+    return by_update(findings), not_seen(comparison)
 
 
 def by_update(findings):
@@ -60,14 +58,14 @@ def ask(question, case):
     return findings
 
 
-def not_seen(case, resumes):
+def not_seen(case):
     seen, device = case.together.seen, case.runs.device
     made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
     texts = [f"anything after update {made - 1}" + (
         f", with which {'a rank' if case.asked('join') else 'the script'} "
         "ended" if made < case.runs.steps else
         ": the end of an epoch, validation"
-        + ", checkpoints, resuming" * (not resumes)),
+        + ", checkpoints, resuming" * (case.runs.resume_flags is None)),
              "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
              "and without torch.compile" if device == "cpu" else
              "compiled code: all was run without torch.compile",

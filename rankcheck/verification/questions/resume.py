@@ -11,13 +11,15 @@ from collections import Counter
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import names as names_of
 from rankcheck.tensors import put_together, relative_error
+from rankcheck.verification.questions.question import question
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
 
 
-def verify(flags, case):
-    """Findings. flags: a list, added to those of the script."""
+@question("a resume brings everything back",
+          where=lambda case: case.runs.resume_flags is not None)
+def comes_back(case):
     first, ended = case.runs("saved")
     if ended:
         return [ended]
@@ -33,7 +35,7 @@ def verify(flags, case):
     at = places.pop()  # updates of all optimizers before that
     made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
                for update in first.seen[0]["updates"][:at])
-    again, ended = case.runs("resumed", flags, made)
+    again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
         return [ended]
     stopped, back, whole = map(by_update, (first, again, case.together))
