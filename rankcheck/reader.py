@@ -1,7 +1,5 @@
 """Reads what somebody else may have put in a file's place.
 
-Also says whether a file that is there may be replaced.
-
 Only the standard library, from Python 3.9 on.
 """
 
@@ -24,11 +22,3 @@ def read_regular(path, most=-1, flags=0):
             return opened.read(most)
     finally:
         os.close(file)
-
-
-def may_replace(path, mark):
-    """Whether a file is not there, or carries our mark, a text inside it."""
-    try:
-        return mark.encode() in read_regular(path, flags=os.O_NOFOLLOW)
-    except OSError:  # else it is somebody's link, folder, FIFO, or secret
-        return not os.path.lexists(path)
