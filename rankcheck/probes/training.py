@@ -32,7 +32,7 @@ import rankcheck.tensors as parts
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
 from rankcheck.probes.files import opened, results
-from rankcheck.probes.recorder import replace
+from rankcheck.probes.recorder import Updates, replace
 from rankcheck.probes.rows import (
     Rows,
     is_low,
@@ -40,7 +40,6 @@ from rankcheck.probes.rows import (
     storage,
     take_pending,
 )
-from rankcheck.probes.updates import Updates
 from rankcheck.tensors import thin
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")

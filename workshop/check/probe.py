@@ -19,8 +19,7 @@ from backstage.files import PART
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import process
 from rankcheck.probes.files import opened
-from rankcheck.probes.recorder import replace
-from rankcheck.probes.updates import Updates
+from rankcheck.probes.recorder import Updates, replace
 from rankcheck.tensors import describe, plain_name
 
 MOST = 100  # updates of which everything is recorded
