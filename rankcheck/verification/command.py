@@ -6,7 +6,7 @@ import math
 import shlex
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rankcheck.errors import NotCompared, UserError, require, show_path
@@ -169,8 +169,8 @@ def examine(program, size, steps, resume_with=None, device="cpu",
                 f" on the {device.upper()}" + (
                     f" ({program.launcher} and its own flags are left out)"
                     if program.launcher else ""))
-        made = runs.Runs(Starter(
-            program, folder, preload, out.say, device, patience),
+        made = runs.Runs(partial(
+            start, program, folder, preload, out.say, device, patience),
             size, steps, device, resume_flags)
         findings, not_seen = questions.verify(made)
         if changed := files.changed():
@@ -181,58 +181,46 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     return findings, not_seen
 
 
-@dataclass(frozen=True)
-class Starter:
-    """Starts a program under observation. folder: for all of its runs."""
+def start(program, folder, preload, say, device, patience,
+          size, steps, kind="", flags=(), gpus=False):
+    """Start a program under observation: a `Trial`.
 
-    program: object
-    folder: Path
-    preload: list
-    say: object
-    device: str
-    patience: float
+    folder: for all of its runs. size: of how many processes; steps, kind: of
+    `Rows`. flags: further ones. gpus: whether a CPU stands in for them.
+    """
+    from rankcheck.exits import explain
+    from rankcheck.probes import training
+    from rankcheck.trial import LITTLE, SECONDS, Trial, watch
 
-    def __call__(self, size, steps, kind="", flags=(), gpus=False):
-        """A `Trial`. size: of how many processes; steps, kind: of `Rows`.
-
-        flags: further ones. gpus: whether a CPU stands in for them.
-        """
-        from rankcheck.exits import explain
-        from rankcheck.probes import training
-        from rankcheck.trial import LITTLE, SECONDS, Trial, watch
-
-        program, folder = self.program, self.folder
-        seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
-        place = "saved" if kind == "resumed" else kind  # it goes on there
-        name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
-                + f"-{place}" * bool(place))
-        copy = sandbox.make(folder, name, program.script)
-        cwd, script = copy.name(Path.cwd()), copy.name(program.script)
-        if program.module and not script.is_relative_to(cwd):
-            script = program.script  # it is imported where it is installed
-        trial = watch(
-            Trial(script), [*program.with_size(size, name, flags)], seen,
-            self.say, {"allowed": SECONDS, "idle": IDLE,
-                       "patience": self.patience},
-            world_size=size, module=program.module,
-            place=str(cwd) if program.module else None,
-            probes=[copy, *training.probes(
-                seen, size, steps, kind, gpus, self.device)],
-            env=TORCHRUN | scratch.quiet_environment(
-                folder / "tmp", {} if self.device == "gpu" else ON_CPU),
-            preload=self.preload, within=folder, cwd=str(cwd),
-            hashes=int(kind == "hashes"))
-        copy.require_kept(REMEDY)
-        if trial.gave_up == "waits":
-            raise NotCompared(
-                f"{program.name}, {size} process{'es' * (size > 1)}: "
-                f"{explain(trial).text}. If it needs longer: "
-                "--patience SECONDS")
-        if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
-            raise scratch.full(folder.parent)  # where checkpoints were saved
-        if kind != "saved":
-            shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-        trial.script = program.script
-        for rank in trial.ranks:
-            rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
-        return trial
+    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
+    place = "saved" if kind == "resumed" else kind  # it goes on there
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
+            + f"-{place}" * bool(place))
+    copy = sandbox.make(folder, name, program.script)
+    cwd, script = copy.name(Path.cwd()), copy.name(program.script)
+    if program.module and not script.is_relative_to(cwd):
+        script = program.script  # it is imported where it is installed
+    trial = watch(
+        Trial(script), [*program.with_size(size, name, flags)], seen, say,
+        {"allowed": SECONDS, "idle": IDLE, "patience": patience},
+        world_size=size, module=program.module,
+        place=str(cwd) if program.module else None,
+        probes=[copy, *training.probes(
+            seen, size, steps, kind, gpus, device)],
+        env=TORCHRUN | scratch.quiet_environment(
+            folder / "tmp", {} if device == "gpu" else ON_CPU),
+        preload=preload, within=folder, cwd=str(cwd),
+        hashes=int(kind == "hashes"))
+    copy.require_kept(REMEDY)
+    if trial.gave_up == "waits":
+        raise NotCompared(
+            f"{program.name}, {size} process{'es' * (size > 1)}: "
+            f"{explain(trial).text}. If it needs longer: --patience SECONDS")
+    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+        raise scratch.full(folder.parent)  # where checkpoints were saved
+    if kind != "saved":
+        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+    trial.script = program.script
+    for rank in trial.ranks:
+        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+    return trial

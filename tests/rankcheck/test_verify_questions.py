@@ -40,14 +40,15 @@ def recorded(tmp_path_factory):
     @functools.cache
     def record(name):
         script, = (one for one in SCRIPTS if one.name == name)
-        trials, start = {}, command.Starter.__call__
+        trials, start = {}, command.start
 
-        def keep(starter, size, steps, kind, *rest):
-            trials[size, kind] = start(starter, size, steps, kind, *rest)
+        def keep(*about):
+            size, _, kind, *_ = about[6:]
+            trials[size, kind] = start(*about)
             return trials[size, kind]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command.Starter, "__call__", keep)
+            patch.setattr(command, "start", keep)
             outcome(script, tmp_path_factory.mktemp("script"))
         return pickle.dumps(trials)
 
