@@ -44,9 +44,6 @@ class Log:
         unnamed    the parameters of an optimizer, one of which has no name
         message    the name of a collective, and the tensors that go in
         call       the same of one of MPI's, and the number of elements
-        read       the path of a file that is opened to read it
-        wrote      the path of a file that is written
-        saved      torch.save() has returned
         end        the process ends
     """
 

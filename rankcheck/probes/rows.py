@@ -31,16 +31,14 @@ class Rows:
     torch.save(); "resumed" if it goes on from there.
     """
 
-    def __init__(self, size, steps, kind):
+    def __init__(self, log, size, steps, kind):
+        self.log, self.seen = log, log.seen
         self.size, self.steps, self.kind = size, steps, kind
-
-    def __call__(self, log):
         # forked ranks would share the generators' state; Python's own is
         # seeded at each fork
         torch.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
-        self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
                       "skipped": [], "widths": set()}
         log.begun = True  # updates count without a module, too

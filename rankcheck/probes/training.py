@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 import rankcheck.tensors as parts
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
-from rankcheck.probes.files import opened, results
+from rankcheck.probes.files import opened
 from rankcheck.probes.recorder import Updates, replace
 from rankcheck.probes.rows import (
     Rows,
@@ -51,14 +51,13 @@ def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
     for them. device: "gpu" where they are there.
     """
-    return [Rows(size, steps, kind), Modules(),
+    return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
             partial(use, module="torch_api"), Updates(),
             process if device == "cpu" else on_gpu, messages,
             *[partial(use, module="fake_cuda")] * on_gpus,
             partial(opened, without=(
                 str(folder), *(f"{os.path.dirname(folder)}/{name}/"
-                               for name in ("guard", "tmp")),
-                *NO_OUTPUT)), results]
+                               for name in ("guard", "tmp")), *NO_OUTPUT))]
 
 
 def use(log, module):

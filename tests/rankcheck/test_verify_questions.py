@@ -352,8 +352,8 @@ def test_a_factor_of_one_is_none(answers):
 
 def recorder():
     """A process's `Log` that nothing is written to, and its `Rows`."""
-    log, rows = Log(None, 0), Rows(2, 4, "")
-    rows(log)
+    log = Log(None, 0)
+    rows = Rows(log, 2, 4, "")
     log.seen |= {"low": False, "batchnorm": False}
     return log, rows
 
