@@ -8,6 +8,7 @@ CPU: all is computed as precisely as the weights are.
 import inspect
 import os
 import re
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import torch
@@ -26,7 +27,7 @@ GPU = SimpleNamespace(
     multi_processor_count=1)
 
 
-class Nothing:
+class Nothing(AbstractContextManager):
     """A stream, an event, a range of a profile: a CPU waits for none."""
 
     def __init__(self, *args, **kwargs):
@@ -34,9 +35,6 @@ class Nothing:
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         return None
