@@ -267,8 +267,7 @@ def run_script(start, rank, port, output):
     status = 0
     try:
         if start.module:
-            runpy.run_module(start.module, run_name="__main__",
-                             alter_sys=True)
+            runpy.run_module(start.module, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(start.script, run_name="__main__")
     except SystemExit as end:

@@ -147,5 +147,4 @@ def sharding(log):
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers,
-          sharding]
+PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, sharding]

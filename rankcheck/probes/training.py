@@ -167,8 +167,7 @@ class Modules:
     def on_gradient(self, weight):
         """What this rank has computed, before it is reduced."""
         if weight.grad is not None:  # a hook may have used it up already
-            self.log.local[id(weight)] = thin(
-                weight.grad) / self.log.scale
+            self.log.local[id(weight)] = thin(weight.grad) / self.log.scale
 
     def on_root(self, module, arguments):
         """The outermost module of a forward pass, with all it is given.

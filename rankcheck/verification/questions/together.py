@@ -64,8 +64,7 @@ def buffers(case):
                 f"{', '.join(names[:3])}", "each rank has those of its own "
                 "samples: SyncBatchNorm, or average them before you evaluate "
                 "and save", numbers={"update": step})]
-    return [ok("buffers are equal on all ranks")] * bool(
-        whole.tensors)
+    return [ok("buffers are equal on all ranks")] * bool(whole.tensors)
 
 
 def clipped_first(case):
