@@ -30,8 +30,6 @@ def require(condition, message):
 
 
 def show_path(path):
-    """The path as somebody would type it: short where it is inside of the
-    working folder.
-    """
+    """The path as somebody would type it: short in the working folder."""
     path = os.path.abspath(path)
     return path.removeprefix(str(Path.cwd() / "_")[:-1])

@@ -128,8 +128,7 @@ def assemble(ranks, same=None):
 
 
 def put_together(updates, what):
-    """The `Whole` of what the ranks that have it have recorded of an update.
-    """
+    """The `Whole` of what the ranks that have it recorded of an update."""
     return assemble([update[what] for update in updates if what in update])
 
 

@@ -1,5 +1,4 @@
-"""A trial: the script is started once, watched, and what came is collected.
-"""
+"""A trial: a script is started once, watched, and what came is collected."""
 
 import signal
 import time

@@ -54,8 +54,7 @@ class Torchrun:
         """Wait for what it has started. The ranks have ended."""
 
     def tell(self, start, rank, port, output):
-        """In a rank: its environment. output: see `fork_server.run_script`.
-        """
+        """In a rank: its environment. output: see fork_server.run_script."""
         if not start.world_size:
             return start.env
         devices = start.world_size // start.nodes

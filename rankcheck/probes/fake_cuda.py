@@ -58,9 +58,7 @@ def here(value, numbered=False):
 
 
 def keep_here(place, *names):
-    """Let functions or methods get no GPU among their arguments, and nothing
-    that belongs to one.
-    """
+    """Give functions or methods no GPU, and nothing that belongs to one."""
     known = [_builtins._find_builtin(getattr(place, name)) for name in names]
 
     @replace(place, *names)

@@ -97,9 +97,7 @@ class Rows:
                 now.early.append(message)
 
     def count(self, elements, size, late):
-        """Note that gradients are reduced. size: in bytes. late: after they
-        were clipped.
-        """
+        """Note a reduction of gradients. size: bytes. late: after clipping."""
         row = self.log.row
         row.calls += 1
         row.reduced += elements
@@ -259,8 +257,7 @@ class Rows:
         os._exit(0)
 
     def leave_with_others(self, joined):
-        """Leave if another has: with no samples left, this rank waits for it.
-        """
+        """Leave if another has: this rank, out of samples, waits for it."""
         others = [f"{self.log.folder}/{rank}.pt" for rank in range(self.size)
                   if rank != self.log.rank]
         while not joined.wait(0.1):

@@ -203,8 +203,7 @@ class Modules:
                     hash_each(tensors, axis) for axis in (0, 1)])
 
     def find_copies(self):
-        """Modules like one that trains, with weights that do not: an average.
-        """
+        """Modules like one that trains, with weights that do not: averages."""
         def form(module):
             return [(parts.plain_name(name), weight.shape)
                     for name, weight in module.named_parameters()]
