@@ -130,9 +130,8 @@ def where(trial, rank):
     if lines:
         return [f"rank {rank} is in ", lines[0], f" ({inside[-1]})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]
-    return [f"rank {rank} after ",
-            Line(calls[-1]["lines"][0][0]) if calls else
-            f"{trial.updates(rank)} steps"]
+    return [f"rank {rank} after ", Line(calls[-1]["lines"][0][0]) if calls
+            else f"{trial.updates(rank)} steps"]
 
 
 def where_all(trial):

@@ -58,6 +58,10 @@ def thin(tensor):
     return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
+def is_low(tensor):
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 def plain_name(name):
     """A parameter's name in the model as it is taught."""
     for wrapper in WRAPPERS:

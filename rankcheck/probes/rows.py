@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 import rankcheck.tensors as parts
 from rankcheck.probes.recorder import replace
-from rankcheck.tensors import thin
+from rankcheck.tensors import is_low, thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
 
@@ -275,10 +275,6 @@ def storage(tensor):
     """Where its elements are, None if that cannot be told."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else None
-
-
-def is_low(tensor):
-    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def kept(optimizer, weights):

@@ -33,14 +33,8 @@ from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
 from rankcheck.probes.files import opened
 from rankcheck.probes.recorder import Updates, replace
-from rankcheck.probes.rows import (
-    Rows,
-    is_low,
-    random_states,
-    storage,
-    take_pending,
-)
-from rankcheck.tensors import thin
+from rankcheck.probes.rows import Rows, random_states, storage, take_pending
+from rankcheck.tensors import is_low, thin
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
@@ -192,9 +186,8 @@ class Modules:
                 if isinstance(one, torch.Tensor) and one.dim()
                 and not isinstance(one, nn.Parameter)
                 and (one.is_leaf or not one.requires_grad)]
-            tensors = [
-                one.detach().cpu() for one in given
-                if not received or storage(one) not in received]
+            tensors = [one.detach().cpu() for one in given
+                       if storage(one) not in received]
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
