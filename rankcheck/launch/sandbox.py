@@ -83,8 +83,11 @@ class Sandbox:
 
         def on_event(event, args):
             if event == "open":
-                if kind := kind_of(args[2] or 0):
-                    guard([(kind, args[0])])
+                flags = args[2] or 0
+                if flags & os.O_TRUNC:
+                    guard([(EMPTY, args[0])])
+                elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                    guard([(CONTENT, args[0])])
             elif event in STARTS:
                 self.note("started", event)
             elif event in CHANGES:
@@ -201,13 +204,6 @@ class Sandbox:
     def as_known(self, text):
         """A text with the paths as the user knows them."""
         return text.replace(self.top, "")
-
-
-def kind_of(flags):
-    """What opening a file with these flags does to it, 0 for nothing."""
-    if flags & os.O_TRUNC:
-        return EMPTY
-    return CONTENT if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else 0
 
 
 def absolute(args, path, folder):

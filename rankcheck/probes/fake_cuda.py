@@ -73,10 +73,6 @@ def keep_here(place, *names):
             _builtins._register_builtin(getattr(place, name), op)
 
 
-def saying(answer):
-    return lambda *args, **kwargs: answer
-
-
 def gpus(log):
     """From now on this process believes that there are GPUs."""
     for function in _device._device_constructors():
@@ -136,7 +132,9 @@ def gpus(log):
                           "device_index", "stream"):
                 setattr(place, name, Nothing)
             elif inspect.isfunction(thing):
-                setattr(place, name, saying(answers.get(name, 0)))
+                answer = answers.get(name, 0)
+                setattr(place, name,
+                        lambda *args, answer=answer, **kwargs: answer)
     torch.cuda.nvtx = torch.cuda.profiler = Nothing()
 
 
