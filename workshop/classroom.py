@@ -23,7 +23,7 @@ from typing import Literal, Optional
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import require_like, write_atomically
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from workshop.html import BLUE, ORANGE, may_replace
 from workshop.lesson import documents
 from workshop.lesson.page import quote

@@ -14,9 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from rankcheck.errors import UserError, require, show_path
+from rankcheck.errors import UserError, read_regular, require, show_path
 from rankcheck.launch import fork_server
-from rankcheck.reader import read_regular
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place

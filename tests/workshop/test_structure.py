@@ -21,7 +21,7 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings reader setup tensors",
+        "tools": "command_line errors findings setup tensors",
         "probes": "probes.*",
         "report": "exits report",
         "why": "why.*",
