@@ -40,7 +40,6 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from rankcheck.exits import last_line
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.jobs.mpirun import OPEN_MPI
@@ -178,7 +177,7 @@ class Bench:
         require(self.status is not None, f"{name}: not done in time")
         stopped = stop and len(times) >= stop[2]
         require(stopped if stop else fails or not self.status,
-                f"{name}: {last_line(self.out)}")
+                f"{name}: {interpreter.last_line(self.out)}")
         since = times[stop[2] - 1] if stop else begin
         seen = self.found[name] = {
             "seconds": round(time.monotonic() - since, 1),

@@ -77,13 +77,6 @@ def last_words(trial, rank):
         places[-1:])], error=words if errors else "")
 
 
-def last_line(output, silent="no message"):
-    """What went wrong: the script's own first error, else its last line."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    own = [found[1] for found in map(SAID.match, lines) if found]
-    return (own[:1] or lines[-1:] or [silent])[0]
-
-
 def shorten(words, most=200):
     """Its whole sentences, as many as fit; if none does, its first words."""
     whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", words)
