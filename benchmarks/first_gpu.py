@@ -39,7 +39,6 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from rankcheck.exits import last_line
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.jobs.mpirun import OPEN_MPI
@@ -172,7 +171,7 @@ class Bench:
                   file=file)
         require(self.status is not None, f"{name}: not done in time")
         require(len(times) >= stop[2] if stop else self.status in ends,
-                f"{name}: {last_line(self.out)}")
+                f"{name}: {interpreter.last_line(self.out)}")
         for line in lines:
             require(re.search(f"^{line}", self.out, re.M),
                     f"no line like {line!r}: see logs.txt")

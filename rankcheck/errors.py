@@ -3,7 +3,9 @@
 Only the standard library, from Python 3.9 on.
 """
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 KILLED = ("the system ended a process, most likely because the memory is "
@@ -30,8 +32,22 @@ def require(condition, message):
 
 
 def show_path(path):
-    """The path as somebody would type it: short where it is inside of the
-    working folder.
-    """
+    """The path as somebody would type it: short in the working folder."""
     path = os.path.abspath(path)
     return path.removeprefix(str(Path.cwd() / "_")[:-1])
+
+
+def read_regular(path, most=-1, flags=0):
+    """The bytes of a file, so many at most; flags: further ones of `os.open`.
+
+    Whatever else has that name is an `OSError`: a FIFO, which would wait for
+    a writer, a device, which may never end, a folder, a socket.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(most)
+    finally:
+        os.close(file)

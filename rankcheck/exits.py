@@ -6,13 +6,13 @@ import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
-from rankcheck.deadlock import TO_ONE
 from rankcheck.findings import Line, fail
 
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
+TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 TOOLS = f"{Path(__file__).parent}/"  # this package: no script of theirs
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
@@ -77,13 +77,6 @@ def last_words(trial, rank):
         places[-1:])], error=words if errors else "")
 
 
-def last_line(output, silent="no message"):
-    """What went wrong: the script's own first error, else its last line."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    own = [found[1] for found in map(SAID.match, lines) if found]
-    return (own[:1] or lines[-1:] or [silent])[0]
-
-
 def shorten(words, most=200):
     """Its whole sentences, as many as fit; if none does, its first words."""
     whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", words)
@@ -130,9 +123,8 @@ def where(trial, rank):
     if lines:
         return [f"rank {rank} is in ", lines[0], f" ({inside[-1]})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]
-    return [f"rank {rank} after ",
-            Line(calls[-1]["lines"][0][0]) if calls else
-            f"{trial.updates(rank)} steps"]
+    return [f"rank {rank} after ", Line(calls[-1]["lines"][0][0]) if calls
+            else f"{trial.updates(rank)} steps"]
 
 
 def where_all(trial):

@@ -68,12 +68,6 @@ class Finding:
     def lines(self):
         return {int(part) for part in self.sentence if isinstance(part, Line)}
 
-    def name_lines(self, name):
-        """Put the text that `name` has for it in the place of each line."""
-        for words in (self.sentence, self.hint):
-            words[:] = [name(part) if isinstance(part, Line) else part
-                        for part in words]
-
 
 def ok(text, **more):
     """more: further fields; so below."""

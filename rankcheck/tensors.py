@@ -58,6 +58,10 @@ def thin(tensor):
     return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
+def is_low(tensor):
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 def plain_name(name):
     """A parameter's name in the model as it is taught."""
     for wrapper in WRAPPERS:
@@ -74,26 +78,13 @@ class Whole:
     differing: dict  # rank -> the largest difference from a rank before it
     apart: set  # names of tensors whose copies differ
 
-    def distance(self, other):
-        """The largest difference of an element, in the names of both.
-
-        It is nan if one of them is.
-        """
-        off = [difference(self.tensors[name], tensor).abs().max()
-               for name, tensor in other.tensors.items()
-               if name in self.tensors]
-        return torch.stack(off).max().item() if off else float("nan")
-
-    def length(self):
-        """Of all of them as one vector, as far as they are finite."""
-        return length(self.tensors)
-
     def error(self, other):
         """How far off the other it is as one vector, relatively."""
         return relative_error(self.tensors, other.tensors)
 
 
 def length(tensors):
+    """Of all of them as one vector, as far as they are finite."""
     return sum(tensor[tensor.isfinite()].square().sum().item()
                for tensor in tensors.values()) ** 0.5
 
@@ -141,8 +132,7 @@ def assemble(ranks, same=None):
 
 
 def put_together(updates, what):
-    """The `Whole` of what the ranks that have it have recorded of an update.
-    """
+    """The `Whole` of what the ranks that have it recorded of an update."""
     return assemble([update[what] for update in updates if what in update])
 
 
@@ -178,15 +168,13 @@ def elements(entry, rank):
     """The flat indices of the whole tensor's elements that a rank has."""
     shape, mesh = entry["shape"], entry["mesh"]
     index = torch.arange(torch.Size(shape).numel()).view(shape)
-    where = (mesh == rank).nonzero()[0].tolist()
-    kinds = entry["placements"]
-    order = range(len(kinds))
-    if any(kind == "_StridedShard" for kind, _ in kinds):
-        order = reversed(order)  # FSDP has sharded what was sharded before
-    for d in order:
-        kind, dim = kinds[d]
+    places = (mesh == rank).nonzero()[0].tolist()
+    splits = list(zip(entry["placements"], mesh.shape, places, strict=True))
+    if any(kind == "_StridedShard" for (kind, _), *_ in splits):
+        splits.reverse()  # FSDP has sharded what was sharded before
+    for (kind, dim), count, place in splits:
         if kind in ("Shard", "_StridedShard"):
-            parts = list(index.chunk(mesh.shape[d], dim))
-            parts += [index.narrow(dim, 0, 0)] * (mesh.shape[d] - len(parts))
-            index = parts[where[d]]
+            parts = index.chunk(count, dim)
+            index = parts[place] if place < len(parts) else (
+                index.narrow(dim, 0, 0))
     return index.flatten()

@@ -1,5 +1,4 @@
-"""A trial: the script is started once, watched, and what came is collected.
-"""
+"""A trial: a script is started once, watched, and what came is collected."""
 
 import signal
 import time
@@ -8,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rankcheck.deadlock import read_events
-from rankcheck.launch.hang_detector import Patience
+from rankcheck.launch.hang_detector import Patience, read_events
 from rankcheck.launch.ranks import Launch
 
 SECONDS = 900  # after which a trial is ended, whatever it does

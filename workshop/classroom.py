@@ -22,8 +22,8 @@ from typing import Literal, Optional
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import require_like, write_atomically
-from rankcheck.reader import may_replace, read_regular
-from workshop.html import BLUE, ORANGE
+from rankcheck.errors import read_regular
+from workshop.html import BLUE, ORANGE, may_replace
 from workshop.lesson import documents
 from workshop.lesson.page import PAGE, quote
 from workshop.stages import LESSONS, STAGES, batch_files

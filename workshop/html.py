@@ -4,7 +4,10 @@ Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
 import html
+import os
 import re
+
+from rankcheck.errors import read_regular
 
 # They differ for every eye
 BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
@@ -41,3 +44,13 @@ def quote_text(text):
         part = re.sub(r"\*\*(\S[^*]*)\*\*", r"<strong>\1</strong>", part)
         parts[i] = re.sub(r"\*(\S[^*]*\S|\S)\*(?!\w)", r"<em>\1</em>", part)
     return "".join(parts)
+
+
+def may_replace(path, mark):
+    """Whether a page or a picture is not there, or carries our mark, a
+    text inside it.
+    """
+    try:
+        return mark.encode() in read_regular(path, flags=os.O_NOFOLLOW)
+    except OSError:  # else it is somebody's link, folder, FIFO, or secret
+        return not os.path.lexists(path)

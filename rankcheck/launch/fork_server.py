@@ -18,14 +18,13 @@ import pickle
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from rankcheck.errors import KILLED, UserError
@@ -67,7 +66,7 @@ class Server:
     def __init__(self, preload, hashes=None):
         self.owner = os.getpid()
         self.jobs = []
-        mine, its = socket.socketpair()
+        self.link, its = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from rankcheck.launch.fork_server import serve\n"
                 f"serve({its.fileno()}, {preload!r})")
@@ -78,7 +77,6 @@ class Server:
             env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (
                 {} if hashes is None else {"PYTHONHASHSEED": str(hashes)}))
         its.close()
-        self.link = Connection(mine.detach())
 
     def fork(self, start, *about):
         """A `Job`; for the arguments see `run_script`."""
@@ -269,8 +267,7 @@ def run_script(start, rank, port, output):
     status = 0
     try:
         if start.module:
-            runpy.run_module(start.module, run_name="__main__",
-                             alter_sys=True)
+            runpy.run_module(start.module, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(start.script, run_name="__main__")
     except SystemExit as end:

@@ -1,10 +1,12 @@
 """Waits for the ranks of a `ranks.Launch`, as long as they work."""
 
+import json
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankcheck.deadlock import hangs, read_events
+from rankcheck.exits import TO_ONE
 from rankcheck.launch.ranks import Launch
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
@@ -13,6 +15,7 @@ LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
+ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Patience:
 
     On a busy machine everything takes longer, but not more seconds of a CPU:
     they are given up when they have used too many of those without a step,
-    when they hang for certain (see deadlock.py), or when they have been idle
+    when they hang for certain (see `hangs`), or when they have been idle
     for a long time. Says what it waits for.
     """
 
@@ -92,7 +95,7 @@ class Patience:
             if hangs([read_events(self.observed / f"{rank}.jsonl")
                       for rank in range(size)], self.lines, {
                     rank for rank, job in enumerate(self.launch.jobs)
-                    if not job.is_alive()}, size):
+                    if not job.is_alive()}):
                 return "hangs"
             if now - self.stepped > self.patience:
                 return "waits"
@@ -108,3 +111,59 @@ class Patience:
         wanted = sum(eager > 0 for _, _, eager in self.looks)
         return (watched > 0.9 * seconds and busy < 0.05 * watched
                 and wanted < 0.2 * len(self.looks))
+
+
+def hangs(events, stacks, ended):
+    """Whether the ranks of a job that is idle can never go on.
+
+    Idleness proves nothing: a script may wait for a download, a compiler or
+    slow storage. Ranks hang if they have called different collectives of one
+    group, or if each that waits in a call waits for a rank that has ended, or
+    that waits for ever itself.
+
+    events: what each rank has recorded, see `read_events`. stacks: the line of
+    the script in which each rank is now, or None. ended: the set of the ranks
+    that have ended.
+    """
+    calls = [[event for event in those if "call" in event] for those in events]
+    made = defaultdict(lambda: defaultdict(list))  # group -> rank -> its calls
+    for rank, those in enumerate(calls):
+        for call in those:
+            if call["call"] not in TO_ONE:
+                made[str(call["group"])][rank].append(call)
+    # in a call, and in no line after it
+    inside = {rank: those[-1] for rank, those in enumerate(calls)
+              if rank not in ended and those and those[-1]["lines"]
+              and those[-1]["lines"][0][0] == stacks[rank]}
+    if len(inside) == len(calls) and any(
+            all(call["call"] in names for call in inside.values())
+            for names in ONE_WAY):
+        return True
+    waits = {}  # rank -> those that have not come to the call it is in
+    for rank, call in inside.items():
+        if call["call"] in TO_ONE:
+            continue
+        _, ranks = call["group"] or ("", range(len(calls)))  # MPI's
+        group = made[str(call["group"])]
+        number = len(group[rank])
+        others = {other: group[other][number - 1:number] for other in ranks}
+        if any(theirs and kind(theirs[0]) != kind(call)
+               for theirs in others.values()):
+            return True
+        waits[rank] = {other for other, theirs in others.items() if not theirs}
+    stuck = {rank for rank in waits if waits[rank]}
+    while left := {rank for rank in stuck
+                   if not waits[rank] & (stuck | ended)}:
+        stuck -= left
+    return bool(stuck)
+
+
+def kind(call):
+    """What has to be the same on all ranks."""
+    return call["call"], call["elements"] * (call["call"] == "allreduce")
+
+
+def read_events(file):
+    """The lines of a rank's record that are complete; [] if there is none."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]

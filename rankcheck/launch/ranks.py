@@ -9,6 +9,7 @@ from __future__ import annotations  # Python 3.9 has no `int | None`
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -18,7 +19,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankcheck.deadlock import read_line
 from rankcheck.launch import fork_server
 
 MOST = 1_000_000  # bytes of output from each of its ends
@@ -54,8 +54,7 @@ class Torchrun:
         """Wait for what it has started. The ranks have ended."""
 
     def tell(self, start, rank, port, output):
-        """In a rank: its environment. output: see `fork_server.run_script`.
-        """
+        """In a rank: its environment. output: see fork_server.run_script."""
         if not start.world_size:
             return start.env
         devices = start.world_size // start.nodes
@@ -162,7 +161,9 @@ class Launch:
 
     def lines(self):
         """The line of the script that each rank is in, None if in no line."""
-        return [read_line(stack, self.script) for stack in self.stacks()]
+        line = re.compile(rf'File "{re.escape(self.script)}", line (\d+)')
+        found = map(line.search, self.stacks())  # the innermost
+        return [innermost and int(innermost[1]) for innermost in found]
 
     def stacks(self):
         """Where each rank is: what faulthandler writes, "" if it has ended."""

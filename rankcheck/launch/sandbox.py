@@ -86,8 +86,11 @@ class Sandbox:
 
         def on_event(event, args):
             if event == "open":
-                if kind := kind_of(args[2] or 0):
-                    guard([(kind, args[0])])
+                flags = args[2] or 0
+                if flags & os.O_TRUNC:
+                    guard([(EMPTY, args[0])])
+                elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                    guard([(CONTENT, args[0])])
             elif event in STARTS:
                 self.note("started", event)
             elif event in CHANGES:
@@ -111,18 +114,15 @@ class Sandbox:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         path = os.path.abspath(os.fsdecode(path))
-        try:
+        with contextlib.suppress(OSError):  # the script will meet it itself
             if is_below(path, self.top):
                 self.copy_up(kind, path)
             # `data/..` is elsewhere if data is a link
             folder, name = os.path.split(path)
-            place = os.path.realpath(path if kind >= CONTENT else folder)
-            if kind < CONTENT:
-                place = os.path.join(place, name)
+            place = (os.path.realpath(path) if kind >= CONTENT else
+                     os.path.join(os.path.realpath(folder), name))
             if not is_below(place, self.ours):
                 self.before_change_outside(kind, place)
-        except OSError:  # the script will meet it itself
-            pass
 
     def before_change_outside(self, kind, place):
         if not os.path.lexists(place):
@@ -132,8 +132,8 @@ class Sandbox:
         # an empty file may be a lock, and nothing in it can be lost
         changes = kind == ENTRY or (
             kind > ENTRY and stat.S_ISREG(now.st_mode) and now.st_size)
-        made = self.noted("made") if changes else ()
-        if changes and not any(is_below(place, known) for known in made):
+        if changes and not any(is_below(place, made)
+                               for made in self.noted("made")):
             self.note("refused", place)
             os._exit(1)
 
@@ -180,10 +180,7 @@ class Sandbox:
             return
         part = f"{self.ours}/{NOTES}/copy"
         try:
-            if empty:
-                open(part, "w").close()
-            else:
-                shutil.copyfile(place, part)
+            shutil.copyfile(os.devnull if empty else place, part)
             shutil.copystat(place, part)
             os.replace(part, here)
         except OSError:  # too large for this disk, or not readable
@@ -196,10 +193,8 @@ class Sandbox:
             file.write(f"{place}\n")
 
     def noted(self, name):
-        try:
-            return Path(self.ours, NOTES, name).read_text().splitlines()
-        except FileNotFoundError:
-            return []
+        file = Path(self.ours, NOTES, name)
+        return file.read_text().splitlines() if file.exists() else []
 
     def require_kept(self, remedy):
         """Raise `UserError` if a rank was ended, as it would change a file."""
@@ -214,13 +209,6 @@ class Sandbox:
     def as_known(self, text):
         """A text with the paths as the user knows them."""
         return text.replace(self.top, "")
-
-
-def kind_of(flags):
-    """What opening a file with these flags does to it, 0 for nothing."""
-    if flags & os.O_TRUNC:
-        return EMPTY
-    return CONTENT if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else 0
 
 
 def absolute(args, path, folder):

@@ -14,16 +14,14 @@ import threading
 import time
 from pathlib import Path
 
-from rankcheck.errors import UserError, require, show_path
+from rankcheck.errors import UserError, read_regular, require, show_path
 from rankcheck.launch import fork_server
-from rankcheck.reader import read_regular
 
 LARGEST = 1_000_000  # bytes of a script
 LONGEST = 48  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a check may need
 MARK = ".rankcheck"  # the file in each folder that is ours to remove,
 OURS = "made by rankcheck; removed once its process has ended\n"
-HELD = []  # the open marks of this process
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
              "TORCHELASTIC_")
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
@@ -120,11 +118,9 @@ def make_folder():
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
     folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
-    mark = open(folder / MARK, "x")
-    fcntl.flock(mark, fcntl.LOCK_EX)
-    mark.write(OURS)
-    mark.flush()
-    HELD.append(mark)  # and with it the lock
+    mark = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(mark, fcntl.LOCK_EX)  # until this process ends
+    os.write(mark, OURS.encode())
     return folder
 
 

@@ -1,6 +1,4 @@
-"""Runs GPU code on the CPU with gloo, and records the devices asked for."""
-
-import re
+"""Runs GPU code on the CPU with gloo."""
 
 import torch
 import torch.distributed as dist
@@ -37,9 +35,7 @@ def process(log):
 
     @replace(DistributedDataParallel, "__init__")
     def wrap(wrap, ddp, module, device_ids=None, output_device=None,
-             *args, **kwargs):
-        if device_ids:  # a CPU has no number
-            log.asked("device_ids", number(device_ids[0]))
+             *args, **kwargs):  # a CPU has no number
         wrap(ddp, module, None, None, *args, **kwargs)
 
     @replace(torch.accelerator, "current_accelerator")
@@ -49,7 +45,7 @@ def process(log):
     @replace(torch.accelerator, "set_device_index")
     @replace(torch.cuda, "set_device")
     def set_device(function, device):
-        log.asked("set_device", number(device))
+        """There is none."""
 
 
 def on_gpu(log):
@@ -72,9 +68,3 @@ def note_groups(log):
         make(ddp, *args, **kwargs)
         log.asked("DistributedDataParallel",  # may parameters be unused?
                   ddp.find_unused_parameters or ddp.static_graph)
-
-
-def number(device):
-    """The index of a device, as an int or None."""
-    found = re.search(r"\d+$", str(device))
-    return int(found[0]) if found else None

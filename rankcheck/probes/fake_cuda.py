@@ -8,6 +8,7 @@ CPU: all is computed as precisely as the weights are.
 import inspect
 import os
 import re
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import torch
@@ -26,7 +27,7 @@ GPU = SimpleNamespace(
     multi_processor_count=1)
 
 
-class Nothing:
+class Nothing(AbstractContextManager):
     """A stream, an event, a range of a profile: a CPU waits for none."""
 
     def __init__(self, *args, **kwargs):
@@ -34,9 +35,6 @@ class Nothing:
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         return None
@@ -60,9 +58,7 @@ def here(value, numbered=False):
 
 
 def keep_here(place, *names):
-    """Let functions or methods get no GPU among their arguments, and nothing
-    that belongs to one.
-    """
+    """Give functions or methods no GPU, and nothing that belongs to one."""
     known = [_builtins._find_builtin(getattr(place, name)) for name in names]
 
     @replace(place, *names)
@@ -75,10 +71,6 @@ def keep_here(place, *names):
     for name, op in zip(names, known, strict=True):
         if op:  # torch.jit.script knows functions of C++ by their address
             _builtins._register_builtin(getattr(place, name), op)
-
-
-def saying(answer):
-    return lambda *args, **kwargs: answer
 
 
 def gpus(log):
@@ -140,7 +132,9 @@ def gpus(log):
                           "device_index", "stream"):
                 setattr(place, name, Nothing)
             elif inspect.isfunction(thing):
-                setattr(place, name, saying(answers.get(name, 0)))
+                answer = answers.get(name, 0)
+                setattr(place, name,
+                        lambda *args, answer=answer, **kwargs: answer)
     torch.cuda.nvtx = torch.cuda.profiler = Nothing()
 
 

@@ -1,6 +1,5 @@
 """Watches which files a process writes and reads."""
 
-import functools
 import os
 import sys
 import sysconfig
@@ -21,29 +20,31 @@ def place(path):
     return os.path.abspath(os.fsdecode(path))
 
 
-def opened(log, within="", without=(), finished=str):
+def opened(log, without=()):
     """written: files that were opened to write them, and by whom: by a line
     of the script, a number, by another file beside it, 0, or by a library, its
-    name.
+    name. Those with nothing of `without` in their path.
 
-    Those with `within` in their path, and nothing of `without`. finished: a
-    function that gives the name that a file has once it is written.
+    read: files that it has opened before its first update. results: those
+    that it has written after that. Once it has saved something after its first
+    update, there is a file saved-N in the log's folder, N being the number of
+    its updates.
     """
-    written = log.seen["written"] = {}
+    log.seen |= {"written": {}, "read": [], "results": []}
 
     def wrote(path):
-        log.tell("wrote", path)
-        folder, name = os.path.split(path)
-        path = os.path.join(folder, finished(name))
-        if log.here and path not in written:
-            written[path] = opener(log.script)
+        if log.updates:
+            log.seen["results"].append(path)
+        if log.here and path not in log.seen["written"]:
+            log.seen["written"][path] = opener(log.script)
 
     def on_event(event, args):
         if event == "open" and isinstance(args[0], PATH):
             path = place(args[0])
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-                log.tell("read", path)
-            elif within in path and not any(part in path for part in without):
+                if not log.updates:
+                    log.seen["read"].append(path)
+            elif not any(part in path for part in without):
                 wrote(path)
 
     sys.addaudithook(on_event)
@@ -53,7 +54,8 @@ def opened(log, within="", without=(), finished=str):
         if isinstance(f, (str, Path)):  # not opened by Python
             wrote(place(f))
         save(obj, f, *args, **kwargs)
-        log.tell("saved")
+        if log.updates:  # the other ranks may be an update behind
+            Path(f"{log.folder}/saved-{log.updates}").touch()
 
 
 def opener(script):
@@ -69,26 +71,3 @@ def opener(script):
             return frame.f_globals["__name__"].split(".")[0]
         frame = frame.f_back
     return "a thread"
-
-
-def results(log):
-    """read: files that it has opened before its first update.
-    results: those that it has written after that.
-
-    Once it has saved something after its first update, there is a file
-    saved-N in the log's folder, N being the number of its updates.
-    """
-    log.seen |= {"read": [], "results": []}
-
-    def note(kind, path):
-        if bool(log.seen["updates"]) == (kind == "results"):
-            log.seen[kind].append(path)
-
-    def saved():
-        if log.seen["updates"]:
-            # the other ranks may be an update behind
-            Path(f"{log.folder}/saved-{len(log.seen['updates'])}").touch()
-
-    log.on("read", functools.partial(note, "read"))
-    log.on("wrote", functools.partial(note, "results"))
-    log.on("saved", saved)

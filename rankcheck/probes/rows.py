@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 import rankcheck.tensors as parts
 from rankcheck.probes.recorder import replace
-from rankcheck.tensors import thin
+from rankcheck.tensors import is_low, thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
 
@@ -32,16 +32,14 @@ class Rows:
     torch.save(); "resumed" if it goes on from there.
     """
 
-    def __init__(self, size, steps, kind):
+    def __init__(self, log, size, steps, kind):
+        self.log, self.seen = log, log.seen
         self.size, self.steps, self.kind = size, steps, kind
-
-    def __call__(self, log):
         # forked ranks would share the generators' state; Python's own is
         # seeded at each fork
         torch.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
-        self.log, self.seen = log, log.seen
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
                       "skipped": []}
         log.begun = True  # updates count without a module, too
@@ -103,9 +101,7 @@ class Rows:
                 now.early.append(message)
 
     def count(self, elements, size, late):
-        """Note that gradients are reduced. size: in bytes. late: after they
-        were clipped.
-        """
+        """Note a reduction of gradients. size: bytes. late: after clipping."""
         row = self.log.row
         row.calls += 1
         row.reduced += elements
@@ -266,8 +262,7 @@ class Rows:
         os._exit(0)
 
     def leave_with_others(self, joined):
-        """Leave if another has: with no samples left, this rank waits for it.
-        """
+        """Leave if another has: this rank, out of samples, waits for it."""
         others = [f"{self.log.folder}/{rank}.pt" for rank in range(self.size)
                   if rank != self.log.rank]
         while not joined.wait(0.1):
@@ -285,10 +280,6 @@ def storage(tensor):
     """Where its elements are, None if that cannot be told."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else None
-
-
-def is_low(tensor):
-    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def kept(optimizer, weights):

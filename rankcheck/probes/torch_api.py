@@ -75,25 +75,20 @@ def dropout(log):
     log.seen["dropout"] = False
     log.on("gradients", lambda _: log.seen["dropout"] and torch.rand(1))
 
-    def without(function, args, kwargs, place, key, default):
-        args = list(args)
-        p = kwargs.get(key, args[place] if args[place:] else default)
-        if p > 0 and torch.is_grad_enabled():
-            log.seen["dropout"] = True
-        if args[place:]:
-            args[place] = 0.0
-        else:
-            kwargs[key] = 0.0
-        return function(*args, **kwargs)
+    def switch_off(p):
+        log.seen["dropout"] |= p > 0 and torch.is_grad_enabled()
+        return 0.0
 
     @replace(F, "dropout", "dropout1d", "dropout2d", "dropout3d",
              "alpha_dropout", "feature_alpha_dropout")
-    def dropout(function, *args, **kwargs):
-        return without(function, args, kwargs, 1, "p", 0.5)
+    def dropout(function, input, p=0.5, *args, **kwargs):
+        return function(input, switch_off(p), *args, **kwargs)
 
     @replace(F, "scaled_dot_product_attention")
-    def attention(function, *args, **kwargs):
-        return without(function, args, kwargs, 4, "dropout_p", 0.0)
+    def attention(function, query, key, value, attn_mask=None, dropout_p=0.0,
+                  *args, **kwargs):
+        return function(query, key, value, attn_mask, switch_off(dropout_p),
+                        *args, **kwargs)
 
 
 def batchnorm(log):
@@ -157,5 +152,4 @@ def sharding(log):
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers,
-          sharding]
+PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, sharding]

@@ -30,17 +30,10 @@ from torch.utils._pytree import tree_leaves
 import rankcheck.tensors as parts
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
-from rankcheck.probes.files import opened, results
-from rankcheck.probes.recorder import replace
-from rankcheck.probes.rows import (
-    Rows,
-    is_low,
-    random_states,
-    storage,
-    take_pending,
-)
-from rankcheck.probes.updates import Updates
-from rankcheck.tensors import thin
+from rankcheck.probes.files import opened
+from rankcheck.probes.recorder import Updates, replace
+from rankcheck.probes.rows import Rows, random_states, storage, take_pending
+from rankcheck.tensors import is_low, thin
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
@@ -51,14 +44,13 @@ def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
     folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
     for them. device: "gpu" where they are there.
     """
-    return [Rows(size, steps, kind), Modules(),
+    return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
             partial(use, module="torch_api"), Updates(),
             process if device == "cpu" else on_gpu, messages,
             *[partial(use, module="fake_cuda")] * on_gpus,
             partial(opened, without=(
                 str(folder), *(f"{os.path.dirname(folder)}/{name}/"
-                               for name in ("guard", "tmp")),
-                *NO_OUTPUT)), results]
+                               for name in ("guard", "tmp")), *NO_OUTPUT))]
 
 
 def use(log, module):
@@ -168,8 +160,7 @@ class Modules:
     def on_gradient(self, weight):
         """What this rank has computed, before it is reduced."""
         if weight.grad is not None:  # a hook may have used it up already
-            self.log.local[id(weight)] = thin(
-                weight.grad) / self.log.scale
+            self.log.local[id(weight)] = thin(weight.grad) / self.log.scale
 
     def on_root(self, module, arguments):
         """The outermost module of a forward pass, with all it is given.
@@ -194,9 +185,8 @@ class Modules:
                 if isinstance(one, torch.Tensor) and one.dim()
                 and not isinstance(one, nn.Parameter)
                 and (one.is_leaf or not one.requires_grad)]
-            tensors = [
-                one.detach().cpu() for one in given
-                if not received or storage(one) not in received]
+            tensors = [one.detach().cpu() for one in given
+                       if storage(one) not in received]
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
@@ -204,8 +194,7 @@ class Modules:
                     hash_each(tensors, axis) for axis in (0, 1)])
 
     def find_copies(self):
-        """Modules like one that trains, with weights that do not: an average.
-        """
+        """Modules like one that trains, with weights that do not: averages."""
         def form(module):
             return [(parts.plain_name(name), weight.shape)
                     for name, weight in module.named_parameters()]

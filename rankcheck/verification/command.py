@@ -6,11 +6,11 @@ import math
 import shlex
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rankcheck.errors import NotCompared, UserError, require, show_path
-from rankcheck.findings import Questions, warn
+from rankcheck.findings import warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
 from rankcheck.report import Events, Quiet, Terminal
@@ -154,30 +154,25 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     preload = [*fork_server.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     try:
-        resume_flags = shlex.split(resume_with or "")
+        resume_flags = resume_with and shlex.split(resume_with)
     except ValueError as error:
         raise UserError(f"--resume-with: {error}") from None
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
         fork_server.preload_one("torch")
-        from rankcheck.verification import questions, resume, runs
+        from rankcheck.verification import questions, runs
 
         (folder / "tmp").mkdir()
         files.changed()  # by others, while torch was imported
-        more = Questions()
-        if resume_with is not None:
-            more.add("a resume brings everything back")(
-                lambda case: resume.verify(resume_flags, case))
-
         out.say(f"{program.name} as 1 and as {size} processes, {steps} updates"
                 f" on the {device.upper()}" + (
                     f" ({program.launcher} and its own flags are left out)"
                     if program.launcher else ""))
-        made = runs.Runs(Starter(
-            program, folder, preload, out.say, device, patience),
-            size, steps, device)
-        findings, not_seen = questions.verify(made, more)
+        made = runs.Runs(partial(
+            start, program, folder, preload, out.say, device, patience),
+            size, steps, device, resume_flags)
+        findings, not_seen = questions.verify(made)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
     if made.waited:
@@ -186,58 +181,46 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     return findings, not_seen
 
 
-@dataclass(frozen=True)
-class Starter:
-    """Starts a program under observation. folder: for all of its runs."""
+def start(program, folder, preload, say, device, patience,
+          size, steps, kind="", flags=(), gpus=False):
+    """Start a program under observation: a `Trial`.
 
-    program: object
-    folder: Path
-    preload: list
-    say: object
-    device: str
-    patience: float
+    folder: for all of its runs. size: of how many processes; steps, kind: of
+    `Rows`. flags: further ones. gpus: whether a CPU stands in for them.
+    """
+    from rankcheck.exits import explain
+    from rankcheck.probes import training
+    from rankcheck.trial import LITTLE, SECONDS, Trial, watch
 
-    def __call__(self, size, steps, kind="", flags=(), gpus=False):
-        """A `Trial`. size: of how many processes; steps, kind: of `Rows`.
-
-        flags: further ones. gpus: whether a CPU stands in for them.
-        """
-        from rankcheck.exits import explain
-        from rankcheck.probes import training
-        from rankcheck.trial import LITTLE, SECONDS, Trial, watch
-
-        program, folder = self.program, self.folder
-        seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
-        place = "saved" if kind == "resumed" else kind  # it goes on there
-        name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
-                + f"-{place}" * bool(place))
-        copy = sandbox.make(folder, name, program.script)
-        cwd, script = copy.name(Path.cwd()), copy.name(program.script)
-        if program.module and not script.is_relative_to(cwd):
-            script = program.script  # it is imported where it is installed
-        trial = watch(
-            Trial(script), [*program.with_size(size, name, flags)], seen,
-            self.say, {"allowed": SECONDS, "idle": IDLE,
-                       "patience": self.patience},
-            world_size=size, module=program.module,
-            place=str(cwd) if program.module else None,
-            probes=[copy, *training.probes(
-                seen, size, steps, kind, gpus, self.device)],
-            env=TORCHRUN | scratch.quiet_environment(
-                folder / "tmp", {} if self.device == "gpu" else ON_CPU),
-            preload=self.preload, within=folder, cwd=str(cwd),
-            hashes=int(kind == "hashes"))
-        copy.require_kept(REMEDY)
-        if trial.gave_up == "waits":
-            raise NotCompared(
-                f"{program.name}, {size} process{'es' * (size > 1)}: "
-                f"{explain(trial).text}. If it needs longer: "
-                "--patience SECONDS")
-        if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
-            raise scratch.full(folder.parent)  # where checkpoints were saved
-        if kind != "saved":
-            shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-        trial.script = program.script
-        for rank in trial.ranks:
-            rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
-        return trial
+    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
+    place = "saved" if kind == "resumed" else kind  # it goes on there
+    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
+            + f"-{place}" * bool(place))
+    copy = sandbox.make(folder, name, program.script)
+    cwd, script = copy.name(Path.cwd()), copy.name(program.script)
+    if program.module and not script.is_relative_to(cwd):
+        script = program.script  # it is imported where it is installed
+    trial = watch(
+        Trial(script), [*program.with_size(size, name, flags)], seen, say,
+        {"allowed": SECONDS, "idle": IDLE, "patience": patience},
+        world_size=size, module=program.module,
+        place=str(cwd) if program.module else None,
+        probes=[copy, *training.probes(
+            seen, size, steps, kind, gpus, device)],
+        env=TORCHRUN | scratch.quiet_environment(
+            folder / "tmp", {} if device == "gpu" else ON_CPU),
+        preload=preload, within=folder, cwd=str(cwd),
+        hashes=int(kind == "hashes"))
+    copy.require_kept(REMEDY)
+    if trial.gave_up == "waits":
+        raise NotCompared(
+            f"{program.name}, {size} process{'es' * (size > 1)}: "
+            f"{explain(trial).text}. If it needs longer: --patience SECONDS")
+    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+        raise scratch.full(folder.parent)  # where checkpoints were saved
+    if kind != "saved":
+        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+    trial.script = program.script
+    for rank in trial.ranks:
+        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
+    return trial

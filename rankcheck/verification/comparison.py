@@ -227,8 +227,7 @@ def gradients_of(updates, alone, what="gradients"):
     the names come with their number of elements.
     """
     mine = put_together(updates, "gradients")
-    each = [put_together([update], what).tensors if what == "gradients" else
-            whole_here(update[what]) for update in alone]
+    each = [put_together([update], what).tensors for update in alone]
     keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
             if all(key in one and tensor.shape == one[key].shape
                    for one in each)}

@@ -38,14 +38,15 @@ class Runs:
 
     start(size, steps, kind, flags, gpus): starts the script, a `Trial`;
     flags: further ones; gpus: whether a CPU stands in for them. device: "gpu"
-    where there are GPUs. waited: the `NotCompared` of a run without which the
+    where there are GPUs. resume_flags: those that resume a run, if that is
+    asked for, or None. waited: the `NotCompared` of a run without which the
     others were compared, or None.
     """
 
-    def __init__(self, start, size, steps, device="cpu"):
+    def __init__(self, start, size, steps, device="cpu", resume_flags=None):
         self.start, self.size, self.steps = start, size, steps
         self.device, self.gpus, self.made = device, False, {}
-        self.waited = None
+        self.resume_flags, self.waited = resume_flags, None
 
     def __call__(self, name, flags=(), fewer=0):
         """(a `Trial`, how it ends: a `Finding` or None).

@@ -10,8 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from rankcheck.errors import require
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular, require
 from rankcheck.why import proc, witness
 from rankcheck.why.ranks import MEETING, Rank
 from rankcheck.why.start import BEGIN, STARTS

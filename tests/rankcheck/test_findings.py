@@ -13,12 +13,13 @@ from rankcheck import exits
 from rankcheck.findings import Finding, Line
 from rankcheck.launch.ranks import Rank
 from rankcheck.tensors import assemble, describe
-from rankcheck.verification import comparison, resume
+from rankcheck.verification import comparison
+from rankcheck.verification.questions import resume
 from workshop.check.board import Terminal
 from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process
-from workshop.check.questions.question import QUESTIONS
+from workshop.check.questions.question import QUESTIONS, distance
 from workshop.lesson.diff import Diff
 from workshop.stages import STAGES
 
@@ -142,7 +143,7 @@ def test_nan_is_no_number_and_itself(mine, good, same):
             (str(i), torch.tensor(values if i == at else [3.0]))
             for i in range(3))]) for values in (mine, good)]
         one, other = wholes
-        assert (one.distance(other) == 0) == same
+        assert (distance(one, other) == 0) == same
         assert (one.error(other) < 1e-6) == same
         both = assemble([describe(one.tensors.items()),
                          describe(other.tensors.items())])

@@ -11,7 +11,12 @@ from rankcheck.exits import shorten
 from rankcheck.findings import Line, fail
 from rankcheck.tensors import assemble, describe
 from workshop.check import localise
-from workshop.check.command import check, find_next, lines_as_in
+from workshop.check.command import (
+    check,
+    find_next,
+    lines_as_in,
+    name_lines,
+)
 from workshop.check.questions.process import undefined_name
 from workshop.check.questions.question import TIED, put_together
 from workshop.lesson.desk import apply, reset
@@ -146,7 +151,7 @@ def test_a_line_is_named_as_in_the_script_that_one_sees():
     finding = fail(["an error (", Line(2), "), in line 1: "],
                    ["not ", Line(3)])
     assert finding.lines == {2}
-    finding.name_lines(name)
+    name_lines(finding, name)
     assert (finding.text, finding.advice) == (
         "an error (the lesson's line `z = 3`), in line 1: ", "not line 4")
     assert name(Line(400)) == "line 400"

@@ -21,9 +21,9 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings reader setup tensors",
+        "tools": "command_line errors findings setup tensors",
         "probes": "probes.*",
-        "report": "deadlock exits report",
+        "report": "exits report",
         "why": "why.*",
         "launch": "launch.*",
         "trial": "trial",

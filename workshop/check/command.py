@@ -9,6 +9,7 @@ from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
+from rankcheck.findings import Line
 from rankcheck.launch import fork_server, sandbox
 from rankcheck.launch.scratch import remove, require_python, scratch_folder
 from rankcheck.report import Events, Quiet
@@ -145,6 +146,13 @@ def lines_as_in(yours, tried):
     return name
 
 
+def name_lines(finding, name):
+    """Put the text that `name` has for it in the place of each line."""
+    for words in (finding.sentence, finding.hint):
+        words[:] = [name(part) if isinstance(part, Line) else part
+                    for part in words]
+
+
 @dataclass
 class Mistake:
     """The first thing that is wrong in a trial."""
@@ -230,7 +238,7 @@ class Check:
                      None)
         named = first and first[1].lines
         for question, finding in findings:
-            finding.name_lines(self.name)
+            name_lines(finding, self.name)
             if first and finding is not first[1] and finding.verdict != "ok":
                 finding.verdict = "and"
             self.out.report(answer=[question.title, finding.verdict])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from backstage import device as devices
 from backstage import errors
@@ -18,8 +19,7 @@ from backstage.files import PART
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import process
 from rankcheck.probes.files import opened
-from rankcheck.probes.recorder import replace
-from rankcheck.probes.updates import Updates
+from rankcheck.probes.recorder import Updates, replace
 from rankcheck.tensors import describe, plain_name
 
 MOST = 100  # updates of which everything is recorded
@@ -34,7 +34,7 @@ def probes(run, ended=None, lightning=False):
     """
     return [Course(), partial(terminated, rank=ended), Updates(), process,
             backstage, messages, *[trainer] * lightning,
-            partial(opened, within=str(run), finished=finished)]
+            opened, partial(written, run=str(run))]
 
 
 class Course:
@@ -161,6 +161,21 @@ def backstage(log):
     """Notes which device the script asks for; any rank's error is said at
     once, as no launcher will end this rank.
     """
+    def ask(what, device):
+        number = re.search(r"\d+$", str(device))
+        log.asked(what, int(number[0]) if number else None)
+
+    @replace(DistributedDataParallel, "__init__")
+    def wrap(wrap, ddp, module, device_ids=None, *args, **kwargs):
+        if device_ids:
+            ask("device_ids", device_ids[0])
+        wrap(ddp, module, device_ids, *args, **kwargs)
+
+    @replace(torch.accelerator, "set_device_index")
+    @replace(torch.cuda, "set_device")
+    def set_device(function, device):
+        ask("set_device", device)
+
     @replace(devices, "use_device")
     def use(use, name="auto", local_rank=0):
         log.asked("device", str(name))
@@ -174,8 +189,14 @@ def backstage(log):
     errors.say_once = say_now
 
 
-def finished(name):
-    return re.sub(rf"^\.(.*)\.\d+-\d+{PART}$", r"\1", name)
+def written(log, run):
+    """Those of the run's folder alone, by their names once they are whole."""
+    def rename():
+        log.seen["written"] = {
+            re.sub(rf"/\.([^/]*)\.\d+-\d+{PART}$", r"/\1", path): opener
+            for path, opener in log.seen["written"].items() if run in path}
+
+    log.on("end", rename)
 
 
 def terminated(log, rank):

@@ -21,7 +21,7 @@ from backstage.process import count_cores
 from rankcheck import errors
 from workshop.as_torchrun import join_world
 from workshop.jobs import git
-from workshop.jobs.interpreter import PACKAGES
+from workshop.jobs.interpreter import PACKAGES, last_line
 from workshop.stages import require_writable
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
@@ -214,7 +214,6 @@ def ask_mpi():
 
 def start_ranks(number, device, **options):
     """What so many processes on this machine say of their all-reduce."""
-    from rankcheck.exits import last_line
     from rankcheck.launch.ranks import launch
     from rankcheck.launch.scratch import scratch_folder
 

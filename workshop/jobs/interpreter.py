@@ -11,6 +11,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 from rankcheck.errors import KILLED
+from rankcheck.exits import SAID
 
 PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
@@ -127,3 +128,10 @@ def start(*arguments, stdin=subprocess.PIPE, alone=True):
         [*find(), *map(str, arguments)], cwd=ROOT, env=variables(), text=True,
         errors="replace", stdin=stdin, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=alone)
+
+
+def last_line(output, silent="no message"):
+    """What went wrong: the script's own first error, else its last line."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    own = [found[1] for found in map(SAID.match, lines) if found]
+    return (own[:1] or lines[-1:] or [silent])[0]

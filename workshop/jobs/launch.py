@@ -19,7 +19,7 @@ from tempfile import gettempdir
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from rankcheck.why.start import make_folder, switch_on
 from workshop.jobs import interpreter
 from workshop.lesson import desk

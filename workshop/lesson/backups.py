@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path, sync_folder, write_atomically
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from workshop.stages import DESK, FIRST, STAGES, require_writable
 
 FOLDER = DESK.with_name("backups")

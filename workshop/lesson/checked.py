@@ -14,7 +14,7 @@ import time
 
 from backstage.errors import UserError, warn
 from backstage.files import show_path, write_atomically
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from workshop.lesson.backups import locked_desk
 from workshop.stages import DESK
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from workshop.lesson import checked
 from workshop.lesson.backups import (
     applied_after,

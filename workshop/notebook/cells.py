@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.reader import read_regular
+from rankcheck.errors import read_regular
 from workshop import classroom
 from workshop.check.board import Board
 from workshop.html import paragraph

@@ -36,9 +36,9 @@ from pathlib import Path
 
 from backstage.errors import run_main
 from rankcheck.errors import UserError
-from rankcheck.exits import last_line
 from rankcheck.launch import fork_server
 from rankcheck.launch import ranks as processes
+from workshop.jobs.interpreter import last_line
 from workshop.jobs.mpirun import Mpirun
 
 PRELOAD = ["torch", "torch.distributed", "notebooks.experiments.overlap",

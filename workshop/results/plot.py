@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from backstage.errors import require, run_main
 from backstage.files import write_atomically
-from rankcheck.reader import may_replace
+from workshop.html import may_replace
 from workshop.results import runs as results
 from workshop.results.profile import list_traces, recorded_parts
 from workshop.stages import STAGES

@@ -18,25 +18,23 @@ from rankcheck.verification.questions import samples
 from rankcheck.verification.questions import together
 from rankcheck.verification.questions import single
 from rankcheck.verification.questions import left
+from rankcheck.verification.questions import resume
 # isort: on
 
-__all__ = ["QUESTIONS", "begin", "left", "samples", "single", "together",
-           "verify"]
+__all__ = ["QUESTIONS", "begin", "left", "resume", "samples", "single",
+           "together", "verify"]
 
 
-def verify(runs, more=()):
-    """Findings, and what was not seen: a list of texts.
-
-    runs: a `Runs`. more: questions about a resume.
-    """
+def verify(runs):
+    """Findings, and what was not seen: a list of texts. runs: a `Runs`."""
     comparison, findings, why = choose(runs)
     if why:
         return findings, [f"all else: {why}"]
-    for question in (*QUESTIONS, *more):
+    for question in QUESTIONS:
         for finding in ask(question, comparison):
             findings.append(finding)
             comparison = replace(comparison, **finding.learned)
-    return by_update(findings), not_seen(comparison, more)
+    return by_update(findings), not_seen(comparison)
 
 
 def by_update(findings):
@@ -50,7 +48,7 @@ def by_update(findings):
 
 def ask(question, case):
     try:
-        findings = question.answer(case) if question.where(case) else []
+        findings = [*question.answer(case)] if question.where(case) else []
     except STRANGE as error:
         findings = [warn(f"verify cannot tell whether {question.title}: "
                          f"{type(error).__name__}: {error}", "the script does "
@@ -60,39 +58,35 @@ def ask(question, case):
     return findings
 
 
-def not_seen(case, resumes):
-    seen, device = case.together.seen, case.runs.device
+def not_seen(case):
     made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
+    first = case.updates[0]
     texts = [f"anything after update {made - 1}" + (
         f", with which {'a rank' if case.asked('join') else 'the script'} "
         "ended" if made < case.runs.steps else
         ": the end of an epoch, validation"
-        + ", checkpoints, resuming" * (not resumes)),
+        + ", checkpoints, resuming" * (case.runs.resume_flags is None)),
              "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
-             "and without torch.compile" if device == "cpu" else
+             "and without torch.compile" if case.runs.device == "cpu" else
              "compiled code: all was run without torch.compile",
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
-    if case.splits_matrices:
-        texts.append("whether gradients are reduced: with tensor parallelism, "
-                     "so are activations")
-    if case.by_step:
-        texts.append("the gradients that the optimizer has reduced, only the "
-                     "weights that it makes of them")
-    if case.asked("FSDP1"):
-        texts.append("gradients and weights: FullyShardedDataParallel keeps "
-                     "them in its own way; of fully_shard they are seen")
-    if any(one["dropout"] for one in seen):
-        texts.append("dropout: it was switched off, to compare")
-    if case.apart:
-        texts.append("whether losses, gradients and weights are those of one "
-                     f"process: {case.apart}")
-    elif case.still:
-        texts.append("whether the weights are those of one process: the "
-                     "minibatch is not; gradients and losses were compared "
-                     f"with the mean of {case.size} minibatches")
-    if case.updates[0][0]["local"]["flat"].numel() == 0:
-        texts.append("what each rank alone has computed of the gradients")
-    if not any(update["losses"] for update in case.updates[0]):
-        texts.append("losses: there was no loss.backward()")
-    return texts
+    return texts + [text for unseen, text in (
+        (case.splits_matrices, "whether gradients are reduced: with tensor "
+         "parallelism, so are activations"),
+        (case.by_step, "the gradients that the optimizer has reduced, only "
+         "the weights that it makes of them"),
+        (case.asked("FSDP1"), "gradients and weights: "
+         "FullyShardedDataParallel keeps them in its own way; of fully_shard "
+         "they are seen"),
+        (any(seen["dropout"] for seen in case.together.seen),
+         "dropout: it was switched off, to compare"),
+        (case.apart, "whether losses, gradients and weights are those of one "
+         f"process: {case.apart}"),
+        (case.still and not case.apart, "whether the weights are those of one "
+         "process: the minibatch is not; gradients and losses were compared "
+         f"with the mean of {case.size} minibatches"),
+        (first[0]["local"]["flat"].numel() == 0,
+         "what each rank alone has computed of the gradients"),
+        (not any(update["losses"] for update in first),
+         "losses: there was no loss.backward()")) if unseen]

@@ -86,8 +86,7 @@ def start(case):
             "right if the script shards them by hand: they are left out of "
             "what is compared",
             learned={"apart": "parameters are split by hand"})]
-    mine, alone = assemble(firsts[0]), put_together(
-        case.single[:1], "before")
+    mine, alone = assemble(firsts[0]), put_together(case.single[:1], "before")
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not

@@ -34,20 +34,18 @@ def files(case):
     for seen in case.together.seen:
         for path, who in seen["written"].items():
             writers.setdefault(path, []).append(who)
-    findings, openers = [], {}  # who -> the names of files
+    openers = {}  # who -> the names of files
     for path, (who, *others) in writers.items():
         if others:
             openers.setdefault(who, []).append(Path(path).name)
     for who, names in openers.items():
         names = ", ".join(sorted(names)[:3])
-        findings.append(warn(
-            f"{who} writes {names} on several ranks", REMEDIES.get(
-                who, "by its settings: rank 0 alone, or another folder on "
-                "each rank")) if isinstance(who, str) else fail(
+        yield warn(f"{who} writes {names} on several ranks", REMEDIES.get(
+            who, "by its settings: rank 0 alone, or another folder on each "
+            "rank")) if isinstance(who, str) else fail(
             [f"several ranks write {names}", *in_brackets(
-                [Line(who)] * bool(who))], "only one should: if rank == 0:"))
+                [Line(who)] * bool(who))], "only one should: if rank == 0:")
     lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
-        findings.append(warn("several ranks print the same lines",
-                             "rank 0 is enough: if rank == 0:"))
-    return findings
+        yield warn("several ranks print the same lines",
+                   "rank 0 is enough: if rank == 0:")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import put_together
+from rankcheck.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
@@ -24,23 +24,21 @@ EARLY = 8  # updates in which rounding does not grow that large
 def same(case):
     if case.apart and not case.made_up:
         return []
-    good, mine = case.single, case.updates
     if case.still:
-        mine, good = mine[:1], [
-            update for update in case.longest
-            if update["optimizer"] == 0][:case.size]
-    elif case.apart:  # parts of one process's tensors, until update 0
-        if not rows(mine[0]) or {*rows(mine[0])} != {*rows(good[:1])}:
-            return []
-        finding = compare(case, loss_error, mine[:1], good[:1], Weights((1,)))
-        return [finding] if finding else []
-    weights = weighting(case, mine[0], good if case.still else good[:1])
-    findings = [weights.finding] * bool(weights.finding)
-    for what in (loss_error, gradient_error, weight_error):
-        finding = compare(case, what, mine, good, weights)
-        if finding:
-            findings.append(finding)
-    return findings
+        pairs = [(case.updates[0], [update for update in case.longest
+                                    if update["optimizer"] == 0][:case.size])]
+    else:
+        pairs = [(updates, [alone]) for updates, alone
+                 in zip(case.updates, case.single, strict=False)]
+    if case.apart and not case.still:
+        # parts of one process's tensors, until update 0
+        together, alone = map(rows, pairs[0])
+        return compare(case, loss_error, pairs[:1], Weights((1,))) if (
+            together and set(together) == set(alone)) else []
+    weights = weighting(case, *pairs[0])
+    return [*[weights.finding] * bool(weights.finding), *(
+        finding for error in (loss_error, gradient_error, weight_error)
+        for finding in compare(case, error, pairs, weights))]
 
 
 @dataclass(frozen=True)
@@ -56,46 +54,45 @@ class Weights:
     parts: tuple = ()
 
 
-def compare(case, error, mine, good, weights):
+def compare(case, error, pairs, weights):
+    """The finding of one kind of error in a list, [] if none was seen.
+
+    pairs: of what each rank recorded of an update, and the updates of one
+    process that it has to be compared with.
+    """
     largest, why = None, reason(case)
-    for step, updates in enumerate(mine):
-        if not case.still and step >= len(good):
-            break
-        alone = good if case.still else good[step:step + 1]
+    for step, (updates, alone) in enumerate(pairs):
         value = error(case, updates, alone, step, weights.of_each)
         if value is None:
             continue
         amount, bound, text, multiple = value
-        if not amount <= bound:
-            text = f"in update {step} {text}"
-            numbers = {"update": step, "off": amount, "limit": bound}
-            if why and multiple:
-                return fail(f"{text}, about {multiple:.3g} times as much",
-                            f"{why[0]}: that explains a few per cent, no "
-                            "such factor: is something multiplied or divided "
-                            "by the number of processes?",
-                            numbers={**numbers, "factor": multiple})
-            if step >= EARLY and amount < 10 * bound:
-                return warn(text, "rounding grows to that, too: watch fewer "
-                            "updates, by --steps", numbers=numbers)
-            if why:
-                return warn(f"{text}: {why[0]}", why[1], numbers=numbers)
-            return fail(
-                text, ": ".join(weights.parts) or (
-                    "the ranks hold parts of the single process's weights, "
-                    "and have its samples: is something added on each rank, "
-                    "as a bias, or left out?" if case.split else
-                    "the ranks read the samples of the single process: what "
-                    "else differs, a scale, a seed, an order, the number that "
-                    "a mean is taken over?"), numbers=numbers)
-        largest = max(largest or 0.0, amount)
-    if largest is None:
-        return None
+        if amount <= bound:  # nan is not
+            largest = max(largest or 0.0, amount)
+            continue
+        text = f"in update {step} {text}"
+        numbers = {"update": step, "off": amount, "limit": bound}
+        if why and multiple:
+            return [fail(f"{text}, about {multiple:.3g} times as much",
+                         f"{why[0]}: that explains a few per cent, no such "
+                         "factor: is something multiplied or divided by the "
+                         "number of processes?",
+                         numbers=numbers | {"factor": multiple})]
+        if step >= EARLY and amount < 10 * bound:
+            return [warn(text, "rounding grows to that, too: watch fewer "
+                         "updates, by --steps", numbers=numbers)]
+        if why:
+            return [warn(f"{text}: {why[0]}", why[1], numbers=numbers)]
+        return [fail(text, ": ".join(weights.parts) or (
+            "the ranks hold parts of the single process's weights, and have "
+            "its samples: is something added on each rank, as a bias, or left "
+            "out?" if case.split else "the ranks read the samples of the "
+            "single process: what else differs, a scale, a seed, an order, "
+            "the number that a mean is taken over?"), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
-             weight_error: "weights, relative to how far they have moved,"
-             }[error]
-    return ok(f"{words} agree with a single process (to {largest:.0e})",
-              numbers={"off": largest})
+             weight_error: "weights, relative to how far they have moved,"}
+    return [] if largest is None else [ok(
+        f"{words[error]} agree with a single process (to {largest:.0e})",
+        numbers={"off": largest})]
 
 
 def weighting(case, updates, alone):
@@ -213,7 +210,8 @@ def gradient_error(case, updates, alone, step, weights):
     if mine is None:
         return None
     good = mix(weights, each)
-    first = put_together([first_update(case, updates)], "gradients").length()
+    first = length(put_together(
+        [first_update(case, updates)], "gradients").tensors)
     whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
              ).item()  # what has converged is but noise
     bound = GRADIENT * case.loosely * (10 if step else 1)
@@ -237,7 +235,7 @@ def weight_error(case, updates, alone, step, weights):
         return None
     begin = put_together([first_update(case, updates)], "before").tensors
     mine = put_together(updates, "weights")
-    good = put_together(alone[:1], "weights").tensors
+    good = put_together(alone, "weights").tensors
     keys = [key for key in good if key in mine.tensors and key in begin
             and mine.tensors[key].shape == good[key].shape]
     if mine.apart or not keys:

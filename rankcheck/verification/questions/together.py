@@ -64,8 +64,7 @@ def buffers(case):
                 f"{', '.join(names[:3])}", "each rank has those of its own "
                 "samples: SyncBatchNorm, or average them before you evaluate "
                 "and save", numbers={"update": step})]
-    return [ok("buffers are equal on all ranks")] * bool(
-        whole.tensors)
+    return [ok("buffers are equal on all ranks")] * bool(whole.tensors)
 
 
 def clipped_first(case):
@@ -165,9 +164,8 @@ def unused(case):
 
 @question("gradients and weights are equal on all ranks")
 def equal(case):
-    findings = []
     if case.averaged:
-        return findings
+        return
     for when, what, hint in (
             ("in", "gradients", "all ranks have to reduce all of them, after "
              "the last backward()"),
@@ -180,16 +178,15 @@ def equal(case):
             if not whole.tensors:
                 break
             if whole.apart:
-                findings.append(fail(
+                yield fail(
                     f"{when} update {step} the {what} of rank "
                     f"{min(whole.differing)} are not rank 0's: "
                     f"{case.named(whole.apart)}", hint,
-                    ranks=sorted(whole.differing), numbers={"update": step}))
+                    ranks=sorted(whole.differing), numbers={"update": step})
                 break
         else:
-            findings.append(ok(f"{what} are equal on all ranks in all "
-                               f"{len(case.updates)} updates"))
-    return findings
+            yield ok(f"{what} are equal on all ranks in all "
+                     f"{len(case.updates)} updates")
 
 
 @question("gradients are the mean of the ranks' own")

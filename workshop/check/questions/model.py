@@ -3,13 +3,14 @@
 import numpy as np
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import describe, names
+from rankcheck.tensors import describe, length, names
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
     LAST,
     TIED,
     ask_about,
     data_alone,
+    distance,
     no_pipeline,
     put_together,
     question,
@@ -57,7 +58,7 @@ def first_weights(trial, reference):
     if mine.differing:
         return fail(f"rank {min(mine.differing)} starts from other weights "
                     "than rank 0")
-    if not mine.distance(good) <= 0:
+    if not distance(mine, good) <= 0:
         return fail("it starts from other weights than " + (
             "the checkpoint's" if trial.first_step else "the single device"))
     return None
@@ -99,7 +100,7 @@ def gradients(trial, reference):
         mine = put_together([seen["gradients"][step - trial.first_step]
                              for seen in trial.seen])
         apart = [rank for rank, off in mine.differing.items()
-                 if off > 1e-6 * max(1.0, good.length())]
+                 if off > 1e-6 * max(1.0, length(good.tensors))]
         if apart:
             name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
@@ -151,7 +152,7 @@ def weights(trial, reference):
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
                     "not rank 0's")
-    error = mine.distance(good)
+    error = distance(mine, good)
     if not error <= 0.02 * LEARNING_RATE:
         return fail(f"the final weights are off by up to {error:.1e}")
     return None

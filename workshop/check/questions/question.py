@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from rankcheck.findings import Questions, fail, ok
-from rankcheck.tensors import assemble
+from rankcheck.tensors import assemble, difference
 from workshop.check.plan import STEPS
 
 # Two names of one matrix: each end of a pipeline has a copy of it.
@@ -27,6 +27,15 @@ def no_pipeline(trial):
 def data_alone(trial):
     """Whether the ranks share the data, and nothing else of the work."""
     return trial.mesh.dp == trial.mesh.size > 1
+
+
+def distance(mine, good):
+    """The largest difference of an element of two `Whole`s, in the names of
+    both. It is nan if one of them is.
+    """
+    off = [difference(mine.tensors[name], tensor).abs().max().item()
+           for name, tensor in good.tensors.items() if name in mine.tensors]
+    return np.max(off).item() if off else float("nan")
 
 
 def number(row, column):

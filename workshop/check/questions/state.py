@@ -4,7 +4,11 @@ from rankcheck import exits
 from rankcheck.findings import fail, percent, warn
 from rankcheck.tensors import describe
 from workshop.check.plan import LEARNING_RATE, STEPS
-from workshop.check.questions.question import put_together, question
+from workshop.check.questions.question import (
+    distance,
+    put_together,
+    question,
+)
 
 
 @question("its checkpoints are the single device's")
@@ -26,7 +30,7 @@ def checkpoint(trial, reference):
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
     if odd or "module." in prefix or "_orig_mod." in prefix:
         return fail(f"the checkpoint has other names ({[*odd, *mine][0]})")
-    off = whole(mine, prefix).distance(whole(good))
+    off = distance(whole(mine, prefix), whole(good))
     if not off <= 0.02 * LEARNING_RATE:
         return fail(f"the checkpoint's weights are off by up to {off:.1e}")
     off = whole(moments(trial.state), prefix).error(

@@ -11,13 +11,15 @@ from collections import Counter
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import names as names_of
 from rankcheck.tensors import put_together, relative_error
+from rankcheck.verification.questions.question import question
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it
 
 
-def verify(flags, case):
-    """Findings. flags: a list, added to those of the script."""
+@question("a resume brings everything back",
+          where=lambda case: case.runs.resume_flags is not None)
+def comes_back(case):
     first, ended = case.runs("saved")
     if ended:
         return [ended]
@@ -33,18 +35,17 @@ def verify(flags, case):
     at = places.pop()  # updates of all optimizers before that
     made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
                for update in first.seen[0]["updates"][:at])
-    again, ended = case.runs("resumed", flags, made)
+    again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
         return [ended]
-    before, good = by_update(first, 0, at), by_update(first, at)
-    back = by_update(again, 0)
-    whole = by_update(case.together, 0)
-    same = all(samples(one) == samples(other) and rates(one) == rates(other)
-               for one, other in zip(before + good, whole, strict=False))
-    same = same and put_together((before + good)[0], "before").error(
-        put_together(whole[0], "before")) <= SAME
+    stopped, back, whole = map(by_update, (first, again, case.together))
+    before, good = stopped[:at], stopped[at:]
+    same = error_of(stopped[0], whole[0], "before") <= SAME and all(
+        samples(one) == samples(other) and all(
+            a["rates"] == b["rates"] for a, b in zip(one, other, strict=True))
+        for one, other in zip(stopped, whole, strict=False))
     if same:
-        good = good + whole[at + len(good):]
+        good = good + whole[len(stopped):]
     findings = [*weights(before, good, back), *kept(case, good, back),
                 *learning_rates(before, good, back),
                 *random_numbers(before, good, back),
@@ -61,18 +62,18 @@ def verify(flags, case):
     return findings
 
 
-def by_update(trial, begin, end=None):
+def by_update(trial):
     """What all ranks have recorded of each update."""
-    return list(zip(*(seen["updates"][begin:end] for seen in trial.seen),
-                    strict=False))
+    return list(zip(*(seen["updates"] for seen in trial.seen), strict=False))
 
 
 def samples(updates):
     return Counter(row for update in updates for row in update["rows"])
 
 
-def rates(updates):
-    return [update["rates"] for update in updates]
+def error_of(updates, good, what):
+    """How far off what they have recorded of it is, relatively."""
+    return put_together(updates, what).error(put_together(good, what))
 
 
 def firsts(good, back):
@@ -86,21 +87,21 @@ def firsts(good, back):
 
 def weights(before, good, back):
     for one, other in firsts(good, back):
-        mine, saved = put_together(other, "before"), put_together(
-            one, "before")
-        error = mine.error(saved)
+        error = error_of(other, one, "before")
         if not error <= SAME:  # nan is not
-            begin = next((put_together(updates, "before")
-                          for updates in before if updates[0]["optimizer"]
-                          == one[0]["optimizer"]), saved)
-            return [fail("the weights begin anew" if mine.error(begin) < SAME
-                         else f"the weights are off by {percent(error)}",
-                         "load them: model.load_state_dict(...)")]
+            begin = next((updates for updates in before if updates[0][
+                "optimizer"] == one[0]["optimizer"]), one)
+            return [fail("the weights begin anew" if error_of(
+                other, begin, "before") < SAME else
+                f"the weights are off by {percent(error)}",
+                "load them: model.load_state_dict(...)")]
     return [ok("the weights come back")]
 
 
 def kept(case, good, back):
     """What the optimizers keep: moments, the number of their steps."""
+    load = ("load it, once the optimizer has its parameters: "
+            "optimizer.load_state_dict(...)")
     names = set()
     for one, other in firsts(good, back):
         lack = [rank for rank, (saved, mine) in enumerate(zip(
@@ -110,29 +111,26 @@ def kept(case, good, back):
             return [fail("the optimizer's state does not come back on rank "
                          f"{lack[0]}", "every rank loads it: "
                          "optimizer.load_state_dict(...)", ranks=lack)]
-        saved, mine = put_together(one, "kept"), put_together(other, "kept")
-        load = ("load it, once the optimizer has its parameters: "
-                "optimizer.load_state_dict(...)")
-        for key in saved.tensors:
-            name = key.rpartition(" ")[2]
+        saved, mine = (put_together(updates, "kept").tensors
+                       for updates in (one, other))
+        for key, expected in saved.items():
+            weight, _, name = key.rpartition(" ")
             names.add(name)
-            parameter = case.named([key.rpartition(" ")[0]])
-            value, expected = mine.tensors.get(key), saved.tensors[key]
+            state = f"{name} of {case.named([weight])}"
+            value = mine.get(key)
             if value is None or value.shape != expected.shape:
-                return [fail(f"the optimizer's state does not come back: no "
-                             f"{name} of {parameter}"
-                             + " in that shape" * (value is not None), load)]
+                return [fail("the optimizer's state does not come back: no "
+                             + state + " in that shape" * (value is not None),
+                             load)]
             error = relative_error({key: value}, {key: expected})
             if not error <= SAME:
-                return [fail(
-                    f"the optimizer's {name} of {parameter} is "
-                    + (f"{value.item():g}, not {expected.item():g}"
-                       if value.numel() == 1 else
-                       f"off by {percent(error)}"), load)]
-    if not names:
-        return [ok("the optimizer keeps no state")]
-    return [ok(f"the optimizer's state comes back ({', '.join(sorted(names))}"
-               ")")]
+                return [fail(f"the optimizer's {state} is " + (
+                    f"{value.item():g}, not {expected.item():g}"
+                    if value.numel() == 1 else f"off by {percent(error)}"),
+                    load)]
+    return [ok("the optimizer's state comes back "
+               f"({', '.join(sorted(names))})" if names else
+               "the optimizer keeps no state")]
 
 
 def learning_rates(before, good, back):
@@ -181,10 +179,9 @@ def random_numbers(before, good, back):
                      "saved after the first update", "let it save later")]
     texts = []
     for name in good[0][0]["random"]:
-        drawn = [{updates[rank]["random"][name] for updates in before}
-                 for rank in range(len(good[0]))]
-        if all(len(states) == 1 for states in drawn):
-            continue
+        if all(len({update["random"][name] for update in updates}) == 1
+               for updates in zip(*before, strict=True)):
+            continue  # on each rank
         wrong = [rank for rank, update in enumerate(back[0])
                  if update["random"][name] != good[0][rank]["random"][name]]
         if wrong:
@@ -211,8 +208,7 @@ def afterwards(good, back):
         for what in ("weights", "buffers"):
             if what in one[0] and what in other[0]:
                 count += what == "weights"
-                error = put_together(other, what).error(
-                    put_together(one, what))
+                error = error_of(other, one, what)
                 if not error <= CLOSE:
                     return [fail(f"{later(i)} the {what} are off by "
                                  f"{percent(error)}", "something else does "
