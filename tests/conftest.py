@@ -1,7 +1,6 @@
 """What the tests share."""
 
 import contextlib
-import getpass
 import json
 import os
 import re
@@ -87,13 +86,14 @@ def pytest_configure(config):
 def make_temporary():
     """A folder for temporary files; it goes with what tests leave in it.
 
-    Not in /tmp: a trial of verify or check gets a link to all that lies beside
-    the folders of its script. Where thousands of files were in /tmp, it took
-    three times as long. The path is short, for Unix sockets.
+    Not in /tmp, if the user has named no other: a trial of verify or check
+    gets a link to all that lies beside the folders of its script. Where
+    thousands of files were in /tmp, it took three times as long. The path is
+    short, for Unix sockets.
     """
-    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)  # stays warm
-    place = "/var/tmp"
+    place = os.environ.get("TMPDIR", "/var/tmp")
     folder = tempfile.mkdtemp(
         prefix="t", dir=place if os.access(place, os.W_OK) else None)
     os.chmod(folder, 0o755)  # some tests are nobody
