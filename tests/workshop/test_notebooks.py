@@ -521,6 +521,7 @@ def test_your_model_says_what_its_answers_quote(
     """In this process, by one server: test_verify.py has those with hashes of
     their own."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.chdir(tmp_path)  # of which each run gets a copy
     needs("transformers")
     book, shown = read_book(ROOT / "notebooks" / "your_model.ipynb").cells, {
         **shown["your_model"]}
