@@ -221,8 +221,9 @@ def test_a_stranger_asks_why(stranger):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("script", "status"), [
-    (read("ddp"), 0), (DIES, 1), ("", 1), (IDLE, 2), ("1 +", 2), (None, 2)],
-    ids=["right", "dies", "does nothing", "waits", "no Python", "not there"])
+    (read("ddp"), 0), (DIES, 1), (WRONG, 1), ("", 1), (IDLE, 2), ("1 +", 2),
+    (None, 2)], ids=["right", "dies", "wrong", "does nothing", "waits",
+                     "no Python", "not there"])
 def test_a_stranger_reads_the_json_document(script, status, stranger):
     (file := stranger.work / "train.py").unlink(missing_ok=True)
     if script is not None:
@@ -245,9 +246,10 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
             if names[0] in place:
                 assert sorted(names) == sorted(place)
     if script == DIES:
-        assert failed[0]["question"] == "it runs to its end"
         assert failed[0]["ranks"] == [1]
         assert failed[0]["places"] == [{"file": "train.py", "line": 23}]
+    if script == WRONG:
+        assert failed[0]["question"] == "the ranks read different samples"
 
 
 @pytest.mark.whole
