@@ -188,8 +188,12 @@ def read_trace(file):
     return profile.read_trace(file, {3: 1.0, 4: 1.0})
 
 
+def zipped(text):
+    return gzip.compress(text.encode(), mtime=0)  # the same bytes each time
+
+
 def save_zipped(value, file):
-    file.write_bytes(gzip.compress(json.dumps(value).encode(), mtime=0))
+    file.write_bytes(zipped(json.dumps(value)))
 
 
 @dataclass
@@ -303,7 +307,7 @@ def with_line(number, end):
         b"1" * 1_000_000, b"[1]", b"{}")),
     ("checkpoint", b""), ("checkpoint", Path("/etc/passwd").read_bytes()),
     *(("trace", content) for content in (
-        gzip.compress(b"{}")[:-1], gzip.compress(b'{"traceEvents": [1]}'))),
+        zipped("{}")[:-1], zipped('{"traceEvents": [1]}'))),
     *(("checked", content) for content in (
         b"null", b'{"ddp": 1}', b'{"ddp": {"x": null}}')),
     *(("values", changed(STATE, path, value)) for path, value in (
