@@ -26,8 +26,9 @@ if size == 2:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "IDLE", 3)
+    monkeypatch.chdir(tmp_path)  # of which each run gets a copy
 
 
 HANGS = {

@@ -225,8 +225,7 @@ def test_a_stranger_asks_why(stranger):
     (read("ddp"), 0), (DIES, 1), (WRONG, 1), ("", 1), (IDLE, 2), ("1 +", 2),
     (None, 2)], ids=["right", "dies", "wrong", "does nothing", "waits",
                      "no Python", "not there"])
-def test_a_strangers_tests(script, status, stranger):
-    """The README's, and the JSON document."""
+def test_a_stranger_reads_the_json_document(script, status, stranger):
     (file := stranger.work / "train.py").unlink(missing_ok=True)
     if script is not None:
         file.write_text(script)
@@ -252,8 +251,17 @@ def test_a_strangers_tests(script, status, stranger):
         assert failed[0]["places"] == [{"file": "train.py", "line": 23}]
     if script == WRONG:
         assert failed[0]["question"] == "the ranks read different samples"
-    if script in (read("ddp"), WRONG, None):
-        code = re.search("```python\n(.*?)```", README, re.DOTALL)[1]
-        (stranger.work / "test_theirs.py").write_text(code)
-        end = stranger("python", "-m", "pytest", "-q", "test_theirs.py")
-        assert f"1 {'failed' if status else 'passed'}" in end.stdout, end
+
+
+@pytest.mark.whole
+def test_a_strangers_tests(stranger):
+    """The README's, of scripts that are right, wrong and not there."""
+    code = re.search("```python\n(.*?)```", README, re.DOTALL)[1]
+    for name, script in ("right", read("ddp")), ("wrong", WRONG), ("no", ""):
+        if script:
+            (stranger.work / f"{name}.py").write_text(script)
+        (stranger.work / f"test_{name}.py").write_text(edit(
+            code, ("train.py", f"{name}.py")))
+    end = stranger("python", "-m", "pytest", "-q")
+    assert {*re.findall(r"^FAILED test_(\w+)\.py", end.stdout, re.M)} == {
+        "wrong", "no"} and "1 passed" in end.stdout, end.stdout

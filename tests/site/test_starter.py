@@ -1,6 +1,7 @@
 """The starter: one file to begin one's own training with.
 
 test_contract.py resumes it, stops it by a signal and kills one of its ranks.
+test_std.py and test_kept.py ask what of a run it leaves as it is.
 """
 
 import os
@@ -220,24 +221,6 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
     assert all(file.read_bytes() == text for file, text in before.items())
 
 
-@pytest.mark.parametrize("flags", [[], ["--resume"]])
-@pytest.mark.parametrize("name", ["metrics.csv", "checkpoints/mine.txt",
-                                  "checkpoints/step_00000001.pt"])
-def test_what_is_in_a_folder_is_not_overwritten(flags, name, tmp_path):
-    """Without --resume nothing of a run; with it, what is of another one."""
-    file = tmp_path / "run" / name
-    file.parent.mkdir(parents=True)
-    file.write_text("mine")
-    result = attempt("starter", tmp_path / "run", "--max-steps", 3,
-                     "--checkpoint-every", 1, *flags)
-    assert file.read_text() == "mine"
-    if flags and name.endswith("mine.txt"):  # a run that has saved nothing
-        assert result.status == 0, result.err
-    else:
-        assert result.status == 1
-        assert result.err.splitlines()[-1].startswith("error: ")
-
-
 def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):
     shutil.copytree(begun, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
@@ -247,20 +230,6 @@ def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):
           "--checkpoint-every", 1)
     assert sorted(file.name for file in folder.iterdir()) == [
         copy.name, "step_00000005.pt", "step_00000006.pt"]
-
-
-def test_one_process_at_a_time_trains_in_a_run(tmp_path):
-    """A second one would take the first one's metrics away."""
-    run = tmp_path / "run"
-    launch = start_stage("starter", run, "--max-steps", 10**6)
-    wait_for_rows(run, 3)
-    second = attempt("starter", run, "--resume")
-    launch.signal(signal.SIGTERM)
-    first = launch.result(run)
-    (line,) = second.err.splitlines()
-    assert second.status == 1 and "another process trains" in line
-    assert first.column("step") == [*range(len(first.rows))]
-    train("starter", run, "--resume", "--max-steps", len(first.rows) + 1)
 
 
 @pytest.mark.parametrize("names", [

@@ -7,6 +7,7 @@ The examples are what once ended with a traceback, a hang or a crash.
 import argparse
 import base64
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -55,7 +56,9 @@ from rankcheck import errors
 from rankcheck.launch import scratch
 from rankcheck.launch.ranks import launch
 from solutions import train_gpt2_std as std
-from workshop.results import runs
+from workshop import classroom
+from workshop.lesson import checked
+from workshop.results import profile, runs
 from workshop.vocabulary import save_vocabulary
 
 few = settings(max_examples=40, deadline=None, database=None,
@@ -163,6 +166,36 @@ def read_manifest(file):
     return dataset.read_manifest(file.parent)
 
 
+def read_class(file):
+    return classroom.read(file.parent)
+
+
+def read_checked(file):
+    """Of a record that is none, nothing is known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "RECORD", file)
+        checked.last_passed("ddp")
+        return checked.state("ddp", b"x")
+
+
+def read_ladder(file):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "RUNS", file.parent)
+        return runs.read_ladder()
+
+
+def read_trace(file):
+    return profile.read_trace(file, {3: 1.0, 4: 1.0})
+
+
+def zipped(text):
+    return gzip.compress(text.encode(), mtime=0)  # the same bytes each time
+
+
+def save_zipped(value, file):
+    file.write_bytes(zipped(json.dumps(value)))
+
+
 @dataclass
 class Reader:
     """good: a file's bytes, or what it holds, which `save` writes."""
@@ -214,6 +247,23 @@ READERS = {
         lambda encoding: encoding.n_vocab == 257),
     "manifest": Reader("manifest.json", RECORDED, read_manifest,
                        lambda value: True),
+    "trace": Reader("rank0.json.gz", {"traceEvents": [
+        {"ph": "X", "ts": step, "dur": 1, "name": f"end of step {step}",
+         "cat": "cpu_op", "tid": 1, "args": {"Sequence number": 5}}
+        for step in (3, 4)]}, read_trace, lambda rank: all(
+            step.end >= step.begin for step in rank.steps.values()),
+        save_zipped),
+    "ladder": Reader("ladder.json", json.loads(
+        (runs.EXAMPLES / "ladder.json").read_text()), read_ladder,
+        lambda ladder: all(rung["training"] > 0 for rung in ladder["rungs"])),
+    "class": Reader("a.jsonl", {
+        "stage": "ddp", "time": 30, "left": [1, 2], "right": False,
+        "mistake": "it hangs"}, read_class, lambda people: all(
+            0 <= one.since < 1e11 and {*one.left} <= {*range(1, 99)}
+            and one.right in (None, True, False) for one in people)),
+    "checked": Reader(".checked.json", {"ddp": {checked.digest(b"x"): "now"}},
+                      read_checked, lambda state: state in (
+                          checked.PASSED, checked.EDITED, checked.NEVER)),
 }
 
 
@@ -251,10 +301,15 @@ def with_line(number, end):
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    *product(("record", "metrics", "settings", "manifest"), (
+    *product(("record", "metrics", "settings", "manifest", "trace", "ladder",
+              "class", "checked"), (
         "ä".encode("latin-1"), bytes(range(256)), b"[" * 1_000_000,
         b"1" * 1_000_000, b"[1]", b"{}")),
     ("checkpoint", b""), ("checkpoint", Path("/etc/passwd").read_bytes()),
+    *(("trace", content) for content in (
+        zipped("{}")[:-1], zipped('{"traceEvents": [1]}'))),
+    *(("checked", content) for content in (
+        b"null", b'{"ddp": 1}', b'{"ddp": {"x": null}}')),
     *(("values", changed(STATE, path, value)) for path, value in (
         ((), torch.zeros(3)), (("step",), "6"), (("model", WEIGHT), None),
         (("model", WEIGHT), torch.zeros(24, 8, dtype=torch.int64)),
@@ -457,8 +512,10 @@ def test_pipes_and_folders_are_no_files(make, name, tmp_path):
     file = tmp_path / READERS[name].file
     file.unlink(missing_ok=True)
     make(file)
-    with pytest.raises(UserError, match="not a file"):
-        READERS[name].read(file)
+    passed_over = name in ("class", "checked")
+    with (contextlib.nullcontext() if passed_over else pytest.raises(
+            UserError, match="not a file")):
+        assert READERS[name].is_right(READERS[name].read(file))
 
 
 # --------------------------------------------------------------- datasets

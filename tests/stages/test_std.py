@@ -225,8 +225,9 @@ def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 @pytest.mark.parametrize("name", [
     "metrics.csv", "checkpoints/step_00000020.pt", "checkpoints/best.ckpt"])
+@pytest.mark.parametrize("stage", ["std", "starter"])
 def test_a_folder_with_anything_of_a_run_is_not_free(
-        data, tmp_path, name, resume):
+        stage, data, tmp_path, name, resume):
     run = tmp_path / "run"
     file = run / name
     file.parent.mkdir(parents=True)
@@ -234,8 +235,17 @@ def test_a_folder_with_anything_of_a_run_is_not_free(
     (run / "why").mkdir()
     (run / "why" / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in run.rglob("*.*")}
-    refused(attempt("std", run, *resume, data=data), "holds")
-    assert before == {path: path.read_bytes() for path in run.rglob("*.*")}
+    result = attempt(stage, run, *resume, "--max-steps", 3, data=data)
+    after = {path: path.read_bytes() for path in run.rglob("*.*")}
+    assert before.items() <= after.items()
+    if stage == "std":
+        refused(result, "holds")
+        assert after == before
+    elif resume and "best" in name:  # a run that has saved nothing
+        assert result.status == 0, result.err
+    else:
+        assert result.status == 1
+        assert result.err.splitlines()[-1].startswith("error: ")
 
 
 @pytest.mark.parametrize(("stage", "number", "status"), [
@@ -384,19 +394,22 @@ def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     assert done.column("step") == list(range(9))
 
 
-def test_one_process_at_a_time_trains_in_a_run(data, tmp_path):
+@pytest.mark.parametrize("stage", ["std", "starter"])
+def test_one_process_at_a_time_trains_in_a_run(stage, data, tmp_path):
+    """A second one would take the first one's metrics away."""
     run = tmp_path / "run"
-    launch = start_stage("std", run, "--max-steps", 2000, "--checkpoint-every",
-                         2000, data=data)
+    launch = start_stage(
+        stage, run, "--max-steps", 10**6, "--eval-every", 10**6,
+        "--checkpoint-every", 10**6, data=data)
     wait_for_rows(run, 3)
-    record = (run / "hyperparameters.json").read_bytes()
-    for again in ((), ("--resume",)):
-        refused(attempt("std", run, *again, data=data),
-                "another process trains in this run", "another --run-dir")
-    assert (run / "hyperparameters.json").read_bytes() == record
+    records = {file: file.read_bytes() for file in run.glob("*.json")}
+    for again in [()] * (stage == "std") + [("--resume",)]:
+        refused(attempt(stage, run, *again, data=data),
+                "another process trains in this run")
+    assert records == {file: file.read_bytes() for file in records}
     launch.signal(signal.SIGKILL)  # before there is a checkpoint
     rows = len(launch.result(run).rows)
-    done = train("std", run, "--resume", "--max-steps", rows + 2)
+    done = train(stage, run, "--resume", "--max-steps", rows + 2, data=data)
     assert done.column("step") == list(range(rows + 2))
 
 

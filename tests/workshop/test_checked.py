@@ -54,12 +54,10 @@ def test_a_script_passes_is_edited_and_passes_again(script):
     assert state(script) == "passed"
     names = {path.name for path in script.parent.iterdir()}
     assert names == {"train_gpt2.py", ".checked.json"}
-    for text in ("", "{", "[]", '{"ddp": 1}', "\0", "null",
-                 '{"ddp": {"x": null}}'):  # a damaged record is none
-        checked.RECORD.write_text(text)
-        assert state(script) != "passed"
-        passes(script, DDP)
-        assert state(script) == "passed"
+    checked.RECORD.write_text("{")  # a damaged record is none
+    assert state(script) == "never checked"
+    passes(script, OWN)
+    assert state(script) == "passed"
 
 
 def test_a_record_that_cannot_be_written_is_one_line(script, capsys):

@@ -167,6 +167,3 @@ def test_the_picture_shows_both_sides(tmp_path, monkeypatch):
     shown = plot.themed(lambda ax: plot.ladder(ax, []))
     for text in ("theirs: one CPU", "15,264", "mpi, 2 processes"):
         assert text in shown
-    (tmp_path / "ladder.json").write_text("{")
-    with pytest.raises(UserError, match=r"run benchmarks/ladder\.py again"):
-        results.read_ladder()

@@ -91,6 +91,7 @@ def test_the_check_says_what_the_answer_quotes(
         quoted, stage, number, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many trials."""
     monkeypatch.setattr(Check, "localise", lambda self: None)
+    monkeypatch.chdir(tmp_path)  # of which each trial gets a copy
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -1,6 +1,5 @@
 """Where a step's time goes: --profile, and the table of its traces."""
 
-import gzip
 import time
 from statistics import mean
 
@@ -79,22 +78,6 @@ def test_a_run_that_goes_on_and_one_that_is_short(data, tmp_path):
     before[0].unlink()
     with pytest.raises(UserError, match="--profile 10"):
         profile.show(run)
-
-
-def zipped(data):
-    return gzip.compress(data, mtime=0)  # the same bytes each time
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"{}", zipped(b"{}")[:-1], zipped(b"[1]"),
-    zipped(b'{"traceEvents": [{"ph": "X"}]}'),
-    zipped(b'{"traceEvents": [1]}')])
-def test_a_damaged_trace_is_a_line(content, tmp_path):
-    (tmp_path / "profile" / "1-trace").mkdir(parents=True)
-    (tmp_path / "metrics.csv").write_text("step\n")
-    (tmp_path / "profile" / "1-trace" / "rank0.json.gz").write_bytes(content)
-    with pytest.raises(UserError, match=r"damaged .*: record it again$"):
-        profile.recorded_parts(tmp_path)
 
 
 def charged(events, length, least):

@@ -1,6 +1,5 @@
 """Any launcher: who a process is, where rank 0 is, and what is missing."""
 
-import json
 import os
 import re
 import socket
@@ -16,9 +15,8 @@ from stages import refused, run_command, start_stage
 from backstage import ROOT, process
 from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
-from rankcheck.launch.ranks import free_port, launch
+from rankcheck.launch.ranks import free_port
 from workshop.as_torchrun import find_rank_0, join_world
-from workshop.jobs import doctor_ranks
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -131,20 +129,6 @@ def test_the_flag_of_the_launcher_before_torchrun(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["--local-rank=1", "--local-rank=0"])
     name_ranks(dict(TORCHRUN))
     assert sys.argv == ["--local-rank=0"]  # which tyro does not know
-
-
-def test_a_machine_that_cannot_connect_to_itself():
-    """In a network of its own, where the loopback interface is down."""
-    alone = ["unshare", "--map-root-user", "--net"]
-    if subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("unshare has no network to give here")
-    code = ("from workshop.jobs import doctor\n"
-            "doctor.run_main(doctor.ask_processes)")
-    end = subprocess.run(
-        [*alone, sys.executable, "-c", code], capture_output=True, text=True)
-    (line,) = end.stderr.splitlines()
-    assert end.returncode == 1 and line.startswith("error: "), line
-    assert "ip link set lo up" in line
 
 
 @pytest.mark.parametrize(("env", "words"), [
@@ -278,83 +262,6 @@ def test_the_end_of_one_rank_ends_all(launcher, end, tmp_path, mpich):
     assert run_command(launcher, "-n", 2, sys.executable, "-m",
                        "workshop.as_torchrun", script,
                        **mpich if "mpich" in launcher else {}).returncode
-
-
-# -------------------------------------------------------- doctor --ranks
-
-
-ASKS = """\
-import os, socket, sys
-from pathlib import Path
-from workshop.jobs import doctor_ranks
-
-socket.gethostname = lambda: f"node{int(os.environ['RANK']) // 2 + 1}"
-doctor_ranks.NETWORK = Path(sys.argv[1])
-sys.exit(doctor_ranks.ask_ranks())
-"""
-
-
-def test_the_speeds_in_and_between_two_nodes(tmp_path):
-    """Four ranks that name two; test_slurm.py has real ones."""
-    script, speeds = tmp_path / "asks.py", tmp_path / "network.json"
-    script.write_text(ASKS)
-    first, *others = launch(script, speeds, world_size=4,
-                            preload=["workshop.jobs.doctor_ranks"])
-    assert first.status == 0, first.err
-    assert not any(rank.out or rank.err for rank in others)
-    assert re.findall("^ok     (.* ranks) over gloo", first.out, re.M) == [
-        "all-reduce: 4 ranks", "in the nodes: 2 ranks",
-        "between nodes: 2 ranks"]
-    assert [*json.loads(speeds.read_text())] == [
-        "between nodes", "in the nodes"]
-
-
-def test_the_interface_of_a_connection(monkeypatch):
-    """Of a real connection, which is not the store's; no other's."""
-    with (socket.create_server(("127.0.0.1", 0)) as door,
-          socket.create_connection(door.getsockname()),
-          socket.socketpair()[0]):  # of no network
-        monkeypatch.setenv("MASTER_PORT", "1")
-        assert set(doctor_ranks.find_interfaces()) == {"lo"}
-        monkeypatch.setenv("MASTER_PORT", str(door.getsockname()[1]))
-        assert not set(doctor_ranks.find_interfaces())
-
-
-def test_what_a_network_is(tmp_path):
-    for name, kind in (("eth0", 1), ("ib0", 32)):
-        (tmp_path / "net" / name).mkdir(parents=True)
-        (tmp_path / "net" / name / "type").write_text(f"{kind}\n")
-    assert doctor_ranks.describe("eth0", tmp_path) == (
-        "eth0, not InfiniBand, which this node does not have")
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert doctor_ranks.describe("eth0", tmp_path) == (
-        "eth0, not InfiniBand, although this node has mlx5_0")
-    assert doctor_ranks.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
-    assert "names no network" in doctor_ranks.read_nccl_log("")
-
-
-@pytest.mark.parametrize("lines, words", [
-    # a plugin's, which knows how to talk to Slingshot or EFA
-    (["NET/OFI Initializing aws-ofi-nccl 1.14.0",
-      "NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)",
-      "NET/Socket : Using [0]hsn0:10.1.1.1<0>",
-      "Using network AWS Libfabric"], "AWS Libfabric (cxi), by NCCL"),
-    (["NET/OFI Selected Provider is efa (found 4 nics)",
-      "Using network OFI"], "OFI (efa), by NCCL"),
-    (["Using network UCX"], "UCX, by NCCL"),
-    # none: NCCL goes on with TCP
-    (["NET/OFI Selected provider is tcp, fabric is hsn0",
-      "NET/IB : No device found.",
-      "NET/Socket : Using [0]lost0:10.1.1.1<0> [1]lost1:10.1.1.2<0>",
-      "Using network Socket"], "lost0, by NCCL"),
-    (["NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.1.1.1<0>",
-      "NET/Socket : Using [0]eth0:10.1.1.1<0>", "Using network IB"],
-     "mlx5_0, InfiniBand or RoCE, by NCCL"),
-    (["NET/Socket : Using [0]eno9:10.1.1.1<0>"], "eno9, by NCCL"),
-])
-def test_the_network_that_nccl_names(lines, words):
-    log = "".join(f"n1:7:9 [0] NCCL INFO {line}\n" for line in lines)
-    assert doctor_ranks.read_nccl_log(log) == f"{words} between the nodes"
 
 
 @pytest.mark.whole
