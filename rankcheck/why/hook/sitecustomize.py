@@ -15,8 +15,8 @@ if os.environ.get("RANKCHECK_GUARD") and sys.version_info >= (3, 9):
 
     here = os.path.abspath(__file__)
     sys.path.append(here[:here.rindex("/rankcheck/")])
-    name, *folders = os.environ["RANKCHECK_GUARD"].split(":")
-    import_module(name).Sandbox(*folders)()
+    module, ours, top = os.environ["RANKCHECK_GUARD"].split(":")
+    import_module(module).Sandbox(ours, top)()
     sys.path.pop()
 elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     from importlib import util
