@@ -23,13 +23,7 @@ from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
 from workshop.lesson.diff import Diff
 from workshop.lesson.journey import done, what_next
-from workshop.notebook import (
-    check_pictures,
-    following,
-    lab,
-    magics,
-    pictures,
-)
+from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -125,7 +119,7 @@ def on_board(*arguments, link=str):
     """
     board = Board(page.as_calls)
     show = live(lambda: following.alive(Shown(
-        page.box(link(board.to_html(check_pictures.draw(board)))
+        page.box(link(board.to_html(pictures.draw_check(board)))
                  + page.KEEP_IN_SIGHT * (board.right is not None
                                          and not board.is_old),
                  board.last), board.to_text())))
