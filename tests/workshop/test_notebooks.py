@@ -25,7 +25,7 @@ from notebooks.experiments import hangs, your_model
 from rankcheck.launch.ranks import launch
 from rankcheck.verification.command import verify
 from slides import figures, schedules
-from workshop.lesson import checked, documents, journey, page, render
+from workshop.lesson import checked, desk, documents, page, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells, following, magics, pictures
 from workshop.notebook import lab as opener
@@ -274,9 +274,9 @@ def test_cells_make_changes_and_take_them_back(repo):
 def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
-    monkeypatch.setattr(journey, "DESK", script)
+    monkeypatch.setattr(desk, "DESK", script)
     monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
-    monkeypatch.setattr(journey.runs, "RUNS", ROOT / "example-logs")
+    monkeypatch.setattr(desk.runs, "RUNS", ROOT / "example-logs")
 
     def now(text):
         script.write_text(text)

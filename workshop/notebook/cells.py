@@ -22,7 +22,6 @@ from workshop.html import paragraph
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
 from workshop.lesson.diff import Diff
-from workshop.lesson.journey import done, what_next
 from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
@@ -238,9 +237,9 @@ def doctor():
 @in_one_line
 def journey():
     """What I have done so far, and what comes next."""
-    words, lessons = what_next()
+    words, lessons = desk.what_next()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
-    rows = [("lesson", "it makes", "check passed", "runs"), *done()]
+    rows = [("lesson", "it makes", "check passed", "runs"), *desk.done()]
     return Shown(page.box(
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))
