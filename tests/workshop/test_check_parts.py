@@ -13,8 +13,8 @@ from rankcheck.tensors import assemble, describe
 from workshop.check import localise
 from workshop.check.command import (
     check,
-    find_next,
     lines_as_in,
+    make_others,
     name_lines,
 )
 from workshop.check.questions.process import undefined_name
@@ -57,9 +57,9 @@ def test_next_is_the_first_change_that_is_left():
     std = STAGES["std"].solution
     for made, number in ([], 1), ([1, 2, 4], 3):
         data = Diff("ddp", std).apply(made).encode()
-        assert find_next("ddp", std, data) == number
+        assert make_others("ddp", std, data, "next", print)[0] == number
     with pytest.raises(UserError, match="no change is left"):
-        find_next("ddp", std, edited())
+        make_others("ddp", std, edited(), "next", print)
 
 
 @pytest.mark.parametrize(("old", "new", "kept"), [
