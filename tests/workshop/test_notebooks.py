@@ -299,13 +299,13 @@ def test_a_workspace_for_the_root_that_the_server_has(repo, monkeypatch):
     file = repo / "notebooks" / "beside_ddp.jupyterlab-workspace"
     for root, inside in ((repo, ""), (repo.parent, f"{repo.name}/")):
         monkeypatch.setattr(following, "server_root", lambda root=root: root)
-        assert cells.write_workspace("ddp") == file.name
+        assert f'href="{file.name}"' in cells.beside("ddp").html
         assert f'"notebook:{inside}notebooks/diff_ddp' in file.read_text()
         file.unlink()
     for root in (repo / "code", None):
         monkeypatch.setattr(following, "server_root", lambda root=root: root)
-        assert not cells.write_workspace("ddp") and not file.exists()
         assert "side by side" not in cells.beside("ddp").html
+        assert not file.exists()
 
 
 def test_a_home_that_cannot_be_written_is_a_line(monkeypatch):

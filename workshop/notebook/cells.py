@@ -152,26 +152,15 @@ def beside(stage):
     path = show_path(DESK)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]
-    workspace = write_workspace(stage)
-    if workspace:
-        lines.append(f'<a href="{workspace}">Script and lesson side by side'
-                     "</a>: opens both anew (save first)")
+    root = following.server_root()
+    if root:
+        # else there can be no file here, or none that JupyterLab shows
+        with contextlib.suppress(OSError, ValueError):
+            link = lab.write_workspace(stage, root=root).name
+            lines.append(f'<a href="{link}">Script and lesson side by side'
+                         "</a>: opens both anew (save first)")
     return Shown(page.box("".join(map(paragraph, lines))),
                  f"Your script is {path}")
-
-
-def write_workspace(stage):
-    """Write a workspace for the root that JupyterLab shows.
-
-    Returns the link from a lesson to it, or "" if there can be none.
-    """
-    root = following.server_root()
-    if root is None:
-        return ""
-    try:
-        return lab.write_workspace(stage, root=root).name
-    except (OSError, ValueError):  # no file here, or none that it shows
-        return ""
 
 
 @in_one_line
@@ -336,7 +325,6 @@ def experiment(name):
     return measured("batch", name)
 
 
-@in_one_line
 def measured(module, name):
     """Run an experiment of this name; the picture that it draws, if any."""
     drawn = drawn_by(f"notebooks.experiments.{module}", name)
