@@ -1,6 +1,7 @@
 """A sharded model's parameters, put together from what each rank has."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from workshop.check.command import (
     make_others,
     name_lines,
 )
-from workshop.check.questions.process import undefined_name
+from workshop.check.questions.process import definitions
 from workshop.check.questions.question import TIED, put_together
 from workshop.lesson.desk import apply, reset
 from workshop.lesson.diff import Diff
@@ -141,7 +142,8 @@ def test_the_ends_of_a_pipeline_have_one_matrix():
     ("class A:\n    x = 1\n\n    def f(self):\n        return x\n", ("x", 5)),
 ])
 def test_a_name_that_nothing_defines(text, missing):
-    assert undefined_name(ast.parse(text)) == missing
+    finding = definitions(SimpleNamespace(tree=lambda: ast.parse(text)), None)
+    assert missing == (finding and (finding.text.split()[0], *finding.lines))
 
 
 def test_a_line_is_named_as_in_the_script_that_one_sees():

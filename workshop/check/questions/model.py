@@ -24,15 +24,19 @@ GRADIENT = 1e-3  # relative
           ("whole", "resumed"))
 def samples(trial, reference):
     """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
+    dp, tp = trial.mesh.dp, trial.mesh.tp
+    size = MINIBATCH // dp if trial.about.split == "layers" else B
     for step in range(trial.first_step, STEPS):
         good = reference.seen[0]["samples"][step]
         read = [tuple(seen["samples"][step - trial.first_step])
                 for seen in trial.seen]
-        parts = set(read) if trial.mesh.tp > 1 else read
+        parts = set(read) if tp > 1 else read
         if sorted(i for part in parts for i in part) == sorted(good):
             continue
         for rank, mine in enumerate(read):
-            own = share(trial, rank, good)
+            # what a rank of the course's stages reads of the minibatch
+            own = tuple(i for k, i in enumerate(good)
+                        if k // size % dp == rank // tp % dp)
             if mine and len(mine) != len(own):
                 return fail(f"samples of step {step}: rank {rank} reads "
                             f"{len(mine)} of them, not {len(own)}")
@@ -51,14 +55,6 @@ def shorten(numbers):
         return f"{begin} to {end}"
     return ", ".join(map(str, numbers[:8])) + (
         ", ..." if len(numbers) > 8 else "")
-
-
-def share(trial, rank, minibatch):
-    """What a rank of the course's stages reads of the minibatch."""
-    dp, tp = trial.mesh.dp, trial.mesh.tp
-    size = MINIBATCH // dp if trial.about.split == "layers" else B
-    return tuple(i for k, i in enumerate(minibatch)
-                 if k // size % dp == rank // tp % dp)
 
 
 @question("the optimizer is the single device's")
