@@ -303,14 +303,14 @@ def reads(expected, read, readers):
                "Which rank read which sample", " ".join(told))
 
 
-def errors(single, losses, allowed=1e-5):
+def errors(single, losses):
     """A table of |loss - that of the single device|, with a cross where it is
     more than rounding makes of it.
 
-    single: the single device's losses; losses: {number of processes: losses};
-    allowed: what rounding may make of it, relatively. None is a missing loss.
+    single: the single device's losses; losses: {number of processes: losses}.
+    None is a missing loss.
     """
-    most = allowed * max(value or 0 for value in single)
+    most = 1e-5 * max(value or 0 for value in single)
     rows = [("off by", *(f"step {step}" for step in range(len(single))))]
     for name, values in losses.items():
         off = [None if None in pair else abs(pair[0] - pair[1])
