@@ -57,7 +57,7 @@ COMMANDS = {
             "Bring this clone to the newest state of the course; what you "
             "edited is kept.")}}
 HIDDEN = {
-    "": ("workshop.lesson.journey", "Say what comes next."),
+    "": ("workshop.lesson.command:journey", "Say what comes next."),
     # what the batch files call
     "script": (
         "workshop.lesson.command:script",

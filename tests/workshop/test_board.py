@@ -13,7 +13,7 @@ from workshop import classroom
 from workshop.check.board import MEANING, Board
 from workshop.check.command import check
 from workshop.lesson import render
-from workshop.notebook import check_pictures, pictures
+from workshop.notebook import pictures
 
 
 @pytest.mark.whole
@@ -52,18 +52,18 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     off = [abs(mine - good) for mine, good in zip(
         seen["loss"], seen["single"], strict=True)]
     assert off[0] < 1e-5 < min(off[1:])
-    cells = re.findall("<td>(.*?)</td>", check_pictures.errors(
+    cells = re.findall("<td>(.*?)</td>", pictures.errors(
         seen["single"], {"2": seen["loss"]}))
     assert [cell[-1] == "✗" for cell in cells] == [False] + 5 * [True]
 
     expected, read, readers = (seen[what] for what in (
         "expected", "read", "readers"))
-    drawn = check_pictures.reads(expected, read, readers)
+    drawn = pictures.reads(expected, read, readers)
     assert "stroke-dasharray" not in drawn
     about = ElementTree.fromstring(drawn).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 4 5 8 9 12 13, rank 1 ")
     # as if half of the samples were read by both, the other half by nobody
-    drawn = check_pictures.reads(expected, [read[0], read[0]], readers)
+    drawn = pictures.reads(expected, [read[0], read[0]], readers)
     assert drawn.count("stroke-dasharray") == 16 * 6
 
 
@@ -134,7 +134,7 @@ def test_no_word_is_broken(board, width):
 
 @pytest.mark.parametrize("losses", [[None, 5.0], [5.0, 5.0], []])
 def test_losses_that_are_missing_are_shown(losses):
-    drawn = check_pictures.errors([5.0, 4.0], {"1": losses})
+    drawn = pictures.errors([5.0, 4.0], {"1": losses})
     ElementTree.fromstring(f"<div>{drawn}</div>")
     cells = re.findall("<td>(.*?)</td>", drawn)
     assert list(map(bool, cells)) == ([
@@ -146,7 +146,7 @@ def test_every_picture_has_a_title_and_a_description():
     drawn = [*(pictures.read(file.stem) for file in
                Path(pictures.__file__).with_name("svg").glob("*.svg")),
              pictures.tensors(shown),
-             check_pictures.reads([[0, 1]], [[[0, 1]]], [0])]
+             pictures.reads([[0, 1]], [[[0, 1]]], [0])]
     assert len(drawn) == 9
     for svg in drawn:
         title, about, *_ = ElementTree.fromstring(svg)
@@ -159,9 +159,9 @@ def test_those_that_read_the_same_have_one_colour():
     """On a mesh of 2 x 2 x 2: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7."""
     readers = [0, 0, 1, 1] * 2
     read = [[[0, 1]] if number == 0 else [[2, 3]] for number in readers]
-    drawn = check_pictures.reads([[0, 1, 2, 3]], read, readers)
+    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
     assert "stroke-dasharray" not in drawn
     assert "ranks 0, 1, 4, 5" in drawn and "ranks 2, 3, 6, 7" in drawn
     read[7] = [[0, 3]]  # one of them reads another sample
-    drawn = check_pictures.reads([[0, 1, 2, 3]], read, readers)
+    drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
     assert drawn.count("stroke-dasharray") == 2

@@ -1,6 +1,7 @@
 """A sharded model's parameters, put together from what each rank has."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from rankcheck.tensors import assemble, describe
 from workshop.check import localise
 from workshop.check.command import (
     check,
-    find_next,
     lines_as_in,
+    make_others,
     name_lines,
 )
-from workshop.check.questions.process import undefined_name
+from workshop.check.questions.process import definitions
 from workshop.check.questions.question import TIED, put_together
 from workshop.lesson.desk import apply, reset
 from workshop.lesson.diff import Diff
@@ -57,9 +58,9 @@ def test_next_is_the_first_change_that_is_left():
     std = STAGES["std"].solution
     for made, number in ([], 1), ([1, 2, 4], 3):
         data = Diff("ddp", std).apply(made).encode()
-        assert find_next("ddp", std, data) == number
+        assert make_others("ddp", std, data, "next", print)[0] == number
     with pytest.raises(UserError, match="no change is left"):
-        find_next("ddp", std, edited())
+        make_others("ddp", std, edited(), "next", print)
 
 
 @pytest.mark.parametrize(("old", "new", "kept"), [
@@ -141,7 +142,8 @@ def test_the_ends_of_a_pipeline_have_one_matrix():
     ("class A:\n    x = 1\n\n    def f(self):\n        return x\n", ("x", 5)),
 ])
 def test_a_name_that_nothing_defines(text, missing):
-    assert undefined_name(ast.parse(text)) == missing
+    finding = definitions(SimpleNamespace(tree=lambda: ast.parse(text)), None)
+    assert missing == (finding and (finding.text.split()[0], *finding.lines))
 
 
 def test_a_line_is_named_as_in_the_script_that_one_sees():

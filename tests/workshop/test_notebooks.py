@@ -25,7 +25,7 @@ from notebooks.experiments import hangs, your_model
 from rankcheck.launch.ranks import launch
 from rankcheck.verification.command import verify
 from slides import figures, schedules
-from workshop.lesson import checked, documents, journey, page, render
+from workshop.lesson import checked, desk, documents, page, render
 from workshop.lesson.diff import Diff
 from workshop.notebook import cells, following, magics, pictures
 from workshop.notebook import lab as opener
@@ -274,9 +274,9 @@ def test_cells_make_changes_and_take_them_back(repo):
 def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
-    monkeypatch.setattr(journey, "DESK", script)
+    monkeypatch.setattr(desk, "DESK", script)
     monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
-    monkeypatch.setattr(journey.runs, "RUNS", ROOT / "example-logs")
+    monkeypatch.setattr(desk.runs, "RUNS", ROOT / "example-logs")
 
     def now(text):
         script.write_text(text)
@@ -299,13 +299,13 @@ def test_a_workspace_for_the_root_that_the_server_has(repo, monkeypatch):
     file = repo / "notebooks" / "beside_ddp.jupyterlab-workspace"
     for root, inside in ((repo, ""), (repo.parent, f"{repo.name}/")):
         monkeypatch.setattr(following, "server_root", lambda root=root: root)
-        assert cells.write_workspace("ddp") == file.name
+        assert f'href="{file.name}"' in cells.beside("ddp").html
         assert f'"notebook:{inside}notebooks/diff_ddp' in file.read_text()
         file.unlink()
     for root in (repo / "code", None):
         monkeypatch.setattr(following, "server_root", lambda root=root: root)
-        assert not cells.write_workspace("ddp") and not file.exists()
         assert "side by side" not in cells.beside("ddp").html
+        assert not file.exists()
 
 
 def test_a_home_that_cannot_be_written_is_a_line(monkeypatch):

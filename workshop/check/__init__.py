@@ -4,11 +4,4 @@
 stage for a few steps of preset tiny, in fp32 on the CPU, and compares with
 `solutions/train_gpt2_std.py`: contract 1 of the course. Then it resumes a
 run, and sends a signal, as SLURM does.
-
-    plan        what is tried, one start of the script after the other
-    probe       what is watched meanwhile
-    operations  the operations of a script with kernels, each alone
-    questions   what is asked about a trial, causes before effects
-    localise    which change makes a script wrong
-    command     the check itself
 """

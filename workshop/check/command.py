@@ -69,10 +69,8 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     out, files = Events() if events else Terminal(verbose), sandbox.Kept()
     with scratch_folder(out.interrupted) as folder:
         require_python(script, data)
-        if change == "next":
-            change = find_next(stage, script, yours)
         if change is not None:
-            data = make_others(stage, script, yours, change, out.say)
+            change, data = make_others(stage, script, yours, change, out.say)
             if data is None:
                 out.report(right=True)
                 return True
@@ -95,33 +93,29 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     return right
 
 
-def find_next(stage, script, data):
-    """The number of the first change that is left; a `UserError` if none is.
-    """
-    left = Diff(stage, script, data).left
-    require(left, "no change is left: `python -m workshop check "
-            f"{stage}` tries them all")
-    return left[0].number
-
-
 def make_others(stage, script, data, change, say):
-    """The script with all changes but this one made, as the lesson has them.
+    """Its number, and the script with all others made as in the lesson.
 
+    change: "next" is the first that is left. In place of the script there is
     None if this one is made so, too.
     """
     diff = Diff(stage, script, data)
+    if change == "next":
+        require(diff.left, "no change is left: `python -m workshop check "
+                f"{stage}` tries them all")
+        change = diff.left[0].number
     diff.require_change(change)
     require(not diff.other_stage(), advice(diff))
     items = [item for item in diff.left if item.number == change]
     if not items:
         say(f"Change {change} is made as the lesson has it.")
-        return None
+        return change, None
     say(f"Change {change} ({items[0].title}) as it is in your script, "
         "with all others made:")
     data = localise.without(diff, items, diff.left)
     require(data, "lines of yours are in the way of the other changes: "
             f"`python -m workshop diff {stage}` shows them")
-    return data
+    return change, data
 
 
 def lines_as_in(yours, tried):
@@ -218,22 +212,14 @@ class Check:
         return right
 
     def try_out(self, column):
-        """Make a trial and judge it; whether it is right."""
+        """Make a trial and tell what came of it; whether it is right."""
+        from workshop.check.questions import ask
+
         row, self.last = self.plan[column], column
         self.out.report(trial=column)
         self.say(f"\n{row.mesh.words}{row.about}")
-        return self.judge(self.bench.make(row), row.kind)
-
-    def repeat(self, column):
-        """Make that trial again, and before it what it needs."""
-        return (column != "resumed" or self.try_out("1")
-                ) and self.try_out(column)
-
-    def judge(self, trial, kind):
-        """Tell what came of a trial; whether it is right."""
-        from workshop.check.questions import ask
-
-        findings = ask(trial, self.bench.reference, kind)
+        trial = self.bench.make(row)
+        findings = ask(trial, self.bench.reference, row.kind)
         first = next((one for one in findings if one[1].verdict == "FAIL"),
                      None)
         named = first and first[1].lines
@@ -242,7 +228,7 @@ class Check:
             if first and finding is not first[1] and finding.verdict != "ok":
                 finding.verdict = "and"
             self.out.report(answer=[question.title, finding.verdict])
-        if kind == "whole" and all(trial.seen):
+        if row.kind == "whole" and all(trial.seen):
             self.out.report(picture=picture(trial, self.bench.reference))
         if first:
             self.wrong = Mistake(first[0].title, first[1].text, named,
@@ -312,7 +298,8 @@ class Check:
         """The `Mistake` in the last trial of this script, None if right."""
         bench = self.bench.with_script(data)
         other = Check(bench, Quiet(), None, lines_as_in(yours, data))
-        right = other.repeat(self.last)
+        right = (self.last != "resumed" or other.try_out("1")  # its run
+                 ) and other.try_out(self.last)
         remove(bench.folder)
         return None if right else other.wrong
 

@@ -8,6 +8,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rankcheck.errors import KILLED, require
@@ -18,6 +19,7 @@ from workshop.check import probe
 from workshop.check.probe import SAMPLES, T
 from workshop.jobs.mpirun import launcher_of
 from workshop.stages import STAGES, modules_of
+from workshop.vocabulary import save_bytes
 
 STEPS, MINIBATCH, B = 6, 16, 2  # an epoch of 40 samples ends within step 2
 FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
@@ -187,10 +189,9 @@ class Bench:
 
     def make_once(self, row):
         if row.kind == "operations":
-            from workshop.check import operations
-
             return self.try_out(row.column, row.mesh, self.script,
-                                script=Path(operations.__file__))
+                                script=Path(__file__).with_name(
+                                    "operations.py"))
         state = None
         if row.kind == "resumed":  # the first run, as it was in the middle
             run = shutil.copytree(self.folder / "1", self.folder / row.column)
@@ -259,10 +260,6 @@ class Bench:
 
 def make_dataset(folder):
     """40 samples of 32 tokens, the first of each being its number."""
-    import numpy as np
-
-    from workshop.vocabulary import save_bytes
-
     rng = np.random.default_rng(0)
     for split in ("train_000001", "val_000000"):
         tokens = rng.integers(SAMPLES, 128, SAMPLES * T + 1)

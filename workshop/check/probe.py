@@ -61,9 +61,10 @@ class Course:
             "start": None, "weights": None, "gradients": [], "samples": [],
             "evaluated": 0, "continued": None, "optimizers": None,
             "precision": None, "compiled": None, "recomputed": False}
-        self.begin_update()
+        log.row = SimpleNamespace(samples=[], again=[])
         log.on("gradients", self.record)
-        log.on("updated", self.on_updated)
+        log.on("updated", lambda _: self.seen.update(
+            weights=self.state("data")))
         register_module_forward_pre_hook(self.on_forward)
         self.watch_functions()
 
@@ -99,9 +100,6 @@ class Course:
                 return infer(stage, *args, **kwargs)
             finally:
                 self.inferring = False
-
-    def begin_update(self):
-        self.log.row = SimpleNamespace(samples=[], again=[])
 
     def on_forward(self, module, inputs):
         if not self.log.here:
@@ -145,10 +143,7 @@ class Course:
                  **{key: value for key, value in group.items()
                     if key in ("lr", "betas", "eps", "weight_decay")}}
                 for group in optimizer.param_groups]
-        self.begin_update()
-
-    def on_updated(self, optimizer):
-        self.seen["weights"] = self.state("data")
+        self.log.row = SimpleNamespace(samples=[], again=[])
 
     def state(self, name):
         """The model's weights ("data") or gradients ("grad"), described."""

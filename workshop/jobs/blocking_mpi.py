@@ -18,10 +18,8 @@ from rankcheck.why.calls import COLLECTIVES
 
 ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
 BEGUN = (  # they return a request
-    "Iallgather", "Iallgatherv", "Iallreduce", "Ialltoall", "Ibarrier",
-    "Ibcast", "Igather", "Igatherv", "Ireduce", "Ireduce_scatter",
-    "Ireduce_scatter_block", "Iscatter", "Iscatterv", "Irecv", "Isend",
-    "Issend", "irecv", "isend", "issend")
+    *{f"I{name.lower()}" for name in COLLECTIVES},
+    "Irecv", "Isend", "Issend", "irecv", "isend", "issend")
 SENT = {"Send": "Issend", "Ssend": "Issend", "send": "issend",
         "ssend": "issend"}  # by what begins it
 RECEIVED = ("Recv", "recv")
@@ -48,16 +46,6 @@ class SleepingComm(MPI.Intracomm):
         # what the ranks say of themselves is apart from their messages
         asleep.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
         return asleep
-
-    def meet(self, name, elements):
-        """Sleep until all ranks have come to this collective."""
-        if name not in ALIKE:
-            elements = ""
-        mine = f"{name} {elements}".encode().ljust(40)
-        theirs = bytearray(40 * self.size)
-        sleep_until(self.apart.Iallgather(mine, theirs).Test)
-        if bytes(theirs) != mine * self.size:
-            sleep_until(lambda: False)
 
     def Split(self, *args, **kwargs):
         return self.adopt(MPI.Intracomm(self).Split(*args, **kwargs))
@@ -136,8 +124,11 @@ def add(name):
     def method(self, *args, **kwargs):
         elements = count([*args, *kwargs.values()])
         self.log.tell("call", name.lower(), elements)
-        if name in COLLECTIVES:
-            self.meet(name, elements)
+        if name in COLLECTIVES:  # until all ranks have come to this one
+            mine = f"{name} {elements * (name in ALIKE)}".encode().ljust(40)
+            theirs = bytearray(40 * self.size)
+            sleep_until(self.apart.Iallgather(mine, theirs).Test)
+            sleep_until(lambda: theirs == mine * self.size)
             return plain(self, *args, **kwargs)
         request = plain(self, *args, **kwargs)
         return (sleep_until(request.Test) if name in SENT else

@@ -112,9 +112,11 @@ def ask_device():
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        gpu = find_gpu()
+        gpu, built = find_gpu(), torch.version
+        kind = (f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}"
+                if built.hip else "XPUs" if built.xpu else "CPUs alone")
         require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
-                f"({name_build()}) finds none that it can use; "
+                f"(for {kind}) finds none that it can use; "
                 f"{name_driver()}. Name a build of PyTorch that fits in "
                 "site.sh, for CUDA 12 if the driver is older than 580 (see "
                 "site.example.sh)")
@@ -137,17 +139,6 @@ def name_driver(root=Path("/")):
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  <date>
     found = re.search(r"\s(\d+(\.\d+)+)\s", text)
     return f"the NVIDIA driver is {found[1] if found else 'unknown'}"
-
-
-def name_build():
-    """What this PyTorch was built for, as part of a sentence."""
-    import torch
-
-    if torch.version.cuda:
-        return f"for CUDA {torch.version.cuda}"
-    if torch.version.hip:
-        return f"for ROCm {torch.version.hip}"
-    return "for XPUs" if torch.version.xpu else "for CPUs alone"
 
 
 def name_libraries(packages):
@@ -181,15 +172,6 @@ def ask_processes():
     """Whether two processes reach each other."""
     import torch
 
-    require_loopback()
-    # with NCCL two processes cannot share a GPU: then use the CPU
-    device = ("auto" if torch.accelerator.is_available()
-              and torch.accelerator.device_count() > 1 else "cpu")
-    return start_ranks(2, device)
-
-
-def require_loopback():
-    """Raise a `UserError` if this machine cannot connect to itself."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("127.0.0.1", 9))  # which sends nothing
@@ -197,6 +179,10 @@ def require_loopback():
             raise UserError("this machine cannot connect to itself, its "
                             "loopback interface is down: ip link set lo up"
                             ) from error
+    # with NCCL two processes cannot share a GPU: then use the CPU
+    device = ("auto" if torch.accelerator.is_available()
+              and torch.accelerator.device_count() > 1 else "cpu")
+    return start_ranks(2, device)
 
 
 def ask_mpi():

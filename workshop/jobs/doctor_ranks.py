@@ -99,18 +99,15 @@ def time_all_reduces(device, backend, hosts):
 
     hosts: each rank's. Returns whether all sums were right. All ranks.
     """
-    n = dist.get_world_size()
-    nodes = list(dict.fromkeys(hosts))
-    ranks = {node: [rank for rank in range(n) if hosts[rank] == node]
-             for node in nodes}
+    nodes = [[rank for rank, host in enumerate(hosts) if host == node]
+             for node in dict.fromkeys(hosts)]
     right, speed = time_all_reduce(
-        device, backend, [list(range(n))], "all-reduce")
+        device, backend, [[*range(len(hosts))]], "all-reduce")
     speeds = {INSIDE if len(nodes) == 1 else BETWEEN: speed}
-    if 1 < len(nodes) < n:
+    if 1 < len(nodes) < len(hosts):
         # one rank of each node: they share the network with nobody
-        for name, groups in (
-                (INSIDE, [ranks[node] for node in nodes]),
-                (BETWEEN, [[ranks[node][0] for node in nodes]])):
+        for name, groups in ((INSIDE, nodes),
+                             (BETWEEN, [[ranks[0] for ranks in nodes]])):
             same, speeds[name] = time_all_reduce(device, backend, groups, name)
             right &= same
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""python -m workshop diff | apply | reset, and script, for the batch files.
+"""python -m workshop diff | apply | reset | script, and without a command.
 
 Only the standard library, from Python 3.9 on.
 """
@@ -14,7 +14,16 @@ from backstage.errors import require
 from workshop import classroom
 from workshop.lesson import desk, render
 from workshop.lesson.diff import Diff
-from workshop.stages import LESSONS, STAGES
+from workshop.stages import LESSONS, STAGES, find
+
+
+def journey(args):
+    """Print what comes next, and the command that goes on."""
+    words, lessons = desk.what_next()
+    print(words)
+    for name in lessons:
+        print(f"  python -m workshop lab {name:8}  {find(name).title}")
+    print("All commands: python -m workshop --help")
 
 
 def add_stage(parser):

@@ -1,8 +1,10 @@
 """Changes to the attendee's script that lose nothing: `apply` and `reset`.
 
 What was in the script is kept as a backup: see workshop/lesson/backups.py.
+And what is done so far, and what comes next.
 """
 
+from collections import Counter
 from contextlib import suppress
 
 from backstage.errors import UserError, require
@@ -18,6 +20,7 @@ from workshop.lesson.backups import (
     replace_desk,
 )
 from workshop.lesson.diff import Diff, Script, nearest, read_stages
+from workshop.results import runs
 from workshop.stages import DESK, LESSONS, STAGES, find
 
 REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
@@ -175,3 +178,41 @@ def choose(stage):
     return DESK, (f"warning: {desk} was edited after it passed the check, at "
                   f"{checked.last_passed(stage)}: is it still right? `python "
                   f"-m workshop check {stage}`")
+
+
+# --------------------------------------------------------------- the journey
+
+
+def done():
+    """Rows: each lesson, when its check was passed last, how many runs."""
+    found, _ = runs.read_all(runs.list_folders(runs.RUNS))
+    count = Counter(run.stage for run in found)
+    return [(stage, find(stage).title,
+             (checked.last_passed(stage) or "")[:16], count[stage])
+            for stage in LESSONS]
+
+
+def what_next():
+    """(a line about the script and what comes next, its lessons).
+
+    Raises `UserError` if there is no script.
+    """
+    script = Script(DESK)
+    _, stage = nearest(script, read_stages())
+    after = sorted((name for name in LESSONS if find(name).after == stage),
+                   key=lambda name: -sum(  # first, what most goes on from
+                       find(later).after == name for later in LESSONS))
+    begun = [diff for diff in (Diff(name, script.path) for name in (
+        *[stage][:stage in LESSONS], *after))
+             if 0 < len(diff.left) < diff.total]
+    if begun:
+        diff = min(begun, key=lambda diff: len(diff.others))
+        return (f"Your script is on its way to {diff.stage}: {len(diff.left)} "
+                f"of {diff.total} changes are left.", [diff.stage])
+    if stage in LESSONS and checked.state(
+            stage, script.data) != checked.PASSED:
+        return (f"Your script is {stage}, and this version has not passed the "
+                f'check: `python -m workshop check {stage}`', [stage])
+    return (f"Your script is {stage}" + ", checked" * (stage in LESSONS)
+            + ". What can follow:" if after else
+            f"Your script is {stage}, checked: the last one.", after)

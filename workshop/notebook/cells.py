@@ -22,14 +22,7 @@ from workshop.html import paragraph
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
 from workshop.lesson.diff import Diff
-from workshop.lesson.journey import done, what_next
-from workshop.notebook import (
-    check_pictures,
-    following,
-    lab,
-    magics,
-    pictures,
-)
+from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -125,7 +118,7 @@ def on_board(*arguments, link=str):
     """
     board = Board(page.as_calls)
     show = live(lambda: following.alive(Shown(
-        page.box(link(board.to_html(check_pictures.draw(board)))
+        page.box(link(board.to_html(pictures.draw_check(board)))
                  + page.KEEP_IN_SIGHT * (board.right is not None
                                          and not board.is_old),
                  board.last), board.to_text())))
@@ -159,26 +152,15 @@ def beside(stage):
     path = show_path(DESK)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]
-    workspace = write_workspace(stage)
-    if workspace:
-        lines.append(f'<a href="{workspace}">Script and lesson side by side'
-                     "</a>: opens both anew (save first)")
+    root = following.server_root()
+    if root:
+        # else there can be no file here, or none that JupyterLab shows
+        with contextlib.suppress(OSError, ValueError):
+            link = lab.write_workspace(stage, root=root).name
+            lines.append(f'<a href="{link}">Script and lesson side by side'
+                         "</a>: opens both anew (save first)")
     return Shown(page.box("".join(map(paragraph, lines))),
                  f"Your script is {path}")
-
-
-def write_workspace(stage):
-    """Write a workspace for the root that JupyterLab shows.
-
-    Returns the link from a lesson to it, or "" if there can be none.
-    """
-    root = following.server_root()
-    if root is None:
-        return ""
-    try:
-        return lab.write_workspace(stage, root=root).name
-    except (OSError, ValueError):  # no file here, or none that it shows
-        return ""
 
 
 @in_one_line
@@ -244,9 +226,9 @@ def doctor():
 @in_one_line
 def journey():
     """What I have done so far, and what comes next."""
-    words, lessons = what_next()
+    words, lessons = desk.what_next()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
-    rows = [("lesson", "it makes", "check passed", "runs"), *done()]
+    rows = [("lesson", "it makes", "check passed", "runs"), *desk.done()]
     return Shown(page.box(
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))
@@ -343,7 +325,6 @@ def experiment(name):
     return measured("batch", name)
 
 
-@in_one_line
 def measured(module, name):
     """Run an experiment of this name; the picture that it draws, if any."""
     drawn = drawn_by(f"notebooks.experiments.{module}", name)

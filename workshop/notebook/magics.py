@@ -35,7 +35,7 @@ def run(name, line, cell):
                              " ".join(line.split()))
         require(found, f"write {name} N or {name} N SECONDS, with N from 1 to "
                 "8")
-        run_ranks(name, cell, found[1] or "4", found[2] or "20")
+        run_ranks(name, cell, int(found[1] or 4), int(found[2] or 20))
     except UserError as error:
         display(complaint(error))
 
@@ -77,15 +77,14 @@ warm = Warm()
 
 
 def run_ranks(name, cell, number, seconds):
-    who = pictures.plural(int(number), "process", "es")
+    who = pictures.plural(number, "process", "es")
     words = f"{who} at work ..."
     state, show = show_output(words, words), live(lambda: state)
     begin, lines = time.monotonic(), []
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
-    for answer in warm.ask({"cell": "\n" + cell, "ranks": int(number),
-                            "seconds": int(seconds),
-                            "mpirun": name == "%%mpi"}):
+    for answer in warm.ask({"cell": "\n" + cell, "ranks": number,
+                            "seconds": seconds, "mpirun": name == "%%mpi"}):
         if "line" in answer:
             lines.append(answer["line"])
         elif "error" in answer:

@@ -7,17 +7,13 @@ place in the files, which are asked in the order of the imports here.
 
 # isort: off
 from workshop.check.questions.question import QUESTIONS
-from workshop.check.questions import operations
 from workshop.check.questions import process
-from workshop.check.questions import data
 from workshop.check.questions import model
 from workshop.check.questions import report
-from workshop.check.questions import state
 # isort: on
 from rankcheck.findings import STRANGE, fail, ok
 
-__all__ = ["QUESTIONS", "ask", "data", "model", "operations", "process",
-           "report", "state"]
+__all__ = ["QUESTIONS", "ask", "model", "process", "report"]
 
 
 def ask(trial, reference, kind="whole"):

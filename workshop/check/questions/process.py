@@ -1,6 +1,10 @@
-"""Questions about the processes: how they end, and what they ask for."""
+"""Questions about the processes: how they end, and what they ask for.
+
+Before them, of a script with kernels: what each operation computes, alone.
+"""
 
 import ast
+import json
 import re
 
 import torch
@@ -12,6 +16,35 @@ from rankcheck.findings import Line, fail, ok, warn
 from rankcheck.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
+
+
+@question("each operation computes what PyTorch's does", ("operations",),
+          early=True)
+def operations(trial, reference):
+    """What workshop.check.operations says of them."""
+    finding = exits.explain(trial)
+    if finding:
+        return finding
+    for name, wrong in json.loads(trial.ranks[0].out.splitlines()[-1]).items():
+        if wrong is None:
+            return fail(f"it has no function {name}")
+        if wrong:
+            text, line, error = wrong
+            return fail([f"{name}: {text}", *exits.in_brackets(
+                map(Line, line))], "on "
+                        "shapes that leave the last tile half empty: think of "
+                        "masks, of what is summed over tiles, and of who "
+                        "writes where", text if error else "")
+    return None
+
+
+@question("it trains with kernels of its own",
+          where=lambda trial: trial.about.kernels)
+def own(trial, reference):
+    for name in trial.asked("pytorch"):
+        return fail(f"it trains with PyTorch's {name}, not with a kernel of "
+                    "its own")
+    return None
 
 
 @question("the optimizer updates the model that is trained", early=True)
@@ -60,8 +93,10 @@ def parts(trial, reference):
             return fail(f"rank {rank} has none of the blocks")
     blocks = {name: entry for name, entry in starts[0]["sharded"].items()
               if ".h." in name and len(entry["shape"]) > 1}
-    whole = [name for name, entry in blocks.items()
-             if trial.mesh.tp > 1 and not is_split(trial, entry)]
+    # as large as FSDP alone leaves it
+    whole = [name for name, entry in blocks.items() if trial.mesh.tp > 1
+             and entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
+             >= 1.5 * torch.Size(entry["shape"]).numel()]
     if whole and len(whole) == len(blocks):
         return fail("no matrix of a block is split: all ranks of a TP group "
                     "compute the same")
@@ -74,12 +109,6 @@ def parts(trial, reference):
                     "right, as long as it fits: leave the model on the CPU, "
                     "fully_shard moves its parts")
     return None
-
-
-def is_split(trial, entry):
-    """Whether a rank has a smaller part of a tensor than FSDP leaves it."""
-    return (entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
-            < 1.5 * torch.Size(entry["shape"]).numel())
 
 
 @question("it trains with Lightning", where=lambda trial:
@@ -112,16 +141,21 @@ def parting(trial, reference):
 @question("each process asks for its own device")
 def devices(trial, reference):
     """What it would take on a machine with accelerators."""
-    per_node = trial.mesh.size // trial.mesh.nodes
-    fixed = fixed_device(trial.tree())
-    if fixed:
-        return fail([f"the device or its backend is always {fixed[0]!r} (",
-                     Line(fixed[1]), "): --device has no say"])
+    calls = [node for node in ast.walk(trial.tree())
+             if isinstance(node, ast.Call) and re.search(
+                 r"(Trainer|init_process_group|device|model\.to)$",
+                 ast.unparse(node.func))]
+    for call in calls:
+        for arg in (*call.args, *(key.value for key in call.keywords)):
+            if getattr(arg, "value", "") in ("cpu", "gloo", "mpi"):
+                return fail(["the device or its backend is always "
+                             f"{arg.value!r} (", Line(call.lineno),
+                             "): --device has no say"])
     if set(trial.asked("device")) - {"auto"} or (
             {None, "auto"} & set(trial.asked("accelerator"))):
         return fail("the device does not follow from --device")
     for rank in range(trial.mesh.size):
-        local = rank % per_node
+        local = rank % (trial.mesh.size // trial.mesh.nodes)
         for what in ("local_rank", "set_device", "device_ids"):
             for asked in trial.asked(what, rank):
                 if asked is not None and asked != local:
@@ -130,31 +164,14 @@ def devices(trial, reference):
     return None
 
 
-def fixed_device(tree):
-    """(word, line) where a device or a backend stands in a call as a word."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and re.search(
-                r"(Trainer|init_process_group|device|model\.to)$",
-                ast.unparse(node.func)):
-            for arg in (*node.args, *(key.value for key in node.keywords)):
-                if getattr(arg, "value", "") in ("cpu", "gloo", "mpi"):
-                    return arg.value, node.lineno
-    return None
-
-
 @question("every name that it uses is defined")
 def definitions(trial, reference):
     """Also where the check does not come by, as under --compile."""
-    missing = undefined_name(trial.tree())
-    return missing and fail(
-        [f"{missing[0]} is not defined (", Line(missing[1]), ")"])
-
-
-def undefined_name(tree):
-    """(name, line) of the first name that nothing defines, or None."""
-    return next(((message.message_args[0], message.lineno)
-                 for message in Checker(tree).messages
-                 if isinstance(message, UndefinedName)), None)
+    for message in Checker(trial.tree()).messages:
+        if isinstance(message, UndefinedName):
+            return fail([f"{message.message_args[0]} is not defined (",
+                         Line(message.lineno), ")"])
+    return None
 
 
 @question("a minibatch that cannot be shared is refused", ("uneven",),
