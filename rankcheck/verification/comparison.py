@@ -166,8 +166,8 @@ def times_the_samples(case):
     if skipped[0] != skipped[1]:
         return "its GradScaler leaves out other updates than with one process"
     return f"from update {same} on " * (same > 0) + (
-        "the samples seen are not those of one process: others, or padded, "
-        "computed or evaluated in another way")
+        "the samples are not those of one process: others, or the same padded "
+        "or computed otherwise")
 
 
 def find_split(alone, together, ended):
