@@ -51,6 +51,10 @@ class Who(list):
             verb, verb.removesuffix("s")) if many else verb
         return f"rank{'s' * many} {', '.join(numbers)} {verb}".rstrip()
 
+    @property
+    def hosts(self):
+        return ", ".join(dict.fromkeys(rank.host for rank in self))
+
     def without(self, some):
         return Who(rank for rank in self if rank not in some)
 
@@ -227,8 +231,12 @@ class Job:
     def __init__(self, ranks):
         self.ranks = Who(ranks)
         self.by = defaultdict(Who)  # how they ended -> the ranks
+        kills = defaultdict(int)  # a node's: not all of its ranks still count
         for rank in self.ranks:
             self.by[rank.ending].append(rank)
+            kills[rank.host] = max(kills[rank.host], rank.oom_kills)
+        for rank in self.ranks:
+            rank.oom_kills = kills[rank.host]
         self.first = self.ranks[0]  # rank 0, if it is there
 
     def those(self, condition):
