@@ -39,21 +39,14 @@ def find(target, runs):
     places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
     require(places, f"{target}: no run in {runs} has this number: name the "
             "folder that the job's output names")
-    found = [*filter(None, map(newest, places))]
-    require(found, f"{target}: no rank has left evidence there: name the "
+    files = [file for place in places for inside in ("", "why/", "why/*/")
+             for name in ("*-[0-9]*.json", BEGIN)
+             for file in place.glob(inside + name)]
+    require(files, f"{target}: no rank has left evidence there: name the "
             "folder that the job's output names, or none for what was started "
             f"last; if nothing was watched, {HOW}; while it runs, `py-spy "
             "dump --subprocesses --pid PID` shows the lines of its processes")
-    return found[-1]
-
-
-def newest(folder):
-    """The folder with the newest evidence in a run's folder, or None."""
-    files = [file for place in ("", "why/", "why/*/")
-             for name in ("*-[0-9]*.json", BEGIN)
-             for file in folder.glob(place + name)]
-    return max(files, key=lambda file: file.stat().st_mtime).parent if (
-        files) else None
+    return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def ask_about(target):

@@ -46,14 +46,6 @@ def find_begin(pid):
         "SC_CLK_TCK") if stat else 0
 
 
-def open_files(pid):
-    """The paths of what a process has open, as far as we may see."""
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed by now
-                yield os.readlink(link)
-
-
 def list_folder(path):
     """The names in it; none if it is gone, or where there is no /proc."""
     try:
@@ -128,7 +120,10 @@ def name_host(env):
 
 def connecting(pid):
     """"HOST:PORT" of each TCP connection that nobody has answered yet."""
-    mine, found = {*open_files(pid)}, []
+    mine, found = set(), []
+    for name in list_folder(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            mine.add(os.readlink(f"/proc/{pid}/fd/{name}"))
     lines = read_text(f"/proc/{pid}/net/tcp").splitlines()
     for fields in map(str.split, lines[1:]):
         if fields[3] == "02" and f"socket:[{fields[9]}]" in mine:  # SYN_SENT

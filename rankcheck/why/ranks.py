@@ -77,28 +77,34 @@ class Rank:
     launched = True
 
     def __init__(self, record, alive=None, fresh=False, last=""):
-        self.__dict__.update(record)
+        vars(self).update(record)
         self.alive, self.fresh, self.last = alive, fresh, last
+        self.address = ":".join(map(str, self.master))
         self.calls = [call for call in self.calls or ()
                       if not call["p2p"] and call["group"]]
-        numbers, starts = {}, defaultdict(int)
+        numbers, starts = defaultdict(int), defaultdict(int)
         for call in self.calls:  # a group that is made anew counts from 1
-            starts[call["name"]] += call["number"] < numbers.get(
-                call["name"], 0)
-            numbers[call["name"]] = call["number"]
-            call["of"] = (call["name"], starts[call["name"]],
-                          tuple(call["group"]))
+            name, number = call["name"], call["number"]
+            starts[name] += number < numbers[name]
+            numbers[name] = number
+            call["of"] = name, starts[name], tuple(call["group"])
+        # its last words, for example "Segmentation fault"; "" without any
+        self.crash = "".join(re.findall("Fatal Python error: (.*)", last)[:1])
+        self.runs = self.ending == "runs"
+        # whether it lives on this machine, or may live, but is silent
+        self.mute = self.ending == "silent" or (self.runs and not fresh)
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
-        elif last and self.ending != "runs":
+        elif last and not self.runs:
             self.stack = find_frames(main_thread(last))[::-1] or self.stack
             # another thread's, or Python's at its end: no line of the script
-            if self.stack and self.place == Place(*self.stack[-1]) and (
-                    THEIRS.search(self.place.file)
-                    or "/lib/python3" in self.place.file):
+            file = self.find_place(self.stack).file
+            if self.stack and file == self.stack[-1][0] and (
+                    THEIRS.search(file) or "/lib/python3" in file):
                 self.stack.append(["?", 0, "?"])
+        self.place = self.find_place(self.stack)
 
-    @property
+    @cached_property
     def ending(self):
         """How it ended: runs, done, error, lost, stopped, killed or gone, of
         which nobody has left a word.
@@ -110,10 +116,10 @@ class Rank:
             return "stopped" if self.signal in (
                 "SIGTERM", "SIGINT", "SIGHUP") else "killed"
         if self.ended and "error" in self.ended:
-            stack = self.ended.get("stack") or [["", 0, ""]]
-            return "lost" if THEIRS.search(stack[-1][0]) and LOST.search(
-                self.ended["message"]) and "in use" not in (
-                self.ended["message"]) else "error"
+            file, words = (self.ended.get("stack") or [[""]])[-1][0], (
+                self.ended["message"])
+            return "lost" if THEIRS.search(file) and LOST.search(words) and (
+                "in use" not in words) else "error"
         if self.ended:  # None: a status is not known
             return "done" if self.ended["status"] in (0, None) else "error"
         if lives:
@@ -121,47 +127,27 @@ class Rank:
         return "gone" if self.alive is False else "silent"
 
     @property
-    def crash(self):
-        """Its last words, for example "Segmentation fault"; "" without any."""
-        return "".join(re.findall("Fatal Python error: (.*)", self.last)[:1])
-
-    @property
     def signal(self):
-        """The signal that has ended it, if a launcher says so, its own
-        handler, or its last words; "" if none is known.
+        """The signal that has ended it, or "": its launcher, its own handler,
+        or its last words say so.
         """
+        ended = self.ended or {}
         if self.crash:
             return self.crash
-        if (self.ended or {}).get("error") == "KeyboardInterrupt":
+        if ended.get("error") == "KeyboardInterrupt":
             return "SIGINT"
-        if self.last and not self.ended:
+        if self.last and not ended:
             return "SIGTERM"
-        status = self.ended["status"] if self.ended else None
-        names = {number.value: number.name for number in signal.Signals}
-        return names.get(-status, f"signal {-status}") if isinstance(
-            status, int) and status < 0 else ""
+        status, names = ended.get("status"), {*signal.Signals}
+        if not isinstance(status, int) or status >= 0:
+            return ""
+        return signal.Signals(-status).name if -status in names else (
+            f"signal {-status}")
 
     @property
     def known_as(self):
         """What no other rank is called: mp.spawn counts on each node."""
         return self.rank, "" if self.world_size else self.host
-
-    @property
-    def address(self):
-        return ":".join(map(str, self.master))
-
-    @property
-    def runs(self):
-        return self.ending == "runs"
-
-    @property
-    def mute(self):
-        """Whether it lives on this machine, or may live, but is silent."""
-        return self.ending == "silent" or (self.runs and not self.fresh)
-
-    @property
-    def place(self):
-        return self.find_place(self.stack)
 
     def find_place(self, stack):
         """The script's innermost line."""

@@ -51,11 +51,10 @@ def describe_error(rank):
         place = rank.find_place(frames)
     then = "".join(f"; then {words}, in {rank.find_place(stack)}"
                    for stack, words in rank.ended.get("then", ()))
-    told = rank.ended.get("told") and not frames
+    told = bool(rank.ended.get("told")) and not frames
     return (f", in {place}" * (not told and place.file != "?") + ", with " + (
-        f"{error}: {first}" if error else
-        f"status {rank.ended['status']!r}, as the launcher says" if told
-        else f"status {rank.ended['status']!r}") + then)
+        f"{error}: {first}" if error else f"status {rank.ended['status']!r}"
+        + ", as the launcher says" * told) + then)
 
 
 def describe(rank):
@@ -112,17 +111,16 @@ def describe_work(rank):
     for work in rank.work:
         kind, pid, name, state, worked, line = work
         name = f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
-        place = f"in {Place(*line)}" if line else ""
         if pid == rank.pid:
             continue
         if worked:
-            works.append(", ".join(filter(None, [name, place])))
+            works.append(name + (f", in {Place(*line)}" if line else ""))
         elif kind == "process":
             idle.append(f"its {name} " + {
                 "Z": "has ended", "T": "is stopped"}.get(
                     state, "does not work"))
         elif work in rank.helpers:
-            idle.append(f"its {name} is {place}")
+            idle.append(f"its {name} is in {Place(*line)}")
     return works, sorted(
         idle, key=lambda words: not words.endswith("ended"))[:3]
 
