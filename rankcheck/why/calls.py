@@ -102,8 +102,7 @@ def read_dump(dump, lines):
 
 
 def read_record(lines):
-    """The last collectives, oldest first: PyTorch's flight record, and ours.
-    """
+    """The last collectives, oldest first, of PyTorch's record and of ours."""
     dumps, calls = find_dumps(), list(mpi_calls)
     if not dumps and not calls:
         return {}
@@ -191,8 +190,9 @@ def describe_call(comm, name, args, options):
         comm.ranks = comm.Get_group().Translate_ranks(None, world)
 
     def find_rank(place, default, *names):
-        number = next((options[name] for name in names if name in options),
-                      args[place] if len(args) > place else default)
+        number = None if place is None else next(
+            (options[name] for name in names if name in options),
+            args[place] if len(args) > place else default)
         return comm.ranks[number] if isinstance(number, int) and (
             0 <= number < len(comm.ranks)) else None
 
@@ -201,13 +201,11 @@ def describe_call(comm, name, args, options):
     frame = sys._getframe(2)
     while frame.f_back and library("").search(frame.f_code.co_filename):
         frame = frame.f_back
-    place = MESSAGES.get(name)
     return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
             "call": name, "sizes": [list(array.shape) for array in sent],
             "types": [str(array.dtype) for array in sent], "waits": True,
             "p2p": name in MESSAGES, "time": time.time(),
-            "root": find_rank(ROOTS[name], 0, "root") if name in ROOTS
-            else None, "peer": find_rank(place, -1, "source", "dest")
-            if place is not None else None,
+            "root": find_rank(ROOTS.get(name), 0, "root"),
+            "peer": find_rank(MESSAGES.get(name), -1, "source", "dest"),
             "line": [frame.f_code.co_filename, frame.f_lineno,
                      frame.f_code.co_name]}

@@ -22,9 +22,7 @@ def add_arguments(parser):
 
 
 def main(args, **options):
-    """options: as `why` has them. Returns the exit status, 2 if there was
-    nothing to look at.
-    """
+    """options: as `why` has them. Returns 2 if there is nothing to see."""
     if args.job == "run" and args.flags:
         run(args.flags)
     try:

@@ -87,9 +87,7 @@ def read_end(file, lines=6):
 
 
 def say_begin(folder):
-    """Of a start without a rank: what its launcher has said, and where it
-    waits.
-    """
+    """What the launcher of a start without a rank has said, and awaits."""
     begin = read_json(folder / BEGIN)
     texts = [f"{told['error']}: {told['message'].strip()}"
              for file in folder.glob("*.exits")
@@ -131,7 +129,8 @@ def collect(folder):
         ranks.append(Rank(
             record, lives(record),
             not record["answers"] or question in record["asked"],
-            proc.read_text(name_file(folder, record, "stack"))))
+            proc.read_text(
+                folder / f"{record['host']}-{record['pid']}.stack")))
     # a process without a number may have started those that have one
     ranks = [rank for rank in ranks if rank.rank is not None] or ranks
     for rank in ranks:
@@ -180,12 +179,11 @@ def read(folder):
     """The records of all processes, none of them half written, with how they
     ended. Others may have files of such names there.
     """
-    records = [record for record in map(read_json, folder.glob("*-*.json"))
-               if record.get("format") == witness.FORMAT]
-    for record in records:
-        record["ended"] = record["ended"] or read_json(
-            name_file(folder, record, "end")) or None
-    return records
+    records = {file: read_json(file) for file in folder.glob("*-*.json")}
+    return [{**record, "ended": record["ended"] or read_json(
+                file.with_suffix(".end")) or None}
+            for file, record in records.items()
+            if record.get("format") == witness.FORMAT]
 
 
 def read_json(file):
@@ -230,10 +228,6 @@ def add_exits(folder, records):
             elif not (record["ended"] or {}).get("status"):
                 record["ended"] = ended
     return records
-
-
-def name_file(folder, record, suffix):
-    return folder / f"{record['host']}-{record['pid']}.{suffix}"
 
 
 def lives(record):

@@ -300,8 +300,7 @@ def find_last(times):
 
 
 def length(spans):
-    """Of (begin, end) pairs, what they cover: several are waited for at once.
-    """
+    """Of (begin, end) pairs, what they cover: some overlap."""
     covered, last = 0, -math.inf
     for begin, end in sorted(spans):
         covered += max(0, end - max(begin, last))

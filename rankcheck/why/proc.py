@@ -78,14 +78,9 @@ def see_work(pid, but=None):
     places = {("thread", int(task)): f"{pid}/task/{task}"
               for task in list_folder(f"/proc/{pid}/task") if task != str(but)}
     places |= {("process", child): child for child in descendants(pid)[1:]}
-    work = {}
-    for key, place in places.items():
-        stat = read_stat(place)
-        if stat:
-            work[key] = [read_text(f"/proc/{place}/comm").strip(), stat[0],
-                         sum(map(int, stat[11:15])),
-                         read_text(f"/proc/{place}/io")]
-    return work
+    return {key: [read_text(f"/proc/{place}/comm").strip(), stat[0],
+                  sum(map(int, stat[11:15])), read_text(f"/proc/{place}/io")]
+            for key, place in places.items() if (stat := read_stat(place))}
 
 
 def describe_work(before, now, seconds, lines=()):

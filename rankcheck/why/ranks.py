@@ -106,8 +106,8 @@ class Rank:
 
     @cached_property
     def ending(self):
-        """How it ended: runs, done, error, lost, stopped, killed or gone, of
-        which nobody has left a word.
+        """runs, done, error, lost, stopped, killed, or without a word: gone,
+        or silent, where nobody sees whether it lives.
         """
         if self.crash:
             return "killed"
@@ -177,17 +177,14 @@ class Rank:
 
     @property
     def helpers(self):
-        """Of its `work`, the other threads that are in a line of the script.
-        """
+        """The other threads of its `work` that are in the script's lines."""
         return [work for work in self.work
                 if work[0] == "thread" and work[1] != self.pid and work[5]
                 and not library(self.library).search(work[5][0])]
 
     @property
     def waits(self):
-        """Whether it waits, or waited, for other ranks, and did not compute
-        meanwhile.
-        """
+        """Whether it waits, or waited, for others, without computing."""
         return not self.inside("importlib") and (
             bool(self.message or is_waiting(self.stack)) or (
                 self.pending is not None and (
@@ -239,12 +236,6 @@ class Job:
             call["time"] for call in calls.values()))
 
     @cached_property
-    def unseen(self):
-        """The numbers of the ranks that have left no evidence here."""
-        return Who(sorted({*range(self.first.world_size or 0)}
-                          - {rank.rank for rank in self.ranks}))
-
-    @cached_property
     def meeting(self):
         """Those in init_process_group(), if no error keeps others away."""
         return Who() if self.by["error"] or self.by["killed"] else (
@@ -278,16 +269,8 @@ class Job:
             rank.waits and rank.ending in (
                 "runs", "stopped", "gone", "silent")))
 
-    @cached_property
-    def awaited(self):
-        """Those for whom others wait, and who do not wait in turn."""
-        return self.those(lambda rank: not rank.waits and any(
-            rank in self.waits_for(other) for other in self.left))
-
     def keeps_waiting(self, rank):
-        """Those that wait for a rank, or have lost one, and nothing says
-        which.
-        """
+        """Those that wait for a rank, or have lost one that nobody names."""
         return Who(other for other in self.left if other is not rank and (
             rank in self.waits_for(other) or (
                 other.ending == "lost" and not self.waits_for(other))))

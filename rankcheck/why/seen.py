@@ -87,7 +87,7 @@ def describe(rank):
              + ", after the end of its script" * rank.over]
     works, idle = describe_work(rank)
     if works:
-        words.append("works: " + ", ".join(works[:3]))
+        words.append("works: " + ", ".join(works))
     elif rank.mpi and since and not rank.waits:
         words.append("whether it computes or waits for a message of MPI "
                      "(requests, files, windows) is not known")
@@ -104,9 +104,7 @@ def describe(rank):
 
 
 def describe_work(rank):
-    """(what it has started and what works, what of it is idle): threads, of
-    the idle ones those in a line of the script, and processes.
-    """
+    """(what works of what it has started, what of it is idle), as texts."""
     works, idle = [], []
     for work in rank.work:
         kind, pid, name, state, worked, line = work
@@ -121,8 +119,8 @@ def describe_work(rank):
                     state, "does not work"))
         elif work in rank.helpers:
             idle.append(f"its {name} is in {Place(*line)}")
-    return works, sorted(
-        idle, key=lambda words: not words.endswith("ended"))[:3]
+    idle.sort(key=lambda words: not words.endswith("ended"))
+    return works[:3], idle[:3]
 
 
 def say_oom(ranks):
@@ -143,15 +141,18 @@ def describe_each(ranks):
 
 def report(job):
     """What is seen of them, where no fault is proven."""
-    late = job.awaited or job.those(lambda rank: rank.mute)
-    others = Who(rank for rank in job.by["runs"] if rank in job.left
-                 and {*job.waits_for(rank)} & {*job.awaited})
+    awaited = job.those(lambda rank: not rank.waits and any(
+        rank in job.waits_for(other) for other in job.left))
+    others = Who(rank for rank in job.left
+                 if rank.runs and {*job.waits_for(rank)} & {*awaited})
+    late = awaited or job.those(lambda rank: rank.mute)
+    unseen = Who(sorted({*range(job.first.world_size or 0)}
+                        - {rank.rank for rank in job.ranks}))
     if others and not job.by["lost"]:
-        text = (f"{describe_each(job.awaited)}; {others:waits} for "
-                f"{'them' if job.awaited[1:] else 'it'}, in "
-                f"{others[0].place}")
-    elif job.unseen and job.meeting:
-        text = (f"{job.unseen:has} left no evidence here, of "
+        text = (f"{describe_each(awaited)}; {others:waits} for "
+                f"{'them' if awaited[1:] else 'it'}, in {others[0].place}")
+    elif unseen and job.meeting:
+        text = (f"{unseen:has} left no evidence here, of "
                 f"{job.first.world_size}; {job.meeting:has} waited in "
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):

@@ -82,7 +82,7 @@ def start(folder):
 def leave(status):
     """To be called by who leaves without exit handlers."""
     if the_witness:
-        the_witness.end(status, find_error() if status else None)
+        the_witness.end(status)
 
 
 def at_end(folder, by):
@@ -204,11 +204,10 @@ class Witness:
 
     def on_end(self):
         """What Python still knows: of SystemExit, not the status."""
-        error = find_error()
-        self.end(0 if self.is_complete() else 1 if error else None, error)
+        self.end(0 if self.is_complete() else 1 if find_error() else None)
         self.script = None  # its variables are to end with the process
 
-    def end(self, status, error=None):
+    def end(self, status):
         """Write how it ended, once: whoever comes second waits for the first.
 
         status: None if it is not known.
@@ -218,8 +217,8 @@ class Witness:
         with self.lock:
             if self.ended is None:
                 ended = {"status": status, "time": time.time()}
-                if status != 0 and error is not None:
-                    first, *later = chain(error)
+                if status and find_error() is not None:
+                    first, *later = chain(find_error())
                     ended |= {
                         "error": type(first).__name__,
                         "message": str(first)[:9000],
@@ -272,9 +271,8 @@ class Witness:
                 self.write(lines=True)
 
     def has_moved(self):
-        """True if the main thread is at a place, or instruction, where it has
-        not been since the last collective: a polling loop visits the same
-        places again.
+        """Whether the main thread's place is new since the last collective: a
+        polling loop visits the same places again.
         """
         place, progress = hash(tuple(
             (frame.f_code.co_filename, frame.f_lasti)
@@ -290,7 +288,7 @@ class Witness:
         if self.script is not None and self.script not in self.frames():
             self.over = True
             if not self.is_complete() and find_error() is not None:
-                self.end(1, find_error())
+                self.end(1)
 
     def frames(self, thread=None):
         """The frames of a thread, by default the main one's, innermost first.
@@ -330,9 +328,7 @@ class Witness:
                 time.monotonic() - start, lines)}
 
     def write(self, lines=False):
-        """lines: also where the time goes, and in which line each collective
-        was called.
-        """
+        """lines: also where the time goes, and the collectives' lines."""
         if os.getpid() != self.owner:
             return
         watched = self.watch() if lines else {}  # then all else at one moment
