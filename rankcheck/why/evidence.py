@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rankcheck.errors import read_regular, require
 from rankcheck.why import proc, witness
-from rankcheck.why.ranks import MEETING, Rank
+from rankcheck.why.ranks import Rank
 from rankcheck.why.start import BEGIN, STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
@@ -149,7 +149,7 @@ def is_rank(rank):
     a group or tries to, has loaded torch or MPI, is the launcher's own child,
     or is the newest.
     """
-    return (rank.joined or rank.inside(MEETING), rank.answers, rank.launched,
+    return (rank.joined or rank.meets, rank.answers, rank.launched,
             rank.began)
 
 

@@ -14,7 +14,7 @@ from statistics import mode
 
 from rankcheck.findings import Finding
 from rankcheck.why import seen
-from rankcheck.why.ranks import PATIENCE, SOON, Job, Who, with_status
+from rankcheck.why.ranks import PATIENCE, SOON, Job, Who
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -222,7 +222,7 @@ def ended_early(job):
                       if sure or other.ending != "lost")
             for rank in job.by["done"]}
     who = Who(rank for rank in left if left[rank])
-    return who and (who, f"{who} ended {with_status(who)}, and left "
+    return who and (who, f"{who} ended {seen.with_status(who)}, and left "
                     f"{left[who[0]]} waiting in {left[who[0]][0].place}")
 
 

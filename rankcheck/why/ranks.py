@@ -23,7 +23,6 @@ LOST = re.compile(
     r"|lost the other|[Tt]imed out|Collective .* aborted")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 THEIRS = re.compile(r"/torch/|/mpi4py/|\.pyx$")
-MEETING = "init_process_group|rendezvous|create_c10d_store"
 
 
 class Place(NamedTuple):
@@ -67,14 +66,11 @@ class Rank:
     """
 
     looks, work = (), ()
-    answers = False  # nothing asks it before it has loaded torch or MPI
     answer = None  # at rank 0's address: "" or the problem, if it has tried
     # what a rank that only its launcher has seen has not written
-    start = calls = message = None
-    master, stack, connecting = (None, None), (), ()
-    still, oom_kills, state, library = 0, 0, "?", ""
-    over = joined = mpi = False
-    launched = True
+    calls, stack, connecting, master = (), (), (), (None, None)
+    still, oom_kills, state, library, message = 0, 0, "?", "", None
+    over, joined, mpi, launched = False, False, False, True
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         vars(self).update(record)
@@ -103,6 +99,8 @@ class Rank:
                     THEIRS.search(file) or "/lib/python3" in file):
                 self.stack.append(["?", 0, "?"])
         self.place = self.find_place(self.stack)
+        self.meets = self.inside("init_process_group|rendezvous|"
+                                 "create_c10d_store")
 
     @cached_property
     def ending(self):
@@ -240,7 +238,7 @@ class Job:
         """Those in init_process_group(), if no error keeps others away."""
         return Who() if self.by["error"] or self.by["killed"] else (
             self.those(lambda rank: rank.runs and not rank.joined
-                       and rank.inside(MEETING)))
+                       and rank.meets))
 
     @cached_property
     def deaf(self):
@@ -285,17 +283,9 @@ def find_frames(text):
 def main_thread(text):
     """Of faulthandler's dump, the thread that was running."""
     parts = re.split(r"\n(?=Thread |Current thread |Stack )", text)
-    found = next((part for part in parts if part.lstrip().startswith(
-        ("Current thread", "Stack"))), parts[-1])
     # a signal that a library's thread got says nothing of Python's line
-    return found if 'File "' in found else parts[-1]
-
-
-def with_status(ranks):
-    """How these have ended, which is not known after `raise SystemExit`."""
-    return "with status 0" if all(
-        rank.ended["status"] == 0 for rank in ranks) else (
-        "with a status that is not known")
+    return next((part for part in parts if 'File "' in part and part.lstrip(
+        ).startswith(("Current thread", "Stack"))), parts[-1])
 
 
 def is_waiting(stack):

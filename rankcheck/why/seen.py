@@ -5,15 +5,14 @@ from collections import defaultdict
 from pathlib import Path
 
 from rankcheck.findings import Finding
-from rankcheck.why.ranks import (
-    MEETING,
-    SOON,
-    Place,
-    Who,
-    find_frames,
-    is_waiting,
-    with_status,
-)
+from rankcheck.why.ranks import SOON, Place, Who, find_frames, is_waiting
+
+
+def with_status(ranks):
+    """How these have ended, which is not known after `raise SystemExit`."""
+    return "with status 0" if all(
+        rank.ended["status"] == 0 for rank in ranks) else (
+        "with a status that is not known")
 
 
 def describe_call(call):
@@ -98,7 +97,7 @@ def describe(rank):
                      f"{rank.pending['number']}, has not ended")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
-    elif rank.answer and rank.inside(MEETING):
+    elif rank.answer and rank.meets:
         words.append(f"{rank.address}: {rank.answer}")
     return "; ".join(words)
 
