@@ -117,13 +117,16 @@ def collect(folder):
                 for record in records):
             time.sleep(0.5)
             records = read(folder)
-    ranks = []
-    for record in add_exits(folder, of_last_start(of_this_job(records))):
-        if "oom_before" in record and (  # it may be dead,
-                record["host"] == proc.name_host(os.environ)):
-            record["oom_kills"] = (
-                proc.count_oom_kills() - record["oom_before"])
-            record["state"] = proc.read_state(record["pid"])  # or stopped
+    records = add_exits(folder, of_last_start(of_this_job(records)))
+    # a process without a number may have started those that have one; else it
+    # is no rank of several
+    records = [record for record in records if record["rank"] is not None] or [
+        {**record, "rank": 0, "world_size": 1} for record in records]
+    ranks, kills = [], proc.count_oom_kills()
+    for record in records:
+        if record["host"] == proc.name_host(os.environ):  # it may be dead, or
+            record["state"] = proc.read_state(record["pid"])  # stopped
+            record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
         ranks.append(Rank(
@@ -131,31 +134,18 @@ def collect(folder):
             not record["answers"] or question in record["asked"],
             proc.read_text(
                 folder / f"{record['host']}-{record['pid']}.stack")))
-    # a process without a number may have started those that have one
-    ranks = [rank for rank in ranks if rank.rank is not None] or ranks
-    for rank in ranks:
-        if rank.rank is None:  # one process, which is no rank of several
-            rank.rank, rank.world_size = 0, 1
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
-    best = {rank.known_as: rank for rank in sorted(ranks, key=is_rank)}
+    ranks.sort(key=lambda rank: rank.claim)
+    best = {rank.known_as: rank for rank in ranks}
     return sorted((rank for rank in ranks if rank is best[rank.known_as] or (
-        rank.runs and is_rank(rank)[:3] == is_rank(best[rank.known_as])[:3])),
+        rank.runs and rank.claim[:3] == best[rank.known_as].claim[:3])),
         key=lambda rank: rank.rank)
 
 
-def is_rank(rank):
-    """By which of those with the same number the rank is told: it has joined
-    a group or tries to, has loaded torch or MPI, is the launcher's own child,
-    or is the newest.
-    """
-    return (rank.joined or rank.meets, rank.answers, rank.launched,
-            rank.began)
-
-
 def of_this_job(records):
-    """Without the ranks of a job that a rank has started: by a process that
-    has joined a group itself, and is no wrapper.
+    """Without the ranks of a job that a rank, which has joined a group itself
+    and is no wrapper, has started.
     """
     joined = {(record["host"], str(record["pid"])) for record in records
               if record["joined"]}
@@ -165,10 +155,8 @@ def of_this_job(records):
 
 
 def of_last_start(records):
-    """Without those of an earlier start in the same folder.
-
-    Their launcher was another one, and their last word is older than this
-    start.
+    """Without those of an earlier start in the same folder: by another
+    launcher, and silent since this start.
     """
     last = max(records, key=lambda record: record["began"], default=None)
     return [record for record in records if record["written"] >= last["began"]
@@ -176,9 +164,7 @@ def of_last_start(records):
 
 
 def read(folder):
-    """The records of all processes, none of them half written, with how they
-    ended. Others may have files of such names there.
-    """
+    """The records of all processes, with how they ended."""
     records = {file: read_json(file) for file in folder.glob("*-*.json")}
     return [{**record, "ended": record["ended"] or read_json(
                 file.with_suffix(".end")) or None}
