@@ -9,7 +9,8 @@ from rankcheck.why import evidence
 from rankcheck.why.judge import judge
 from rankcheck.why.ranks import is_waiting
 from rankcheck.why.seen import describe
-from rankcheck.why.start import BEGIN, run
+from rankcheck.why.start import run
+from rankcheck.why.witness import BEGIN
 
 
 def add_arguments(parser):

@@ -13,7 +13,7 @@ from pathlib import Path
 from rankcheck.errors import read_regular, require
 from rankcheck.why import proc, witness
 from rankcheck.why.ranks import Rank
-from rankcheck.why.start import BEGIN, STARTS
+from rankcheck.why.start import STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = "start it by `rankcheck why run -- COMMAND`"
@@ -40,7 +40,7 @@ def find(target, runs):
     require(places, f"{target}: no run in {runs} has this number: name the "
             "folder that the job's output names")
     files = [file for place in places for inside in ("", "why/", "why/*/")
-             for name in ("*-[0-9]*.json", BEGIN)
+             for name in ("*-[0-9]*.json", witness.BEGIN)
              for file in place.glob(inside + name)]
     require(files, f"{target}: no rank has left evidence there: name the "
             "folder that the job's output names, or none for what was started "
@@ -88,7 +88,7 @@ def read_end(file, lines=6):
 
 def say_begin(folder):
     """What the launcher of a start without a rank has said, and awaits."""
-    begin = read_json(folder / BEGIN)
+    begin = read_json(folder / witness.BEGIN)
     texts = [f"{told['error']}: {told['message'].strip()}"
              for file in folder.glob("*.exits")
              for pid, told in read_json(file).items() if pid == "launcher"]
@@ -200,29 +200,25 @@ def add_exits(folder, records):
                             "time": told["time"]}
             if not pid.isdigit():
                 continue
-            ended = {**told, "told": True}
+            blank = {"rank": told["rank"], "world_size": size, "host": host,
+                     "pid": int(pid), "began": told["time"], "ended": None,
+                     "written": told["time"], "answers": False}
             record = next((
                 record for record in known if record["pid"] == int(pid)
                 and (record["host"] == host or record["rank"] == told["rank"])
-                ), None)
-            if record is None:
-                records.append({
-                    "rank": told["rank"], "world_size": size, "host": host,
-                    "pid": int(pid), "began": told["time"],
-                    "written": told["time"], "ended": ended,
-                    "answers": False})
-            elif not (record["ended"] or {}).get("status"):
-                record["ended"] = ended
+                ), blank)
+            if record is blank:
+                records.append(blank)
+            if not (record["ended"] or {}).get("status"):
+                record["ended"] = {**told, "told": True}
     return records
 
 
 def lives(record):
-    """Whether the process lives; None where that cannot be seen.
-
-    A process that has begun after the record has its number by chance.
-    """
+    """Whether the process lives; None where that cannot be seen."""
     if record["host"] != proc.name_host(os.environ) or not os.path.isdir(
             "/proc"):
         return None
+    # one that has begun after the record has its number by chance
     return proc.read_state(record["pid"]) not in ("?", "Z") and (
         proc.find_begin(record["pid"]) < record["began"] + 2)

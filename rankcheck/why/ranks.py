@@ -139,11 +139,10 @@ class Rank:
             return "SIGINT"
         if self.last and not ended:
             return "SIGTERM"
-        status, names = ended.get("status"), {*signal.Signals}
-        if not isinstance(status, int) or status >= 0:
-            return ""
-        return signal.Signals(-status).name if -status in names else (
-            f"signal {-status}")
+        status = ended.get("status")
+        names = {number: number.name for number in signal.Signals}
+        return names.get(-status, f"signal {-status}") if isinstance(
+            status, int) and status < 0 else ""
 
     @property
     def known_as(self):

@@ -40,6 +40,7 @@ from .launchers import find_error, find_rank
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
 FORMAT = "rankcheck 3"  # of a record
+BEGIN = "start.json"  # what was started, and where its output goes
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -71,7 +72,7 @@ def start(folder):
     if by == str(os.getpid()) and (
             # what `why run` has become is a rank, if it is alone
             rank is not None or folder.name.endswith(f"-{by}")
-            or f'"pid": {by},' in proc.read_text(folder / "start.json")):
+            or f'"pid": {by},' in proc.read_text(folder / BEGIN)):
         begin(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)
@@ -352,7 +353,7 @@ class Witness:
             "connecting": proc.connecting(self.owner),
             "library": os.environ.get("RANKCHECK_LIBRARY", "")}
         try:
-            record |= calls.read_record(lines)
+            record["calls"] = calls.read_record(lines)
         except Exception as error:  # the rest has to be known all the same
             warn(error)
         try:
