@@ -144,8 +144,8 @@ def collect(folder):
 
 
 def of_this_job(records):
-    """Without the ranks of a job that a rank, which has joined a group itself
-    and is no wrapper, has started.
+    """Without the ranks of a job that a rank has started: by a process that
+    has joined a group itself, and is no wrapper.
     """
     joined = {(record["host"], str(record["pid"])) for record in records
               if record["joined"]}

@@ -101,7 +101,7 @@ class Rank:
         self.place = self.find_place(self.stack)
         self.meets = self.inside("init_process_group|rendezvous|"
                                  "create_c10d_store")
-        # by which it is told from others that have its number; the newest one
+        # of several with this number, the one with the highest claim is it
         self.claim = (self.joined or self.meets, self.answers, self.launched,
                       self.began)
 

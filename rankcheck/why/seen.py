@@ -17,16 +17,15 @@ def with_status(ranks):
 
 def describe_call(call):
     """For example `all_reduce of float [4] in line 41 of train.py: ...`."""
-    sizes = " and ".join(
-        f"{kind.lower()} {size}" for kind, size in zip(
-            call["types"][:2], call["sizes"]))
+    sizes = " and ".join(f"{kind.lower()} {size}" for kind, size in zip(
+        call["types"][:2], call["sizes"]))
     return (call["call"] + (f" of {sizes}" if sizes else "") + (
         f" with root {call['root']}" if call.get("root") is not None else ""
         ) + (f" in {Place(*call['line'])}" if call["line"] else ""))
 
 
 def describe_wait(rank):
-    """In what it waits, for how long, and where."""
+    """In what it waits, and where."""
     call, what = rank.message or rank.pending, is_waiting(rank.stack)
     if rank.message:
         what = call["call"] + (f" for rank {call['peer']}"
@@ -82,8 +81,7 @@ def describe(rank):
                     f"{rank.heard}{say_oom([rank])}"}[rank.ending]
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
-    words = [where + since
-             + ", after the end of its script" * rank.over]
+    words = [where + since + ", after the end of its script" * rank.over]
     works, idle = describe_work(rank)
     if works:
         words.append("works: " + ", ".join(works))
