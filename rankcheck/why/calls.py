@@ -55,19 +55,15 @@ def find_line(stack, more=None):
 
 
 def find_torch():
-    """torch.distributed, once this process has joined a group; else None.
-
-    While it is imported, and in a build without it, names are missing.
-    """
+    """torch.distributed, once this process has joined a group; else None."""
     torch = sys.modules.get("torch.distributed")
+    # while it is imported, and in a build without it, names are missing
     return torch if getattr(torch, "is_initialized", bool)() else None
 
 
 def find_dumps(suffix=""):
-    """PyTorch's functions for its flight record, if the script has it.
-
-    NCCL's collectives are in a record of their own; a build for the CPU has
-    none.
+    """PyTorch's functions for its flight record, and for NCCL's, which a
+    build for the CPU does not have.
     """
     if not find_torch():
         return []
@@ -102,17 +98,13 @@ def read_dump(dump, lines):
 
 
 def read_record(lines):
-    """The last collectives, oldest first: PyTorch's flight record, and ours.
-    """
-    dumps, calls = find_dumps(), list(mpi_calls)
-    if not dumps and not calls:
-        return {}
+    """The last collectives, oldest first, of PyTorch's record and of ours."""
+    dumps, torch = find_dumps(), find_torch()
     groups = {
         group.group_name: sorted(ranks) for group, ranks in
         sys.modules["torch.distributed.distributed_c10d"]._world
         .pg_group_ranks.items()
         if hasattr(group, "group_name")} if dumps else {}
-    torch = find_torch()
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -132,8 +124,8 @@ def read_record(lines):
         for entry in read_dump(dump, lines).get("entries", [])]
         for dump in dumps]
     # each is in order, also where the clock was set back meanwhile
-    calls = [*heapq.merge(calls, *records, key=lambda call: call["time"])]
-    return {"calls": calls[-KEPT:]}
+    return [*heapq.merge(list(mpi_calls), *records,
+                         key=lambda call: call["time"])][-KEPT:]
 
 
 def progress():
@@ -182,32 +174,29 @@ def record_mpi(MPI, on_abort):
 
 
 def describe_call(comm, name, args, options):
-    """What `read_record` says of a call; of an array its shape and type.
-
-    The methods in lower case take any objects, also arrays of other shapes.
-    """
+    """What `read_record` says of a call; of an array its shape and type."""
     if comm.ranks is None:
         world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
         comm.ranks = comm.Get_group().Translate_ranks(None, world)
 
     def find_rank(place, default, *names):
-        number = next((options[name] for name in names if name in options),
-                      args[place] if len(args) > place else default)
+        number = None if place is None else next(
+            (options[name] for name in names if name in options),
+            args[place] if len(args) > place else default)
         return comm.ranks[number] if isinstance(number, int) and (
             0 <= number < len(comm.ranks)) else None
 
+    # the methods in lower case take any objects, also arrays of other shapes
     sent = [array for array in args[:2] if hasattr(array, "dtype")
             and name[0].isupper()][:1]
     frame = sys._getframe(2)
     while frame.f_back and library("").search(frame.f_code.co_filename):
         frame = frame.f_back
-    place = MESSAGES.get(name)
     return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
             "call": name, "sizes": [list(array.shape) for array in sent],
             "types": [str(array.dtype) for array in sent], "waits": True,
             "p2p": name in MESSAGES, "time": time.time(),
-            "root": find_rank(ROOTS[name], 0, "root") if name in ROOTS
-            else None, "peer": find_rank(place, -1, "source", "dest")
-            if place is not None else None,
+            "root": find_rank(ROOTS.get(name), 0, "root"),
+            "peer": find_rank(MESSAGES.get(name), -1, "source", "dest"),
             "line": [frame.f_code.co_filename, frame.f_lineno,
                      frame.f_code.co_name]}

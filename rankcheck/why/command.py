@@ -9,7 +9,8 @@ from rankcheck.why import evidence
 from rankcheck.why.judge import judge
 from rankcheck.why.ranks import is_waiting
 from rankcheck.why.seen import describe
-from rankcheck.why.start import BEGIN, run
+from rankcheck.why.start import run
+from rankcheck.why.witness import BEGIN
 
 
 def add_arguments(parser):
@@ -22,9 +23,7 @@ def add_arguments(parser):
 
 
 def main(args, **options):
-    """options: as `why` has them. Returns the exit status, 2 if there was
-    nothing to look at.
-    """
+    """options: as `why` has them. Returns 2 if there is nothing to see."""
     if args.job == "run" and args.flags:
         run(args.flags)
     try:
@@ -58,12 +57,9 @@ def why(target, runs=Path("runs"), describe_run=lambda folder: "",
     for line in evidence.ask_about(target):
         print(f"  SLURM: {line}")
     # the evidence is in RUN/why, or in RUN/why/<job>-<start>
-    about = ""
-    for place in [*folder.parents][:2]:
-        about = describe_run(place)
-        if about:
-            print(f"  {about}")
-            break
+    place = next(filter(describe_run, [*folder.parents][:2]), folder.parent)
+    if about := describe_run(place):
+        print(f"  {about}")
     for rank in ranks:
         number = f", collective {rank.calls[-1]['number']}" if (
             rank.calls) else ""
@@ -76,7 +72,7 @@ def why(target, runs=Path("runs"), describe_run=lambda folder: "",
         print(f"  its output, {begin['output']}, ends:\n"
               f"{evidence.read_end(begin['output'])}")
     if answer.kind in ("", "straggler"):
-        for line in explain_speed(place if about else folder.parent):
+        for line in explain_speed(place):
             print(line)
     return int(answer.verdict == "FAIL")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rankcheck.errors import read_regular, require
 from rankcheck.why import proc, witness
-from rankcheck.why.ranks import MEETING, Rank
-from rankcheck.why.start import BEGIN, STARTS
+from rankcheck.why.ranks import Rank
+from rankcheck.why.start import STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = "start it by `rankcheck why run -- COMMAND`"
@@ -39,21 +39,14 @@ def find(target, runs):
     places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
     require(places, f"{target}: no run in {runs} has this number: name the "
             "folder that the job's output names")
-    found = [*filter(None, map(newest, places))]
-    require(found, f"{target}: no rank has left evidence there: name the "
+    files = [file for place in places for inside in ("", "why/", "why/*/")
+             for name in ("*-[0-9]*.json", witness.BEGIN)
+             for file in place.glob(inside + name)]
+    require(files, f"{target}: no rank has left evidence there: name the "
             "folder that the job's output names, or none for what was started "
             f"last; if nothing was watched, {HOW}; while it runs, `py-spy "
             "dump --subprocesses --pid PID` shows the lines of its processes")
-    return found[-1]
-
-
-def newest(folder):
-    """The folder with the newest evidence in a run's folder, or None."""
-    files = [file for place in ("", "why/", "why/*/")
-             for name in ("*-[0-9]*.json", BEGIN)
-             for file in folder.glob(place + name)]
-    return max(files, key=lambda file: file.stat().st_mtime).parent if (
-        files) else None
+    return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def ask_about(target):
@@ -94,10 +87,8 @@ def read_end(file, lines=6):
 
 
 def say_begin(folder):
-    """Of a start without a rank: what its launcher has said, and where it
-    waits.
-    """
-    begin = read_json(folder / BEGIN)
+    """What the launcher of a start without a rank has said, and awaits."""
+    begin = read_json(folder / witness.BEGIN)
     texts = [f"{told['error']}: {told['message'].strip()}"
              for file in folder.glob("*.exits")
              for pid, told in read_json(file).items() if pid == "launcher"]
@@ -126,39 +117,30 @@ def collect(folder):
                 for record in records):
             time.sleep(0.5)
             records = read(folder)
-    ranks = []
-    for record in add_exits(folder, of_last_start(of_this_job(records))):
-        if "oom_before" in record and (  # it may be dead,
-                record["host"] == proc.name_host(os.environ)):
-            record["oom_kills"] = (
-                proc.count_oom_kills() - record["oom_before"])
-            record["state"] = proc.read_state(record["pid"])  # or stopped
+    records = add_exits(folder, of_last_start(of_this_job(records)))
+    # a process without a number may have started those that have one; else it
+    # is no rank of several
+    records = [record for record in records if record["rank"] is not None] or [
+        {**record, "rank": 0, "world_size": 1} for record in records]
+    ranks, kills = [], proc.count_oom_kills()
+    for record in records:
+        if record["host"] == proc.name_host(os.environ):  # it may be dead, or
+            record["state"] = proc.read_state(record["pid"])  # stopped
+            record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
         ranks.append(Rank(
             record, lives(record),
             not record["answers"] or question in record["asked"],
-            proc.read_text(name_file(folder, record, "stack"))))
-    # a process without a number may have started those that have one
-    ranks = [rank for rank in ranks if rank.rank is not None] or ranks
-    for rank in ranks:
-        if rank.rank is None:  # one process, which is no rank of several
-            rank.rank, rank.world_size = 0, 1
+            proc.read_text(
+                folder / f"{record['host']}-{record['pid']}.stack")))
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
-    best = {rank.known_as: rank for rank in sorted(ranks, key=is_rank)}
+    ranks.sort(key=lambda rank: rank.claim)
+    best = {rank.known_as: rank for rank in ranks}
     return sorted((rank for rank in ranks if rank is best[rank.known_as] or (
-        rank.runs and is_rank(rank)[:3] == is_rank(best[rank.known_as])[:3])),
+        rank.runs and rank.claim[:3] == best[rank.known_as].claim[:3])),
         key=lambda rank: rank.rank)
-
-
-def is_rank(rank):
-    """By which of those with the same number the rank is told: it has joined
-    a group or tries to, has loaded torch or MPI, is the launcher's own child,
-    or is the newest.
-    """
-    return (rank.joined or rank.inside(MEETING), rank.answers, rank.launched,
-            rank.began)
 
 
 def of_this_job(records):
@@ -173,10 +155,8 @@ def of_this_job(records):
 
 
 def of_last_start(records):
-    """Without those of an earlier start in the same folder.
-
-    Their launcher was another one, and their last word is older than this
-    start.
+    """Without those of an earlier start in the same folder: by another
+    launcher, and silent since this start.
     """
     last = max(records, key=lambda record: record["began"], default=None)
     return [record for record in records if record["written"] >= last["began"]
@@ -184,15 +164,12 @@ def of_last_start(records):
 
 
 def read(folder):
-    """The records of all processes, none of them half written, with how they
-    ended. Others may have files of such names there.
-    """
-    records = [record for record in map(read_json, folder.glob("*-*.json"))
-               if record.get("format") == witness.FORMAT]
-    for record in records:
-        record["ended"] = record["ended"] or read_json(
-            name_file(folder, record, "end")) or None
-    return records
+    """The records of all processes, with how they ended."""
+    records = {file: read_json(file) for file in folder.glob("*-*.json")}
+    return [{**record, "ended": record["ended"] or read_json(
+                file.with_suffix(".end")) or None}
+            for file, record in records.items()
+            if record.get("format") == witness.FORMAT]
 
 
 def read_json(file):
@@ -223,33 +200,25 @@ def add_exits(folder, records):
                             "time": told["time"]}
             if not pid.isdigit():
                 continue
-            ended = {**told, "told": True}
+            blank = {"rank": told["rank"], "world_size": size, "host": host,
+                     "pid": int(pid), "began": told["time"], "ended": None,
+                     "written": told["time"], "answers": False}
             record = next((
                 record for record in known if record["pid"] == int(pid)
                 and (record["host"] == host or record["rank"] == told["rank"])
-                ), None)
-            if record is None:
-                records.append({
-                    "rank": told["rank"], "world_size": size, "host": host,
-                    "pid": int(pid), "began": told["time"],
-                    "written": told["time"], "ended": ended,
-                    "answers": False})
-            elif not (record["ended"] or {}).get("status"):
-                record["ended"] = ended
+                ), blank)
+            if record is blank:
+                records.append(blank)
+            if not (record["ended"] or {}).get("status"):
+                record["ended"] = {**told, "told": True}
     return records
 
 
-def name_file(folder, record, suffix):
-    return folder / f"{record['host']}-{record['pid']}.{suffix}"
-
-
 def lives(record):
-    """Whether the process lives; None where that cannot be seen.
-
-    A process that has begun after the record has its number by chance.
-    """
+    """Whether the process lives; None where that cannot be seen."""
     if record["host"] != proc.name_host(os.environ) or not os.path.isdir(
             "/proc"):
         return None
+    # one that has begun after the record has its number by chance
     return proc.read_state(record["pid"]) not in ("?", "Z") and (
         proc.find_begin(record["pid"]) < record["began"] + 2)

@@ -10,10 +10,11 @@ its docstring is the fault's line in rankcheck/docs/why.md. If no rule holds,
 import math
 import re
 from collections import Counter, defaultdict
+from statistics import mode
 
 from rankcheck.findings import Finding
 from rankcheck.why import seen
-from rankcheck.why.ranks import PATIENCE, SOON, Job, Who, with_status
+from rankcheck.why.ranks import PATIENCE, SOON, Job, Who
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -28,16 +29,11 @@ RULES = []
 def rule(sign, fault, advice):
     """sign: what people see; advice: what to try first.
 
-    The function says of a `Job` who is to blame and the sentence; None if
-    it is not so, or not proven.
+    The function says of a `Job` who is to blame and the sentence; something
+    false if it is not so, or not proven.
     """
     def keep(find):
-        def ask(job):
-            who, text = find(job) or ((), "")
-            return Finding("FAIL", [text], [advice], kind=fault,
-                           ranks=[*who]) if who else None
-        ask.row = sign, fault, find.__doc__, advice
-        RULES.append(ask)
+        RULES.append((sign, fault, advice, find))
         return find
     return keep
 
@@ -45,8 +41,11 @@ def rule(sign, fault, advice):
 def judge(ranks):
     """The `Finding` of the first rule that has one, or what is seen."""
     job = Job(ranks)
-    return next(filter(None, (ask(job) for ask in RULES)), None) or (
-        seen.report(job))
+    for _, fault, advice, find in RULES:
+        if answer := find(job):
+            return Finding("FAIL", [answer[1]], [advice], kind=fault,
+                           ranks=[*answer[0]])
+    return seen.report(job)
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -81,22 +80,19 @@ def same_number(job):
 @rule(BEGINS, "different addresses", "export the same values on all nodes")
 def other_address(job):
     """the port, the world size or the address differ between ranks"""
-    joined = [rank for rank in job.by["runs"] if rank.joined]
+    joined = job.those(lambda rank: rank.runs and rank.joined)
+    unmet = Who() if joined else job.meeting
     for name, value, ranks, patience in (
             ("the world size", lambda rank: rank.world_size,
-             [*joined, *job.meeting], 0),
-            # a rank that has joined has met others
-            ("MASTER_PORT", lambda rank: rank.master[1],
-             job.meeting * (not joined), 0),
+             Who([*joined, *job.meeting]), 0),
+            ("MASTER_PORT", lambda rank: rank.master[1], unmet, 0),
             # two names may be of the same machine: then they meet
-            ("MASTER_ADDR", lambda rank: rank.master[0],
-             job.meeting * (not joined), PATIENCE)):
+            ("MASTER_ADDR", lambda rank: rank.master[0], unmet, PATIENCE)):
         odd = Who(rank for rank in ranks if value(rank) and rank.still
                   >= patience and value(rank) != value(ranks[0]))
         if job.meeting and odd:
             return odd, (f"{name} is {value(odd[0])} on {odd}, and "
                          f"{value(ranks[0])} on {Who(ranks[:1])}")
-    return None
 
 
 @rule(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
@@ -119,7 +115,7 @@ def blocked_port(job):
     who = job.deaf
     return job.first in job.meeting and job.first.answer == "" and who and (
         who, f"rank 0 at {job.first.address} cannot be reached from {who} "
-        f"on {name_hosts(who)}: {who[0].answer}")
+        f"on {who.hosts}: {who[0].answer}")
 
 
 # -------------------------------------------- they do not call the same thing
@@ -143,19 +139,15 @@ def other_calls(job):
                             lambda call, _: call.get("root")):
             values = {rank: value for rank, call in sorted(calls.items())
                       if (value := property_of(call, calls)) is not None}
-            if len({*values.values()}) < 2:
-                continue
-            usual = Counter(values.values()).most_common()
-            # of two halves, the one with the lowest rank is named last
-            right = usual[0][0] if usual[0][1] > usual[1][1] else (
-                values[min(values)])
-            odd, even = (Who(rank for rank in values if (
-                values[rank] == right) == same) for same in (False, True))
-            return [rank for rank in job.ranks if rank.rank in odd], (
-                f"collective {calls[odd[0]]['number']} is "
-                f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
-                f"{seen.describe_call(calls[even[0]])} on {even}")
-    return None
+            if len({*values.values()}) > 1:
+                # of two halves, the one with the lowest rank is named last
+                usual = mode(values.values())
+                odd, even = (Who(rank for rank in values if (
+                    values[rank] == usual) == same) for same in (False, True))
+                return [rank for rank in job.ranks if rank.rank in odd], (
+                    f"collective {calls[odd[0]]['number']} is "
+                    f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
+                    f"{seen.describe_call(calls[even[0]])} on {even}")
 
 
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
@@ -173,7 +165,6 @@ def deadlock(job):
                 return [who], ", and ".join(
                     f"rank {one.rank} {seen.describe_wait(one)}"
                     for one in (rank, other))
-    return None
 
 
 # ------------------------------------------------------------ one has ended
@@ -189,8 +180,8 @@ def killed(job):
     who = Who(rank for rank in job.by["killed"] if not (
         job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
     return who and (who, "; ".join(filter(None, [
-        seen.describe_each(who) + seen.say_oom(on_hosts(job, [
-            rank for rank in who if rank.signal == "SIGKILL"])),
+        seen.describe_each(who) + seen.say_oom(
+            rank for rank in who if rank.signal == "SIGKILL"),
         seen.describe_each(job.ranks.without(who))])))
 
 
@@ -203,8 +194,8 @@ def first_error(job):
     if not failed:
         return None
     first, words = failed[0], seen.describe_error(failed[0])
-    same = Who(rank for rank in job.ranks if rank in failed
-               and seen.describe_error(rank) == words)
+    same = Who(rank for rank in job.by["error"]
+               if seen.describe_error(rank) == words)
     if len(same) > 1:
         return same, f"{same} ended{words}"
     near = [rank for rank in failed[1:] if rank.host != first.host
@@ -231,7 +222,7 @@ def ended_early(job):
                       if sure or other.ending != "lost")
             for rank in job.by["done"]}
     who = Who(rank for rank in left if left[rank])
-    return who and (who, f"{who} ended {with_status(who)}, and left "
+    return who and (who, f"{who} ended {seen.with_status(who)}, and left "
                     f"{left[who[0]]} waiting in {left[who[0]][0].place}")
 
 
@@ -244,21 +235,10 @@ def gone(job):
         for other in job.keeps_waiting(rank)))
     others = {rank.host for rank in job.ranks.without(who)}
     return who and (who, (
-        f"{who} on {name_hosts(who)} ended, and nothing says how" + (
+        f"{who} on {who.hosts} ended, and nothing says how" + (
             "" if others & {rank.host for rank in who} else
             ", and all ranks of that node with it")
-        + seen.say_oom(on_hosts(job, who))
-        + f"; last written at {who[0].heard}"))
-
-
-def name_hosts(ranks):
-    return ", ".join(dict.fromkeys(rank.host for rank in ranks))
-
-
-def on_hosts(job, some):
-    """All ranks on the nodes of some."""
-    hosts = {rank.host for rank in some}
-    return [rank for rank in job.ranks if rank.host in hosts]
+        + f"{seen.say_oom(who)}; last written at {who[0].heard}"))
 
 
 @rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
@@ -267,7 +247,7 @@ def disk(job):
     """the kernel says that the process waits for a device"""
     who = job.those(lambda rank: rank.runs and rank.state == "D"
                     and rank.still > PATIENCE and not rank.computes)
-    return who and (who, f"{who} on {name_hosts(who)}, in {who[0].place}, "
+    return who and (who, f"{who} on {who.hosts}, in {who[0].place}, "
                     f"{who:waits} for a disk or device, and {who:has} not "
                     f"moved for {who[0].still:.0f} s")
 
@@ -282,9 +262,8 @@ def straggler(job):
     """a measured share of the time, the others wait for it"""
     # where the cores or the network are shared, now this one is late and now
     # that one: it has to be the same in each quarter of the record
-    whole = [times for times in (
-        {rank: call["time"] for rank, call in calls.items()}
-        for calls in job.calls) if len(times) == len(job.ranks) > 1]
+    whole = [{rank: call["time"] for rank, call in calls.items()}
+             for calls in job.calls if len(calls) == len(job.ranks) > 1]
     quarter = len(whole) // 4
     if quarter < 4:
         return None
@@ -321,8 +300,7 @@ def find_last(times):
 
 
 def length(spans):
-    """Of (begin, end) pairs, what they cover: several are waited for at once.
-    """
+    """Of (begin, end) pairs, what they cover: some overlap."""
     covered, last = 0, -math.inf
     for begin, end in sorted(spans):
         covered += max(0, end - max(begin, last))

@@ -38,9 +38,7 @@ def find_rank():
 
 
 def find_spawned():
-    """The number, on its node, that mp.spawn has given to this process, or
-    None.
-    """
+    """The number on its node that mp.spawn has given to this process."""
     module = sys.modules.get("multiprocessing.process")
     process = module.current_process() if module else None
     target = getattr(process, "_target", None)

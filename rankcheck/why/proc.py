@@ -46,14 +46,6 @@ def find_begin(pid):
         "SC_CLK_TCK") if stat else 0
 
 
-def open_files(pid):
-    """The paths of what a process has open, as far as we may see."""
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed by now
-                yield os.readlink(link)
-
-
 def list_folder(path):
     """The names in it; none if it is gone, or where there is no /proc."""
     try:
@@ -86,14 +78,9 @@ def see_work(pid, but=None):
     places = {("thread", int(task)): f"{pid}/task/{task}"
               for task in list_folder(f"/proc/{pid}/task") if task != str(but)}
     places |= {("process", child): child for child in descendants(pid)[1:]}
-    work = {}
-    for key, place in places.items():
-        stat = read_stat(place)
-        if stat:
-            work[key] = [read_text(f"/proc/{place}/comm").strip(), stat[0],
-                         sum(map(int, stat[11:15])),
-                         read_text(f"/proc/{place}/io")]
-    return work
+    return {key: [read_text(f"/proc/{place}/comm").strip(), stat[0],
+                  sum(map(int, stat[11:15])), read_text(f"/proc/{place}/io")]
+            for key, place in places.items() if (stat := read_stat(place))}
 
 
 def describe_work(before, now, seconds, lines=()):
@@ -128,7 +115,10 @@ def name_host(env):
 
 def connecting(pid):
     """"HOST:PORT" of each TCP connection that nobody has answered yet."""
-    mine, found = {*open_files(pid)}, []
+    mine, found = set(), []
+    for name in list_folder(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            mine.add(os.readlink(f"/proc/{pid}/fd/{name}"))
     lines = read_text(f"/proc/{pid}/net/tcp").splitlines()
     for fields in map(str.split, lines[1:]):
         if fields[3] == "02" and f"socket:[{fields[9]}]" in mine:  # SYN_SENT

@@ -23,7 +23,6 @@ LOST = re.compile(
     r"|lost the other|[Tt]imed out|Collective .* aborted")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 THEIRS = re.compile(r"/torch/|/mpi4py/|\.pyx$")
-MEETING = "init_process_group|rendezvous|create_c10d_store"
 
 
 class Place(NamedTuple):
@@ -51,6 +50,10 @@ class Who(list):
             verb, verb.removesuffix("s")) if many else verb
         return f"rank{'s' * many} {', '.join(numbers)} {verb}".rstrip()
 
+    @property
+    def hosts(self):
+        return ", ".join(dict.fromkeys(rank.host for rank in self))
+
     def without(self, some):
         return Who(rank for rank in self if rank not in some)
 
@@ -63,41 +66,49 @@ class Rank:
     """
 
     looks, work = (), ()
-    answers = False  # nothing asks it before it has loaded torch or MPI
     answer = None  # at rank 0's address: "" or the problem, if it has tried
     # what a rank that only its launcher has seen has not written
-    start = calls = message = None
-    master, stack, connecting = (None, None), (), ()
-    still, oom_kills, state, library = 0, 0, "?", ""
-    over = joined = mpi = False
-    launched = True
+    calls, stack, connecting, master = (), (), (), (None, None)
+    still, oom_kills, state, library, message = 0, 0, "?", "", None
+    over, joined, mpi, launched = False, False, False, True
 
     def __init__(self, record, alive=None, fresh=False, last=""):
-        self.__dict__.update(record)
+        vars(self).update(record)
         self.alive, self.fresh, self.last = alive, fresh, last
+        self.address = ":".join(map(str, self.master))
         self.calls = [call for call in self.calls or ()
                       if not call["p2p"] and call["group"]]
-        numbers, starts = {}, defaultdict(int)
+        numbers, starts = defaultdict(int), defaultdict(int)
         for call in self.calls:  # a group that is made anew counts from 1
-            starts[call["name"]] += call["number"] < numbers.get(
-                call["name"], 0)
-            numbers[call["name"]] = call["number"]
-            call["of"] = (call["name"], starts[call["name"]],
-                          tuple(call["group"]))
+            name, number = call["name"], call["number"]
+            starts[name] += number < numbers[name]
+            numbers[name] = number
+            call["of"] = name, starts[name], tuple(call["group"])
+        # its last words, for example "Segmentation fault"; "" without any
+        self.crash = "".join(re.findall("Fatal Python error: (.*)", last)[:1])
+        self.runs = self.ending == "runs"
+        # whether it lives on this machine, or may live, but is silent
+        self.mute = self.ending == "silent" or (self.runs and not fresh)
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
-        elif last and self.ending != "runs":
+        elif last and not self.runs:
             self.stack = find_frames(main_thread(last))[::-1] or self.stack
             # another thread's, or Python's at its end: no line of the script
-            if self.stack and self.place == Place(*self.stack[-1]) and (
-                    THEIRS.search(self.place.file)
-                    or "/lib/python3" in self.place.file):
+            file = self.find_place(self.stack).file
+            if self.stack and file == self.stack[-1][0] and (
+                    THEIRS.search(file) or "/lib/python3" in file):
                 self.stack.append(["?", 0, "?"])
+        self.place = self.find_place(self.stack)
+        self.meets = self.inside("init_process_group|rendezvous|"
+                                 "create_c10d_store")
+        # of several with this number, the one with the highest claim is it
+        self.claim = (self.joined or self.meets, self.answers, self.launched,
+                      self.began)
 
-    @property
+    @cached_property
     def ending(self):
-        """How it ended: runs, done, error, lost, stopped, killed or gone, of
-        which nobody has left a word.
+        """runs, done, error, lost, stopped, killed, or without a word: gone,
+        or silent, where nobody sees whether it lives.
         """
         if self.crash:
             return "killed"
@@ -106,10 +117,10 @@ class Rank:
             return "stopped" if self.signal in (
                 "SIGTERM", "SIGINT", "SIGHUP") else "killed"
         if self.ended and "error" in self.ended:
-            stack = self.ended.get("stack") or [["", 0, ""]]
-            return "lost" if THEIRS.search(stack[-1][0]) and LOST.search(
-                self.ended["message"]) and "in use" not in (
-                self.ended["message"]) else "error"
+            file, words = (self.ended.get("stack") or [[""]])[-1][0], (
+                self.ended["message"])
+            return "lost" if THEIRS.search(file) and LOST.search(words) and (
+                "in use" not in words) else "error"
         if self.ended:  # None: a status is not known
             return "done" if self.ended["status"] in (0, None) else "error"
         if lives:
@@ -117,23 +128,19 @@ class Rank:
         return "gone" if self.alive is False else "silent"
 
     @property
-    def crash(self):
-        """Its last words, for example "Segmentation fault"; "" without any."""
-        return "".join(re.findall("Fatal Python error: (.*)", self.last)[:1])
-
-    @property
     def signal(self):
-        """The signal that has ended it, if a launcher says so, its own
-        handler, or its last words; "" if none is known.
+        """The signal that has ended it, or "": its launcher, its own handler,
+        or its last words say so.
         """
+        ended = self.ended or {}
         if self.crash:
             return self.crash
-        if (self.ended or {}).get("error") == "KeyboardInterrupt":
+        if ended.get("error") == "KeyboardInterrupt":
             return "SIGINT"
-        if self.last and not self.ended:
+        if self.last and not ended:
             return "SIGTERM"
-        status = self.ended["status"] if self.ended else None
-        names = {number.value: number.name for number in signal.Signals}
+        status = ended.get("status")
+        names = {number: number.name for number in signal.Signals}
         return names.get(-status, f"signal {-status}") if isinstance(
             status, int) and status < 0 else ""
 
@@ -141,23 +148,6 @@ class Rank:
     def known_as(self):
         """What no other rank is called: mp.spawn counts on each node."""
         return self.rank, "" if self.world_size else self.host
-
-    @property
-    def address(self):
-        return ":".join(map(str, self.master))
-
-    @property
-    def runs(self):
-        return self.ending == "runs"
-
-    @property
-    def mute(self):
-        """Whether it lives on this machine, or may live, but is silent."""
-        return self.ending == "silent" or (self.runs and not self.fresh)
-
-    @property
-    def place(self):
-        return self.find_place(self.stack)
 
     def find_place(self, stack):
         """The script's innermost line."""
@@ -187,17 +177,14 @@ class Rank:
 
     @property
     def helpers(self):
-        """Of its `work`, the other threads that are in a line of the script.
-        """
+        """The other threads of its `work` that are in the script's lines."""
         return [work for work in self.work
                 if work[0] == "thread" and work[1] != self.pid and work[5]
                 and not library(self.library).search(work[5][0])]
 
     @property
     def waits(self):
-        """Whether it waits, or waited, for other ranks, and did not compute
-        meanwhile.
-        """
+        """Whether it waits, or waited, for others, without computing."""
         return not self.inside("importlib") and (
             bool(self.message or is_waiting(self.stack)) or (
                 self.pending is not None and (
@@ -227,8 +214,12 @@ class Job:
     def __init__(self, ranks):
         self.ranks = Who(ranks)
         self.by = defaultdict(Who)  # how they ended -> the ranks
+        kills = defaultdict(int)  # a node's: not all of its ranks still count
         for rank in self.ranks:
             self.by[rank.ending].append(rank)
+            kills[rank.host] = max(kills[rank.host], rank.oom_kills)
+        for rank in self.ranks:
+            rank.oom_kills = kills[rank.host]
         self.first = self.ranks[0]  # rank 0, if it is there
 
     def those(self, condition):
@@ -245,17 +236,11 @@ class Job:
             call["time"] for call in calls.values()))
 
     @cached_property
-    def unseen(self):
-        """The numbers of the ranks that have left no evidence here."""
-        return Who(sorted({*range(self.first.world_size or 0)}
-                          - {rank.rank for rank in self.ranks}))
-
-    @cached_property
     def meeting(self):
         """Those in init_process_group(), if no error keeps others away."""
         return Who() if self.by["error"] or self.by["killed"] else (
             self.those(lambda rank: rank.runs and not rank.joined
-                       and rank.inside(MEETING)))
+                       and rank.meets))
 
     @cached_property
     def deaf(self):
@@ -284,16 +269,8 @@ class Job:
             rank.waits and rank.ending in (
                 "runs", "stopped", "gone", "silent")))
 
-    @cached_property
-    def awaited(self):
-        """Those for whom others wait, and who do not wait in turn."""
-        return self.those(lambda rank: not rank.waits and any(
-            rank in self.waits_for(other) for other in self.left))
-
     def keeps_waiting(self, rank):
-        """Those that wait for a rank, or have lost one, and nothing says
-        which.
-        """
+        """Those that wait for a rank, or have lost one that nobody names."""
         return Who(other for other in self.left if other is not rank and (
             rank in self.waits_for(other) or (
                 other.ending == "lost" and not self.waits_for(other))))
@@ -308,17 +285,9 @@ def find_frames(text):
 def main_thread(text):
     """Of faulthandler's dump, the thread that was running."""
     parts = re.split(r"\n(?=Thread |Current thread |Stack )", text)
-    found = next((part for part in parts if part.lstrip().startswith(
-        ("Current thread", "Stack"))), parts[-1])
     # a signal that a library's thread got says nothing of Python's line
-    return found if 'File "' in found else parts[-1]
-
-
-def with_status(ranks):
-    """How these have ended, which is not known after `raise SystemExit`."""
-    return "with status 0" if all(
-        rank.ended["status"] == 0 for rank in ranks) else (
-        "with a status that is not known")
+    return next((part for part in parts if 'File "' in part and part.lstrip(
+        ).startswith(("Current thread", "Stack"))), parts[-1])
 
 
 def is_waiting(stack):

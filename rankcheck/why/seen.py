@@ -5,29 +5,27 @@ from collections import defaultdict
 from pathlib import Path
 
 from rankcheck.findings import Finding
-from rankcheck.why.ranks import (
-    MEETING,
-    SOON,
-    Place,
-    Who,
-    find_frames,
-    is_waiting,
-    with_status,
-)
+from rankcheck.why.ranks import SOON, Place, Who, find_frames, is_waiting
+
+
+def with_status(ranks):
+    """How these have ended, which is not known after `raise SystemExit`."""
+    return "with status 0" if all(
+        rank.ended["status"] == 0 for rank in ranks) else (
+        "with a status that is not known")
 
 
 def describe_call(call):
     """For example `all_reduce of float [4] in line 41 of train.py: ...`."""
-    sizes = " and ".join(
-        f"{kind.lower()} {size}" for kind, size in zip(
-            call["types"][:2], call["sizes"]))
+    sizes = " and ".join(f"{kind.lower()} {size}" for kind, size in zip(
+        call["types"][:2], call["sizes"]))
     return (call["call"] + (f" of {sizes}" if sizes else "") + (
         f" with root {call['root']}" if call.get("root") is not None else ""
         ) + (f" in {Place(*call['line'])}" if call["line"] else ""))
 
 
 def describe_wait(rank):
-    """In what it waits, for how long, and where."""
+    """In what it waits, and where."""
     call, what = rank.message or rank.pending, is_waiting(rank.stack)
     if rank.message:
         what = call["call"] + (f" for rank {call['peer']}"
@@ -51,11 +49,10 @@ def describe_error(rank):
         place = rank.find_place(frames)
     then = "".join(f"; then {words}, in {rank.find_place(stack)}"
                    for stack, words in rank.ended.get("then", ()))
-    told = rank.ended.get("told") and not frames
+    told = bool(rank.ended.get("told")) and not frames
     return (f", in {place}" * (not told and place.file != "?") + ", with " + (
-        f"{error}: {first}" if error else
-        f"status {rank.ended['status']!r}, as the launcher says" if told
-        else f"status {rank.ended['status']!r}") + then)
+        f"{error}: {first}" if error else f"status {rank.ended['status']!r}"
+        + ", as the launcher says" * told) + then)
 
 
 def describe(rank):
@@ -84,11 +81,10 @@ def describe(rank):
                     f"{rank.heard}{say_oom([rank])}"}[rank.ending]
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
-    words = [where + since
-             + ", after the end of its script" * rank.over]
+    words = [where + since + ", after the end of its script" * rank.over]
     works, idle = describe_work(rank)
     if works:
-        words.append("works: " + ", ".join(works[:3]))
+        words.append("works: " + ", ".join(works))
     elif rank.mpi and since and not rank.waits:
         words.append("whether it computes or waits for a message of MPI "
                      "(requests, files, windows) is not known")
@@ -99,32 +95,29 @@ def describe(rank):
                      f"{rank.pending['number']}, has not ended")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
-    elif rank.answer and rank.inside(MEETING):
+    elif rank.answer and rank.meets:
         words.append(f"{rank.address}: {rank.answer}")
     return "; ".join(words)
 
 
 def describe_work(rank):
-    """(what it has started and what works, what of it is idle): threads, of
-    the idle ones those in a line of the script, and processes.
-    """
+    """(what works of what it has started, what of it is idle), as texts."""
     works, idle = [], []
     for work in rank.work:
         kind, pid, name, state, worked, line = work
         name = f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
-        place = f"in {Place(*line)}" if line else ""
         if pid == rank.pid:
             continue
         if worked:
-            works.append(", ".join(filter(None, [name, place])))
+            works.append(name + (f", in {Place(*line)}" if line else ""))
         elif kind == "process":
             idle.append(f"its {name} " + {
                 "Z": "has ended", "T": "is stopped"}.get(
                     state, "does not work"))
         elif work in rank.helpers:
-            idle.append(f"its {name} is {place}")
-    return works, sorted(
-        idle, key=lambda words: not words.endswith("ended"))[:3]
+            idle.append(f"its {name} is in {Place(*line)}")
+    idle.sort(key=lambda words: not words.endswith("ended"))
+    return works[:3], idle[:3]
 
 
 def say_oom(ranks):
@@ -145,15 +138,18 @@ def describe_each(ranks):
 
 def report(job):
     """What is seen of them, where no fault is proven."""
-    late = job.awaited or job.those(lambda rank: rank.mute)
-    others = Who(rank for rank in job.by["runs"] if rank in job.left
-                 and {*job.waits_for(rank)} & {*job.awaited})
+    awaited = job.those(lambda rank: not rank.waits and any(
+        rank in job.waits_for(other) for other in job.left))
+    others = Who(rank for rank in job.left
+                 if rank.runs and {*job.waits_for(rank)} & {*awaited})
+    late = awaited or job.those(lambda rank: rank.mute)
+    unseen = Who(sorted({*range(job.first.world_size or 0)}
+                        - {rank.rank for rank in job.ranks}))
     if others and not job.by["lost"]:
-        text = (f"{describe_each(job.awaited)}; {others:waits} for "
-                f"{'them' if job.awaited[1:] else 'it'}, in "
-                f"{others[0].place}")
-    elif job.unseen and job.meeting:
-        text = (f"{job.unseen:has} left no evidence here, of "
+        text = (f"{describe_each(awaited)}; {others:waits} for "
+                f"{'them' if awaited[1:] else 'it'}, in {others[0].place}")
+    elif unseen and job.meeting:
+        text = (f"{unseen:has} left no evidence here, of "
                 f"{job.first.world_size}; {job.meeting:has} waited in "
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):

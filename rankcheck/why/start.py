@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 from rankcheck.errors import UserError
-from rankcheck.why.witness import FOLDER, MARK
+from rankcheck.why.witness import BEGIN, FOLDER, MARK
 
 HOOK = Path(__file__).resolve().parent / "hook"
 KEPT = 20  # starts
-BEGIN = "start.json"  # what was started, and where its output goes
 OURS = "made by rankcheck why run, which keeps the newest starts\n"
 
 
@@ -30,13 +29,11 @@ STARTS = find_starts()
 
 
 def switch_on(env):
-    """These variables, with which what a launcher starts is watched.
-
-    In the folder that they name already, or in a new one.
+    """These variables, with which what a launcher starts is watched, in the
+    folder that they name already or in a new one.
     """
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    return {FOLDER: str(STARTS / name), **env,
-            "PYTHONPATH": with_hook(env)}
+    return {FOLDER: str(STARTS / name), **env, "PYTHONPATH": with_hook(env)}
 
 
 def with_hook(env):

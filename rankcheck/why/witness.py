@@ -40,6 +40,7 @@ from .launchers import find_error, find_rank
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
 FORMAT = "rankcheck 3"  # of a record
+BEGIN = "start.json"  # what was started, and where its output goes
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -71,7 +72,7 @@ def start(folder):
     if by == str(os.getpid()) and (
             # what `why run` has become is a rank, if it is alone
             rank is not None or folder.name.endswith(f"-{by}")
-            or f'"pid": {by},' in proc.read_text(folder / "start.json")):
+            or f'"pid": {by},' in proc.read_text(folder / BEGIN)):
         begin(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)
@@ -82,13 +83,11 @@ def start(folder):
 def leave(status):
     """To be called by who leaves without exit handlers."""
     if the_witness:
-        the_witness.end(status, find_error() if status else None)
+        the_witness.end(status)
 
 
 def at_end(folder, by):
-    """Write what is left to say: of a rank that nobody has seen so far, and
-    of the processes of a launcher.
-    """
+    """Write of a rank that nobody has seen so far, and of a launcher."""
     if the_witness is None and is_named(by) and begin(folder):
         the_witness.on_end()
     try:
@@ -173,13 +172,15 @@ class Witness:
         with contextlib.suppress(OSError):  # else nobody is to remove it
             self.mark = (folder / MARK).open()
             fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self.began, self.still, self.progress = time.time(), 0, None
-        self.starter = os.environ.get(WATCHED)
-        self.start_of = [*map(os.environ.get, STARTS), find_rank()[1]]
+        self.at_begin = {
+            "format": FORMAT, "host": self.host, "pid": self.owner,
+            "starter": os.environ.get(WATCHED), "began": time.time(),
+            "start": [*map(os.environ.get, STARTS), find_rank()[1]],
+            "oom_before": proc.count_oom_kills()}
+        self.still, self.seen, self.progress = 0, set(), None
         self.script, self.over, self.thread = None, False, None
-        self.ended, self.seen, self.asked = None, set(), ""
+        self.ended, self.asked = None, ""
         self.lock = threading.Lock()  # for the files, and for how it ended
-        self.oom_before = proc.count_oom_kills()
         self.stack_file = open(self.file.with_suffix(".stack"), "w")
         self.end_file = open(self.file.with_suffix(".end"), "wb", 0)
         with contextlib.suppress(OSError):  # not every file system can
@@ -204,11 +205,10 @@ class Witness:
 
     def on_end(self):
         """What Python still knows: of SystemExit, not the status."""
-        error = find_error()
-        self.end(0 if self.is_complete() else 1 if error else None, error)
+        self.end(0 if self.is_complete() else 1 if find_error() else None)
         self.script = None  # its variables are to end with the process
 
-    def end(self, status, error=None):
+    def end(self, status):
         """Write how it ended, once: whoever comes second waits for the first.
 
         status: None if it is not known.
@@ -218,8 +218,8 @@ class Witness:
         with self.lock:
             if self.ended is None:
                 ended = {"status": status, "time": time.time()}
-                if status != 0 and error is not None:
-                    first, *later = chain(error)
+                if status and find_error() is not None:
+                    first, *later = chain(find_error())
                     ended |= {
                         "error": type(first).__name__,
                         "message": str(first)[:9000],
@@ -253,30 +253,27 @@ class Witness:
         self.thread = threading.get_native_id()
         self.asked, wait = proc.read_text(self.ask), STILL
         self.write()
-        before = asked_at = time.monotonic()
+        now = time.monotonic()
         while self.ended is None:
             time.sleep(POLL)
             self.find_script()
-            moved, now = self.has_moved(), time.monotonic()
-            # not the time in which the process itself was stopped
-            self.still += min(now - before, 2 * POLL)
-            before = now
-            if moved:
+            before, now = now, time.monotonic()
+            if self.has_moved():
                 self.still, wait = 0, STILL
+            else:  # not the time in which the process itself was stopped
+                self.still += min(now - before, 2 * POLL)
             self.note_end()
-            if self.still > wait and now - asked_at > STILL / 2:
+            if self.still > wait:
                 with contextlib.suppress(OSError):  # for example a full disk
                     add_question(self.ask)
             if (asked := proc.read_text(self.ask)) != self.asked:
-                self.asked, asked_at = asked, now
-                wait = 2 * max(wait, self.still)
+                self.asked, wait = asked, 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
     def has_moved(self):
-        """True if the main thread is at a place, or instruction, where it has
-        not been since the last collective: a polling loop visits the same
-        places again.
+        """Whether the main thread's place is new since the last collective: a
+        polling loop visits the same places again.
         """
         place, progress = hash(tuple(
             (frame.f_code.co_filename, frame.f_lasti)
@@ -292,7 +289,7 @@ class Witness:
         if self.script is not None and self.script not in self.frames():
             self.over = True
             if not self.is_complete() and find_error() is not None:
-                self.end(1, find_error())
+                self.end(1)
 
     def frames(self, thread=None):
         """The frames of a thread, by default the main one's, innermost first.
@@ -306,62 +303,57 @@ class Witness:
             frame = frame.f_back
 
     def look(self, thread=None):
-        """A thread's stack, outermost first: [file, line, function]."""
-        return [[frame.f_code.co_filename, frame.f_lineno,
-                 frame.f_code.co_name] for frame in self.frames(thread)][::-1]
+        """A thread's stack, outermost first: (file, line, function)."""
+        return tuple((frame.f_code.co_filename, frame.f_lineno,
+                      frame.f_code.co_name) for frame in self.frames(thread)
+                     )[::-1]
 
     def watch(self):
-        """Two seconds: where the main thread is, as [times, stack], and what
-        each thread and each process that this one has started does.
+        """Two seconds: the main thread's stacks, and what the threads and the
+        processes of this one do.
         """
         looks, start = collections.Counter(), time.monotonic()
         before = proc.see_work(self.owner, but=self.thread)
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
-            looks[json.dumps(self.look())] += 1
+            looks[self.look()] += 1
         lines = {  # as `threading` knows them, without asking it
             thread.native_id: [thread.name, calls.find_line(
                 self.look(thread.ident))]
             for thread in list(threading._active.values())}
         return {
-            "looks": [[times, json.loads(stack)]
+            "looks": [(times, stack)
                       for stack, times in looks.most_common(20)],
             "work": proc.describe_work(
                 before, proc.see_work(self.owner, but=self.thread),
                 time.monotonic() - start, lines)}
 
     def write(self, lines=False):
-        """lines: also where the time goes, and in which line each collective
-        was called.
-        """
+        """lines: also where the time goes, and the collectives' lines."""
         if os.getpid() != self.owner:
             return
         watched = self.watch() if lines else {}  # then all else at one moment
         rank, size = find_rank()
         record = {
-            "format": FORMAT,
-            "rank": rank, "world_size": size, "host": self.host,
-            "pid": self.owner, "starter": self.starter,
-            "master": [os.environ.get("MASTER_ADDR"),
-                       os.environ.get("MASTER_PORT")],
-            "began": self.began, "written": time.time(),
-            "still": self.still,
+            **self.at_begin, **watched, "rank": rank, "world_size": size,
+            "master": [*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))],
+            "written": time.time(), "still": self.still, "over": self.over,
             # who does not look yet, does not see it move either
-            "stack": self.look() if self.thread else [], "over": self.over,
-            "state": proc.read_state(self.owner),
-            "start": self.start_of, "answers": self.thread is not None,
+            "stack": self.look() if self.thread else [],
+            "answers": self.thread is not None,
             "asked": self.asked[-1000:],  # the last questions
+            "state": proc.read_state(self.owner),
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(calls.find_torch() or calls.mpi_calls),
             "message": next((dict(call) for call in list(calls.mpi_messages)
                              if call["waits"]), None),
-            "oom_before": self.oom_before,
-            "oom_kills": proc.count_oom_kills() - self.oom_before,
+            "oom_kills": (proc.count_oom_kills()
+                          - self.at_begin["oom_before"]),
             "connecting": proc.connecting(self.owner),
-            "library": os.environ.get("RANKCHECK_LIBRARY", ""), **watched}
+            "library": os.environ.get("RANKCHECK_LIBRARY", "")}
         try:
-            record |= calls.read_record(lines)
+            record["calls"] = calls.read_record(lines)
         except Exception as error:  # the rest has to be known all the same
             warn(error)
         try:
