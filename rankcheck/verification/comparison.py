@@ -1,12 +1,12 @@
-"""The runs of a script that is verified, and what is read out of them."""
+"""The runs of a script that is verified, and what is asked of them."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from rankcheck.exits import explain
-from rankcheck.findings import fail
+from rankcheck.findings import Questions, fail
 from rankcheck.tensors import assemble, put_together, whole_here, without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
@@ -22,6 +22,14 @@ HINTS = (  # words of the error with which the script has ended
      "verify -- -m package.module, from the folder of the package"))
 SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
           "WORLD_SIZE of the environment, without mp.spawn")
+QUESTIONS = Questions()
+# Ask the decorated function about a `Comparison`: it gives several findings.
+# FSDP 1's tensors cannot be seen: of it only those with `where=always` ask.
+question = partial(QUESTIONS.add, where=lambda case: not case.asked("FSDP1"))
+
+
+def always(case):
+    return True
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,6 @@ class Comparison:
     apart: str = ""  # why it is compared with neither of the others, or ""
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
-    made_up: bool = False  # whether these make up those of one process
 
     @property
     def size(self):
@@ -135,11 +142,6 @@ def rows(updates):
     return [row for update in updates for row in update["samples"]]
 
 
-def read(updates):
-    """The distinct samples that each rank has read for an update."""
-    return [set(update["samples"]) for update in updates]
-
-
 def times_the_samples(case):
     """How many times as many samples an update has as with one process.
 
@@ -148,7 +150,7 @@ def times_the_samples(case):
     """
     alone = [set(update["samples"]) for update
              in case.single if update["optimizer"] == 0]
-    together = [set.union(*read(updates)) for updates in case.updates
+    together = [set(rows(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
         return "it does not train as one"

@@ -9,7 +9,6 @@ from rankcheck.verification.comparison import (
     Comparison,
     find_split,
     how_it_ends,
-    makes_up,
     rows,
     times_the_samples,
 )
@@ -130,8 +129,6 @@ def choose(runs):
     if not refused and not comparison.asked("FSDP1"):
         comparison = replace(comparison, split=find_split(
             alone, together, ended))
-        comparison = replace(comparison, made_up=bool(
-            comparison.split) and makes_up(comparison))
     return *compare(comparison, findings), ""
 
 

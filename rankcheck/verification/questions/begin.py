@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rankcheck.findings import counted, fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces, put_together
-from rankcheck.verification.comparison import AGAIN
-from rankcheck.verification.questions.question import question
+from rankcheck.verification.comparison import AGAIN, question
 
 
 @question("no run begins with what the one before has saved")

@@ -5,7 +5,7 @@ from pathlib import Path
 from rankcheck.exits import in_brackets
 from rankcheck.findings import Line, fail, warn
 from rankcheck.tensors import assemble
-from rankcheck.verification.questions.question import always, question
+from rankcheck.verification.comparison import always, question
 
 REMEDIES = {
     "hydra": "hydra.run.dir=... with the rank in it, or "

@@ -4,15 +4,13 @@ import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import read, rows
-from rankcheck.verification.questions.question import always, question
+from rankcheck.verification.comparison import always, question, rows
 
 
 @question("the ranks read different samples", where=always)
 def samples(case):
-    sets = [[part for part in read(updates) if part]  # who reads any
-            for updates in case.updates]
-    sets = [one for one in sets if one]
+    sets = [parts for updates in case.updates if (parts := [
+        set(update["samples"]) for update in updates if update["samples"]])]
     if not sets:
         return []
     share = ("each has to read its own: a DistributedSampler, or where they "
