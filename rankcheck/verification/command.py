@@ -114,12 +114,7 @@ def verify(*given, events=False, **options):
     events: print JSON, for a `Board` elsewhere. For the others see `examine`.
     """
     out = Events() if events else Terminal()
-    try:
-        findings, not_seen = examine(*given, **options, out=out)
-    except NotCompared as error:
-        tell(error.findings, out)
-        raise
-    tell(findings, out)
+    findings, not_seen = examine(*given, **options, out=out)
     out.say("not seen:")
     for text in not_seen:
         out.report(finding=["", text, ""])
@@ -129,17 +124,13 @@ def verify(*given, events=False, **options):
     return not count["FAIL"]
 
 
-def tell(findings, out):
-    for finding in findings:
-        out.report(finding=[finding.verdict, finding.text, finding.advice])
-
-
 def examine(program, size, steps, resume_with=None, device="cpu",
             patience=PATIENCE, *, out):
     """(the `Finding`s, causes first; texts: what was not seen).
 
     For the arguments see `rankcheck.verify`; size is its n. out: what is told
-    how far it has come. Ranks that are idle for too long: `NotCompared`.
+    how far it has come, and the findings. Ranks that are idle for too long:
+    `NotCompared`.
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
@@ -175,6 +166,8 @@ def examine(program, size, steps, resume_with=None, device="cpu",
         findings, not_seen = questions.verify(made)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
+    for finding in findings:
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
     if made.waited:
         made.waited.findings = findings
         raise made.waited
