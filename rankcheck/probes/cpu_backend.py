@@ -38,14 +38,10 @@ def process(log):
              *args, **kwargs):  # a CPU has no number
         wrap(ddp, module, None, None, *args, **kwargs)
 
-    @replace(torch.accelerator, "current_accelerator")
-    def no_accelerator(current, check_available=False):
-        return None
-
-    @replace(torch.accelerator, "set_device_index")
-    @replace(torch.cuda, "set_device")
-    def set_device(function, device):
-        """There is none."""
+    torch.accelerator.current_accelerator = (
+        lambda check_available=False: None)
+    torch.accelerator.set_device_index = torch.cuda.set_device = (
+        lambda device: None)
 
 
 def on_gpu(log):
