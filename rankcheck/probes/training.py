@@ -77,7 +77,9 @@ class Modules:
             if self.inside or not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
-            if is_wrapper(module):
+            if (isinstance(module, DistributedDataParallel) or is_trainers(
+                    module) or hasattr(module, "_orig_mod")):
+                # it hands its arguments on
                 log.row.wrapped += hasattr(
                     module, "require_backward_grad_sync")
                 return call(module, *args, **kwargs)
@@ -100,8 +102,8 @@ class Modules:
                 len(rows) for rows, _ in now.pending) or 1
             row.counts.append(self.count)
             row.targets |= now.targets > 0
-            take_pending(log)
             now.targets = 0
+            take_pending(log)
             return backward(loss, *args, **kwargs)
 
     def trains(self, module):
@@ -138,8 +140,7 @@ class Modules:
 
     def meet_owners(self, weights):
         """Of parameters that are used without a call of their module."""
-        modules = [one for one in gc.get_objects()
-                   if issubclass(type(one), nn.Module)]
+        modules = find_modules()
         inner = {id(child) for one in modules for child in one.children()}
         unnamed = {id(weight) for weight in weights} - self.log.names.keys()
         for one in modules:
@@ -204,11 +205,15 @@ class Modules:
             self.seen["copies"] = [
                 parts.describe((name, thin(weight)) for name, weight
                                in one.named_parameters())
-                for one in gc.get_objects()
-                if issubclass(type(one), nn.Module)
-                and not any(id(weight) in self.log.parameters
-                            for weight in one.parameters())
+                for one in find_modules()
+                if not any(id(weight) in self.log.parameters
+                           for weight in one.parameters())
                 and form(one) in forms]
+
+
+def find_modules():
+    return [thing for thing in gc.get_objects()
+            if issubclass(type(thing), nn.Module)]
 
 
 def unwrap(value):
@@ -217,12 +222,6 @@ def unwrap(value):
             torch._C._functorch.is_functorch_wrapped_tensor(value)):
         value = torch._C._functorch.get_unwrapped(value)
     return value
-
-
-def is_wrapper(module):
-    """Whether it only hands its arguments on, or is a Trainer's."""
-    return (isinstance(module, DistributedDataParallel)
-            or hasattr(module, "_orig_mod") or is_trainers(module))
 
 
 def is_trainers(module):
@@ -238,8 +237,7 @@ def find_trainers(module):
     if is_trainers(module) or not sys.modules.keys() & {
             "lightning", "pytorch_lightning"}:
         return None
-    return next((one for one in gc.get_objects()
-                 if issubclass(type(one), nn.Module) and is_trainers(one)
+    return next((one for one in find_modules() if is_trainers(one)
                  and any(part is module for part in one.modules())), None)
 
 
