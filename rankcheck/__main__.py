@@ -1,6 +1,4 @@
-"""rankcheck: does any training script train alike on several processes, and
-why does a job hang?
-"""
+"""The command rankcheck: verify and why, for any training script."""
 
 import os
 import sys
@@ -18,9 +16,7 @@ COMMANDS = {
 
 
 def main():
-    """Exit with 0 if nothing is wrong, 1 if something is, and 2 if that could
-    not be found out.
-    """
+    """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
     try:
         args = parse("rankcheck", "For any training script. COMMAND --help "
                      "says more of each.", {"commands": COMMANDS})

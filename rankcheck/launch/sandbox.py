@@ -67,9 +67,7 @@ class Sandbox:
     top: str
 
     def __call__(self, log=None):
-        """Guard this process, the workers that it forks, and what it starts
-        of Python.
-        """
+        """Guard this process, its forked workers, and the Python it starts."""
         os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
@@ -107,12 +105,9 @@ class Sandbox:
             on_event("import", ["torch.serialization"])
 
     def before_change(self, kind, path):
-        """Put a copy where `path` leads, or end this process.
-
-        path: of any type; an open file is none.
-        """
+        """Put a copy where `path` leads, or end this process."""
         if not isinstance(path, (str, bytes, os.PathLike)):
-            return
+            return  # an open file
         path = os.path.abspath(os.fsdecode(path))
         with contextlib.suppress(OSError):  # the script will meet it itself
             if is_below(path, self.top):
@@ -138,10 +133,7 @@ class Sandbox:
             os._exit(1)
 
     def copy_up(self, kind, path):
-        """Make what is on the way to `path` folders and files of the copy.
-
-        Of all ranks one does it at a time.
-        """
+        """Make what is on the way to `path` folders and files of the copy."""
         with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             here, names = self.top, path[len(self.top):].split("/")[1:]
@@ -227,9 +219,8 @@ def is_below(path, folder):
 
 
 def make(ours, name, script):
-    """A `Sandbox` with a copy of the current folder and of a script.
-
-    The copy is in ours/name. One that is there already is taken as it is.
+    """A `Sandbox` with a copy of the current folder and of a script, in
+    ours/name: one that is there already is taken as it is.
     """
     ours, cwd = os.path.realpath(ours), os.getcwd()
     os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
@@ -292,10 +283,7 @@ def leads_out(entry, folder):
 
 
 def walk(folder, most):
-    """The entries below a folder, those close to it first, `most` at most.
-
-    Hidden folders and caches are left out.
-    """
+    """Entries below a folder, the nearest first; not in hidden ones or caches."""
     found, folders = [], deque([folder])
     while folders and len(found) < most:
         with contextlib.suppress(OSError), os.scandir(
@@ -315,8 +303,7 @@ class Kept:
         self.before = self.look()
 
     def look(self):
-        """{path: what changes with it}; not of what this process prints to.
-        """
+        """{path: what changes with it}, except what this process prints to."""
         found, cwd = {}, os.getcwd()
         own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
                if os.path.exists(name)}

@@ -9,10 +9,7 @@ from rankcheck.probes.recorder import note, replace
 
 
 def process(log):
-    """There is no accelerator, groups use gloo, and nothing is compiled.
-
-    What torch.compile returns is called all the same.
-    """
+    """There is no accelerator, groups use gloo, and nothing is compiled."""
     torch.compiler.set_stance("force_eager")
     note_groups(log)
     kept = []
@@ -45,11 +42,9 @@ def process(log):
 
 
 def on_gpu(log):
-    """Notes the same; the process keeps its GPU and NCCL. Nothing is compiled,
-    and a convolution is as precise as the other operations.
-    """
+    """Notes the same; the process keeps its GPU and NCCL."""
     torch.compiler.set_stance("force_eager")
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False  # as precise as the rest
     note_groups(log)
 
 

@@ -187,10 +187,8 @@ class Rows:
         return named
 
     def snapshot(self, number, optimizer, weights):
-        """What led to an update: losses and samples since the last one.
-
-        weights: before it; gradients: of the parameters, before they are
-        clipped; local: what this rank alone has computed of them.
+        """What led to an update, beside losses and samples: `gradients`
+        before they are clipped; `local`, as this rank alone computed them.
         """
         log, now = self.log, describe(weights, thin)
         # a fused optimizer takes the scale away itself

@@ -149,10 +149,7 @@ class Modules:
                 self.meet(one)
 
     def on_part(self, key, gradient):
-        """What one backward pass has computed.
-
-        The script may take it away, and add up all of them elsewhere.
-        """
+        """What a backward pass computes; the script may add it up elsewhere."""
         log = self.log
         part = thin(gradient) / log.scale
         log.sums[key] = log.sums.get(key, 0) + part

@@ -57,8 +57,7 @@ def add_arguments(parser):
 
 
 def main(args):
-    """The exit status: 0, 1 if something is wrong, 2 if it was not compared.
-    """
+    """The exit status: 0, 1 if something is wrong, 2 if not compared."""
     options = {name: getattr(args, name) for name in (
         "size", "steps", "resume_with", "device", "patience")}
     try:

@@ -183,13 +183,10 @@ def reduces(trial):
 
 
 def count_updates(trial):
-    """A finding in a list if the ranks have not made as many updates.
-
-    With `join()`, they need not.
-    """
+    """A finding in a list if the ranks have not made as many updates."""
     if any(seen and trial.asked("join", rank)
            for rank, seen in enumerate(trial.seen)):
-        return []
+        return []  # they need not
     made = [trial.updates(rank) for rank in range(len(trial.seen))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):

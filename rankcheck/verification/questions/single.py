@@ -256,10 +256,7 @@ def first_update(case, updates):
 
 
 def reason(case):
-    """A known reason why they differ though nothing is wrong, or None.
-
-    It explains no factor: see `multiple_of`.
-    """
+    """Why they differ by a few per cent though nothing is wrong, or None."""
     if any(seen["batchnorm"] for seen in case.together.seen):
         return ("BatchNorm takes the mean over the samples of one process",
                 "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
