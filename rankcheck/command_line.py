@@ -13,13 +13,10 @@ from rankcheck.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are `UserError`s.
+    """One whose errors are `UserError`s."""
 
-    after: whose words follow --, as in "the script's own"; "" if there are
-    none. passes_on: whether these are also what the parser does not know.
-    """
-
-    after, passes_on = "", False
+    after = ""  # whose words follow --, as in "the script's own", if any
+    passes_on = False  # whether these are also what the parser does not know
 
     def error(self, message):
         raise UserError(f"{message}: see {self.prog} --help")

@@ -164,10 +164,7 @@ def end_all():
 
 
 def serve(link, preload):
-    """In the server: fork a process for each job, and tell when it ends.
-
-    Never returns.
-    """
+    """In the server: fork a process for each job, and tell when it ends."""
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)
@@ -231,10 +228,7 @@ def become_rank(folder, path, arguments):
 
 
 def run_script(start, rank, port, output):
-    """What a process does: `script flags...` as if python had started it.
-
-    output: what its files begin with.
-    """
+    """Run `script flags...` as python does. output: how its files begin."""
     variables = start.launcher.tell(start, rank, port, output)
     os.environ.clear()
     os.environ.update(variables)

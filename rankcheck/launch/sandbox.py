@@ -57,14 +57,10 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The copy, and the probe that guards a rank.
+    """The copy, and the probe that guards a rank."""
 
-    ours: the folder of all that the program writes. top: a folder in it that
-    stands for the root of the file system; `top/home/me` is /home/me.
-    """
-
-    ours: str
-    top: str
+    ours: str  # the folder of all that the program writes
+    top: str  # in that, it stands for /: `top/home/me` is /home/me
 
     def __call__(self, log=None):
         """Guard this process, its forked workers, and the Python it starts."""
@@ -283,7 +279,7 @@ def leads_out(entry, folder):
 
 
 def walk(folder, most):
-    """Entries below a folder, the nearest first; not in hidden ones or caches."""
+    """Entries below a folder, near ones first; not in hidden ones, caches."""
     found, folders = [], deque([folder])
     while folders and len(found) < most:
         with contextlib.suppress(OSError), os.scandir(

@@ -149,7 +149,7 @@ class Modules:
                 self.meet(one)
 
     def on_part(self, key, gradient):
-        """What a backward pass computes; the script may add it up elsewhere."""
+        """What a backward pass computes: the script may add up elsewhere."""
         log = self.log
         part = thin(gradient) / log.scale
         log.sums[key] = log.sums.get(key, 0) + part

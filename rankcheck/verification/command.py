@@ -109,8 +109,7 @@ def describe(finding, script):
 
 def verify(*given, events=False, **options):
     """Print the answers; returns whether nothing was found to be wrong.
-
-    events: print JSON, for a `Board` elsewhere. For the others see `examine`.
+    events: as JSON, for a `Board` elsewhere. For the others see `examine`.
     """
     out = Events() if events else Terminal()
     findings, not_seen = examine(*given, **options, out=out)
@@ -128,8 +127,7 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     """(the `Finding`s, causes first; texts: what was not seen).
 
     For the arguments see `rankcheck.verify`; size is its n. out: what is told
-    how far it has come, and the findings. Ranks that are idle for too long:
-    `NotCompared`.
+    how far it has come, and the findings. Idle ranks: `NotCompared`.
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")

@@ -34,17 +34,12 @@ def always(case):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script's runs, and what the questions have learned of them.
+    """A script's runs, and what the questions have learned of them."""
 
-    alone: as one process, or None where it does not train as one; together: as
-    several. still: as one process that updates nothing, if that is what
-    `together` has to be compared with. runs: a `Runs`, for others.
-    """
-
-    runs: object
-    alone: object
-    together: object
-    still: object = None
+    runs: object  # a `Runs`, for others
+    alone: object  # as one process; None where it does not train as one
+    together: object  # as several
+    still: object = None  # as one that updates nothing, if that is compared
     columns: bool = False  # whether the batch is the second dimension
     apart: str = ""  # why it is compared with neither of the others, or ""
     averaged: str = ""  # how often weights are, if gradients are not
@@ -195,14 +190,12 @@ def find_split(alone, together, ended):
 def makes_up(case):
     """Whether the ranks begin with parts of one process's tensors alone: each
     is one of them, or a chunk of one.
-
-    Of tensors that are not too large to be kept whole.
     """
     known = set()
     for name, tensor in first_weights(case.alone.seen[0]):
         shape = case.alone.seen[0]["shapes"][name]
         if tensor.numel() != torch.Size(shape).numel():
-            return False
+            return False  # it is too large to be kept whole
         for dim in range(len(shape)):
             for count in {1, case.size}:
                 known |= {as_bytes(part) for part in tensor.view(

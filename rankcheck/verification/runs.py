@@ -48,10 +48,7 @@ class Runs:
         self.resume_flags, self.waited = resume_flags, None
 
     def __call__(self, name, flags=(), fewer=0):
-        """(a `Trial`, how it ends: a `Finding` or None).
-
-        fewer: updates that it need not make.
-        """
+        """(a `Trial`, the `Finding` of its end or None). fewer: of updates."""
         (several, words), key = RUNS[name], (name, self.gpus)
         if key not in self.made:
             size = self.size if several else 1

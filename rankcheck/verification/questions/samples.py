@@ -50,9 +50,8 @@ def in_groups(case, sets):
 
 
 def at_once(steps, alone, each, share):
-    """Samples that are in an update several times, more than as one process.
-
-    By update: a mean over many would hide where it begins.
+    """Samples that are in an update more often than as one process: a mean
+    over many updates would hide where that begins.
     """
     twice = [len(step) - len(set(step)) for step in steps]
     usual = max((1 - len(set(step)) / len(step) for step in alone if step),

@@ -44,15 +44,11 @@ def same(case):
 
 @dataclass(frozen=True)
 class Weights:
-    """How the minibatches of one process count in an update of several.
-
-    finding: what is to be said of that, or None. parts: how parts of an
-    update are weighed that are no mean over all, a text and a hint, or ().
-    """
+    """How the minibatches of one process count in an update of several."""
 
     of_each: tuple
-    finding: object = None
-    parts: tuple = ()
+    finding: object = None  # what is to be said of that
+    parts: tuple = ()  # a text and a hint, if its parts are no mean over all
 
 
 def compare(case, error, pairs, weights):
