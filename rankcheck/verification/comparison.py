@@ -24,12 +24,8 @@ SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
           "WORLD_SIZE of the environment, without mp.spawn")
 QUESTIONS = Questions()
 # Ask the decorated function about a `Comparison`: it gives several findings.
-# FSDP 1's tensors cannot be seen: of it only those with `where=always` ask.
+# Of FSDP 1, whose tensors cannot be seen, only those of `QUESTIONS.add` ask.
 question = partial(QUESTIONS.add, where=lambda case: not case.asked("FSDP1"))
-
-
-def always(case):
-    return True
 
 
 @dataclass(frozen=True)

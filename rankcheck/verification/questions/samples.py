@@ -4,10 +4,10 @@ import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import always, question, rows
+from rankcheck.verification.comparison import QUESTIONS, rows
 
 
-@question("the ranks read different samples", where=always)
+@QUESTIONS.add("the ranks read different samples")
 def samples(case):
     sets = [parts for updates in case.updates if (parts := [
         set(update["samples"]) for update in updates if update["samples"]])]
@@ -172,7 +172,7 @@ def alike(one, other):
     return abs(one - other) <= 1e-3 * abs(other)
 
 
-@question("the ranks' samplers agree", where=always)
+@QUESTIONS.add("the ranks' samplers agree")
 def samplers(case):
     first = [one for rank in range(case.size)
              for one in case.together.asked("sampler", rank)[:1]
