@@ -236,10 +236,8 @@ class Rows:
         self.begin_update()
 
     def leave(self):
-        """End here: nothing of the script runs after that.
-
-        Wait for the others: gloo fails where one has gone. Those that never
-        come let `Patience` end them all.
+        """End here, once all others have: gloo fails where one has gone.
+        Those that never come let `Patience` end them all.
         """
         self.log.asked("left", None)
         self.log.finish()

@@ -39,10 +39,9 @@ NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
 def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
-    """Verify's. size: the number of processes; steps, kind: of `Rows`.
-
-    folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
-    for them. device: "gpu" where they are there.
+    """Verify's. size, steps, kind: of `Rows`. folder: the log's, in that of
+    all runs. on_gpus: whether a CPU stands in for GPUs; device: "gpu" for GPUs
+    themselves.
     """
     return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
             partial(use, module="torch_api"), Updates(),
@@ -227,9 +226,8 @@ def is_trainers(module):
 
 
 def find_trainers(module):
-    """The module of a Lightning Trainer that this one is in, or None.
-
-    The Trainer calls it only if it is wrapped, so in one process not at all.
+    """The module of a Lightning Trainer that this one is in, or None: the
+    Trainer calls it only if it is wrapped, so in one process not at all.
     """
     if is_trainers(module) or not sys.modules.keys() & {
             "lightning", "pytorch_lightning"}:

@@ -108,8 +108,8 @@ def describe(finding, script):
 
 
 def verify(*given, events=False, **options):
-    """Print the answers; returns whether nothing was found to be wrong.
-    events: as JSON, for a `Board` elsewhere. For the others see `examine`.
+    """Print the answers, with `events` in JSON, for a `Board` elsewhere;
+    returns whether nothing was found to be wrong. Further: see `examine`.
     """
     out = Events() if events else Terminal()
     findings, not_seen = examine(*given, **options, out=out)

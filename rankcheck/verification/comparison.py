@@ -61,9 +61,8 @@ class Comparison:
         return list(zip(*self.view(self.together), strict=False))
 
     def view(self, trial):
-        """What each rank has recorded, its samples and without split tensors.
-
-        Nothing says which part of a tensor that is split by hand a rank has.
+        """What each rank has recorded, with its samples, but no tensors that
+        are split by hand: nothing says which part of one a rank has.
         """
         return [[update | {
             "samples": update["columns" if self.columns else "rows"]} | {

@@ -56,10 +56,10 @@ def joined(case):
         return []
     flag = re.search(r"--local[_-]rank", case.together.script.read_text(
         errors="replace"))
-    return [fail("no rank joins a process group: each trains alone",
-                 f"is it to be told its rank? {flag[0]} {{rank}} among its "
-                 "flags" if flag else "torch.distributed.init_process_group()"
-                 )]
+    return [fail(
+        "no rank joins a process group: each trains alone", "is it to be told "
+        f"its rank? {flag[0]} {{rank}} among its flags" if flag else
+        "torch.distributed.init_process_group()")]
 
 
 @question("the ranks begin with the weights of one process")

@@ -173,9 +173,8 @@ def parallel(mine, good, bound):
 
 
 def multiple_of(mine, good, size):
-    """The factor between two vectors of one direction, None if there is none.
-
-    Nearly the number of processes or a part of it, or certainly not 1.
+    """The factor between two vectors of one direction, if it is nearly the
+    number of processes or its inverse, or certainly not 1; else None.
     """
     ratio = ratio_of(mine, good)
     alike = (mine @ good / (mine.norm() * good.norm()).clamp(min=1e-30)).item()
