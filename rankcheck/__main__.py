@@ -1,6 +1,4 @@
-"""rankcheck: does any training script train alike on several processes, and
-why does a job hang?
-"""
+"""The command rankcheck: verify and why, for any training script."""
 
 import os
 import sys
@@ -18,9 +16,7 @@ COMMANDS = {
 
 
 def main():
-    """Exit with 0 if nothing is wrong, 1 if something is, and 2 if that could
-    not be found out.
-    """
+    """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
     try:
         args = parse("rankcheck", "For any training script. COMMAND --help "
                      "says more of each.", {"commands": COMMANDS})
@@ -28,22 +24,19 @@ def main():
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            traceback.print_exc()
-        else:
-            print(f"error: {sys.executable} has no torch: start rankcheck by "
-                  "the Python that trains", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:  # of `| head`, for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
-    except Exception:  # a bug of ours: Python's own status would be 1
-        traceback.print_exc()
-        sys.exit(2)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print(f"error: {sys.executable} has no torch: start rankcheck by "
+                  "the Python that trains", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.exit(2)  # also for a bug of ours: Python's own status would be 1
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ from rankcheck.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are `UserError`s.
+    """One whose errors are `UserError`s."""
 
-    after: whose words follow --, as in "the script's own"; "" if there are
-    none. passes_on: whether these are also what the parser does not know.
-    """
-
-    after, passes_on = "", False
+    after = ""  # whose words follow --, as in "the script's own", if any
+    passes_on = False  # whether these are also what the parser does not know
 
     def error(self, message):
         raise UserError(f"{message}: see {self.prog} --help")
@@ -50,7 +47,12 @@ def parse(program, about, groups, hidden=()):
     """
     command, *words = sys.argv[1:] or ["" if "" in hidden else "--help"]
     if command in ("-h", "--help"):
-        print(describe(program, about, groups))
+        print(f"usage: {program} COMMAND ...\n\n{textwrap.fill(about, 79)}")
+        for title, commands in groups.items():
+            print(f"\n{title}:")
+            for name, (_, text) in commands.items():
+                print(textwrap.fill(text, 79, initial_indent=f"  {name:10}",
+                                    subsequent_indent=12 * " "))
         sys.exit()
     known = dict(hidden)
     for commands in groups.values():
@@ -65,14 +67,3 @@ def parse(program, about, groups, hidden=()):
     args = parser.parse(words)
     args.command, args.function = command, getattr(module, function or "main")
     return args
-
-
-def describe(program, about, groups):
-    """The text of --help."""
-    lines = [f"usage: {program} COMMAND ...", "", *textwrap.wrap(about, 79)]
-    for title, commands in groups.items():
-        lines += ["", f"{title}:"]
-        lines += (textwrap.fill(text, 79, initial_indent=f"  {name:10}",
-                                subsequent_indent=12 * " ")
-                  for name, (_, text) in commands.items())
-    return "\n".join(lines)

@@ -17,12 +17,9 @@ class UserError(Exception):
 
 
 class NotCompared(UserError):
-    """The ranks of a run were idle for too long.
+    """The ranks of a run were idle for too long."""
 
-    findings: what was found without this run.
-    """
-
-    findings = ()
+    findings = ()  # what was found without this run
 
 
 def require(condition, message):

@@ -107,10 +107,7 @@ def own_places(trial, err):
 
 
 def where(trial, rank):
-    """What a rank does, or did last, as far as its stack and record say.
-
-    A sentence, as in `Finding`.
-    """
+    """A sentence: what a rank does, or did last, by its stack and record."""
     if trial.ranks[rank].status == 0:
         return [f"rank {rank} has ended"]
     # what came before it may be of an error that the script has caught
@@ -133,10 +130,7 @@ def where_all(trial):
 
 
 def part_ways(trial):
-    """Where the ranks first call different collectives, [] if nowhere.
-
-    Only where all of them take part in each, but what one sends another.
-    """
+    """Where the ranks first call different collectives, [] if nowhere."""
     if not trial.alike:
         return []
     calls = [[call for call in trial.calls(rank) if call["call"] not in TO_ONE]

@@ -14,8 +14,7 @@ class Question:
     title: str  # what is right where the answer is "ok"
     answer: object  # function of what it is asked about
     kinds: tuple  # of trials: "whole", "uneven", "resumed", "stopped", ...
-    where: object  # function of a trial, or of verify's `Comparison`: whether
-    # it is asked there
+    where: object  # function of a trial or `Comparison`: is it asked there?
     early: bool  # also of a trial that has not come to its end
 
 

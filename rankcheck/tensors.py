@@ -42,9 +42,8 @@ def describe(named):
 
 
 def thin(tensor):
-    """A copy of a tensor: of a large one some elements, and its sum.
-
-    Both are linear: they can be averaged over ranks.
+    """A copy of a tensor: of a large one some elements and its sum, which are
+    linear: they can be averaged over ranks.
     """
     from torch.distributed.tensor import DTensor
 

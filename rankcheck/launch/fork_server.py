@@ -35,9 +35,6 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
            "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 
 
-# ---------------------------------------------------------- from the outside
-
-
 @dataclass(eq=False)
 class Job:
     """A forked process; status is None while it lives."""
@@ -166,11 +163,8 @@ def end_all():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# ----------------------------------------------------------- from the inside
-
-
 def serve(link, preload):
-    """Fork a process for each job, and tell when it ends. Never returns."""
+    """In the server: fork a process for each job, and tell when it ends."""
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)
@@ -234,10 +228,7 @@ def become_rank(folder, path, arguments):
 
 
 def run_script(start, rank, port, output):
-    """What a process does: `script flags...` as if python had started it.
-
-    output: what its files begin with.
-    """
+    """Run `script flags...` as python does. output: how its files begin."""
     variables = start.launcher.tell(start, rank, port, output)
     os.environ.clear()
     os.environ.update(variables)

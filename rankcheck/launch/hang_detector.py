@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.exits import TO_ONE
@@ -35,17 +35,13 @@ class Patience:
     idle: float = IDLE  # seconds of idleness after which it may hang
     endless: float = float("inf")  # steps after which it never ends
     patience: float = PATIENCE  # seconds without a step, if all are idle
-    reason: str = ""  # why they were given up
-    cpu: float = 0.0  # seconds that they have used
-    spent: float = 0.0  # the same since the last step
-    updates: int = 0
-    asked: float = 0.0  # when idle ranks were last asked where they are
-    lines: list = field(default_factory=list)  # in which each was then
-    tasks: dict = field(default_factory=dict)
-    # (time, seconds of a CPU since the last, how many want one)
-    looks: list = field(default_factory=list)
 
     def __post_init__(self):
+        self.reason = ""  # why they were given up
+        self.cpu = self.spent = 0.0  # seconds used: in all, since a step
+        self.updates, self.tasks = 0, {}
+        self.asked, self.lines = 0.0, []  # when and where idle ranks were
+        self.looks = []  # (time, seconds used since the last, eager)
         self.begun = not self.launch.launcher.processes
         self.begin = self.last = self.stepped = self.said = time.monotonic()
 

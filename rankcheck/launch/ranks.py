@@ -42,10 +42,7 @@ class Torchrun:
     processes = ()  # that it has started itself
 
     def begin(self, start, folder):
-        """Start what the ranks need, which have been forked.
-
-        folder: for its files.
-        """
+        """Start what the forked ranks need. folder: for its files."""
 
     def check(self):
         """Raise a `UserError` if it cannot do that."""
@@ -74,10 +71,7 @@ class Torchrun:
 
 @dataclass(frozen=True)
 class Start:
-    """A script that is started as several processes, and how it is watched.
-
-    Each process gets it, pickled.
-    """
+    """A script as several processes, which get this, and how it is watched."""
 
     script: str
     flags: tuple  # in which {rank} becomes the rank

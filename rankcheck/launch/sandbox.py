@@ -33,7 +33,6 @@ MOST = 2_000  # entries of a folder that is copied with all that is in it
 ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
-STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
 BY_WHOM = ("by another program, or by what the script has started or compiled:"
            " then try it in a copy of this folder")
@@ -57,19 +56,13 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The copy, and the probe that guards a rank.
+    """The copy, and the probe that guards a rank."""
 
-    ours: the folder of all that the program writes. top: a folder in it that
-    stands for the root of the file system; `top/home/me` is /home/me.
-    """
-
-    ours: str
-    top: str
+    ours: str  # the folder of all that the program writes
+    top: str  # in that, it stands for /: `top/home/me` is /home/me
 
     def __call__(self, log=None):
-        """Guard this process, the workers that it forks, and what it starts
-        of Python.
-        """
+        """Guard this process, its forked workers, and the Python it starts."""
         os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
@@ -91,8 +84,6 @@ class Sandbox:
                     guard([(EMPTY, args[0])])
                 elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                     guard([(CONTENT, args[0])])
-            elif event in STARTS:
-                self.note("started", event)
             elif event in CHANGES:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])
@@ -107,12 +98,9 @@ class Sandbox:
             on_event("import", ["torch.serialization"])
 
     def before_change(self, kind, path):
-        """Put a copy where `path` leads, or end this process.
-
-        path: of any type; an open file is none.
-        """
+        """Put a copy where `path` leads, or end this process."""
         if not isinstance(path, (str, bytes, os.PathLike)):
-            return
+            return  # an open file
         path = os.path.abspath(os.fsdecode(path))
         with contextlib.suppress(OSError):  # the script will meet it itself
             if is_below(path, self.top):
@@ -138,10 +126,7 @@ class Sandbox:
             os._exit(1)
 
     def copy_up(self, kind, path):
-        """Make what is on the way to `path` folders and files of the copy.
-
-        Of all ranks one does it at a time.
-        """
+        """Make what is on the way to `path` folders and files of the copy."""
         with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             here, names = self.top, path[len(self.top):].split("/")[1:]
@@ -227,9 +212,8 @@ def is_below(path, folder):
 
 
 def make(ours, name, script):
-    """A `Sandbox` with a copy of the current folder and of a script.
-
-    The copy is in ours/name. One that is there already is taken as it is.
+    """A `Sandbox` with a copy of the current folder and of a script, in
+    ours/name: one that is there already is taken as it is.
     """
     ours, cwd = os.path.realpath(ours), os.getcwd()
     os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
@@ -292,10 +276,7 @@ def leads_out(entry, folder):
 
 
 def walk(folder, most):
-    """The entries below a folder, those close to it first, `most` at most.
-
-    Hidden folders and caches are left out.
-    """
+    """Entries below a folder, near ones first; not in hidden ones, caches."""
     found, folders = [], deque([folder])
     while folders and len(found) < most:
         with contextlib.suppress(OSError), os.scandir(
@@ -315,8 +296,7 @@ class Kept:
         self.before = self.look()
 
     def look(self):
-        """{path: what changes with it}; not of what this process prints to.
-        """
+        """{path: what changes with it}, except what this process prints to."""
         found, cwd = {}, os.getcwd()
         own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
                if os.path.exists(name)}

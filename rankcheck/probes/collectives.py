@@ -28,14 +28,12 @@ def messages(log):
 
 def group_of(args):
     """(name, ranks) of the group among a collective's arguments, or None."""
+    find = dist.distributed_c10d._resolve_process_group
     for arg in args:
         with contextlib.suppress(TypeError, RuntimeError, ValueError):
-            if isinstance(arg, torch.ScriptObject):
-                group = dist.ProcessGroup.unbox(arg)
-            elif isinstance(arg, str):  # of a functional collective
-                group = dist.distributed_c10d._resolve_process_group(arg)
-            else:
-                continue
+            # a name, of a functional collective, or the group itself
+            group = find(arg) if isinstance(arg, str) else (
+                dist.ProcessGroup.unbox(arg))
             return group.group_name, dist.get_process_group_ranks(group)
     return None
 

@@ -9,10 +9,7 @@ from rankcheck.probes.recorder import note, replace
 
 
 def process(log):
-    """There is no accelerator, groups use gloo, and nothing is compiled.
-
-    What torch.compile returns is called all the same.
-    """
+    """There is no accelerator, groups use gloo, and nothing is compiled."""
     torch.compiler.set_stance("force_eager")
     note_groups(log)
     kept = []
@@ -38,22 +35,16 @@ def process(log):
              *args, **kwargs):  # a CPU has no number
         wrap(ddp, module, None, None, *args, **kwargs)
 
-    @replace(torch.accelerator, "current_accelerator")
-    def no_accelerator(current, check_available=False):
-        return None
-
-    @replace(torch.accelerator, "set_device_index")
-    @replace(torch.cuda, "set_device")
-    def set_device(function, device):
-        """There is none."""
+    torch.accelerator.current_accelerator = (
+        lambda check_available=False: None)
+    torch.accelerator.set_device_index = torch.cuda.set_device = (
+        lambda device: None)
 
 
 def on_gpu(log):
-    """Notes the same; the process keeps its GPU and NCCL. Nothing is compiled,
-    and a convolution is as precise as the other operations.
-    """
+    """Notes the same; the process keeps its GPU and NCCL."""
     torch.compiler.set_stance("force_eager")
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False  # as precise as the rest
     note_groups(log)
 
 

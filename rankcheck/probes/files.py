@@ -15,11 +15,6 @@ TORCH = os.path.dirname(torch.__file__) + "/"
 HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
 
 
-def place(path):
-    """The same, whole: TensorBoard's are bytes."""
-    return os.path.abspath(os.fsdecode(path))
-
-
 def opened(log, without=()):
     """written: files that were opened to write them, and by whom: by a line
     of the script, a number, by another file beside it, 0, or by a library, its
@@ -40,10 +35,9 @@ def opened(log, without=()):
 
     def on_event(event, args):
         if event == "open" and isinstance(args[0], PATH):
-            path = place(args[0])
+            path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-                if not log.updates:
-                    log.seen["read"].append(path)
+                log.seen["read"] += [path] * (not log.updates)
             elif not any(part in path for part in without):
                 wrote(path)
 
@@ -52,7 +46,7 @@ def opened(log, without=()):
     @replace(torch, "save")
     def save(save, obj, f, *args, **kwargs):
         if isinstance(f, (str, Path)):  # not opened by Python
-            wrote(place(f))
+            wrote(os.path.abspath(f))
         save(obj, f, *args, **kwargs)
         if log.updates:  # the other ranks may be an update behind
             Path(f"{log.folder}/saved-{log.updates}").touch()

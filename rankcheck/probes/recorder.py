@@ -83,10 +83,7 @@ class Log:
                 os.write(self.counter, b".")
 
     def place(self):
-        """The lines of the script that led here, the innermost first.
-
-        Each with its function, and the function that it calls.
-        """
+        """(line, its function, what it calls) here, the innermost first."""
         frame, lines, called = sys._getframe(1), [], ""
         while frame:
             code = frame.f_code
@@ -115,10 +112,7 @@ class Log:
 
 
 def replace(owner, *names):
-    """Put the decorated function in the place of those of the owner's.
-
-    It gets the function that was there before its arguments.
-    """
+    """Replace functions by the decorated one, which gets the old one first."""
     def put(visible):
         PROBES.add(visible.__code__.co_filename)
         for name in names:

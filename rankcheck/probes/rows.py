@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -158,7 +157,12 @@ class Rows:
             id(optimizer), (len(self.optimizers), optimizer))
         if self.made[number] == self.steps:
             self.leave()
-        self.note_saved(number)
+        if self.kind == "saved" and any(
+                os.path.exists(f"{log.folder}/saved-{count}")
+                for count in range(len(self.seen["updates"]) + 1)):
+            self.since.add(number)
+            if self.seen["saved"] is None:
+                self.seen["saved"] = len(self.seen["updates"])
         weights = self.name_weights(number, optimizer)
         self.seen["updates"].append(self.snapshot(number, optimizer, weights))
         self.made[number] += 1
@@ -169,15 +173,6 @@ class Rows:
                 weight.grad = None
         self.weights = weights
         self.begin_update()
-
-    def note_saved(self, number):
-        """Note which optimizers have gradients since it has saved."""
-        if self.kind == "saved" and any(
-                os.path.exists(f"{self.log.folder}/saved-{count}")
-                for count in range(len(self.seen["updates"]) + 1)):
-            self.since.add(number)
-            if self.seen["saved"] is None:
-                self.seen["saved"] = len(self.seen["updates"])
 
     def name_weights(self, number, optimizer):
         """An optimizer's parameters by name."""
@@ -192,14 +187,15 @@ class Rows:
         return named
 
     def snapshot(self, number, optimizer, weights):
-        """What led to an update: losses and samples since the last one.
-
-        weights: before it; gradients: of the parameters, before they are
-        clipped; local: what this rank alone has computed of them.
+        """What led to an update, beside losses and samples: `gradients`
+        before they are clipped; `local`, as this rank alone computed them.
         """
         log, now = self.log, describe(weights, thin)
         # a fused optimizer takes the scale away itself
         scale = getattr(optimizer, "grad_scale", None) or 1.0
+        gradients = {id(weight): thin(weight.grad) / scale for weight
+                     in weights.values() if weight.grad is not None
+                     } | log.now.unclipped
         update = vars(log.row) | {
             "optimizer": number,
             "rates": [float(group["lr"]) for group in optimizer.param_groups
@@ -212,14 +208,10 @@ class Rows:
             "before": now if not self.made[number] or self.since else None,
             "now": now,  # again before each
             "random": random_states(),
-            "gradients": describe(weights, lambda weight: (
-                log.now.unclipped[id(weight)] if id(weight)
-                in log.now.unclipped else weight.grad if weight.grad is None
-                else thin(weight.grad) / scale)),
             **{name: describe(weights, lambda weight, by_id=by_id: by_id.get(
                 id(weight))) for name, by_id in (
-                    ("local", log.local), ("sums", log.sums),
-                    ("weighed", log.weighed))}}
+                    ("gradients", gradients), ("local", log.local),
+                    ("sums", log.sums), ("weighed", log.weighed))}}
         if self.kind in ("saved", "resumed"):
             update["kept"] = parts.describe(kept(optimizer, weights))
         return update
@@ -244,17 +236,14 @@ class Rows:
         self.begin_update()
 
     def leave(self):
-        """End here: nothing of the script runs after that.
-
-        Wait for the others: gloo fails where one has gone. Those that never
-        come let `Patience` end them all.
+        """End here, once all others have: gloo fails where one has gone.
+        Those that never come let `Patience` end them all.
         """
         self.log.asked("left", None)
         self.log.finish()
         end = time.monotonic() + 60
         while time.monotonic() < end and not all(
-                Path(f"{self.log.folder}/{rank}.pt").exists()
-                for rank in range(self.size)):
+                map(self.has_left, range(self.size))):
             time.sleep(0.05)
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -263,11 +252,12 @@ class Rows:
 
     def leave_with_others(self, joined):
         """Leave if another has: this rank, out of samples, waits for it."""
-        others = [f"{self.log.folder}/{rank}.pt" for rank in range(self.size)
-                  if rank != self.log.rank]
         while not joined.wait(0.1):
-            if any(map(os.path.exists, others)):
+            if any(self.has_left(rank) for rank in range(self.size)):
                 self.leave()
+
+    def has_left(self, rank):
+        return os.path.exists(f"{self.log.folder}/{rank}.pt")
 
 
 def describe(weights, tensor_of):

@@ -39,10 +39,9 @@ NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
 def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
-    """Verify's. size: the number of processes; steps, kind: of `Rows`.
-
-    folder: the log's, in that of all runs. on_gpus: whether a CPU stands in
-    for them. device: "gpu" where they are there.
+    """Verify's. size, steps, kind: of `Rows`. folder: the log's, in that of
+    all runs. on_gpus: whether a CPU stands in for GPUs; device: "gpu" for GPUs
+    themselves.
     """
     return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
             partial(use, module="torch_api"), Updates(),
@@ -77,7 +76,9 @@ class Modules:
             if self.inside or not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
-            if is_wrapper(module):
+            if (isinstance(module, DistributedDataParallel) or is_trainers(
+                    module) or hasattr(module, "_orig_mod")):
+                # it hands its arguments on
                 log.row.wrapped += hasattr(
                     module, "require_backward_grad_sync")
                 return call(module, *args, **kwargs)
@@ -100,8 +101,8 @@ class Modules:
                 len(rows) for rows, _ in now.pending) or 1
             row.counts.append(self.count)
             row.targets |= now.targets > 0
-            take_pending(log)
             now.targets = 0
+            take_pending(log)
             return backward(loss, *args, **kwargs)
 
     def trains(self, module):
@@ -138,8 +139,7 @@ class Modules:
 
     def meet_owners(self, weights):
         """Of parameters that are used without a call of their module."""
-        modules = [one for one in gc.get_objects()
-                   if issubclass(type(one), nn.Module)]
+        modules = find_modules()
         inner = {id(child) for one in modules for child in one.children()}
         unnamed = {id(weight) for weight in weights} - self.log.names.keys()
         for one in modules:
@@ -148,10 +148,7 @@ class Modules:
                 self.meet(one)
 
     def on_part(self, key, gradient):
-        """What one backward pass has computed.
-
-        The script may take it away, and add up all of them elsewhere.
-        """
+        """What a backward pass computes: the script may add up elsewhere."""
         log = self.log
         part = thin(gradient) / log.scale
         log.sums[key] = log.sums.get(key, 0) + part
@@ -204,11 +201,15 @@ class Modules:
             self.seen["copies"] = [
                 parts.describe((name, thin(weight)) for name, weight
                                in one.named_parameters())
-                for one in gc.get_objects()
-                if issubclass(type(one), nn.Module)
-                and not any(id(weight) in self.log.parameters
-                            for weight in one.parameters())
+                for one in find_modules()
+                if not any(id(weight) in self.log.parameters
+                           for weight in one.parameters())
                 and form(one) in forms]
+
+
+def find_modules():
+    return [thing for thing in gc.get_objects()
+            if issubclass(type(thing), nn.Module)]
 
 
 def unwrap(value):
@@ -219,27 +220,19 @@ def unwrap(value):
     return value
 
 
-def is_wrapper(module):
-    """Whether it only hands its arguments on, or is a Trainer's."""
-    return (isinstance(module, DistributedDataParallel)
-            or hasattr(module, "_orig_mod") or is_trainers(module))
-
-
 def is_trainers(module):
     return any(base.__name__ == "LightningModule"
                for base in type(module).__mro__)
 
 
 def find_trainers(module):
-    """The module of a Lightning Trainer that this one is in, or None.
-
-    The Trainer calls it only if it is wrapped, so in one process not at all.
+    """The module of a Lightning Trainer that this one is in, or None: the
+    Trainer calls it only if it is wrapped, so in one process not at all.
     """
     if is_trainers(module) or not sys.modules.keys() & {
             "lightning", "pytorch_lightning"}:
         return None
-    return next((one for one in gc.get_objects()
-                 if issubclass(type(one), nn.Module) and is_trainers(one)
+    return next((one for one in find_modules() if is_trainers(one)
                  and any(part is module for part in one.modules())), None)
 
 

@@ -57,8 +57,7 @@ def add_arguments(parser):
 
 
 def main(args):
-    """The exit status: 0, 1 if something is wrong, 2 if it was not compared.
-    """
+    """The exit status: 0, 1 if something is wrong, 2 if not compared."""
     options = {name: getattr(args, name) for name in (
         "size", "steps", "resume_with", "device", "patience")}
     try:
@@ -109,17 +108,11 @@ def describe(finding, script):
 
 
 def verify(*given, events=False, **options):
-    """Print the answers; returns whether nothing was found to be wrong.
-
-    events: print JSON, for a `Board` elsewhere. For the others see `examine`.
+    """Print the answers, with `events` in JSON, for a `Board` elsewhere;
+    returns whether nothing was found to be wrong. Further: see `examine`.
     """
     out = Events() if events else Terminal()
-    try:
-        findings, not_seen = examine(*given, **options, out=out)
-    except NotCompared as error:
-        tell(error.findings, out)
-        raise
-    tell(findings, out)
+    findings, not_seen = examine(*given, **options, out=out)
     out.say("not seen:")
     for text in not_seen:
         out.report(finding=["", text, ""])
@@ -129,17 +122,12 @@ def verify(*given, events=False, **options):
     return not count["FAIL"]
 
 
-def tell(findings, out):
-    for finding in findings:
-        out.report(finding=[finding.verdict, finding.text, finding.advice])
-
-
 def examine(program, size, steps, resume_with=None, device="cpu",
             patience=PATIENCE, *, out):
     """(the `Finding`s, causes first; texts: what was not seen).
 
     For the arguments see `rankcheck.verify`; size is its n. out: what is told
-    how far it has come. Ranks that are idle for too long: `NotCompared`.
+    how far it has come, and the findings. Idle ranks: `NotCompared`.
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
@@ -175,6 +163,8 @@ def examine(program, size, steps, resume_with=None, device="cpu",
         findings, not_seen = questions.verify(made)
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
+    for finding in findings:
+        out.report(finding=[finding.verdict, finding.text, finding.advice])
     if made.waited:
         made.waited.findings = findings
         raise made.waited

@@ -1,12 +1,12 @@
-"""The runs of a script that is verified, and what is read out of them."""
+"""The runs of a script that is verified, and what is asked of them."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from rankcheck.exits import explain
-from rankcheck.findings import fail
+from rankcheck.findings import Questions, fail
 from rankcheck.tensors import assemble, put_together, whole_here, without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
@@ -22,26 +22,24 @@ HINTS = (  # words of the error with which the script has ended
      "verify -- -m package.module, from the folder of the package"))
 SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
           "WORLD_SIZE of the environment, without mp.spawn")
+QUESTIONS = Questions()
+# Ask the decorated function about a `Comparison`: it gives several findings.
+# Of FSDP 1, whose tensors cannot be seen, only those of `QUESTIONS.add` ask.
+question = partial(QUESTIONS.add, where=lambda case: not case.asked("FSDP1"))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script's runs, and what the questions have learned of them.
+    """A script's runs, and what the questions have learned of them."""
 
-    alone: as one process, or None where it does not train as one; together: as
-    several. still: as one process that updates nothing, if that is what
-    `together` has to be compared with. runs: a `Runs`, for others.
-    """
-
-    runs: object
-    alone: object
-    together: object
-    still: object = None
+    runs: object  # a `Runs`, for others
+    alone: object  # as one process; None where it does not train as one
+    together: object  # as several
+    still: object = None  # as one that updates nothing, if that is compared
     columns: bool = False  # whether the batch is the second dimension
     apart: str = ""  # why it is compared with neither of the others, or ""
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
-    made_up: bool = False  # whether these make up those of one process
 
     @property
     def size(self):
@@ -63,9 +61,8 @@ class Comparison:
         return list(zip(*self.view(self.together), strict=False))
 
     def view(self, trial):
-        """What each rank has recorded, its samples and without split tensors.
-
-        Nothing says which part of a tensor that is split by hand a rank has.
+        """What each rank has recorded, with its samples, but no tensors that
+        are split by hand: nothing says which part of one a rank has.
         """
         return [[update | {
             "samples": update["columns" if self.columns else "rows"]} | {
@@ -135,11 +132,6 @@ def rows(updates):
     return [row for update in updates for row in update["samples"]]
 
 
-def read(updates):
-    """The distinct samples that each rank has read for an update."""
-    return [set(update["samples"]) for update in updates]
-
-
 def times_the_samples(case):
     """How many times as many samples an update has as with one process.
 
@@ -148,7 +140,7 @@ def times_the_samples(case):
     """
     alone = [set(update["samples"]) for update
              in case.single if update["optimizer"] == 0]
-    together = [set.union(*read(updates)) for updates in case.updates
+    together = [set(rows(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
         return "it does not train as one"
@@ -193,14 +185,12 @@ def find_split(alone, together, ended):
 def makes_up(case):
     """Whether the ranks begin with parts of one process's tensors alone: each
     is one of them, or a chunk of one.
-
-    Of tensors that are not too large to be kept whole.
     """
     known = set()
     for name, tensor in first_weights(case.alone.seen[0]):
         shape = case.alone.seen[0]["shapes"][name]
         if tensor.numel() != torch.Size(shape).numel():
-            return False
+            return False  # it is too large to be kept whole
         for dim in range(len(shape)):
             for count in {1, case.size}:
                 known |= {as_bytes(part) for part in tensor.view(

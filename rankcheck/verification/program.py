@@ -21,14 +21,12 @@ TELLS = {"deepspeed": ["--local_rank={rank}"],
 
 @dataclass(frozen=True)
 class Program:
-    """flags: its own. module: its name, as after python -m, or "". launcher:
-    the one that was left out, with its own flags, or "".
-    """
+    """What is to be verified."""
 
     script: Path
-    flags: tuple
-    module: str = ""
-    launcher: str = ""
+    flags: tuple  # its own
+    module: str = ""  # its name, as after python -m
+    launcher: str = ""  # that was left out, with its own flags
 
     @property
     def name(self):

@@ -9,7 +9,6 @@ from rankcheck.verification.comparison import (
     Comparison,
     find_split,
     how_it_ends,
-    makes_up,
     rows,
     times_the_samples,
 )
@@ -49,10 +48,7 @@ class Runs:
         self.resume_flags, self.waited = resume_flags, None
 
     def __call__(self, name, flags=(), fewer=0):
-        """(a `Trial`, how it ends: a `Finding` or None).
-
-        fewer: updates that it need not make.
-        """
+        """(a `Trial`, the `Finding` of its end or None). fewer: of updates."""
         (several, words), key = RUNS[name], (name, self.gpus)
         if key not in self.made:
             size = self.size if several else 1
@@ -130,8 +126,6 @@ def choose(runs):
     if not refused and not comparison.asked("FSDP1"):
         comparison = replace(comparison, split=find_split(
             alone, together, ended))
-        comparison = replace(comparison, made_up=bool(
-            comparison.split) and makes_up(comparison))
     return *compare(comparison, findings), ""
 
 
@@ -186,13 +180,10 @@ def reduces(trial):
 
 
 def count_updates(trial):
-    """A finding in a list if the ranks have not made as many updates.
-
-    With `join()`, they need not.
-    """
+    """A finding in a list if the ranks have not made as many updates."""
     if any(seen and trial.asked("join", rank)
            for rank, seen in enumerate(trial.seen)):
-        return []
+        return []  # they need not
     made = [trial.updates(rank) for rank in range(len(trial.seen))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):

@@ -9,17 +9,11 @@ order is its place in the files, which are asked in the order of the imports.
 from dataclasses import replace
 
 from rankcheck.findings import STRANGE, warn
-from rankcheck.verification.runs import choose
+from rankcheck.verification.comparison import QUESTIONS
 
-# isort: off
-from rankcheck.verification.questions.question import QUESTIONS
-from rankcheck.verification.questions import begin
-from rankcheck.verification.questions import samples
-from rankcheck.verification.questions import together
-from rankcheck.verification.questions import single
-from rankcheck.verification.questions import left
-from rankcheck.verification.questions import resume
-# isort: on
+from rankcheck.verification.questions import (  # isort: skip
+    begin, samples, together, single, left, resume)
+from rankcheck.verification.runs import choose
 
 __all__ = ["QUESTIONS", "begin", "left", "resume", "samples", "single",
            "together", "verify"]

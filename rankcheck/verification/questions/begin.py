@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rankcheck.findings import counted, fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces, put_together
-from rankcheck.verification.comparison import AGAIN
-from rankcheck.verification.questions.question import question
+from rankcheck.verification.comparison import AGAIN, question
 
 
 @question("no run begins with what the one before has saved")
@@ -57,10 +56,10 @@ def joined(case):
         return []
     flag = re.search(r"--local[_-]rank", case.together.script.read_text(
         errors="replace"))
-    return [fail("no rank joins a process group: each trains alone",
-                 f"is it to be told its rank? {flag[0]} {{rank}} among its "
-                 "flags" if flag else "torch.distributed.init_process_group()"
-                 )]
+    return [fail(
+        "no rank joins a process group: each trains alone", "is it to be told "
+        f"its rank? {flag[0]} {{rank}} among its flags" if flag else
+        "torch.distributed.init_process_group()")]
 
 
 @question("the ranks begin with the weights of one process")

@@ -5,7 +5,7 @@ from pathlib import Path
 from rankcheck.exits import in_brackets
 from rankcheck.findings import Line, fail, warn
 from rankcheck.tensors import assemble
-from rankcheck.verification.questions.question import always, question
+from rankcheck.verification.comparison import QUESTIONS, question
 
 REMEDIES = {
     "hydra": "hydra.run.dir=... with the rank in it, or "
@@ -28,7 +28,7 @@ def copies(case):
                  "step; right if only rank 0 uses it")] if apart else []
 
 
-@question("one rank alone writes and prints", where=always)
+@QUESTIONS.add("one rank alone writes and prints")
 def files(case):
     writers = {}  # file -> who opens it, on each rank that does
     for seen in case.together.seen:

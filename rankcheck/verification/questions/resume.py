@@ -11,7 +11,7 @@ from collections import Counter
 from rankcheck.findings import fail, ok, percent, warn
 from rankcheck.tensors import names as names_of
 from rankcheck.tensors import put_together, relative_error
-from rankcheck.verification.questions.question import question
+from rankcheck.verification.comparison import question
 
 SAME = 1e-6  # relative: what was saved is to come back as it was
 CLOSE = 1e-4  # of what is computed from it

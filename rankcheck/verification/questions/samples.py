@@ -4,15 +4,13 @@ import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import read, rows
-from rankcheck.verification.questions.question import always, question
+from rankcheck.verification.comparison import QUESTIONS, rows
 
 
-@question("the ranks read different samples", where=always)
+@QUESTIONS.add("the ranks read different samples")
 def samples(case):
-    sets = [[part for part in read(updates) if part]  # who reads any
-            for updates in case.updates]
-    sets = [one for one in sets if one]
+    sets = [parts for updates in case.updates if (parts := [
+        set(update["samples"]) for update in updates if update["samples"]])]
     if not sets:
         return []
     share = ("each has to read its own: a DistributedSampler, or where they "
@@ -52,9 +50,8 @@ def in_groups(case, sets):
 
 
 def at_once(steps, alone, each, share):
-    """Samples that are in an update several times, more than as one process.
-
-    By update: a mean over many would hide where it begins.
+    """Samples that are in an update more often than as one process: a mean
+    over many updates would hide where that begins.
     """
     twice = [len(step) - len(set(step)) for step in steps]
     usual = max((1 - len(set(step)) / len(step) for step in alone if step),
@@ -62,8 +59,8 @@ def at_once(steps, alone, each, share):
     worst = [i for i, step in enumerate(steps)
              if step and twice[i] / len(step) > usual + 0.05]
     words = (f"{sum(twice)} of {sum(map(len, steps))} samples are read by "
-             "several ranks in the same update" + "".join(
-                 f", from update {step} on" for step in worst[:1] if step))
+             "several ranks in the same update"
+             + "".join(f", from update {i} on" for i in worst[:1] if i))
     if worst:
         return [(fail if alone else warn)(
             words, share, numbers={"update": worst[0]})]
@@ -74,10 +71,11 @@ def at_once(steps, alone, each, share):
 
 def again(steps, alone):
     """Samples that were in an earlier update, among as many of both."""
-    steps, alone = [[list(dict.fromkeys(step)) for step in one]
-                    for one in (steps, alone)]
-    most = min(sum(map(len, one)) for one in (steps, alone) if one)
-    mine, before = repeated(steps, most), repeated(alone, most)
+    runs = [[row for step in one for row in dict.fromkeys(step)]
+            for one in (steps, alone)]
+    most = min(map(len, runs if alone else runs[:1]))
+    mine, before = (1 - len(set(read[:most])) / most if read and most else 0.0
+                    for read in runs)
     words = (f"{percent(mine)} of the samples were read in an earlier update "
              "as well" + f", with one process {percent(before)} of as many"
              * bool(alone))
@@ -86,12 +84,6 @@ def again(steps, alone):
                      "ended the last one")]
     return [warn(words, "right if the dataset is that small; or does each "
                  "worker of the DataLoader read all?")] * (mine > 0.05)
-
-
-def repeated(steps, most):
-    """Which part of the first samples, so many, are no new ones."""
-    first = [row for step in steps for row in step][:most]
-    return 1 - len(set(first)) / len(first) if first else 0.0
 
 
 def size_of_minibatch(case):
@@ -115,9 +107,8 @@ def size_of_minibatch(case):
                     f"the first update has {now} samples, as with one process,"
                     f" but update {step} has {mine[step]}, with one process "
                     f"{alone[step]}", keep, numbers={"update": step})]
-    same = now == before or (now and not before)
     words = (f"an update has {now} samples" + (
-        ", as with one process" * bool(before) if same else
+        ", as with one process" * bool(before) if before in (0, now) else
         f", with one process {before}") + f"; {rate}")
     if abs(times - 1) < 0.1:
         return [ok(words) if factor == 1 else warn(
@@ -181,7 +172,7 @@ def alike(one, other):
     return abs(one - other) <= 1e-3 * abs(other)
 
 
-@question("the ranks' samplers agree", where=always)
+@QUESTIONS.add("the ranks' samplers agree")
 def samplers(case):
     first = [one for rank in range(case.size)
              for one in case.together.asked("sampler", rank)[:1]

@@ -12,17 +12,18 @@ from rankcheck.verification.comparison import (
     UPDATE,
     flat,
     gradients_of,
+    makes_up,
     off,
+    question,
     rows,
 )
-from rankcheck.verification.questions.question import question
 
 EARLY = 8  # updates in which rounding does not grow that large
 
 
 @question("losses, gradients and weights are those of one process")
 def same(case):
-    if case.apart and not case.made_up:
+    if case.apart and not (case.split and makes_up(case)):
         return []
     if case.still:
         pairs = [(case.updates[0], [update for update in case.longest
@@ -43,15 +44,11 @@ def same(case):
 
 @dataclass(frozen=True)
 class Weights:
-    """How the minibatches of one process count in an update of several.
-
-    finding: what is to be said of that, or None. parts: how parts of an
-    update are weighed that are no mean over all, a text and a hint, or ().
-    """
+    """How the minibatches of one process count in an update of several."""
 
     of_each: tuple
-    finding: object = None
-    parts: tuple = ()
+    finding: object = None  # what is to be said of that
+    parts: tuple = ()  # a text and a hint, if its parts are no mean over all
 
 
 def compare(case, error, pairs, weights):
@@ -176,9 +173,8 @@ def parallel(mine, good, bound):
 
 
 def multiple_of(mine, good, size):
-    """The factor between two vectors of one direction, None if there is none.
-
-    Nearly the number of processes or a part of it, or certainly not 1.
+    """The factor between two vectors of one direction, if it is nearly the
+    number of processes or its inverse, or certainly not 1; else None.
     """
     ratio = ratio_of(mine, good)
     alike = (mine @ good / (mine.norm() * good.norm()).clamp(min=1e-30)).item()
@@ -255,10 +251,7 @@ def first_update(case, updates):
 
 
 def reason(case):
-    """A known reason why they differ though nothing is wrong, or None.
-
-    It explains no factor: see `multiple_of`.
-    """
+    """Why they differ by a few per cent though nothing is wrong, or None."""
     if any(seen["batchnorm"] for seen in case.together.seen):
         return ("BatchNorm takes the mean over the samples of one process",
                 "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "

@@ -4,8 +4,12 @@ import itertools
 
 from rankcheck.findings import counted, fail, ok, percent, warn
 from rankcheck.tensors import put_together
-from rankcheck.verification.comparison import GRADIENT, gradients_of, off
-from rankcheck.verification.questions.question import question
+from rankcheck.verification.comparison import (
+    GRADIENT,
+    gradients_of,
+    off,
+    question,
+)
 
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
