@@ -15,7 +15,7 @@ from rankcheck.launch.ranks import Rank
 from rankcheck.tensors import assemble, describe
 from rankcheck.verification import comparison
 from rankcheck.verification.questions import resume
-from workshop.check.board import Terminal
+from workshop.board import Terminal
 from workshop.check.command import Check, Mistake, check, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process

@@ -10,7 +10,7 @@ from cluster import wait_for
 from stages import edited
 
 from workshop import classroom
-from workshop.check.board import MEANING, Board
+from workshop.board import MEANING, Board
 from workshop.check.command import check
 from workshop.lesson import render
 from workshop.notebook import pictures

@@ -30,7 +30,7 @@ HOUSES = {
         "verify": "verification.*",
         "commands": "__main__"},
     "workshop": {
-        "stages": "html stages vocabulary",
+        "stages": "board html stages vocabulary",
         "results": "results.*",
         "lesson": "lesson.*",
         "classroom": "classroom",

@@ -14,8 +14,8 @@ from rankcheck.launch import fork_server, sandbox
 from rankcheck.launch.scratch import remove, require_python, scratch_folder
 from rankcheck.report import Events, Quiet
 from workshop import classroom
+from workshop.board import Terminal
 from workshop.check import localise
-from workshop.check.board import Terminal
 from workshop.jobs.mpirun import require_mpirun
 from workshop.lesson import backups, checked, documents
 from workshop.lesson.diff import Diff, Script

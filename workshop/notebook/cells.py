@@ -17,7 +17,7 @@ from backstage.errors import UserError, require
 from backstage.files import show_path
 from rankcheck.errors import read_regular
 from workshop import classroom
-from workshop.check.board import Board
+from workshop.board import Board
 from workshop.html import paragraph
 from workshop.jobs import interpreter
 from workshop.lesson import backups, desk, page, render
