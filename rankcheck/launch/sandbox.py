@@ -33,6 +33,7 @@ MOST = 2_000  # entries of a folder that is copied with all that is in it
 ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
+STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
 BY_WHOM = ("by another program, or by what the script has started or compiled:"
            " then try it in a copy of this folder")
@@ -84,6 +85,8 @@ class Sandbox:
                     guard([(EMPTY, args[0])])
                 elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                     guard([(CONTENT, args[0])])
+            elif event in STARTS:  # asked by the check, at its end
+                self.note("started", event)
             elif event in CHANGES:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])

@@ -144,9 +144,7 @@ def collect(folder):
 
 
 def of_this_job(records):
-    """Without the ranks of a job that a rank has started: by a process that
-    has joined a group itself, and is no wrapper.
-    """
+    """Without the ranks of jobs that a rank, which has joined, has started."""
     joined = {(record["host"], str(record["pid"])) for record in records
               if record["joined"]}
     return [record for record in records

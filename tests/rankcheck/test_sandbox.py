@@ -155,6 +155,8 @@ def test_what_a_child_process_writes(home, tmp_path):
     links = "; echo > elsewhere/log2; echo > beside/log3; echo > file"
     rank, _ = run(tmp_path, sh.format(links))
     assert rank.status == 0 and look(home) == before and not files.changed()
+    notes = tmp_path / "ours" / sandbox.NOTES  # by which the check says it
+    assert (notes / "started").read_text().startswith("subprocess.Popen")
     (tmp_path / "ours").rename(tmp_path / "before")
     run(tmp_path, sh.format("; echo new > out/large2; echo > beside/large3"))
     assert files.changed() == (
