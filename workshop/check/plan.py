@@ -39,6 +39,7 @@ FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
 # Triton's interpreter takes long for each program of a kernel
 FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
+COMPILING = 100.0  # seconds of a CPU on each rank: 7, if nothing is in a cache
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class Bench:
         # several times what the single device needed for all its steps
         allowed = slow * 6 * max(1.0, self.reference.cpu if self.reference
                                  else 20.0)
+        allowed += COMPILING * ("--compile" in flags)
         run, seen = self.folder / name, self.folder / f"{name}-seen"
 
         for _ in range(2):
