@@ -135,8 +135,16 @@ class Slurm:
     def wait(self, job, states=ENDED, timeout=500):
         """Wait for the job's end; returns what SLURM says about it."""
         wait_for(lambda: self.job(job)["JobState"] in states, timeout,
-                 lambda: f"{self.job(job)}\n{self.log(job)}")
+                 lambda: self.explain(job))
         return self.job(job)
+
+    def explain(self, job):
+        """What is known of a job that takes too long."""
+        about = self.job(job)
+        log = Path(about["StdOut"])
+        return "\n".join((
+            str(about), log.read_text() if log.exists() else "no log",
+            *map(str, self.processes(job))))
 
     def log(self, job):
         file = self.repo.parent / f"{job}.log"

@@ -17,6 +17,9 @@ from rankcheck.errors import UserError
 from rankcheck.launch import sandbox
 from rankcheck.launch.ranks import launch
 from rankcheck.verification.command import verify
+from workshop.check.command import check
+from workshop.lesson import documents
+from workshop.stages import STAGES
 
 # Each writes to the file called `name`; after it comes what it needs first
 WAYS = {
@@ -208,15 +211,31 @@ Path({str(tmp_path / "lock")!r}).touch(); open({str(tmp_path / "lock")!r}, "a")
 
 
 @pytest.mark.whole
-def test_verify_and_check_run_in_it(home, tmp_path):
-    """The script and what is beside it, in a folder with its real output."""
+def test_verify_and_check_run_in_it(home, capsys):
+    """The script and what is beside it, in a folder with its real output.
+
+    What another program changes they cannot keep: the check says it, too.
+    """
     script = home / "mine" / "train.py"
-    script.write_text(edit(read("ddp"), ("for epoch in", """\
-import pathlib
-if rank == 0:
-    torch.save({}, pathlib.Path(__file__).resolve().parent / "log3")
-    open("log1", "w"); open("out/log2", "w")
-for epoch in""")))
-    before = look(home)
+
+    def writing(text, more=""):
+        script.write_text(edit(text, ("import torch\n", f"""\
+import os, pathlib, torch
+if os.environ.get("RANK", "0") == "0":
+    torch.save({{}}, pathlib.Path(__file__).resolve().parent / "log3")
+    open("log1", "w"); open("out/log2", "w"){more}
+""")))
+        return look(home)
+
+    before = writing(read("ddp"))
     assert verify([str(script)], 2, 2)
     assert look(home) == before
+    before = writing(STAGES["std"].solution.read_text(),
+                     "; os.system('echo >> out/large3')")
+    number, = (number for number, change in enumerate(documents.load("ddp"), 1)
+               if change.title.startswith("Reduce the gradients"))
+    assert check("ddp", script, change=number)
+    assert [path.name for path in before if look(home)[path] != before[path]
+            ] == ["large3"]
+    assert ("warning: out/large3 changed meanwhile, by another program, or by "
+            "what the script") in " ".join(capsys.readouterr().out.split())
