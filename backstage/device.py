@@ -35,19 +35,16 @@ def find_device(name="auto"):
 def find_gpu(environment=os.environ, root=Path("/")):
     """A sentence with the sign that this process has a GPU, or "".
 
-    If torch does not fit the driver, a job on a GPU would train on the CPU,
-    and nobody would see why it is slow. root: where /dev is found.
+    A torch that does not fit the driver sees none. root: of /dev.
     """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1", "NoDevFiles"):
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
         return ""
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
-        # a number, but of the last two the GPUs' numbers: 0 is the first
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS",
+                 "CUDA_VISIBLE_DEVICES"):
+        # how many there are, and in the others their numbers: 0 is a GPU
         value = environment.get(name)
         if value and (name, value) != ("SLURM_GPUS_ON_NODE", "0"):
-            return f"SLURM gave this job GPUs ({name}={value})"
-    if visible:
-        return f"this process has GPUs (CUDA_VISIBLE_DEVICES={visible})"
+            return f"this process has GPUs ({name}={value})"
     for node in sorted((root / "dev").glob("nvidia[0-9]*")):
         if os.access(node, os.R_OK | os.W_OK):  # not if SLURM locks it
             return f"this machine has a GPU ({node})"
@@ -55,10 +52,7 @@ def find_gpu(environment=os.environ, root=Path("/")):
 
 
 def use_device(name="auto", local_rank=0):
-    """Make this process's device torch's current one, and return it.
-
-    name, errors: as for `find_device`. The local rank says which one it is.
-    """
+    """`find_device`, that of this local rank: now torch's current one."""
     device = find_device(name)
     if device.type == "cpu":
         return device
@@ -72,16 +66,6 @@ def use_device(name="auto", local_rank=0):
     check_local_rank(device, local_rank)
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device.type, local_rank)
-
-
-def choose_attention(device, precision, length):
-    """Leave the fused kernel out on a CPU, in bf16 and up to 128 tokens.
-
-    There plain operations are faster, a step of nano by a tenth; on longer
-    sequences, and in fp32, they are slower.
-    """
-    if device.type == "cpu" and precision == "bf16" and length <= 128:
-        torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too
 
 
 def check_local_rank(device, local_rank):
@@ -126,9 +110,9 @@ def resident_memory(status=Path("/proc/self/status")):
     try:
         words = status.read_text().split()
         return 1024 * int(words[words.index("VmHWM:") + 1])
-    except (OSError, ValueError):  # not Linux: macOS counts bytes
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    except (OSError, ValueError):  # not Linux; macOS counts bytes
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
 
 
 def describe_memory(used, device):
@@ -148,11 +132,7 @@ def pin(tensor):
 
 
 def has_bf16(device):
-    """Whether the device has bf16 arithmetic.
-
-    Older GPUs, such as T4 and RTX 20, emulate it: PyTorch calls that
-    supported, too, and it is slower than fp32.
-    """
+    """Whether it has bf16 arithmetic: T4 and RTX 20 emulate it, slowly."""
     if device.type == "cpu":
         able = getattr(torch.cpu, "get_capabilities", dict)()
         return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
@@ -182,11 +162,8 @@ def compile_model(model, device, each_block=False):
 
 
 def can_compile(device):
-    """Whether torch.compile works here; if not, it prints a warning.
-
-    A machine may lack a compiler, which shows only at the first call.
-    """
-    try:
+    """Whether torch.compile works here; if not, it prints a warning."""
+    try:  # that a machine lacks a compiler shows at the first call
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
     except Exception as error:  # a compiler can fail in many ways

@@ -139,10 +139,7 @@ def leave(status):
 
 
 def leave_mpi(status):
-    """Leave the other processes of MPI, or end them all after an error.
-
-    They would wait for this one for ever, and MPI_Finalize for them.
-    """
+    """Leave MPI's processes; end them after an error: they would wait."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
@@ -159,10 +156,7 @@ def leave_mpi(status):
 
 
 def silence():
-    """Drop what is printed from now on, and what could not be written.
-
-    Python would try to write that again when it exits.
-    """
+    """Drop what is printed, also what Python would write when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

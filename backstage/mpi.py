@@ -6,7 +6,6 @@ is `from mpi4py import MPI`, and what goes wrong is one line. The rest of
 backstage talks to the other processes by MPI from then on.
 """
 
-import contextlib
 import os
 import socket
 import warnings
@@ -39,7 +38,7 @@ def __getattr__(name):
     if MPI.COMM_WORLD.size > 1:  # what the flags and errors ask for
         name_mpi_ranks(MPI)
     from backstage import world  # with torch, which errors can do without
-    world.use_group(MPI.COMM_WORLD)
+    world.THE_GROUP[:] = [MPI.COMM_WORLD]
     globals()[name] = MPI  # once is enough
     return MPI
 
@@ -55,8 +54,13 @@ def join_mpi(env=os.environ):
     elif not launcher and "RANK" in env:
         check_names(env)
         launcher, size = "torchrun", int(env["WORLD_SIZE"])
-    with without_slurm(env) if size == 1 else contextlib.nullcontext():
+    # in an allocation's shell Open MPI would end a process of plain python's
+    hidden = {name: env.pop(name) for name in [*env]
+              if size == 1 and name.startswith("SLURM_")}
+    try:
         MPI = load_mpi()
+    finally:
+        env.update(hidden)
     if MPI.COMM_WORLD.size == 1 and size > 1:
         stop_all(
             f"{size} processes were started, but each is alone: "
@@ -109,17 +113,3 @@ def name_mpi_ranks(MPI, env=os.environ):
     env["MASTER_ADDR"], env["MASTER_PORT"] = comm.bcast(  # rank 0's
         (env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)))
     node.Free()
-
-
-@contextlib.contextmanager
-def without_slurm(environment=os.environ):
-    """Inside this no variable of SLURM is set.
-
-    In an allocation's shell Open MPI would end a process of plain python's.
-    """
-    hidden = {name: environment.pop(name) for name in list(environment)
-              if name.startswith("SLURM_")}
-    try:
-        yield
-    finally:
-        environment.update(hidden)

@@ -66,12 +66,11 @@ def find_launcher(env):
 
 
 def count_processes(started=1, env=os.environ):
-    """How many processes there are: on this node, and in all.
+    """How many processes there are: on this node (if it is said), and in all.
 
     started: how many there will be if no launcher has started them.
     """
     world_size = int(env.get("WORLD_SIZE", started))
-    # a launcher that does not say it: as if all were here
     return int(env.get("LOCAL_WORLD_SIZE", world_size)), world_size
 
 
@@ -91,11 +90,11 @@ def find_start(env=os.environ):
         launcher = "python" if alone else "Lightning"
     words = ["python", *sys.argv]
     with contextlib.suppress(psutil.Error):  # the system hides them
-        words = next(filter(lambda told: sys.argv[0] in told, (
-            above.cmdline() for above in psutil.Process().parents())), words)
-    jobs = [f"{name} job {env[job]}" for name, job in SCHEDULERS.items()
-            if job in env]
-    return {"scheduler": (*jobs, "no scheduler")[0], "launcher": launcher,
+        words = next((told for above in psutil.Process().parents()
+                      if sys.argv[0] in (told := above.cmdline())), words)
+    scheduler = next((f"{name} job {env[job]}" for name, job in
+                      SCHEDULERS.items() if job in env), "no scheduler")
+    return {"scheduler": scheduler, "launcher": launcher,
             "command": shlex.join(words)}
 
 
@@ -142,12 +141,9 @@ def translate_names(env):
 
 
 def check_names(env):
-    """Raise a `UserError` if what torchrun's names say is not a rank.
-
-    Pods of Kubernetes have some of these names, and old shells may.
-    """
+    """Raise a `UserError` if what torchrun's names say is not a rank."""
     given = [name for name in SIZES if name in env]
-    if not given:
+    if not given:  # pods of Kubernetes have some, and old shells may
         return
     rank, local_rank, size, port, on_node = numbers = [
         to_count(env.get(name, "")) for name in (
@@ -201,9 +197,8 @@ def stop_all(message, env=os.environ):
 def use_cores(processes=1):
     """Let torch compute with this process's share of the cores.
 
-    processes: how many of a node share them; a second call counts anew. torch
-    would take each core that it sees, also where a container may use two of
-    64. OMP_NUM_THREADS, if it is set, is obeyed.
+    processes: how many of a node share them; a second call counts anew.
+    OMP_NUM_THREADS, if it is set, is obeyed.
     """
     import torch
 
@@ -219,9 +214,7 @@ def use_cores(processes=1):
 def count_cores(processes=1, root=Path("/")):
     """This process's share of the cores, 1 or more. root: as in `quota`."""
     cores = affinity(0)
-    # A launcher may have bound each process to cores of its own. If this one
-    # may use what its parent may, all processes share these cores.
-    if cores >= affinity(os.getppid()):
+    if cores >= affinity(os.getppid()):  # no launcher has bound this process
         cores = cores // processes
     return max(1, min(cores, int(quota(root) / processes)))
 

@@ -45,7 +45,10 @@ class Run:
         """Make or find the folder, read the tokenizer, hear signals."""
         hp, config, device = self.hp, self.config, self.device
         world.keep_group()
-        devices.choose_attention(device, hp.precision, hp.sequence_length)
+        if (device.type == "cpu" and hp.precision == "bf16"
+                and hp.sequence_length <= 128):
+            # a step of nano is faster without the fused kernel, by a tenth
+            torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too
         on_node, size = process.count_processes(hp.devices or 1)
         if self.world_size == 1 < size and (
                 "TORCHELASTIC_RUN_ID" in os.environ
@@ -69,7 +72,8 @@ class Run:
         folder, self.saved = world.call_on_rank_0(self._make_folder)
         self.folder = Path(folder)
         self.place = quote(files.show_path(self.folder, Path.cwd()))
-        self.recorder = track.Recorder(hp.profile, self.folder, device)
+        self.recorder = hp.profile and track.Recorder(
+            hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         if self.tokenizer:  # an empty prompt is the beginning of a document
             self.prompt = self.tokenizer.encode(
@@ -186,7 +190,8 @@ class Run:
 
     def check_finite(self, step, loss, norm):
         """At a step's end, stop a run whose model is broken. All ranks."""
-        self.recorder.step_ended(step)
+        if self.recorder:
+            self.recorder.step_ended(step)
         require(math.isfinite(loss) and math.isfinite(norm), f"step {step}: "
                 f"the loss is {loss} and the gradient norm {norm}. The last "
                 "checkpoint is older: try a lower --learning-rate, or "
@@ -240,7 +245,8 @@ class Run:
 
     def finish(self):
         """Say how the run ended, after its last step. All ranks."""
-        self.recorder.finish()
+        if self.recorder:
+            self.recorder.finish()
         memory = world.on_every_rank(devices.peak_memory(self.device)[0])
         world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:

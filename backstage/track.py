@@ -62,39 +62,32 @@ TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # by their packages
 BEFORE = 5
 
 
-class Recorder:
-    """Records so many steps, or none. All ranks."""
+class Recorder(profiler.profile):
+    """Records so many steps. All ranks."""
 
     def __init__(self, steps, folder, device):
-        self.profiler = None
-        if not steps:
-            return
-        self.rank, _ = get_rank_and_size()
+        rank, _ = get_rank_and_size()
         folder = call_on_rank_0(
             lambda: str(new_folder(folder / "profile", "trace")))
         environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints
-        activities = {profiler.ProfilerActivity.CPU}
-        if device.type != "cpu":
-            activities = profiler.supported_activities()
-        self.profiler = profiler.profile(
-            activities=activities, schedule=profiler.schedule(
-                skip_first=BEFORE - 2, wait=0, warmup=1, active=steps + 1,
-                repeat=1),
+        super().__init__(
+            activities=profiler.supported_activities() if device.type != "cpu"
+            else {profiler.ProfilerActivity.CPU},
+            schedule=profiler.schedule(skip_first=BEFORE - 2, wait=0, warmup=1,
+                                       active=steps + 1, repeat=1),
             on_trace_ready=lambda recorded: recorded.export_chrome_trace(
-                f"{folder}/rank{self.rank}.json.gz"))
-        self.profiler.start()
+                f"{folder}/rank{rank}.json.gz"))
+        self.start()
 
     def step_ended(self, step):
         """Called where the time of each step is taken."""
-        if self.profiler:
-            with profiler.record_function(f"end of step {step}"):
-                pass  # a mark for those who read the trace
-            self.profiler.step()
+        with profiler.record_function(f"end of step {step}"):
+            pass  # a mark for those who read the trace
+        self.step()
 
     def finish(self):
         """The run has ended, maybe before all steps were recorded."""
-        if self.profiler:
-            self.profiler.stop()
-            if self.rank == 0 and self.profiler.step_num <= BEFORE:
-                warn("--profile has recorded nothing: the run ended in its "
-                     f"first {BEFORE} steps, which do not count")
+        self.stop()
+        if self.step_num <= BEFORE and get_rank_and_size()[0] == 0:
+            warn("--profile has recorded nothing: the run ended in its "
+                 f"first {BEFORE} steps, which do not count")

@@ -5,12 +5,7 @@ import torch.distributed as dist
 from backstage.errors import UserError, explain, require
 
 GROUPS = []  # torch's process group, kept alive: see keep_group()
-THE_GROUP = []  # what use_group() has named: it comes before torch's
-
-
-def use_group(group):
-    """Talk to the others by `group`, such as mpi4py's COMM_WORLD."""
-    THE_GROUP[:] = [group]
+THE_GROUP = []  # mpi4py's COMM_WORLD, if it is used: it comes before torch's
 
 
 def is_joined():
@@ -45,11 +40,8 @@ def keep_group():
 
 def call_on_rank_0(function):
     """Call `function` on rank 0; all ranks get its result or error."""
-    rank, size = get_rank_and_size()
-    if size == 1:
-        return function()
     result, problem = None, None
-    if rank == 0:
+    if get_rank_and_size()[0] == 0:
         try:
             result = function()
         except (UserError, OSError) as error:

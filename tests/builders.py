@@ -42,4 +42,6 @@ def succeeds(*args, **options):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files in a folder, and in those inside: their names and bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*") if path.is_file()}

@@ -1,6 +1,7 @@
 """What the tests share."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from importlib import metadata
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -316,6 +318,41 @@ def single(data, tmp_path_factory):
 
     return train("std", tmp_path_factory.mktemp("single") / "run", data=data,
                  texts=True)
+
+
+@pytest.fixture
+def parsed(data, monkeypatch):
+    """A function: the hyperparameters that a script reads from its flags."""
+    import train_gpt2_ddp as ddp
+
+    from backstage import flags
+
+    def parsed(*words, script=ddp):
+        monkeypatch.setattr(sys, "argv", [
+            "x", *map(str, ("--data", data, *words))])
+        hp, _ = flags.parse(
+            script.Hyperparameters, script.PRESETS, script.MODELS)
+        return hp
+    return parsed
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """A function: what a tool of fineweb/ prints here, and its error or ""."""
+    from backstage.errors import UserError
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(ROOT / "fineweb"))
+
+    def call(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        try:
+            importlib.import_module(name).main()
+            error = ""
+        except UserError as reason:
+            error = str(reason)
+        return capsys.readouterr().out, error
+    yield call
+    resource_tracker._resource_tracker._stop()  # else it is left behind
 
 
 @pytest.fixture

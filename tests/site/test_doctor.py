@@ -155,7 +155,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for ask in doctor.ask_device, partial(
             doctor.main, SimpleNamespace(ranks=True)):
-        with pytest.raises(UserError, match=r"SLURM gave .*driver.*site\.sh"):
+        with pytest.raises(UserError, match=r"has GPUs .*driver.*site\.sh"):
             ask()
 
 

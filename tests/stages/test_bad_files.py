@@ -504,14 +504,13 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     assert Metrics(file, 4).last == 3
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", READERS)
-def test_pipes_and_folders_are_no_files(make, name, tmp_path):
-    """Whoever opened a pipe would wait for ever."""
+def test_a_pipe_is_no_file(name, tmp_path):
+    """Opening it would wait endlessly."""
     save_vocabulary(BYTES, tmp_path)
     file = tmp_path / READERS[name].file
     file.unlink(missing_ok=True)
-    make(file)
+    os.mkfifo(file)
     passed_over = name in ("class", "checked")
     with (contextlib.nullcontext() if passed_over else pytest.raises(
             UserError, match="not a file")):
@@ -521,48 +520,40 @@ def test_pipes_and_folders_are_no_files(make, name, tmp_path):
 # --------------------------------------------------------------- datasets
 
 
-def test_a_shard_of_both_splits(tmp_path):
-    shards = make_dataset(tmp_path / "data")
-    np.save(shards / "x_train_val_0.npy", np.arange(9, dtype=np.uint16))
-    with pytest.raises(UserError, match=r"val_0\.npy would be in both"):
-        dataset.check_shards(shards, 32)
-
-
 AS_NOBODY = """\
 import os, sys  # nobody may not read Python's own files either
 from pathlib import Path
 from backstage import checkpoint, dataset
-from backstage.errors import run_main
+from backstage.errors import explain
 import documents, shards
 if os.getuid() == 0:
     os.setuid(65534)
 folder = Path(sys.argv[1])
-run_main(lambda: {
-    "data": lambda: dataset.check_shards(folder, 32),
-    "shards": lambda: shards.find(folder),
-    "checkpoints": lambda: checkpoint.list_checkpoints(folder),
-    "texts": lambda: [*documents.walk(folder.parent)],
-}[sys.argv[2]]())
+for read in (lambda: dataset.check_shards(folder, 32),
+             lambda: shards.find(folder),
+             lambda: checkpoint.list_checkpoints(folder),
+             lambda: [*documents.walk(folder.parent)]):
+    try:
+        read()
+        print("it is listed")
+    except Exception as error:
+        print(explain(error))
 """
 
 
-@pytest.mark.parametrize("hidden", [".", "test_train_000002.npy"])
-@pytest.mark.parametrize("reader", [
-    "data", "shards", "texts", "checkpoints"])
-def test_what_may_not_be_read_is_not_passed_over(hidden, reader, tmp_path):
+@pytest.mark.parametrize(("hidden", "refused"), [
+    (".", 4), ("test_train_000002.npy", 1)])  # the others will read it later
+def test_what_may_not_be_read_is_not_passed_over(hidden, refused, tmp_path):
     with tempfile.TemporaryDirectory() as parent:  # a path for everybody
         os.chmod(parent, 0o755)
         folder = make_dataset(Path(parent, "data"))
         (folder / hidden).chmod(0)
         end, = launch(program(tmp_path / "reads.py", AS_NOBODY), folder,
-                      reader, place=ROOT)
-    if hidden == "." or reader == "data":
-        assert end.status == 1 and end.err.startswith("error: ")
-        assert "Permission denied" in end.err
-        assert (folder / hidden).name in end.err
-        assert end.err.count("\n") == 1
-    else:  # it is listed, and will be read
-        assert end.status == 0, end.err
+                      place=ROOT)
+    lines = end.out.splitlines()
+    assert lines[refused:] == ["it is listed"] * (4 - refused), end
+    for line in lines[:refused]:
+        assert "Permission denied" in line and (folder / hidden).name in line
 
 
 CUT = """\
@@ -612,13 +603,7 @@ NUMBERS = st.integers() | st.floats() | st.sampled_from([2**63, 2**70, -2**70])
     st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]))),
     max_size=2))
 @example([("--warmup-steps", -3)])
-@example([("--warmup-steps", 10**12)])
 @example([("--learning-rate", "nan")])
-@example([("--learning-rate", -1)])
-@example([("--learning-rate", "-inf")])
-@example([("--weight-decay", "nan")])
-@example([("--seed", 2**70)])
-@example([("--minibatch-size", 2**70)])
 @example([("--eval-minibatches", 2**40)])
 @example([("--resume", "")])
 def test_any_flags(data, pairs):

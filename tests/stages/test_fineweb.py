@@ -1,16 +1,13 @@
 """Shards of FineWeb: every token, in order, whatever happens on the way."""
 
 import fcntl
-import importlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 import time
-from multiprocessing import resource_tracker
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -96,23 +93,6 @@ def whole(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
     succeeds("fineweb", *corpus.flags, "--out", out)
     return out
-
-
-@pytest.fixture
-def tool(monkeypatch, capsys):
-    """Call a tool in this process: what it prints, and its error or ""."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(FOLDER))  # or it would set it
-
-    def call(name, *args):
-        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        try:
-            importlib.import_module(name).main()
-            error = ""
-        except UserError as reason:
-            error = str(reason)
-        return capsys.readouterr().out, error
-    yield call
-    resource_tracker._resource_tracker._stop()  # else it is left behind
 
 
 # ------------------------------------------------------------------- tokens

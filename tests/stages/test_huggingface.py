@@ -100,6 +100,9 @@ def test_a_stage_starts_from_it(file, data, tmp_path):
     x, y = tokens[:8 * 32].view(8, 32), tokens[1:8 * 32 + 1].view(8, 32)
     loss = our_model(load_checkpoint(file))(x, y).item()
     assert result.column("loss") == [pytest.approx(loss, rel=1e-5)]
+    assert result.err == (
+        "warning: the learning rate is still low at the end: --warmup-steps "
+        "is 4, --max-steps 1\n")
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import train_gpt2_lit as script
 from conftest import needs
 from stages import (
     DieAfter,
@@ -16,10 +17,11 @@ from stages import (
     agree,
     attempt,
     edited,
-    refused,
     same_state,
     train,
 )
+
+from backstage.errors import UserError
 
 FSDP2 = ("--strategy", "fsdp2")
 
@@ -191,16 +193,17 @@ def test_what_a_stage_of_zero_keeps(data, tmp_path):
         agree(result, alone)
 
 
-@pytest.mark.parametrize(("flags", "world_size", "message"), [
-    (("--strategy", "fsdp"), None, "'ddp', 'fsdp2'"),
-    (("--strategy", "deepspeed_stage_2"), None,
+@pytest.mark.parametrize(("flag", "value", "world_size", "message"), [
+    ("--strategy", "fsdp", 1, "'ddp', 'fsdp2'"),
+    ("--strategy", "deepspeed_stage_2", 1,
      "NVIDIA GPUs, not on cpu: use --strategy fsdp2"),
-    (("--devices", "4"), 2, "--devices 4, but 2 process(es) were started on "
-     "a node: make srun's --ntasks-per-node"),
-    (("--devices", "-1"), None, "--devices must be 0 or more"),
-])
-def test_errors_are_one_line(data, tmp_path, flags, world_size, message):
-    result = attempt("lit", tmp_path / "run", *flags, data=data,
-                     world_size=world_size)
-    refused(result, message)
-    assert not result.folder.exists()
+    ("--devices", "4", 2, "--devices 4, but 2 process(es) were started on a "
+     "node: make srun's --ntasks-per-node"),
+    ("--devices", "-1", 1, "--devices must be 0 or more")])
+def test_what_lightning_does_not_train_on(
+        flag, value, world_size, message, parsed, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(UserError, match=re.escape(message)):
+        script.lit.get_world(parsed(
+            "--preset", "tiny", "--device", "cpu", flag, value,
+            script=script))

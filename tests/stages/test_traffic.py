@@ -6,6 +6,7 @@ writes the table in workshop/lessons/traffic.md from what it counts.
 """
 
 import math
+import re
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from stages import make_dataset, sent_by, steps_seen, train
 
 from backstage import ROOT
 from backstage.flops import num_parameters, padded_vocab_size
+from slides.text import cells
 from workshop.results import arithmetic
 from workshop.results.arithmetic import block_parameters, of_step
 from workshop.stages import STAGES
@@ -31,6 +33,18 @@ CASES = [  # stage, mesh, microbatches of a rank in a step
     ("tp", (1, 1, 2), 2), ("tp", (1, 2, 2), 1),
     ("3d", (4, 1, 1), 4), ("3d", (4, 1, 1), 8), ("3d", (2, 2, 1), 4),
     ("3d", (2, 1, 2), 4), ("3d", (2, 2, 2), 4)]
+LESSONS = {  # the tables in others: (split, mesh, A, B), the rows' collectives
+    "diff_fsdp": ("parameters", (1, 2, 1), 2, 2, {
+        "DDP": "reduce_scatter_base", "FSDP": "allgather_base",
+        "": "reduce_scatter_base"}),
+    "diff_lit": ("parameters", (1, 2, 1), 2, 2, {
+        "`ddp`": "reduce_scatter_base", "`fsdp2`": "allgather_base",
+        "": "reduce_scatter_base"}),
+    "diff_3d": ("layers", (2, 2, 2), 4, 1, {
+        "pipeline": "send", "tensor parallel": "all_reduce",
+        "FSDP": "allgather_base", "": "reduce_scatter_base"}),
+}
+
 
 def watch(stage, mesh, microbatches, data, folder, *flags):
     """What `steps_seen` sees of each rank."""
@@ -51,6 +65,27 @@ def formula(stage, mesh, microbatches):
 def test_the_table_has_what_was_counted(case):
     assert set(rows(case, formula(*case))) <= set(
         TABLE.read_text().splitlines())
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_byte_tables_name_their_model(lesson):
+    """Of each vocabulary in their heads."""
+    split, mesh, A, B, names = LESSONS[lesson]
+    head, table = re.search(r"^(\| .*V = .*)\n\|[-:| ]+\n((?:\|.*\n)+)",
+                            "\n".join(cells(lesson)), re.M).groups()
+    sizes = [int(size.replace(",", "")) for size in
+             re.findall(r"V = ([\d,]+)", head)]
+    assert 2048 in sizes  # the demo dataset's, which attendees have
+    for row in table.splitlines():
+        name, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        if name not in names:
+            continue
+        found = [int(cell.split()[-1].replace(",", ""))
+                 for cell in row.strip("|").split("|")[-len(sizes):]]
+        times = A if (lesson, name) == ("diff_lit", "") else 1  # each reduces
+        assert found == [times * of_step(
+            split, CONFIG | {"vocab_size": size}, mesh, A, B, 32)[0][
+                names[name]][1] for size in sizes], row
 
 
 @pytest.mark.whole
