@@ -60,11 +60,11 @@ class Sandbox:
     """The copy, and the probe that guards a rank."""
 
     ours: str  # the folder of all that the program writes
-    top: str  # in that, it stands for /: `top/home/me` is /home/me
+    top: str  # right in that, it stands for /: `top/home/me` is /home/me
 
     def __call__(self, log=None):
         """Guard this process, its forked workers, and the Python it starts."""
-        os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
+        os.environ |= {GUARDED: f"{__name__}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
         sys.dont_write_bytecode = True
