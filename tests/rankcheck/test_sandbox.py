@@ -1,8 +1,10 @@
 """A watched script changes no file that was there, however it writes."""
 
 import contextlib
+import errno
 import functools
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -188,6 +190,29 @@ def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
     rank, = launch(copy.name("train.py"), probes=[copy],
                    cwd=str(copy.name(Path.cwd())))
     assert rank.out == "found\n", rank.err
+
+
+@pytest.mark.parametrize("cwd", [".", "/"])
+def test_the_copy_is_in_the_current_folder(cwd, home, monkeypatch):
+    """Where TMPDIR is below it, as `export TMPDIR=$PWD/tmp` makes it."""
+    ours = home / "mine" / "tmp" / "ours"
+    monkeypatch.setattr(sandbox, "MOST", 400)
+    monkeypatch.chdir(cwd)
+    copy = sandbox.make(ours, "copy", home / "mine" / "log0")
+    assert (copy.name(home / "mine" / "log0")).read_bytes() == TEXT
+    assert copy.name(Path.cwd()).is_dir()
+    assert not (copy.name(ours) / "copy" / "copy").exists()
+
+
+def test_a_copy_is_whole_or_a_link(home, tmp_path, monkeypatch):
+    """On a full disk, too: half a file is not what the user has."""
+    def copy(path, place):
+        Path(place).write_bytes(b"three")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy2", copy)
+    made = sandbox.make(tmp_path / "ours", "copy", "log0")
+    assert made.name("log1").read_bytes() == TEXT
 
 
 def test_what_it_makes_is_its_own(home, tmp_path):
