@@ -60,11 +60,11 @@ class Sandbox:
     """The copy, and the probe that guards a rank."""
 
     ours: str  # the folder of all that the program writes
-    top: str  # in that, it stands for /: `top/home/me` is /home/me
+    top: str  # right in that, it stands for /: `top/home/me` is /home/me
 
     def __call__(self, log=None):
         """Guard this process, its forked workers, and the Python it starts."""
-        os.environ |= {GUARDED: f"{__name__}:{self.ours}:{self.top}",
+        os.environ |= {GUARDED: f"{__name__}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
         sys.dont_write_bytecode = True
@@ -211,7 +211,7 @@ def absolute(args, path, folder):
 
 
 def is_below(path, folder):
-    return path == folder or path.startswith(f"{folder}/")
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
 def make(ours, name, script):
@@ -220,11 +220,10 @@ def make(ours, name, script):
     """
     ours, cwd = os.path.realpath(ours), os.getcwd()
     os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
-    top, way = f"{ours}/{name}", [*reversed(Path(cwd).parents), Path(cwd)]
-    sandbox = Sandbox(ours, top)
+    sandbox = Sandbox(ours, top := f"{ours}/{name}")
     if not os.path.exists(top):
-        for folder, child in zip(way, way[1:]):
-            os.makedirs(f"{top}{child}")
+        os.makedirs(top + cwd)
+        for folder in Path(cwd).parents:
             fill(f"{top}{folder}", folder)
         room = [ROOM] if len(os.listdir(cwd)) <= MOST else None
         fill(top + cwd, cwd, room)
@@ -247,15 +246,15 @@ def give(place, path, room):
     """Make at `place` what is at `path`, or a link to that.
 
     room: [the bytes that may still be copied]; a folder is copied with all
-    that is in it, if it has few entries and is not hidden. None: there are
-    only links.
+    that is in it, if that is little, not hidden and not the copy itself.
+    None: there are only links.
     """
     try:
         if os.path.islink(path):
             os.symlink(os.readlink(path), place)
-        elif room and os.path.isdir(path) and (
-                os.path.basename(path)[0] != "." and
-                len(walk(path, MOST)) < MOST):
+        elif room and os.path.isdir(path) and not (
+                os.path.basename(path)[0] == "." or is_below(place, path)
+                or len(walk(path, MOST)) == MOST):
             os.mkdir(place)
             fill(place, path, room)
         elif room and os.path.isfile(path) and (
@@ -266,8 +265,9 @@ def give(place, path, room):
             os.symlink(path, place)
     except FileExistsError:
         pass  # on the way to the current folder
-    except OSError:  # it may not be read
+    except OSError:  # it may not be read, or there is no room for all of it
         with contextlib.suppress(OSError):
+            Path(place).unlink(missing_ok=True)
             os.symlink(path, place)
 
 

@@ -49,7 +49,8 @@ PLACES = 10000  # of a loop, at most
 ROOM = 1 << 16  # bytes, for how a process ends
 # What is the same for all ranks at a start, and another at the next
 STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-          "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+          "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
+          "WORLD_SIZE")  # not of a group, which no rank knows at first
 
 the_witness = None
 
@@ -175,7 +176,7 @@ class Witness:
         self.at_begin = {
             "format": FORMAT, "host": self.host, "pid": self.owner,
             "starter": os.environ.get(WATCHED), "began": time.time(),
-            "start": [*map(os.environ.get, STARTS), find_rank()[1]],
+            "start": [*map(os.environ.get, STARTS)],
             "oom_before": proc.count_oom_kills()}
         self.still, self.seen, self.progress = 0, set(), None
         self.script, self.over, self.thread = None, False, None

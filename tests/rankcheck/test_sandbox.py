@@ -1,8 +1,10 @@
 """A watched script changes no file that was there, however it writes."""
 
 import contextlib
+import errno
 import functools
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -103,11 +105,14 @@ def home(tmp_path, monkeypatch):
 
 
 def run(folder, code):
-    """Run this code in a sandbox; returns (the rank, the sandbox)."""
+    """Run this code in a sandbox; returns (the rank, the sandbox).
+
+    A folder for temporary files may have a colon in its name.
+    """
     script = folder / "script.py"
     script.write_text(IMPORTS + code)
-    (folder / "ours").mkdir()
-    copy = sandbox.make(folder / "ours", "copy", script)
+    (folder / "our:s").mkdir()
+    copy = sandbox.make(folder / "our:s", "copy", script)
     rank, = launch(copy.name(script), probes=[copy],
                    cwd=str(copy.name(Path.cwd())))
     return rank, copy
@@ -134,7 +139,8 @@ def test_what_it_writes_lands_in_the_copy(place, home, tmp_path):
 
 
 @pytest.mark.parametrize("way", [
-    pytest.param(way, marks=() if way in ("open", "torch.save", "os.replace")
+    pytest.param(way, marks=() if way in (
+        "open", "torch.save", "os.replace", "a Python")
                  else pytest.mark.whole) for way in WAYS])
 def test_what_is_elsewhere_is_not_changed(way, home, tmp_path):
     before = look(home)
@@ -158,9 +164,9 @@ def test_what_a_child_process_writes(home, tmp_path):
     links = "; echo > elsewhere/log2; echo > beside/log3; echo > file"
     rank, _ = run(tmp_path, sh.format(links))
     assert rank.status == 0 and look(home) == before and not files.changed()
-    notes = tmp_path / "ours" / sandbox.NOTES  # by which the check says it
+    notes = tmp_path / "our:s" / sandbox.NOTES  # by which the check says it
     assert (notes / "started").read_text().startswith("subprocess.Popen")
-    (tmp_path / "ours").rename(tmp_path / "before")
+    (tmp_path / "our:s").rename(tmp_path / "before")
     run(tmp_path, sh.format("; echo new > out/large2; echo > beside/large3"))
     assert files.changed() == (
         "out/large2, elsewhere/large3, beside/large3 changed meanwhile")
@@ -187,6 +193,29 @@ def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
     rank, = launch(copy.name("train.py"), probes=[copy],
                    cwd=str(copy.name(Path.cwd())))
     assert rank.out == "found\n", rank.err
+
+
+@pytest.mark.parametrize("cwd", [".", "/"])
+def test_the_copy_is_in_the_current_folder(cwd, home, monkeypatch):
+    """Where TMPDIR is below it, as `export TMPDIR=$PWD/tmp` makes it."""
+    ours = home / "mine" / "tmp" / "ours"
+    monkeypatch.setattr(sandbox, "MOST", 400)
+    monkeypatch.chdir(cwd)
+    copy = sandbox.make(ours, "copy", home / "mine" / "log0")
+    assert (copy.name(home / "mine" / "log0")).read_bytes() == TEXT
+    assert copy.name(Path.cwd()).is_dir()
+    assert not (copy.name(ours) / "copy" / "copy").exists()
+
+
+def test_a_copy_is_whole_or_a_link(home, tmp_path, monkeypatch):
+    """On a full disk, too: half a file is not what the user has."""
+    def copy(path, place):
+        Path(place).write_bytes(b"three")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy2", copy)
+    made = sandbox.make(tmp_path / "ours", "copy", "log0")
+    assert made.name("log1").read_bytes() == TEXT
 
 
 def test_what_it_makes_is_its_own(home, tmp_path):

@@ -536,6 +536,13 @@ def test_how_a_script_of_others_ends(last, status, error, tmp_path):
         assert "zero" in record["ended"]["message"]
 
 
+@pytest.mark.whole
+def test_a_rank_of_a_start_that_is_seen_once_it_has_joined(tmp_path):
+    """As mp.spawn's may be: it is of the same start as those seen earlier."""
+    _, (record,) = run_watched(tmp_path, JOIN)
+    assert record["joined"] and {*record["start"]} == {None}
+
+
 def test_what_a_rank_starts_is_not_watched(tmp_path):
     """A rank that starts itself anew, by execv, stays one; what nobody has
     called a rank is none.

@@ -4,7 +4,7 @@ Python imports it by its name where this folder is in PYTHONPATH, as `why run`,
 `launch` and the batch files set it. A process in which RANKCHECK_WHY names a
 folder is watched if it is a rank, or becomes one later. A Python before 3.9,
 which may be anything that a job calls, is left alone. One in which
-RANKCHECK_GUARD names a sandbox, its module and folders, does not leave it.
+RANKCHECK_GUARD names a sandbox, its module and folder, does not leave it.
 """
 
 import os
@@ -15,8 +15,8 @@ if os.environ.get("RANKCHECK_GUARD") and sys.version_info >= (3, 9):
 
     here = os.path.abspath(__file__)
     sys.path.append(here[:here.rindex("/rankcheck/")])
-    module, ours, top = os.environ["RANKCHECK_GUARD"].split(":")
-    import_module(module).Sandbox(ours, top)()
+    module, top = os.environ["RANKCHECK_GUARD"].split(":", 1)
+    import_module(module).Sandbox(os.path.dirname(top), top)()
     sys.path.pop()
 elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     from importlib import util
