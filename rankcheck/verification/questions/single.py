@@ -57,14 +57,14 @@ def compare(case, error, pairs, weights):
     pairs: of what each rank recorded of an update, and the updates of one
     process that it has to be compared with.
     """
-    largest, why = None, reason(case)
+    agree, why = [], reason(case)
     for step, (updates, alone) in enumerate(pairs):
         value = error(case, updates, alone, step, weights.of_each)
         if value is None:
             continue
         amount, bound, text, multiple = value
         if amount <= bound:  # nan is not
-            largest = max(largest or 0.0, amount)
+            agree.append(amount)
             continue
         text = f"in update {step} {text}"
         numbers = {"update": step, "off": amount, "limit": bound}
@@ -87,9 +87,10 @@ def compare(case, error, pairs, weights):
             "the number that a mean is taken over?"), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"}
-    return [] if largest is None else [ok(
-        f"{words[error]} agree with a single process (to {largest:.0e})",
-        numbers={"off": largest})]
+    return [ok(f"{words[error]} agree with a single process (to "
+               f"{max(agree):.0e})" + f" in {len(agree)} of {len(pairs)} "
+               "updates" * (len(agree) < len(pairs)),
+               numbers={"off": max(agree)})] if agree else []
 
 
 def weighting(case, updates, alone):
@@ -211,10 +212,9 @@ def gradient_error(case, updates, alone, step, weights):
     whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
              ).item()  # what has converged is but noise
     bound = GRADIENT * case.loosely * (10 if step else 1)
-    sizes = list(keys.values())
-    first = [key for key, *pair in zip(
-        keys, mine.split(sizes), good.split(sizes), strict=True)
-        if off(*pair) > bound]
+    parts = (vector.split([*keys.values()]) for vector in (mine, good))
+    first = [key for key, *pair in zip(keys, *parts, strict=True)
+             if off(*pair) > bound]
     factor = f"{ratio_of(mine, good):.3g}"
     return whole, bound, (
         f"the gradients are {factor} times those of one process"
