@@ -120,10 +120,9 @@ def report(error):
 def leave(status):
     """Exit; with torch.distributed or MPI, without Python's own clean-up.
 
-    If a thread of torch.distributed asks for the interpreter's lock during
-    the clean-up, the process aborts although it has done all its work. After
-    an error, an exit handler that leaves a process group would wait for the
-    other ranks, with NCCL for ten minutes. With MPI an error ends all ranks.
+    A thread of torch.distributed that asks for the interpreter's lock then
+    would abort the process. After an error, an exit handler that leaves a
+    process group would wait for the other ranks, with NCCL for ten minutes.
     """
     leave_mpi(status)
     distributed = sys.modules.get("torch.distributed")

@@ -38,10 +38,9 @@ def test_one_process_is_the_single_device_bit_for_bit(data, tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("step", [7, 10, 20])
-def test_stopped_and_resumed_are_the_rows_of_one_run(
-        data, single, tmp_path, step):
-    """A stopped run validates at the usual steps, and only there."""
+@pytest.mark.parametrize("step", [10, 20])
+def test_stopped_where_it_validates(data, single, tmp_path, step):
+    """It does so once, and is resumed; test_std.py stops it elsewhere."""
     run = tmp_path / "run"
     result = train("lit", run, data=data,
                    probes=[SignalAt(step, signal.SIGUSR1)])
