@@ -300,7 +300,8 @@ class Witness:
         frame = sys._current_frames().get(
             thread or threading.main_thread().ident)
         while frame:
-            yield frame
+            if frame.f_globals is not globals():  # not this module's
+                yield frame
             frame = frame.f_back
 
     def look(self, thread=None):

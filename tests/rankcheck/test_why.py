@@ -705,6 +705,15 @@ import faulthandler
         file.read_text() for file in (tmp_path / "why").glob("*.stack"))
 
 
+def test_no_place_is_in_the_hook(tmp_path):
+    """How a rank ends is written by the hook, in the rank's main thread."""
+    program(tmp_path / "torch.py", "")
+    _, (record,) = run_watched(
+        tmp_path, "import sys, time, torch\ntime.sleep(2)\nsys.exit(2)\n",
+        RANK="0", WORLD_SIZE="2")
+    assert (record["answers"], record["stack"]) == (True, [])
+
+
 def test_an_end_is_written_where_no_file_can_be_opened(tmp_path):
     """Its room is reserved from the start."""
     end, (record,) = run_watched(tmp_path, """\
