@@ -13,7 +13,7 @@ from workshop.results import profile
 from workshop.results import runs as results
 from workshop.results.plot import PANELS, PARTS, themed
 
-DELAY = 0.1  # seconds: long, even where much else is computed
+DELAY = 0.3  # seconds: long, even where much else is computed
 
 
 def slow_data(log):
