@@ -73,15 +73,14 @@ class Modules:
 
         @replace(nn.Module, "__call__")  # hooks get no keyword arguments
         def call(call, module, *args, **kwargs):
+            wraps = isinstance(module, DistributedDataParallel)
+            # Lightning's may be in eval(), around a module that is not
+            log.row.wrapped += wraps and torch.is_grad_enabled()
             if self.inside or not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
-            if (isinstance(module, DistributedDataParallel) or is_trainers(
-                    module) or hasattr(module, "_orig_mod")):
-                # it hands its arguments on
-                log.row.wrapped += hasattr(
-                    module, "require_backward_grad_sync")
-                return call(module, *args, **kwargs)
+            if wraps or is_trainers(module) or hasattr(module, "_orig_mod"):
+                return call(module, *args, **kwargs)  # it hands them on
             self.on_root(module, (args, kwargs))
             self.inside = True
             states = random_states()

@@ -171,7 +171,7 @@ class Rank:
 
     @property
     def computes(self):
-        """Whether its main thread has computed while it was looked at."""
+        """Whether its main thread computed, read or wrote meanwhile."""
         return any(worked for kind, pid, _, _, worked, _ in self.work
                    if (kind, pid) == ("thread", self.pid))
 

@@ -89,7 +89,7 @@ def describe(rank):
         words.append("whether it computes or waits for a message of MPI "
                      "(requests, files, windows) is not known")
     elif not rank.waits:
-        words += ["computes"] if rank.computes else idle
+        words += ["computes, reads or writes"] if rank.computes else idle
     if rank.pending and not rank.waits:
         words.append(f"{rank.pending['call']}, collective "
                      f"{rank.pending['number']}, has not ended")

@@ -37,6 +37,7 @@ from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
+from rankcheck.why.seen import describe
 from rankcheck.why.start import HOOK
 from rankcheck.why.witness import MARK
 from workshop.results import speed
@@ -276,6 +277,16 @@ def test_who_works(tmp_path):
         for one in started:
             one.kill()
             one.wait()
+
+
+def test_what_a_main_thread_does_is_not_guessed():
+    """What it has used of a core may be little, beside what it writes."""
+    record = {"rank": 0, "world_size": 1, "host": "node1", "pid": 7,
+              "written": 9, "began": 1, "stack": [["x.py", 3, "<module>"]],
+              "ended": None, "answers": True,
+              "work": [["thread", 7, "python", "S", True, None]]}
+    assert describe(Rank(record, alive=True, fresh=True)).endswith(
+        "; computes, reads or writes")
 
 
 @pytest.mark.parametrize("start", [
