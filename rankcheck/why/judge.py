@@ -99,12 +99,12 @@ def other_address(job):
       "address of the node of rank 0")
 def wrong_address(job):
     """rank 0 does not reach its own address"""
-    first = job.first
     # where nobody listens at all, it may have no need to: torchrun does
-    return first in job.deaf and first.answer != "nobody listens there" and (
-        [first], (
-            f"rank 0, on {first.host}, is to be found at {first.address}, "
-            f"but does not reach that itself: {first.answer}"))
+    who = Who(rank for rank in job.deaf if rank.rank == 0
+              and rank.answer != "nobody listens there")
+    return who and (who, f"rank 0, on {who.hosts}, is to be found at "
+                    f"{who[0].address}, but does not reach that itself: "
+                    f"{who[0].answer}")
 
 
 @rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
