@@ -15,7 +15,6 @@ logs.txt, the ends of what they printed, and gpus-0.txt, what the GPUs did.
 """
 
 import json
-import math
 import re
 import shlex
 import signal
@@ -52,6 +51,8 @@ from turns import NEVER, SIDE, random_tokens, read_most, send, watch
 SHARED = {"BENCHMARK_SHARES_GPU": "yes", "NCCL_MAX_CTAS": "4", "NCCL_NET":
           "Socket", "NCCL_SOCKET_IFNAME": "lo",
           "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+WORKSHOP = ROOT / "workshop" / "__main__.py"
+KERNELS = ROOT / "benchmarks" / "kernels.py"
 
 
 class LeftOut(Exception):
@@ -68,17 +69,24 @@ class Flags:
     output: Path | None = None  # a folder (runs/<date>-<time>-first-gpu)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Item:
-    """What is tried."""
+    """A command, how long it may take, and what must hold of what it did."""
 
-    seconds: float  # at most, on a GPU
-    tries: Callable  # with the `Bench`; an error if something does not hold
+    script: str | Path = ""  # a stage, nanogpt, or a file; or nothing
+    flags: tuple = ()
+    seconds: float = 90  # at most, on a GPU
+    holds: Callable = lambda bench, seen: None  # raises an error if not
+    mesh: tuple | None = (1, 1, 1)  # pipeline, data, tensor; None: all GPUs
+    size: str = "tiny"  # or the preset of a model that fills a GPU
     gpu: str = ""  # why it is left out without a GPU
+    least: float = 5  # it is left out if fewer seconds are left
+    stop: tuple | None = None  # a signal, the ranks, after how many steps
+    ends: tuple = (0,)  # the statuses with which it may end without `stop`
 
 
 class Bench:
-    """This machine, and how an item starts a stage on it."""
+    """This machine, and how it tries an item."""
 
     def __init__(self, flags, work):
         """work: a folder for what nobody keeps."""
@@ -107,57 +115,53 @@ class Bench:
     @cached_property
     def single(self):
         """What the stage std computes on the CPU, in fp32."""
-        return self.train("std", device="cpu", name="std on the CPU")
+        return self.start("std on the CPU", Item("std", ("--device", "cpu")))
 
-    def sized(self, preset="gpt2"):
-        """The flags of a model that fills a GPU; a CPU has a tiny one."""
-        return ["--preset", preset, "--max-steps", 8, "--eval-every", NEVER,
-                "--eval-minibatches", 1, "--checkpoint-every", NEVER
-                ] if self.gpu else []
+    def resume(self, name, run):
+        """Let std go on from a run's last checkpoint but one."""
+        max(run.glob("checkpoints/*.pt")).unlink()
+        return self.start(name, Item("std", ("--resume",)), run)
 
-    def train(self, stage, *flags, mesh=(1, 1, 1), name=None, run=None,
-              device=None, stop=None):
-        """Train a stage, tiny unless the flags say otherwise.
+    def model(self, size):
+        """The flags of one that fills a GPU, or of a tiny one."""
+        rest = ["--max-steps", 8, "--eval-every", NEVER, "--eval-minibatches",
+                1, "--checkpoint-every", NEVER]
+        if size == "tiny" or not self.gpu:
+            size, rest = "tiny", ["--max-steps", 10, "--checkpoint-every", 5]
+        return ["--data", self.data, "--device", self.device.type,
+                "--preset", size, *rest]
 
-        mesh: (pipeline, data, tensor) parallel. stop, what it returns and
-        raises: see `start`.
+    def command(self, item, run):
+        """(How many ranks, the words of an item's command)."""
+        pipeline, data, tensor = item.mesh or (1, self.count or 1, 1)
+        ranks, stage = pipeline * data * tensor, STAGES.get(item.script)
+        words = [SIDE, stage.solution if stage else item.script]
+        if stage or item.script == "nanogpt":
+            words += ["--run-dir", run]
+            words += [] if "--resume" in item.flags else self.model(item.size)
+            words += ["--pipeline-parallel", pipeline] * (pipeline > 1)
+            words += ["--tensor-parallel", tensor] * (tensor > 1)
+        words += [str(flag).format(output=self.output) for flag in item.flags]
+        if ranks == 1:
+            return ranks, [sys.executable, *words]
+        if stage and stage.launcher == "mpirun":
+            return ranks, ["mpirun", "-n", ranks, sys.executable, *words]
+        return ranks, [sys.executable, "-m", "torch.distributed.run",
+                       "--standalone", "--nproc-per-node", ranks, *words]
+
+    def start(self, name, item, run=None):
+        """Run an item's command: what it needed, a dictionary.
+
+        run: its folder. Raises `UserError`; `status` is how it ended, and
+        `out` what it printed.
         """
-        needs(stage)
+        needs(item.script)
         run = run or Path(tempfile.mkdtemp(dir=self.work), "run")
-        given = [] if "--resume" in flags else [
-            "--preset", "tiny", "--max-steps", 10, "--data", self.data,
-            "--checkpoint-every", 5, "--device", device or self.device.type]
-        given += ["--pipeline-parallel", mesh[0]] * (mesh[0] > 1)
-        given += ["--tensor-parallel", mesh[2]] * (mesh[2] > 1)
-        seen = self.start(
-            name or stage, STAGES[stage].solution, "--run-dir", run, *given,
-            *flags, ranks=math.prod(mesh), stop=stop,
-            mpi=STAGES[stage].launcher == "mpirun")
-        result = runs.read(run)  # also of the steps before it was resumed
-        seen |= {"tokens_per_second": result.tokens_per_second, "memory":
-                 result.memory, "norm": result.rows[0]["norm"],
-                 "losses": [row["loss"] for row in result.rows],
-                 "microbatch": result.hyperparameters["microbatch_size"]}
-        return seen
-
-    def start(self, name, script, *flags, ranks=1, mpi=False, stop=None,
-              ends=(0,), lines=()):
-        """Run a script as so many ranks: what it needed, a dictionary.
-
-        ends: the statuses with which it may end, unless it is stopped. lines:
-        patterns with which lines begin that it has to print. stop: (a signal,
-        the ranks that get it, after how many steps). Raises `UserError`;
-        `status` is how it ended, and `out` what it printed.
-        """
-        command = [sys.executable, SIDE, script, *flags]
-        if ranks > 1:
-            command = ["mpirun", "-n", ranks, *command] if mpi else [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--nproc-per-node", ranks, *command[1:]]
+        ranks, command = self.command(item, run)
         env = interpreter.variables() | OPEN_MPI | (
             {"CUDA_VISIBLE_DEVICES": ""} if not self.gpu else
             SHARED if ranks > self.count else {})
-        begin, times = time.monotonic(), []
+        begin, times, stop = time.monotonic(), [], item.stop
 
         def on_step(process):
             times.append(time.monotonic())
@@ -170,11 +174,8 @@ class Bench:
             print(f"--- {name}", *self.out.splitlines()[-40:], sep="\n",
                   file=file)
         require(self.status is not None, f"{name}: not done in time")
-        require(len(times) >= stop[2] if stop else self.status in ends,
+        require(len(times) >= stop[2] if stop else self.status in item.ends,
                 f"{name}: {interpreter.last_line(self.out)}")
-        for line in lines:
-            require(re.search(f"^{line}", self.out, re.M),
-                    f"no line like {line!r}: see logs.txt")
         since = times[stop[2] - 1] if stop else begin
         seen = self.found[name] = {
             "seconds": round(time.monotonic() - since, 1),
@@ -184,6 +185,13 @@ class Bench:
             losses, _, _, speeds = zip(*steps, strict=True)
             seen |= {"losses": losses, "tokens_per_second": statistics.median(
                 speeds[len(speeds) // 5:])}
+        if item.script in STAGES:
+            result = runs.read(run)  # also of the steps before it was resumed
+            seen |= {
+                "tokens_per_second": result.tokens_per_second,
+                "memory": result.memory, "norm": result.rows[0]["norm"],
+                "losses": [row["loss"] for row in result.rows],
+                "microbatch": result.hyperparameters["microbatch_size"]}
         return seen
 
     def run(self, name, item, end):
@@ -191,12 +199,14 @@ class Bench:
         begin, status, why = time.monotonic(), "ok", ""
         limit = item.seconds * (1 if self.gpu else 4)
         self.end, self.found = min(begin + limit, end), {}
+        run = self.output if name == "std" else self.work / name
         try:
             if item.gpu and not self.gpu:
                 raise LeftOut(item.gpu)
-            if begin > end - 5:
-                raise LeftOut("no time is left for it")
-            item.tries(self)
+            if begin > end - item.least:
+                raise LeftOut("no time is left: try it alone, --seconds "
+                              f"{item.seconds}")
+            item.holds(self, item.script and self.start(name, item, run))
         except LeftOut as reason:
             status, why = "left out", str(reason)
         except Exception as error:  # whatever it is, the next item follows
@@ -213,8 +223,8 @@ class Bench:
 
 def needs(stage):
     """Leave an item out if a stage cannot run here."""
-    package = {"lit": "lightning", "kernels": "triton", "mpi": "mpi4py"}.get(
-        stage, "torch")
+    package = {"lit": "lightning", "kernels": "triton", KERNELS: "triton",
+               "mpi": "mpi4py"}.get(stage, "torch")
     if not find_spec(package) or (stage == "mpi" and not which("mpirun")):
         raise LeftOut(f"{package}, or what it needs, is not installed")
 
@@ -228,10 +238,10 @@ def require_same(losses, others, tolerance=1e-4):
                 f"is {a}, and should be {b}")
 
 
-# ----------------------------------------------------------------- the items
+# ------------------------------------------------------------- what must hold
 
 
-def require_as_std(bench, seen):
+def as_std(bench, seen):
     """Its losses, and its first norm, are those of std on the CPU."""
     require_same(seen["losses"], bench.single["losses"])
     first, norm = seen["norm"], bench.single["norm"]
@@ -239,65 +249,46 @@ def require_as_std(bench, seen):
             f"should be {norm}")
 
 
-def tiny(stage, *flags, mesh=(1, 1, 1), seconds=90, gpu=""):
-    """A stage on several ranks trains as std does on the CPU."""
-    return Item(seconds, lambda bench: require_as_std(
-        bench, bench.train(stage, *flags, mesh=mesh)), gpu)
+def prints(*lines):
+    """Patterns with which lines begin that it has to print."""
+    def holds(bench, seen):
+        for line in lines:
+            require(re.search(f"^{line}", bench.out, re.M),
+                    f"no line like {line!r}: see logs.txt")
+    return holds
 
 
-def full(stage, *flags, size="gpt2", seconds=120, gpu="", **options):
-    """A stage at the size of gpt2, on all GPUs of this machine, or on one."""
-    return Item(seconds, lambda bench: bench.train(
-        stage, *bench.sized(size), *flags, mesh=(
-            1, 1 if stage == "std" else bench.count or 1, 1), **options), gpu)
+def ended(ends):
+    """How a signal to one rank ends all of them."""
+    return lambda bench, seen: require(ends(bench), f"status {bench.status}, "
+                                       "or no checkpoint was saved")
 
 
-def resumed_by_std(bench):
-    """3d trains, and std goes on from its checkpoint in the middle."""
-    run = bench.work / "pipeline"
-    bench.train("3d", mesh=(2, 1, 2), run=run)
-    (run / "checkpoints" / "step_00000010.pt").unlink()
-    require_as_std(bench, bench.train("std", "--resume", run=run))
+def resumed_by_std(bench, seen):
+    """std goes on from a checkpoint in the middle, as if alone."""
+    run = bench.work / "3d, resumed by std"
+    as_std(bench, bench.resume("std resumed", run))
 
 
-def end_by(number, ends):
-    """A signal to rank 1 of two ends both, and torchrun."""
-    def tries(bench):
-        bench.train("ddp", "--max-steps", NEVER, "--eval-every", NEVER, mesh=(
-            1, 2, 1), name=number.name, stop=(number, {"1"}, 2))
-        require(ends(bench), f"status {bench.status}, or no checkpoint was "
-                "saved")
-
-    return Item(150, tries)
-
-
-def std(bench):
+def std(bench, seen):
     """std leaves a trace and a text, and goes on from its checkpoint."""
     run = bench.output
-    seen = bench.train("std", *bench.sized(), "--max-steps", 12,
-                       "--checkpoint-every", 8, "--profile", 2, run=run)
     require([*run.glob("profile/*-trace/rank0.json.gz")], "there is no trace")
     require("\n> Hello, I'm" in bench.out, "no text was written")
-    (run / "checkpoints" / "step_00000012.pt").unlink()
-    try:
-        again = bench.train("std", "--resume", run=run, name="std resumed")
-        # not bit for bit: a GPU adds up in any order
-        require_same(again["losses"], seen["losses"], 1e-3)
+    try:  # not bit for bit: a GPU adds up in any order
+        require_same(bench.resume("std resumed", run)["losses"],
+                     seen["losses"], 1e-3)
     finally:
         rmtree(run / "checkpoints")
 
 
-def nano_gpt(bench):
-    """nanoGPT's loop has the first loss of std, in bf16 and another GELU."""
-    seen = bench.start(
-        "nanoGPT", "nanogpt", "--run-dir", "none", "--preset", "tiny",
-        "--data", bench.data, "--device", bench.device.type,
-        *bench.sized() or ["--max-steps", 10])
+def nano_gpt(bench, seen):
+    """It has the first loss of std, in bf16 and another GELU."""
     if ours := measured(bench.record).get("std"):
         require_same(seen["losses"][:1], ours["losses"][:1], 1e-2)
 
 
-def compare_speeds(bench):
+def compare_speeds(bench, seen):
     """What was expected of the speeds, relative to one another."""
     rows, wrong = measured(bench.record), []
     for name, other, least in ("fsdp", "ddp", 0.95), ("std", "nanoGPT", 1.0):
@@ -312,55 +303,53 @@ def compare_speeds(bench):
     require(not wrong, "; ".join(wrong))
 
 
-def all_rows(bench):
-    """The rows of notebooks/one_gpu.ipynb, in runs/one_gpu.json."""
-    if bench.end - time.monotonic() < ONE_GPU:
-        raise LeftOut(f"name it alone, with --seconds {ONE_GPU + 100}")
-    bench.start("one_gpu", ROOT / "notebooks/experiments/one_gpu.py", "all")
-
-
-ONE_GPU = 900  # seconds that all of these rows may take
 GPU = "it needs a GPU"
 SLOW = "it needs a GPU: a CPU would take minutes"
-WORKSHOP = ROOT / "workshop" / "__main__.py"
+ON_TWO = {"mesh": (1, 2, 1), "holds": as_std}
+ON_ALL = {"mesh": None, "size": "gpt2", "seconds": 120}
+ENDLESS = "--max-steps", NEVER, "--eval-every", NEVER
 ITEMS = {
-    "doctor": Item(90, lambda bench: bench.start(
-        "doctor", WORKSHOP, "doctor", ends=(0, 1),  # 1: something is to do
-        lines=("ok +device: ", "ok +processes: "))),
-    "doctor --ranks": Item(60, lambda bench: bench.start(
-        "doctor --ranks", WORKSHOP, "doctor", "--ranks", ranks=2,
-        lines=[".*all-reduce"])),
-    "both devices": tiny("std", gpu=GPU),
-    "kernels": tiny("kernels", seconds=150, gpu=SLOW),
-    "each kernel": Item(100, lambda bench: needs("kernels") or bench.start(
-        "each kernel", ROOT / "benchmarks" / "kernels.py", "--output",
-        bench.output / "kernels.json"), SLOW),
-    "mpi x 2": tiny("mpi", mesh=(1, 2, 1)),
-    "ddp x 2": tiny("ddp", mesh=(1, 2, 1)),
-    "lit x 2": tiny("lit", mesh=(1, 2, 1)),
-    "lit fsdp2 x 2": tiny("lit", "--strategy", "fsdp2", mesh=(1, 2, 1)),
-    "fsdp x 2": tiny("fsdp", mesh=(1, 2, 1)),
-    "tp x 4": tiny("tp", mesh=(1, 2, 2)),
-    "3d x 4": tiny("3d", mesh=(2, 1, 2)),
-    "3d, resumed by std": Item(120, resumed_by_std),
-    "SIGTERM": end_by(signal.SIGTERM, lambda bench: not bench.status
-                      and "checkpoint saved" in bench.out),
-    "SIGKILL": end_by(signal.SIGKILL, lambda bench: bench.status),
-    "std": Item(240, std),
-    "nanoGPT": Item(120, nano_gpt),
-    "ddp": full("ddp"),
-    "fsdp": full("fsdp"),
-    "std, eager": full("std", "--no-compile", name="std, eager",
-                       gpu="it needs a GPU: a CPU compiles nothing here"),
+    "doctor": Item(
+        WORKSHOP, ("doctor",), 90, prints("ok +device: ", "ok +processes: "),
+        ends=(0, 1)),  # 1: something is to do
+    "doctor --ranks": Item(
+        WORKSHOP, ("doctor", "--ranks"), 60, prints(".*all-reduce"),
+        mesh=(1, 2, 1)),
+    "both devices": Item("std", holds=as_std, gpu=GPU),
+    "kernels": Item("kernels", (), 150, as_std, gpu=SLOW),
+    "each kernel": Item(KERNELS, ("--output", "{output}/kernels.json"), 100,
+                        gpu=SLOW),
+    "mpi x 2": Item("mpi", **ON_TWO),
+    "ddp x 2": Item("ddp", **ON_TWO),
+    "lit x 2": Item("lit", **ON_TWO),
+    "lit fsdp2 x 2": Item("lit", ("--strategy", "fsdp2"), **ON_TWO),
+    "fsdp x 2": Item("fsdp", **ON_TWO),
+    "tp x 4": Item("tp", holds=as_std, mesh=(1, 2, 2)),
+    "3d x 4": Item("3d", holds=as_std, mesh=(2, 1, 2)),
+    "3d, resumed by std": Item("3d", (), 120, resumed_by_std, (2, 1, 2)),
+    "SIGTERM": Item("ddp", ENDLESS, 150, ended(
+        lambda bench: not bench.status and "checkpoint saved" in bench.out),
+        (1, 2, 1), stop=(signal.SIGTERM, {"1"}, 2)),
+    "SIGKILL": Item("ddp", ENDLESS, 150, ended(lambda bench: bench.status),
+                    (1, 2, 1), stop=(signal.SIGKILL, {"1"}, 2)),
+    "std": Item("std", ("--max-steps", 12, "--checkpoint-every", 8,
+                        "--profile", 2), 240, std, size="gpt2"),
+    "nanoGPT": Item("nanogpt", (), 120, nano_gpt, size="gpt2"),
+    "ddp": Item("ddp", **ON_ALL),
+    "fsdp": Item("fsdp", **ON_ALL),
+    "std, eager": Item("std", ("--no-compile",), 120, size="gpt2", gpu="it "
+                       "needs a GPU: a CPU compiles nothing here"),
     # it recomputes; its checkpoint of 19 GB is not made
-    "gpt2-xl, fsdp": full(
-        "fsdp", "--minibatch-size", 32, size="gpt2-xl", name="gpt2-xl, fsdp",
-        seconds=150, stop=(signal.SIGKILL, None, 5)),
-    "tp": full("tp"),
-    "3d": full("3d"),
-    "lit": full("lit"),
-    "speeds": Item(10, compare_speeds, GPU),
-    "one_gpu": Item(ONE_GPU + 100, all_rows, GPU),
+    "gpt2-xl, fsdp": Item(
+        "fsdp", ("--minibatch-size", 32), 150, mesh=None, size="gpt2-xl",
+        stop=(signal.SIGKILL, None, 5)),
+    "tp": Item("tp", **ON_ALL),
+    "3d": Item("3d", **ON_ALL),
+    "lit": Item("lit", **ON_ALL),
+    "speeds": Item(seconds=10, holds=compare_speeds, gpu=GPU),
+    # the rows of notebooks/one_gpu.ipynb, in runs/one_gpu.json
+    "one_gpu": Item(ROOT / "notebooks/experiments/one_gpu.py", ("all",), 1000,
+                    gpu=GPU, least=900),
 }
 MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 

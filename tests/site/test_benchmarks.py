@@ -19,6 +19,7 @@ from rankcheck.launch.ranks import launch
 
 import turns
 
+Item = first_gpu.Item
 sides_of = speed.sides_of
 
 
@@ -124,8 +125,9 @@ def test_without_a_gpu_it_goes_as_far_as_a_cpu(
     for name, item in items.items():
         assert item["status"] == ("left out" if name in left_out else "ok")
         assert f"\n{item['status']:8}  {name}: " in said
+    resumed = items["3d, resumed by std"]["found"]["std resumed"]
     assert items["nanoGPT"]["found"]["nanoGPT"]["losses"] == pytest.approx(
-        items["3d, resumed by std"]["found"]["std"]["losses"], rel=1e-4)
+        resumed["losses"], rel=1e-4)
     assert items["gpt2-xl, fsdp"]["found"]["gpt2-xl, fsdp"]["memory"] > 2**26
     assert len((folder / "metrics.csv").read_text().splitlines()) == 13
     assert [*folder.glob("profile/*-trace/rank0.json.gz")]
@@ -146,27 +148,28 @@ def bench(tmp_path):
 
 @pytest.mark.whole
 def test_after_a_failure_the_next_item_follows(bench, capsys, tmp_path):
-    def fail(bench):
+    def fail(bench, seen):
         bench.found["seen"] = 1
         raise UserError("as expected")
 
-    def leave_out(bench):
+    def leave_out(bench, seen):
         raise first_gpu.LeftOut("it needs a GPU")
 
     script = program(tmp_path / "waits.py", "import time\ntime.sleep(1000)\n")
     now = time.monotonic()
-    for name, seconds, call, end in (
-            ("one", 60, fail, now + 60), ("two", 60, leave_out, now + 60),
-            ("three", 60, lambda bench: None, now + 60),
-            ("four", 60, lambda bench: None, now),
-            ("five", 1, lambda bench: bench.start("five", script), now + 60)):
-        bench.run(name, first_gpu.Item(seconds, call), end)
+    for name, item, end in (
+            ("one", Item(holds=fail), now + 60),
+            ("two", Item(holds=leave_out), now + 60),
+            ("three", Item(), now + 60), ("four", Item(), now),
+            ("five", Item(script, seconds=1), now + 60)):
+        bench.run(name, item, end)
     said = capsys.readouterr().out.splitlines()
     items = json.loads((bench.output / "first_gpu.json").read_text())["items"]
     assert items["one"]["found"] == {"seen": 1}
     assert [(row["status"], row["why"]) for row in items.values()] == [
         ("FAILED", "as expected"), ("left out", "it needs a GPU"),
-        ("ok", ""), ("left out", "no time is left for it"),
+        ("ok", ""),
+        ("left out", "no time is left: try it alone, --seconds 90"),
         ("FAILED", "five: not done in time")]
     assert said[0].startswith("FAILED    one: ")
 
@@ -195,7 +198,7 @@ def test_a_speed_below_what_was_expected_is_seen(bench):
     def compare(**speeds):
         bench.record |= {"items": {name: {"found": {name: {
             "tokens_per_second": speed}}} for name, speed in speeds.items()}}
-        first_gpu.compare_speeds(bench)
+        first_gpu.compare_speeds(bench, None)
 
     bench.gpu = True
     sound = {"std": 90, "nanoGPT": 90, "ddp": 100, "fsdp": 96}
