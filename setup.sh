@@ -243,11 +243,11 @@ make() {
     [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
     filter_notebooks 2>/dev/null || true
     # GPT-2's vocabulary, quietly; only a shell that sets it up waits for it
-    [ -n "$(find "$TIKTOKEN_CACHE_DIR" -type f ! -name '*.tmp' 2>/dev/null |
+    { [ -n "$(find "$TIKTOKEN_CACHE_DIR" -type f ! -name '*.tmp' |
         sed -n 2p)" ] || "$venv/bin/python" -c 'import signal
 signal.alarm(20)  # seconds; some firewalls never answer
 import tiktoken
-tiktoken.get_encoding("gpt2")' >/dev/null 2>&1 &
+tiktoken.get_encoding("gpt2")'; } >/dev/null 2>&1 &
     [ -z "${python-}" ] || wait
 }
 
