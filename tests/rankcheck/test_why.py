@@ -610,16 +610,21 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
         "rank 1 was ended by SIGBUS, as the launcher says")
 
 
-@pytest.mark.parametrize(("last", "fault", "words"), [
-    ("sys.exit(3)", "a rank ended", "rank 1 ended, with "
+@pytest.mark.parametrize(("launcher", "last", "fault", "words"), [
+    ("torchrun", "os._exit(4)", "a rank ended", "with status 4"),
+    ("spawn", "sys.exit(3)", "a rank ended", "rank 1 ended, with "
      "status 3, as the launcher says"),
-    ("os._exit(4)", "a rank ended", "with status 4"),
-    ("os.kill(os.getpid(), 14)", "a rank was killed", "rank 1 was ended by "
-     "SIGALRM"),
-    ("1 / 0", "a rank ended", "in line 6 of script.py: 1 / 0, with ")])
+    ("spawn", "os.kill(os.getpid(), 14)", "a rank was killed", "rank 1 was "
+     "ended by SIGALRM"),
+    ("spawn", "1 / 0", "a rank ended", "in line 6 of script.py: 1 / 0, with "
+     )])
 @pytest.mark.whole
-def test_what_the_launcher_says_of_an_end(last, fault, words, tmp_path):
-    """torchrun's table of exit codes, and the error of mp.spawn."""
+def test_what_the_launcher_says_of_an_end(
+        launcher, last, fault, words, tmp_path):
+    """torchrun's table of exit codes, and the error of mp.spawn.
+
+    Of torchrun's other ends there is recorded evidence.
+    """
     script = program(tmp_path / "script.py", f"""\
 import os, sys, time, torch.multiprocessing, torch.distributed as dist
 def train(rank):
@@ -634,13 +639,13 @@ if __name__ == "__main__":
     else:
         torch.multiprocessing.spawn(train, nprocs=2)
 """)
-    for launcher in (["-m", "torch.distributed.run", "--standalone",
-                      "--nproc-per-node=2"], []):
-        folder = tmp_path / f"why{len(launcher)}"
-        python(tmp_path, *launcher, script, RANKCHECK_WHY=str(folder),
-               PYTHONPATH=os.pathsep.join([str(HOOK), str(ROOT)]))
-        found = answer(folder)
-        assert (found.kind, words in found.text) == (fault, True), found.text
+    start = ["-m", "torch.distributed.run", "--standalone",
+             "--nproc-per-node=2"] * (launcher == "torchrun")
+    folder = tmp_path / "why"
+    python(tmp_path, *start, script, RANKCHECK_WHY=str(folder),
+           PYTHONPATH=os.pathsep.join([str(HOOK), str(ROOT)]))
+    found = answer(folder)
+    assert (found.kind, words in found.text) == (fault, True), found.text
 
 
 @pytest.mark.parametrize(("command", "is_launcher"), [
