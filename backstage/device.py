@@ -35,13 +35,14 @@ def find_device(name="auto"):
 def find_gpu(environment=os.environ, root=Path("/")):
     """A sentence with the sign that this process has a GPU, or "".
 
-    A torch that does not fit the driver sees none. root: of /dev.
+    If torch does not fit the driver, a job on a GPU would train on the CPU,
+    and nobody would see why it is slow. root: where /dev is found.
     """
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
         return ""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS",
                  "CUDA_VISIBLE_DEVICES"):
-        # how many there are, and in the others their numbers: 0 is a GPU
+        # the first says how many, the others which ones: 0 is the first GPU
         value = environment.get(name)
         if value and (name, value) != ("SLURM_GPUS_ON_NODE", "0"):
             return f"this process has GPUs ({name}={value})"
@@ -52,7 +53,10 @@ def find_gpu(environment=os.environ, root=Path("/")):
 
 
 def use_device(name="auto", local_rank=0):
-    """`find_device`, that of this local rank: now torch's current one."""
+    """Make this process's device torch's current one, and return it.
+
+    name, errors: as for `find_device`. The local rank says which one it is.
+    """
     device = find_device(name)
     if device.type == "cpu":
         return device
@@ -132,7 +136,11 @@ def pin(tensor):
 
 
 def has_bf16(device):
-    """Whether it has bf16 arithmetic: T4 and RTX 20 emulate it, slowly."""
+    """Whether the device has bf16 arithmetic.
+
+    Older GPUs, such as T4 and RTX 20, emulate it: PyTorch calls that
+    supported, too, and it is slower than fp32.
+    """
     if device.type == "cpu":
         able = getattr(torch.cpu, "get_capabilities", dict)()
         return bool(able.get("avx512_bf16") or able.get("amx_bf16"))

@@ -120,9 +120,10 @@ def report(error):
 def leave(status):
     """Exit; with torch.distributed or MPI, without Python's own clean-up.
 
-    A thread of torch.distributed that asks for the interpreter's lock then
-    would abort the process. After an error, an exit handler that leaves a
-    process group would wait for the other ranks, with NCCL for ten minutes.
+    If a thread of torch.distributed asks for the interpreter's lock during
+    the clean-up, the process aborts although it has done all its work. After
+    an error, an exit handler that leaves a process group would wait for the
+    other ranks, with NCCL for ten minutes. With MPI an error ends all ranks.
     """
     leave_mpi(status)
     distributed = sys.modules.get("torch.distributed")
@@ -138,7 +139,10 @@ def leave(status):
 
 
 def leave_mpi(status):
-    """Leave MPI's processes; end them after an error: they would wait."""
+    """Leave the other processes of MPI, or end them all after an error.
+
+    They would wait for this one for ever, and MPI_Finalize for them.
+    """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
@@ -155,7 +159,10 @@ def leave_mpi(status):
 
 
 def silence():
-    """Drop what is printed, also what Python would write when it exits."""
+    """Drop what is printed from now on, and what could not be written.
+
+    Python would try to write that again when it exits.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

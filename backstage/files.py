@@ -1,4 +1,7 @@
-"""Files, by the standard library: all or nothing; one line if one is wrong."""
+"""Files: written all or nothing, and one line for what is wrong with one.
+
+This needs only the standard library, from Python 3.9 on.
+"""
 
 import ctypes
 import fcntl
@@ -142,7 +145,10 @@ def open_part(path):
 
 
 def remove_parts(folder):
-    """Remove a killed process's parts: the files that nobody has locked."""
+    """Remove what killed processes have left of files they wrote there.
+
+    Nobody has a lock on them any more; without locks, they stay.
+    """
     for part in Path(folder).glob(f".*{PART}"):
         with suppress(OSError), open(part, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,8 +158,8 @@ def remove_parts(folder):
 def lock_folder(folder, refusal):
     """Lock a folder for this process; returns the open folder, an int.
 
-    Closing it ends the lock. Raises `UserError(refusal)` if another process
-    has it.
+    Closing it ends the lock. Where folders cannot be locked (NFS), none is
+    taken. Raises `UserError(refusal)` if another process has the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -161,7 +167,7 @@ def lock_folder(folder, refusal):
     except BlockingIOError as error:
         os.close(handle)
         raise UserError(refusal) from error
-    except OSError:  # NFS locks no folders
+    except OSError:
         pass
     return handle
 

@@ -1,4 +1,7 @@
-"""Floating-point operations: how many a model needs, a device's peak."""
+"""Floating-point operations: how many a model needs, a device's peak.
+
+But for the peak, only the standard library is needed, from Python 3.9 on.
+"""
 
 import re
 

@@ -34,7 +34,8 @@ warnings.filterwarnings("ignore", module=r"lightning\.")
 def get_world(hp):
     """Rank, local rank, world size and number of nodes.
 
-    Raises `UserError` if --devices or the device does not suit Lightning.
+    Raises `UserError` where --devices does not match what a launcher has
+    started, and for what Lightning would not train on.
     """
     devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
@@ -193,8 +194,9 @@ class LitRun(L.Callback):
 class DDPOnOneStream(DDPStrategy):
     """DDPStrategy that wraps the model on the CUDA stream it trains on.
 
-    Lightning 2.6.6 takes another: backward() warns of it, and the GPU waits.
-    The version after it will not (issue 21567, fixed by 21746).
+    Lightning 2.6.6 wraps it on another: backward() warns that "the
+    AccumulateGrad node's stream does not match", and the GPU waits. To be
+    deleted with the first version after it (issue 21567, fixed by 21746).
     """
 
     def configure_ddp(self):
@@ -229,9 +231,10 @@ def count_from(step, trainer):
 def leave_signals_alone(trainer):
     """Let the run's handlers be the only ones, from the start. All ranks.
 
-    Lightning's own waits in SIGTERM for ranks that got no signal, and asks
-    rank 0 before each microbatch, for which the GPUs wait. No flag of 2.6.6
-    turns that off (issue 21487).
+    Lightning 2.6 has a handler of its own for SIGTERM, which broadcasts from
+    rank 0: for ever, if the others wait for this one or got no signal. Before
+    each microbatch it asks rank 0 for a signal, and the GPUs run empty. No
+    flag of 2.6.6 turns that off (issue 21487).
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -66,11 +66,12 @@ def find_launcher(env):
 
 
 def count_processes(started=1, env=os.environ):
-    """How many processes there are: on this node (if it is said), and in all.
+    """How many processes there are: on this node, and in all.
 
     started: how many there will be if no launcher has started them.
     """
     world_size = int(env.get("WORLD_SIZE", started))
+    # a launcher that does not say it: as if all were here
     return int(env.get("LOCAL_WORLD_SIZE", world_size)), world_size
 
 
@@ -197,8 +198,9 @@ def stop_all(message, env=os.environ):
 def use_cores(processes=1):
     """Let torch compute with this process's share of the cores.
 
-    processes: how many of a node share them; a second call counts anew.
-    OMP_NUM_THREADS, if it is set, is obeyed.
+    processes: how many of a node share them; a second call counts anew. torch
+    would take each core that it sees, also where a container may use two of
+    64. OMP_NUM_THREADS, if it is set, is obeyed.
     """
     import torch
 
@@ -214,7 +216,9 @@ def use_cores(processes=1):
 def count_cores(processes=1, root=Path("/")):
     """This process's share of the cores, 1 or more. root: as in `quota`."""
     cores = affinity(0)
-    if cores >= affinity(os.getppid()):  # no launcher has bound this process
+    # A launcher may have bound each process to cores of its own. If this one
+    # may use what its parent may, all processes share these cores.
+    if cores >= affinity(os.getppid()):
         cores = cores // processes
     return max(1, min(cores, int(quota(root) / processes)))
 

@@ -1,4 +1,7 @@
-"""hyperparameters.json and metrics.csv, by the standard library alone."""
+"""hyperparameters.json and metrics.csv: what a run's folder says about it.
+
+This needs only the standard library, from Python 3.9 on.
+"""
 
 import csv
 import io
