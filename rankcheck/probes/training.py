@@ -73,9 +73,9 @@ class Modules:
 
         @replace(nn.Module, "__call__")  # hooks get no keyword arguments
         def call(call, module, *args, **kwargs):
-            wraps = isinstance(module, DistributedDataParallel)
-            # Lightning's may be in eval(), around a module that is not
-            log.row.wrapped += wraps and torch.is_grad_enabled()
+            if wraps := isinstance(module, DistributedDataParallel):
+                # Lightning's may be in eval(), around a module that is not
+                log.row.wrapped += torch.is_grad_enabled()
             if self.inside or not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
