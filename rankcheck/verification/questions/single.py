@@ -59,8 +59,7 @@ def compare(case, error, pairs, weights):
     """
     agree, why = [], reason(case)
     for step, (updates, alone) in enumerate(pairs):
-        value = error(case, updates, alone, step, weights.of_each)
-        if value is None:
+        if not (value := error(case, updates, alone, step, weights.of_each)):
             continue
         amount, bound, text, multiple = value
         if amount <= bound:  # nan is not
@@ -87,10 +86,11 @@ def compare(case, error, pairs, weights):
             "the number that a mean is taken over?"), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"}
+    less = (f" in {len(agree)} of {len(pairs)} updates; the others are not "
+            "compared") * (len(agree) < len(pairs))
     return [ok(f"{words[error]} agree with a single process (to "
-               f"{max(agree):.0e})" + f" in {len(agree)} of {len(pairs)} "
-               "updates" * (len(agree) < len(pairs)),
-               numbers={"off": max(agree)})] if agree else []
+               f"{max(agree):.0e}){less}", numbers={"off": max(agree)})
+            ] if agree else []
 
 
 def weighting(case, updates, alone):
