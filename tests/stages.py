@@ -26,6 +26,7 @@ from rankcheck.launch.ranks import Launch
 from rankcheck.probes.collectives import Collectives
 from rankcheck.probes.recorder import replace
 from workshop.jobs.mpirun import OPEN_MPI, Mpirun, launcher_of
+from workshop.lesson import documents
 from workshop.stages import STAGES, modules_of
 from workshop.vocabulary import save_vocabulary
 
@@ -334,6 +335,13 @@ def agree(result, single, learning_rate=3e-3):
     mine, theirs = (run.checkpoint()["model"] for run in (result, single))
     assert all((mine[name] - theirs[name]).abs().max() <= 0.02 * learning_rate
                for name in mine)
+
+
+def number_of(stage, title):
+    """The number of the lesson's one change whose title begins so."""
+    number, = (number for number, change in enumerate(documents.load(stage), 1)
+               if change.title.startswith(title))
+    return number
 
 
 def same_state(a, b):

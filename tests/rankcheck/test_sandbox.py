@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import edit
+from stages import number_of
 from verify_cases import read
 
 from backstage import ROOT
@@ -20,7 +21,6 @@ from rankcheck.launch import sandbox
 from rankcheck.launch.ranks import launch
 from rankcheck.verification.command import verify
 from workshop.check.command import check
-from workshop.lesson import documents
 from workshop.stages import STAGES
 
 # Each writes to the file called `name`; after it comes what it needs first
@@ -261,9 +261,8 @@ if os.environ.get("RANK", "0") == "0":
     assert look(home) == before
     before = writing(STAGES["std"].solution.read_text(),
                      "; os.system('echo >> out/large3')")
-    number, = (number for number, change in enumerate(documents.load("ddp"), 1)
-               if change.title.startswith("Reduce the gradients"))
-    assert check("ddp", script, change=number)
+    assert check("ddp", script,
+                 change=number_of("ddp", "Reduce the gradients"))
     assert [path.name for path in before if look(home)[path] != before[path]
             ] == ["large3"]
     assert ("warning: out/large3 changed meanwhile, by another program, or by "

@@ -16,7 +16,7 @@ from cluster import wait_for
 from conftest import needs, program, python
 from planted import load_all
 from shells import mount as mount  # a fixture
-from stages import edited
+from stages import edited, number_of
 
 from backstage import ROOT
 from backstage import errors as ours
@@ -80,13 +80,6 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     assert right == ("Right" in out) and script.read_text() == before
     assert [name for name, _ in seen] == [  # it is not the whole check
         f"{stage} {number}"] * right
-
-
-def number_of(stage, title):
-    """The number of the lesson's one change whose title begins so."""
-    number, = (number for number, change in enumerate(documents.load(stage), 1)
-               if change.title.startswith(title))
-    return number
 
 
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
