@@ -4,7 +4,9 @@ What is edited is copied before; the desk's script stays. Where an edit and the
 course do not go together, the edit is in the copy and in the stash.
 """
 
+import os
 import shutil
+import signal
 import time
 
 from backstage import ROOT
@@ -25,7 +27,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
                      "switch main`, or `git branch --set-upstream-to ...`")
     require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
-            "a merge is not finished here: `git merge --abort` goes back")
+            "a merge is not finished here: `git status` says how to go on")
     print(f"asking for {source}", flush=True)
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
@@ -33,9 +35,14 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         return print(f"nothing new in {newest}")
     with locked_desk():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
-        in_the_way = git.names("ls-files", "--killed", "-z")
+        in_the_way = git.names("ls-files", "--killed", "-z") | {
+            name for name in news - git.names("ls-files", "-z")
+            if os.path.lexists(ROOT / name)}  # a merge overwrites the ignored
         require(not in_the_way, f"{', '.join(in_the_way)}: the course has "
-                "another kind of file there: move yours away, then try again")
+                "another file there: move yours away, then try again")
+        # Ctrl-C, or closing the terminal, stops nothing halfway, nor git
+        signal.pthread_sigmask(signal.SIG_BLOCK, {
+            signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
         stashes = git.run("stash", "list")
         edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
         try:

@@ -143,18 +143,21 @@ def test_commits_of_ones_own_are_merged_or_nothing_changes(course, clone):
         assert (clone / name).read_text().endswith("# mine\n")
 
 
-def test_a_killed_update_leaves_a_copy_of_the_script(course, clone):
+@pytest.mark.parametrize("name", ["KILL", "HUP", "INT"])
+def test_a_killed_update_leaves_a_copy_of_the_script(name, course, clone):
+    """And is not ended halfway where a terminal closes, or by Ctrl-C."""
     renew(course, DESK)
     append(clone, "# mine\n", DESK)
     programs = clone / "programs"
     programs.mkdir()
     # ends the update where it asks for the merge
-    program(programs / "git", """#!/bin/sh
-case "$*" in *--autostash*) kill -9 $PPID; exit;; esac
+    program(programs / "git", f"""#!/bin/sh
+case "$*" in *--autostash*) kill -{name} $PPID $$ || exit;; esac
 exec /usr/bin/git "$@"
 """)
     python(clone, "-m", "workshop", "update", PATH=f"{programs}:/usr/bin:/bin")
     assert copied(clone, DESK).endswith("# mine\n")
+    assert name == "KILL" or (clone / DESK).read_text() == copied(clone, DESK)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -174,7 +177,8 @@ def test_a_script_that_is_a_link_stays_one(course, clone, tmp_path, link):
 @pytest.mark.parametrize("name, kind, staged", [
     ("notebooks", "link", False), (JOB, "folder", False),
     (JOB, "folder", True), ("batchfiles", "file", False),
-    ("batchfiles/new.sh", "new", False), ("runs/new.sh", "new", False)])
+    ("batchfiles/new.sh", "new", False), ("runs/new.sh", "new", False),
+    ("runs/new.sh", "new", True)])  # with a commit of one's own
 def test_what_takes_the_place_of_the_courses_files_is_left_alone(
         name, kind, staged, course, clone, tmp_path):
     """Git's own stash removes a folder that is where a file was."""
@@ -190,6 +194,9 @@ def test_what_takes_the_place_of_the_courses_files_is_left_alone(
         mine.rename(elsewhere)
     if staged:
         git(clone, "add", "-A")
+    if staged and kind == "new":
+        append(clone, "# mine\n", JOB)
+        commit(clone)
     if kind == "link":
         mine.symlink_to(elsewhere)
     elif kind == "folder":
@@ -203,7 +210,7 @@ def test_what_takes_the_place_of_the_courses_files_is_left_alone(
                 for path in (mine, *elsewhere.rglob("*"))]
 
     before = states()
-    assert name in update(clone, status=1)
+    assert name in update(clone, status=1, **WHO)
     assert states() == before
 
 
