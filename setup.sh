@@ -280,8 +280,9 @@ unpack() {
     mkdir -m 700 "$folder" 2>/dev/null || true
     { [ -O "$folder" ] && [ -w "$folder" ]; } || fail "$folder cannot be" \
         "made, or is not yours: let TMPDIR name another disk of this node"
-    clear_away() { # only ours, its mark last
-        [ ! -f "$new/.begun" ] || { rm -rf "${new:?}"/* && rm -r "$new"; }
+    clear_away() { # only ours, its mark last, or what is empty
+        rmdir "$new" 2>/dev/null || [ ! -f "$new/.begun" ] ||
+            { rm -rf "${new:?}"/* && rm -r "$new"; }
     }
     [ -e "$venv" ] || lock "$folder/lock"
     if [ ! -e "$venv" ]; then # no other shell has done it meanwhile

@@ -149,3 +149,6 @@ def test_what_a_killed_one_has_left_goes(archives, node):
     assert left.with_name("b.new").joinpath("notes").read_text() == "theirs"
     assert (marked / ".begun").exists()
     assert not (left.parent / place / ".begun").exists()
+    (left.parent / place).rename(node.disk / "once")
+    left.mkdir()  # by one that was killed right after that
+    assert "status=0" in node(archives / "venv.tar")[0]
