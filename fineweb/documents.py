@@ -159,8 +159,9 @@ def read_parquet(path, file, row, column):
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise UserError(f"pyarrow is missing: {NEEDS}") from error
-    damaged = (f"{path} is not a Parquet file, or is damaged: delete it and "
-               "run again")
+    # the hub's client would give a link to it anew, not what it leads to
+    damaged = (f"{path.resolve()} is not a Parquet file, or is damaged: put a "
+               "whole one there, or delete it if it was downloaded")
     try:
         # pre_buffer would keep everything that has been read
         table = parquet.ParquetFile(path, pre_buffer=False,

@@ -303,7 +303,7 @@ def invalid_unicode(path, texts):
     (write_parquet, ["--name", "a/b"], "--name must consist of letters"),
     (write_parquet, ["--vocabulary", "/nowhere"], "has no vocabulary"),
     (write_parquet, ["--workers", "many"], "--workers"),
-    (broken_footer, [], "is not a Parquet file, or is damaged"),
+    (broken_footer, [], "damaged: put a whole one there, or delete it if"),
     (broken_page, [], "is not a Parquet file, or is damaged"),
     (lambda path, texts: write_parquet(path, [*texts[:20], None]), [],
      "row 20 has no text (null)"),
