@@ -21,7 +21,7 @@ from backstage import ROOT
 from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
 
-from turns import processor
+from turns import make_way, processor
 
 ROUNDS = 20
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"
@@ -110,7 +110,7 @@ def main():
             record["milliseconds"][f"{name} {part}"] = {
                 "ours": 1000 * mine, "PyTorch": 1000 * theirs,
                 "ratio": ratio}
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
+    make_way(flags.output)
     write_atomically(
         flags.output, json.dumps(record, indent=1).encode() + b"\n")
     print(f"written: {show_path(flags.output, Path.cwd())}")

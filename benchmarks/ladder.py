@@ -53,7 +53,7 @@ from workshop.results import runs as results
 from workshop.vocabulary import save_vocabulary
 
 from combine import combine
-from turns import processor
+from turns import make_way, processor
 
 # The model, in the place of preset nano; what is trained, and how long.
 MODEL = {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384}
@@ -411,7 +411,7 @@ def main():
         "same": all(same) if same else None,
         "rungs": sorted(made, key=lambda rung: [
             *order, rung["name"]].index(rung["name"]))}
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
+    make_way(flags.output)
     text = json.dumps(record, indent=1) + "\n"
     write_atomically(flags.output, text.encode())
     print(f"\n{table(record)}\n\nThe figures: "

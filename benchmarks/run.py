@@ -30,7 +30,7 @@ from backstage.errors import parse_flags, run_main
 from backstage.files import show_path, write_atomically
 from backstage.process import count_cores
 
-from turns import processor
+from turns import make_way, processor
 
 sys.path += [str(ROOT / "solutions"), str(ROOT / "fineweb")]
 
@@ -61,9 +61,9 @@ def main():
         "cores": count_cores(), "torch": torch.__version__,
         "load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
     print(", ".join(f"{key} {value}" for key, value in record.items()))
+    make_way(flags.output)
     for part in flags.parts:
         record[part] = importlib.import_module(part).measure(flags, device)
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(
             flags.output, json.dumps(record, indent=1).encode() + b"\n")
     print(f"written: {show_path(flags.output, Path.cwd())}")

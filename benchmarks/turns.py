@@ -23,12 +23,20 @@ import psutil
 
 from backstage import ROOT
 from backstage.errors import require
+from backstage.files import keep
 from workshop.results.profile import recorded_parts
 
 SIDE = Path(__file__).with_name("side.py")
 STEP = re.compile(r"\| step +\d+/\d+ \| loss (\S+) .*\| norm: (\S+) \| "
                   r"dt: +(\S+) ms \| tok/s: ([\d,]+)")
 NEVER = 10**6  # steps
+
+
+def make_way(file):
+    """Make the folder of a file of figures, and keep those that are there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_file():
+        print(f"the figures that were there: {keep(file)}")
 
 
 def processor():

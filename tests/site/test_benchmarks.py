@@ -94,8 +94,11 @@ def test_each_kernel_is_timed_alone(tmp_path, monkeypatch, capsys):
     assert x.grad is None  # the backward pass has ended before it
     file = tmp_path / "kernels.json"
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--output", str(file)])
+    file.write_text("those of before")
     kernels.main()
     record, said = json.loads(file.read_text()), capsys.readouterr().out
+    kept, = tmp_path.glob("kernels.*.json")
+    assert kept.read_text() == "those of before" and str(kept) in said
     assert record["torch"] == torch.__version__ and record["triton"]
     assert len(record["milliseconds"]) == 8
     for name, row in record["milliseconds"].items():
