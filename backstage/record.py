@@ -78,7 +78,7 @@ class Metrics:
                 for cells in table:
                     with suppress(ValueError, LookupError, UserError):
                         rows[to_numbers(cells)["step"]] = cells
-                fields = table.fieldnames if step else ()
+                fields = table.fieldnames if step and rows else ()
         except FileNotFoundError:
             pass
         except UserError as error:

@@ -503,6 +503,10 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": 3})
     assert Metrics(file, 4).last == 3
 
+    file.write_text(ROWS.replace(",", ";"))  # as some write it: no columns
+    Metrics(file, 3)
+    assert file.read_text() == f"{','.join(COLUMNS)}\n"
+
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_no_file(name, tmp_path):
