@@ -27,7 +27,7 @@ def read_record(folder, types):
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
-    remedy = ("to go on with the run, delete it, and give --resume and all "
+    remedy = ("to go on with the run, rename it, and give --resume and all "
               "of its flags again")
     record = files.read_json(file, {"hyperparameters": dict}, remedy)
     values = record["hyperparameters"]
