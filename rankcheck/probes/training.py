@@ -181,8 +181,8 @@ class Modules:
                 if isinstance(one, torch.Tensor) and one.dim()
                 and not isinstance(one, nn.Parameter)
                 and (one.is_leaf or not one.requires_grad)]
-            tensors = [one.detach().cpu() for one in given
-                       if storage(one) not in received]
+            tensors = [getattr(one, "_local_tensor", one).detach().cpu()
+                       for one in given if storage(one) not in received]
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
