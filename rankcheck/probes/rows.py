@@ -125,7 +125,7 @@ class Rows:
             if not part.any() and not values.any():
                 return True
             apart = 1
-            if grad is None or grad.is_sparse:  # or was taken away
+            if grad is None or grad.is_sparse or not grad.any():  # taken away
                 apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
                 grad = part[:-1 if apart > 1 else None] * log.scale
             grad = grad.detach().float().flatten().to(values.device)

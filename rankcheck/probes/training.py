@@ -134,6 +134,8 @@ class Modules:
             log.names[id(weight)] = f"{model}:{parts.plain_name(name)}"
             if weight.requires_grad and not isinstance(weight, DTensor):
                 weight.register_hook(partial(self.on_part, id(weight)))
+                for key in [*(hooks := weight._backward_hooks)][:-1]:
+                    hooks[key] = hooks.pop(key)  # the script's: may reduce
                 weight.register_post_accumulate_grad_hook(self.on_gradient)
 
     def meet_owners(self, weights):
@@ -176,13 +178,12 @@ class Modules:
         now.stream = now.stream or id(module)
         received = set(map(storage, now.received))
         with torch._C._DisableFuncTorch():
-            given = [
-                one for one in map(unwrap, tree_leaves(arguments))
-                if isinstance(one, torch.Tensor) and one.dim()
-                and not isinstance(one, nn.Parameter)
-                and (one.is_leaf or not one.requires_grad)]
-            tensors = [one.detach().cpu() for one in given
-                       if storage(one) not in received]
+            given = [one for one in map(unwrap, tree_leaves(arguments))
+                     if isinstance(one, torch.Tensor) and one.dim()
+                     and not isinstance(one, nn.Parameter)
+                     and (one.is_leaf or not one.requires_grad)]
+            tensors = [getattr(one, "_local_tensor", one).detach().cpu()
+                       for one in given if storage(one) not in received]
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):

@@ -5,6 +5,7 @@ No process is started for a question. verify_cases.py has the mistakes
 themselves.
 """
 
+import collections
 import copy
 import functools
 import itertools
@@ -159,6 +160,14 @@ def of_rank_0_alone(trials):
             update["gradients"] = updates[0]["local"]
 
 
+def summed_by_hooks(trials):
+    """Before a rank's own is seen."""
+    for of_rank in trials[2, ""].seen:
+        for update in of_rank["updates"]:
+            update |= dict.fromkeys(("gradients", "local"), times(2.0)(
+                update["gradients"]))
+
+
 def own_gradients(trials):
     """Each rank has its own alone."""
     for of_rank in trials[2, ""].seen:
@@ -265,6 +274,8 @@ CASES = [
      "after update 2 the weights of rank 1 are not rank 0's: 0.weight"),
     (RIGHT, on_all(gradients=times(0.5)), "gradients are the mean",
      "in update 0 the gradients are 0.5 times the mean of the ranks' own"),
+    (RIGHT, summed_by_hooks, "gradients are the mean", "in update 0 the "
+     "gradients are the sum over all ranks, not the mean"),
     (RIGHT, of_rank_0_alone, "gradients are the mean", "in update 0 all ranks "
      "have the gradients of rank 0 alone"),
     (RIGHT, on_all(update=1, losses=lambda losses: [2 * losses[0]]),
@@ -426,6 +437,25 @@ def test_a_gradient_that_the_scripts_hook_has_used_up():
     assert not probe.log.local
 
 
+@pytest.mark.parametrize("before", [None, torch.zeros(1, 3)])
+def test_what_the_scripts_hook_reduces_is_a_gradient(before):
+    """It was registered first, and gets what this rank has computed later."""
+    probe, model = Modules(), torch.nn.Linear(3, 1, bias=False)
+    probe.count = 1
+    (probe.log, rows), probe.classes = recorder(), collections.Counter()
+    probe.log.modules, model.weight.grad = {}, before
+
+    def reduce(gradient):
+        rows.on_message("allreduce", [gradient / 2])
+        return 0 * gradient
+
+    model.weight.register_hook(reduce)
+    probe.meet(model)
+    model(torch.arange(3.0)).backward()
+    assert probe.log.sums[id(model.weight)].tolist() == [0, 1, 2]
+    assert probe.log.row.reduced == 3
+
+
 def test_sparse_gradients_are_counted():
     """Of what is sent, the bytes; of the parameters, all elements."""
     log, rows = recorder()
@@ -505,6 +535,15 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
         Comparison(None, trials[1, ""], trials[2, ""]))
     assert re.fullmatch("gradients are reduced once an update, .* MB in 1 "
                         "calls", found[0].text)
+
+
+def test_what_is_gathered_or_sent_is_no_reduction(recorded):
+    trials = recorded(RIGHT)
+    on_all(reduced=0)(trials)
+    found, = questions.together.reductions(
+        Comparison(None, trials[1, ""], trials[2, ""]))
+    assert found.text == ("gradients are made equal in a way of the script's "
+                          "own")
 
 
 def test_each_question_is_answered_with_a_no():

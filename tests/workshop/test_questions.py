@@ -267,7 +267,7 @@ CASES = [  # the stage, the column, the change; the question, its first words
      "gradients of step 3 are off by 50%"),
     ("ddp", "2", gradient(2, 1.1), "gradients are the single",
      "gradients of step 2 differ between rank 0 and rank 1"),
-    ("ddp", "2", twice, "gradients are reduced once", "gradients are reduced "
+    ("ddp", "2", twice, "gradients are reduced at", "gradients are reduced "
      "2.0 times a step: right, but"),
     ("ddp", "2", logged("norm", lambda norm: 2 * norm), "gradient norms agree",
      "the gradient norm of step 5 is"),

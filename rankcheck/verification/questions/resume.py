@@ -46,17 +46,17 @@ def comes_back(case):
         for one, other in zip(stopped, whole, strict=False))
     if same:
         good = good + whole[len(stopped):]
+    drawn = random_numbers(before, good, back)
     findings = [*weights(before, good, back), *kept(case, good, back),
-                *learning_rates(before, good, back),
-                *random_numbers(before, good, back),
-                *position(before, good, back)]
+                *learning_rates(before, good, back), *drawn,
+                *position(before, good, back, drawn[0].ranks)]
     if not same:
         findings.append(warn(
             "only the next update was compared: two runs with the same flags "
             "differ", "set a seed, and write {run} into the flag that names "
             "its folder"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
-        findings += afterwards(good, back)
+        findings += afterwards(good, back, warn if drawn[0].ranks else fail)
     for finding in findings:
         finding.sentence.insert(0, f"a resume after {made} updates: ")
     return findings
@@ -154,8 +154,8 @@ def later(i):
         "in the update after the next" if i else "in the next update")
 
 
-def position(before, good, back):
-    """Does it go on in the data where it was?"""
+def position(before, good, back, lost):
+    """Does it go on in the data where it was? lost: ranks that draw others."""
     if not samples(good[0]):
         return [warn("its position in the data was not seen", "no samples "
                      "were seen: a sample is a row of what the model gets")]
@@ -164,11 +164,11 @@ def position(before, good, back):
             continue
         old = next((j for j, updates in enumerate(before)
                     if samples(updates) == samples(other)), None)
-        return [fail(f"{later(i)} it reads "
-                     + (f"the samples of update {old} again" if old is not None
-                        else "other samples than without the stop"),
-                     "save the position in the data, with the seed of its "
-                     "order, and skip what was read")]
+        return [(warn if lost and old is None else fail)(
+            f"{later(i)} it reads " + (
+                "other samples than without the stop" if old is None else
+                f"the samples of update {old} again"), "save the position in "
+            "the data, with the seed of its order, and skip what was read")]
     return [ok("it goes on in the data where it was")]
 
 
@@ -187,33 +187,31 @@ def random_numbers(before, good, back):
         if wrong:
             return [warn(f"{name} random numbers do not go on (rank "
                          f"{wrong[0]})", "dropout, augmentation and sampling "
-                         "draw others then: save the generators' states of "
-                         "each rank, or seed them from the step")]
+                         "draw others then: save each rank's generators, or "
+                         "seed them from the step", ranks=wrong)]
         texts.append(ok(f"{name} random numbers go on"))
     return texts or [ok("no random numbers are drawn from one update to the "
                         "next")]
 
 
-def afterwards(good, back):
+def afterwards(good, back, fault):
     """Is what is computed from it the same, too?"""
-    count = 0
+    count, hint = 0, ("something else does not come back: BatchNorm's "
+                      "statistics, a setting of the optimizer, the scale of a "
+                      "GradScaler, the seed?")
     for i, (one, other) in enumerate(zip(good, back, strict=False)):
         mine, expected = (sum(sum(update["losses"]) for update in updates)
                           for updates in (other, one))
         if not abs(mine - expected) <= CLOSE * max(abs(expected), 1e-30):
-            return [fail(f"{later(i)} the loss is {mine / len(one):.6g}, not "
-                         f"{expected / len(one):.6g}", "something else does "
-                         "not come back: BatchNorm's statistics, the scale "
-                         "of a GradScaler, the seed?")]
+            return [fault(f"{later(i)} the loss is {mine / len(one):.6g}, not "
+                          f"{expected / len(one):.6g}", hint)]
         for what in ("weights", "buffers"):
             if what in one[0] and what in other[0]:
                 count += what == "weights"
                 error = error_of(other, one, what)
                 if not error <= CLOSE:
-                    return [fail(f"{later(i)} the {what} are off by "
-                                 f"{percent(error)}", "something else does "
-                                 "not come back: a setting of the optimizer, "
-                                 "BatchNorm's statistics?")]
+                    return [fault(f"{later(i)} the {what} are off by "
+                                  f"{percent(error)}", hint)]
     if not count:
         return [warn("no update after it was compared", "let it save "
                      "earlier, or watch more updates: --steps")]

@@ -89,11 +89,9 @@ def reductions(case):
     for step, updates in enumerate(case.updates):
         if times[step] >= 0.5:
             continue
-        local, got = (put_together(updates, what)
-                      for what in ("local", "gradients"))
-        if few and local.apart and not got.apart:
-            break  # in another form: ranks that computed others get the same
-        if few or got.apart:
+        if few and shared(updates, "gradients"):
+            break  # in another way
+        if few or put_together(updates, "gradients").apart:
             return [not_reduced(case, step)]
     turns = []  # of all optimizers: before the first, all may be reduced
     for step, update in enumerate(mine):
@@ -102,13 +100,12 @@ def reductions(case):
         turns[-1][0] += update["reduced"]
         turns[-1][1] += update["elements"]
     each = [reduced / max(elements, 1) for reduced, elements, _ in turns]
-    often = max(each)
-    once = often < 1.6
-    words = ("gradients are reduced " + (
-        "in a form of the script's own" if few else
-        "once an update" if once else f"{often:.2g} times "
-        + ("an update" if often < 1.1 * min(each) else
-           f"in update {turns[each.index(often)][2]}"))
+    once = (often := max(each)) < 1.6
+    words = "gradients are " + (
+        "made equal in a way of the script's own" if few else "reduced " + (
+            "once an update" if once else f"{often:.2g} times "
+            + ("an update" if often < 1.1 * min(each) else
+               f"in update {turns[each.index(often)][2]}"))
         + f", {sum(update['bytes'] for update in mine) / len(mine) / 1e6:.3g}"
         f" MB in {max(update['calls'] for update in mine)} calls")
     findings = [ok(words)] if once else [warn(
@@ -123,6 +120,12 @@ def reductions(case):
         findings.append(fail("gradients are clipped before they are reduced",
                              "reduce first: the norm is that of the mean"))
     return findings
+
+
+def shared(updates, what):
+    """Whether ranks that have computed others have the same of that."""
+    return bool(put_together(updates, "sums").apart
+                and not put_together(updates, what).apart)
 
 
 def not_reduced(case, step):
@@ -197,9 +200,9 @@ def equal(case):
 def mean(case):
     worst, scaled = None, None  # of all updates; the first with a factor
     for step, updates in enumerate(case.updates):
-        # the script may have changed the gradients: try both
-        found = [gradients_of(updates, updates, what)
-                 for what in ("local", "sums")]
+        # the script's hooks may have changed the first, or reduced them
+        found = [gradients_of(updates, updates, what) for what in (
+            "local", "sums")[shared(updates, "local"):]]
         if any(mine is None for mine, *_ in found):
             return []
         mine, each, _ = min(found, key=lambda one: off(
@@ -235,8 +238,7 @@ def mean(case):
                      "the mean of the ranks' own", "right if the script "
                      "scales them by itself, for the number of microbatches or"
                      " to clip them; else it multiplies or divides once too "
-                     "often",
-                     numbers={"update": step, "factor": factor})]
+                     "often", numbers={"update": step, "factor": factor})]
     return [] if worst is None else [ok(
         "gradients are the mean of the ranks' own, before they are clipped "
         f"(to {worst:.0e})")]
@@ -244,10 +246,9 @@ def mean(case):
 
 def summed(case, step):
     """The sum is wrong unless each rank divides its loss by their number."""
-    mine, good = (sum(map(sum, [update["losses"] for update in updates]))
-                  / len(updates) for updates in (
-                      case.updates[0], case.single[:1] or [
-                          {"losses": []}]))
+    mine, good = (sum(sum(update["losses"]) for update in updates)
+                  / max(len(updates), 1) for updates in (
+                      case.updates[0], case.single[:1]))
     text = f"in update {step} the gradients are the sum over all ranks"
     if good and abs(mine / good - 1) < 0.2:
         return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)

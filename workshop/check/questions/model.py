@@ -150,7 +150,7 @@ def gradients(trial, reference):
     return None
 
 
-@question("gradients are reduced once a step", where=data_alone)
+@question("gradients are reduced at most once a step", where=data_alone)
 def reductions(trial, reference):
     """How often each gradient is all-reduced in a step.
 
