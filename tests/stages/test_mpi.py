@@ -108,6 +108,17 @@ def test_all_leave_mpi(tmp_path, enter, mpich):
         assert done.returncode == 0, done.stderr
 
 
+def test_a_misspelt_call_is_said_to_be_none_of_mpi4pys():
+    needs("mpirun", "mpi4py")
+    done = run_command(sys.executable, "-c", """\
+from workshop.jobs.blocking_mpi import MPI, install
+install(1, None)
+MPI.COMM_WORLD.Allreduc
+""")
+    assert ("'mpi4py.MPI.Intracomm' object has no attribute 'Allreduc'"
+            in done.stderr)
+
+
 def on_two_nodes(enter, size, *words):
     """By Open MPI, which places ranks in turn: what they left behind."""
     return run_command(enter, "node1", shlex.join(map(str, (

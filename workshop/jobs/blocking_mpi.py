@@ -69,6 +69,9 @@ class SleepingComm(MPI.Intracomm):
         os._exit(errorcode or 1)
 
 
+SleepingComm.__name__ = "mpi4py.MPI.Intracomm"  # so errors call it
+
+
 class SleepingRequest(MPI.Request):
     def Wait(self, status=None):
         sleep_until(self.Get_status)
