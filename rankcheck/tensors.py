@@ -121,8 +121,7 @@ def assemble(ranks, same=None):
             off = difference(values[at], part)[again]
             if off.any():
                 apart.add(name)
-                differing[rank] = max(
-                    differing.get(rank, 0.0),
+                differing[rank] = max(differing.get(rank, 0.0),
                     off.abs().nan_to_num(torch.inf).max().item())
             values[at] = torch.where(again, values[at], part)
             done[at] = True

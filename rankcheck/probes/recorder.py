@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from inspect import CO_NESTED
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,8 +29,7 @@ from torch.optim import optimizer as optimizers
 
 HERE = f"{Path(__file__).parent}/"
 PROBES = set()  # other files, whose functions stand in the place of PyTorch's
-AROUND = ("wrapper", "inner", "decorate_context", "__call__",
-          "_wrapped_call_impl", "_call_impl")  # what is called inside of these
+AROUND = "__call__", "_wrapped_call_impl", "_call_impl"  # the call is inside
 SAVE = torch.save  # a probe may put another in its place
 
 
@@ -87,10 +87,12 @@ class Log:
         frame, lines, called = sys._getframe(1), [], ""
         while frame:
             code = frame.f_code
-            if code.co_filename == self.script:
+            own = code.co_filename == self.script
+            if own:
                 lines.append((frame.f_lineno, code.co_name, called))
             if not (code.co_filename.startswith(HERE) or code.co_name in AROUND
-                    or code.co_filename in PROBES):
+                    or code.co_filename in PROBES
+                    or (code.co_flags & CO_NESTED and not own)):  # a wrapper
                 called = code.co_name
             frame = frame.f_back
         return lines

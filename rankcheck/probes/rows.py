@@ -89,9 +89,8 @@ class Rows:
         share = math.log(len(group[1]), self.size) if group and (
             self.size > 1) else 1
         if "reduce" in name and share:
-            message = (
-                sum(tensor.numel() for tensor in tensors) * share,
-                sum(part.nbytes for tensor in tensors for part in (
+            message = (sum(tensor.numel() for tensor in tensors) * share, sum(
+                part.nbytes for tensor in tensors for part in (
                     [tensor._indices(), tensor._values()] if tensor.is_sparse
                     else [tensor])), bool(now.unclipped))
             if self.recorded or any(map(self.carries_gradient, tensors)):

@@ -382,6 +382,13 @@ def recorder():
     return log, rows
 
 
+def test_a_decorators_wrapper_is_not_what_a_line_calls():
+    log, _ = recorder()
+    log.script = __file__
+    place, *_ = torch.compiler.disable(log.place)()
+    assert place[2] == ""
+
+
 def read_rows(use):
     """What `use(model, x, y)` lets a model be given, as its rows' hashes."""
     log, _ = recorder()
