@@ -112,12 +112,11 @@ def gpus(log):
         "is_available": True, "is_initialized": True,
         "is_bf16_supported": True, "device_count": count,
         "current_device": rank, "current_device_index": rank,
-        "current_accelerator": torch.device("cuda"),
+        "current_accelerator": torch.device("cuda"), "get_arch_list": [],
         "get_device_name": GPU.name, "get_device_properties": GPU,
         "get_device_capability": (GPU.major, GPU.minor),
         "mem_get_info": (MEMORY, MEMORY), "memory_summary": "",
-        "memory_stats": {}, "get_arch_list": [],
-        "get_rng_state": torch.get_rng_state(),
+        "memory_stats": {}, "get_rng_state": torch.get_rng_state(),
         "get_rng_state_all": [torch.get_rng_state()] * count}
     for place in (torch.cuda, torch.accelerator):
         for name in place.__all__:

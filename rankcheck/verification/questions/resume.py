@@ -56,7 +56,7 @@ def comes_back(case):
             "differ", "set a seed, and write {run} into the flag that names "
             "its folder"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
-        findings += afterwards(good, back, warn if drawn[0].ranks else fail)
+        findings += afterwards(good, back, drawn[0].ranks)
     for finding in findings:
         finding.sentence.insert(0, f"a resume after {made} updates: ")
     return findings
@@ -109,8 +109,7 @@ def kept(case, good, back):
             if names_of(saved["kept"]) - names_of(mine["kept"])]
         if 0 < len(lack) < len(one):
             return [fail("the optimizer's state does not come back on rank "
-                         f"{lack[0]}", "every rank loads it: "
-                         "optimizer.load_state_dict(...)", ranks=lack)]
+                         f"{lack[0]}", f"every rank: {load}", ranks=lack)]
         saved, mine = (put_together(updates, "kept").tensors
                        for updates in (one, other))
         for key, expected in saved.items():
@@ -194,11 +193,13 @@ def random_numbers(before, good, back):
                         "next")]
 
 
-def afterwards(good, back, fault):
-    """Is what is computed from it the same, too?"""
-    count, hint = 0, ("something else does not come back: BatchNorm's "
-                      "statistics, a setting of the optimizer, the scale of a "
-                      "GradScaler, the seed?")
+def afterwards(good, back, lost=()):
+    """Is what is computed from it the same, too? lost: as in `position`."""
+    count, fault, hint = 0, fail, (
+        "something else does not come back: BatchNorm's statistics, a setting "
+        "of the optimizer, the scale of a GradScaler, the seed?")
+    if lost:
+        fault, hint = warn, "the other random numbers may be all of it"
     for i, (one, other) in enumerate(zip(good, back, strict=False)):
         mine, expected = (sum(sum(update["losses"]) for update in updates)
                           for updates in (other, one))
