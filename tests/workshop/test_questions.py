@@ -268,7 +268,7 @@ CASES = [  # the stage, the column, the change; the question, its first words
     ("ddp", "2", gradient(2, 1.1), "gradients are the single",
      "gradients of step 2 differ between rank 0 and rank 1"),
     ("ddp", "2", twice, "gradients are reduced at", "gradients are reduced "
-     "2.0 times a step: right, but"),
+     "2.0 times a step: 2 times the"),
     ("ddp", "2", logged("norm", lambda norm: 2 * norm), "gradient norms agree",
      "the gradient norm of step 5 is"),
     ("ddp", "2", logged("loss", lambda loss: 1.1 * loss), "losses agree at",
@@ -343,7 +343,7 @@ CASES = [  # the stage, the column, the change; the question, its first words
     ("tp", "1x1x2", whole_model, "each rank holds its part", "rank 0 keeps "
      "all of"),
     ("tp", "1x1x2", whole_matrices(".attn.c_attn.weight"), "each rank holds "
-     "its part", "transformer.h.0.attn.c_attn.weight is not split: right"),
+     "its part", "transformer.h.0.attn.c_attn.weight is not split: all"),
     ("tp", "1x1x2", whole_matrices(".h."), "each rank holds its part",
      "no matrix of a block is split"),
     ("tp", "1x1x2", on(1, continued=[[5]]), "every rank writes texts",

@@ -163,9 +163,8 @@ def reductions(trial, reference):
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step")
     return warn(
-        f"gradients are reduced {count:.1f} times a step: right, but "
-        f"{count:.0f} times the communication", "once is enough, after the "
-        "last microbatch")
+        f"gradients are reduced {count:.1f} times a step: {count:.0f} times "
+        "the communication", "once is enough, after the last microbatch")
 
 
 @question("weights are gathered block by block",
@@ -177,9 +176,9 @@ def gathers(trial, reference):
                   default=0)
     whole = 0.9 * len(reference.seen[0]["start"]["flat"])
     if largest * trial.mesh.dp >= whole:
-        return warn("all weights are gathered at once: right, but every rank "
-                    "needs room for the whole model", "shard each block "
-                    "before the model: fully_shard(block, mesh=mesh)")
+        return warn("all weights are gathered at once: every rank needs "
+                    "room for the whole model", "shard each block before the "
+                    "model: fully_shard(block, mesh=mesh)")
     return None
 
 

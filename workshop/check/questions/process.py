@@ -101,12 +101,11 @@ def parts(trial, reference):
         return fail("no matrix of a block is split: all ranks of a TP group "
                     "compute the same")
     if whole:
-        return warn(f"{whole[0]} is not split: right, but all ranks of a TP "
-                    "group compute the same with it", "give it a line of the "
-                    "plan")
+        return warn(f"{whole[0]} is not split: all ranks of a TP group "
+                    "compute the same with it", "give it a line of the plan")
     if any(trial.asked("to")):
         return warn("every device has the whole model before it is sharded",
-                    "right, as long as it fits: leave the model on the CPU, "
+                    "it has to fit there: leave the model on the CPU, "
                     "fully_shard moves its parts")
     return None
 
