@@ -122,9 +122,8 @@ def trainer(trial, reference):
         return fail(f"the Trainer writes, too: {', '.join(writers)}")
     if not any(trial.asked("plugins")):
         return warn("Lightning guesses who has started the processes",
-                    "right here, but it would take the shell of a SLURM job "
-                    "for a task that waits for others: "
-                    "plugins=[lit.get_launcher()]")
+                    "it would take the shell of a SLURM job for a task that "
+                    "waits for others: plugins=[lit.get_launcher()]")
     return None
 
 
