@@ -158,6 +158,15 @@ def test_nobody_waits_for_more_than_all_the_time(times, share):
     assert (number, found) == (0, pytest.approx(share))
 
 
+def test_who_is_late_because_it_waits():
+    """Itself, as the first stage of a pipeline does, is no straggler."""
+    ranks = [json.loads(line) for line in (
+        EVIDENCE / "fault-7.jsonl").read_text().splitlines()]
+    ranks[3][0]["looks"] = [[20, [["x.py", 1, "main"]]], [20, [
+        ["x.py", 2, "main"], ["torch/distributed/c10d.py", 3, "recv"]]]]
+    assert judge([Rank(*rank) for rank in ranks]).kind == ""
+
+
 @pytest.mark.whole
 def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
     """Unless somebody stops its processes, as Ctrl-Z does."""
@@ -287,6 +296,16 @@ def test_what_a_main_thread_does_is_not_guessed():
               "work": [["thread", 7, "python", "S", True, None]]}
     assert describe(Rank(record, alive=True, fresh=True)).endswith(
         "; computes, reads or writes")
+
+
+def test_where_a_stopped_process_is_not_guessed():
+    """It was there when it last wrote, which may be long ago."""
+    said = judge([Rank({
+        "rank": 0, "host": "node1", "pid": 7, "written": 9, "began": 1,
+        "stack": [["x.py", 3, "<module>"]], "ended": None, "answers": True,
+        "state": "T"}, alive=True)])
+    assert said.kind == "a stopped process"
+    assert said.text.endswith("when it was in line 3 of x.py")
 
 
 @pytest.mark.parametrize("start", [
