@@ -189,6 +189,7 @@ def test_the_doctor_as_a_job(clone, tmp_path):
     ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
     ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
     ({"SITE": "false"}, "a command in"),
+    ({"FLAGS": "--run-dir mine"}, "run's folder: -v WORKSHOP_RUN=DIR"),
     ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
     # as qdel does: the job's shell gets the signal, too

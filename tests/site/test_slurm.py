@@ -103,7 +103,7 @@ def test_sbatch_says_the_size(slurm):
 
 
 def test_a_size_that_does_not_fit(slurm):
-    """It is one line, before anything starts."""
+    """It is one line, before anything starts; so is another folder."""
     more = r"4 GPUs and 2 tasks on each node: .* --ntasks-per-node=4$"
     uneven = "--nodes=2 --gpus-per-node=0 --gpus=3"
     few = slurm.repo / "batchfiles" / "batch-few.sh"
@@ -116,6 +116,7 @@ def test_a_size_that_does_not_fit(slurm):
         ("ddp-1n4g", "--ntasks-per-node=2", more),
         ("ddp-1n1g", uneven, "one node has 2 GPUs, another 1: "),
         ("few", "", "fewer cores than processes, 2 on each .*per-gpu=8$"))}
+    jobs[slurm.submit("std", "--run-dir", "mine")] = ": WORKSHOP_RUN=DIR$"
     for job, reason in jobs.items():
         assert slurm.wait(job)["JobState"] == "FAILED"
         log = slurm.log(job)
