@@ -352,6 +352,12 @@ if __name__ == '__main__': mp.spawn(train, nprocs=2)
         job.wait()
 
 
+def test_a_module_that_is_being_imported(monkeypatch):
+    """It has no names yet; the thread that looks at it goes on."""
+    monkeypatch.setitem(sys.modules, "multiprocessing.process", sys)
+    assert launchers.find_spawned() is None
+
+
 def test_an_earlier_start_in_the_same_folder():
     """Three ranks that have ended, then two."""
     first, second = ([{"rank": rank, "began": began, "written": began + 9,
