@@ -143,6 +143,7 @@ train() {
 
     after=$(python -m workshop progress "$run") && exit 0
     after=${after%% *}
+    [[ $(begun) != "$earlier" ]] || after=$before # else another job's steps
     end_job "stopped and not requeued: no further step was saved, see above:" \
         "python -m workshop why ${run@Q}"
 }

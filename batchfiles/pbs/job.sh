@@ -70,6 +70,7 @@ train() {
         exit 0
     fi
     after=$(progress)
+    [[ $(begun) != "$earlier" ]] || after=$before # else another job's steps
     local options # a site's project, queue and limits, as typed for this job
     read -ra options < <(sed -n 's/^ *Submit_arguments = / /p' <<<"$job" |
         grep -oE ' -[APlq] *[^ ]+' | tr -d '\n')

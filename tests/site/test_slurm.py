@@ -286,6 +286,20 @@ def test_the_script_on_the_desk(slurm):
 
 
 
+def test_the_steps_of_another_job(slurm):
+    """In the same run: they do not send a job that fails to the queue."""
+    with slurm.counting("std", """import os, sys
+saved = sys.argv[2] + "/checkpoints"
+os.makedirs(saved)
+open(saved + "/step_00000009.pt", "w")
+sys.exit("another process trains in this run")
+"""):
+        job = slurm.submit("std")
+        end = slurm.wait(job)
+    assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
+    assert "no further step was saved, see above" in slurm.log(job)
+
+
 def test_the_doctor_as_a_job(slurm):
     """More ranks than nodes are in test_launchers.py."""
     job = slurm.submit("doctor", options=[
