@@ -55,7 +55,8 @@ BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
 @rule(STOPS, "a stopped process", "kill -CONT PID lets it go on")
 def stopped(job):
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
-    who = job.those(lambda rank: rank.runs and rank.state == "T")
+    who = job.those(lambda rank: rank.runs and rank.state == "T"
+                    and not (rank.answers and rank.fresh))
     return who and (who, f"{who:is} stopped: " + ", ".join(
         f"process {rank.pid} on {rank.host}, last wrote at {rank.heard}"
         for rank in who))
@@ -281,9 +282,8 @@ def straggler(job):
 
 
 def find_last(times):
-    """(the rank that others wait for, their share of time, seconds each).
-
-    times: of each collective, the time at which each rank came to it.
+    """Of the times at which the ranks came to each collective: (the rank that
+    others wait for, their share of time, seconds each).
     """
     late = defaultdict(list)
     for found in times:

@@ -299,13 +299,27 @@ def test_what_a_main_thread_does_is_not_guessed():
 
 
 def test_where_a_stopped_process_is_not_guessed():
-    """It was there when it last wrote, which may be long ago."""
-    said = judge([Rank({
+    """It was there when it last wrote, which may be long ago. One that has
+    just answered is stopped now and then, as by `cpulimit`.
+    """
+    record = {
         "rank": 0, "host": "node1", "pid": 7, "written": 9, "began": 1,
         "stack": [["x.py", 3, "<module>"]], "ended": None, "answers": True,
-        "state": "T"}, alive=True)])
+        "state": "T"}
+    said = judge([Rank(record, alive=True)])
     assert said.kind == "a stopped process"
     assert said.text.endswith("when it was in line 3 of x.py")
+    record["world_size"] = 1
+    assert judge([Rank(record, alive=True, fresh=True)]).kind == ""
+
+
+def test_a_process_in_a_container():
+    """Its number means another process here, or none."""
+    record = {"host": proc.name_host(os.environ), "pid": 2**30, "began": 1,
+              "space": proc.SPACE}
+    if os.path.isdir("/proc"):
+        assert evidence.lives(record) is False
+    assert evidence.lives({**record, "space": "pid:[7]"}) is None
 
 
 @pytest.mark.parametrize("start", [
