@@ -67,6 +67,8 @@ done
 
 run=${WORKSHOP_RUN:-$WORKSHOP/runs/$SLURM_JOB_NAME-${job%_*}}$element
 run=$(realpath -ms "$run") # for commands that are typed in another folder
+[[ " ${flags[*]}" != *" --run-dir"* ]] || # which signals would not reach
+    fail "instead of --run-dir give sbatch the run's folder: WORKSHOP_RUN=DIR"
 
 # Load the site's modules and the environment. Jobs install nothing.
 trap 'fail "site.sh calls exit, which ends the job: use return"' EXIT
@@ -141,6 +143,7 @@ train() {
 
     after=$(python -m workshop progress "$run") && exit 0
     after=${after%% *}
+    [[ $(begun) != "$earlier" ]] || after=$before # else another job's steps
     end_job "stopped and not requeued: no further step was saved, see above:" \
         "python -m workshop why ${run@Q}"
 }

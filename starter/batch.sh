@@ -25,7 +25,7 @@ job=${job:-$SLURM_JOB_ID} # of an array this element alone
 run=runs/$job             # the same after a requeue: it goes on
 rm -f "$run/training"     # train.py makes it in its first step
 trap : TERM               # the processes get it as well
-srun --kill-on-bad-exit=1 python train.py --run-dir "$run" --resume "$@" &
+srun --kill-on-bad-exit=1 python train.py "$@" --run-dir "$run" --resume &
 processes=$!
 while kill -0 $processes 2>/dev/null; do
     sleep 1 # a signal before the first step could end Python

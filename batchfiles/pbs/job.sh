@@ -12,6 +12,8 @@ batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 root=$(dirname "$(dirname "$batchfiles")")
 run=${WORKSHOP_RUN:-$root/runs/${STAGE-}-${PBS_JOBID%%.*}}
 read -ra flags <<<"${FLAGS-}" # of the script: qsub -v FLAGS="--max-steps 100"
+[[ " ${flags[*]}" != *" --run-dir"* ]] || # which signals would not reach
+    fail "instead of --run-dir give qsub the run's folder: -v WORKSHOP_RUN=DIR"
 
 # Load the site's modules and the environment. Jobs install nothing.
 trap 'fail "site.sh calls exit, which ends the job: use return"' EXIT
@@ -68,6 +70,7 @@ train() {
         exit 0
     fi
     after=$(progress)
+    [[ $(begun) != "$earlier" ]] || after=$before # else another job's steps
     local options # a site's project, queue and limits, as typed for this job
     read -ra options < <(sed -n 's/^ *Submit_arguments = / /p' <<<"$job" |
         grep -oE ' -[APlq] *[^ ]+' | tr -d '\n')

@@ -124,7 +124,7 @@ def collect(folder):
         {**record, "rank": 0, "world_size": 1} for record in records]
     ranks, kills = [], proc.count_oom_kills()
     for record in records:
-        if record["host"] == proc.name_host(os.environ):  # it may be dead, or
+        if lives(record) is not None:  # it may be dead, or
             record["state"] = proc.read_state(record["pid"])  # stopped
             record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
@@ -214,9 +214,9 @@ def add_exits(folder, records):
 
 def lives(record):
     """Whether the process lives; None where that cannot be seen."""
-    if record["host"] != proc.name_host(os.environ) or not os.path.isdir(
-            "/proc"):
-        return None
+    if record["host"] != proc.name_host(os.environ) or record.get(
+            "space") != proc.SPACE or not os.path.isdir("/proc"):
+        return None  # it is on another node, or in a container
     # one that has begun after the record has its number by chance
     return proc.read_state(record["pid"]) not in ("?", "Z") and (
         proc.find_begin(record["pid"]) < record["began"] + 2)

@@ -14,7 +14,7 @@ from statistics import mode
 
 from rankcheck.findings import Finding
 from rankcheck.why import seen
-from rankcheck.why.ranks import PATIENCE, SOON, Job, Who
+from rankcheck.why.ranks import PATIENCE, SOON, Job, Who, is_waiting
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -55,9 +55,10 @@ BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
 @rule(STOPS, "a stopped process", "kill -CONT PID lets it go on")
 def stopped(job):
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
-    who = job.those(lambda rank: rank.runs and rank.state == "T")
+    who = job.those(lambda rank: rank.runs and rank.state == "T"
+                    and not (rank.answers and rank.fresh))
     return who and (who, f"{who:is} stopped: " + ", ".join(
-        f"process {rank.pid} on {rank.host}, in {rank.place}"
+        f"process {rank.pid} on {rank.host}, last wrote at {rank.heard}"
         for rank in who))
 
 
@@ -265,25 +266,24 @@ def straggler(job):
     whole = [{rank: call["time"] for rank, call in calls.items()}
              for calls in job.calls if len(calls) == len(job.ranks) > 1]
     quarter = len(whole) // 4
-    if quarter < 4:
-        return None
     number, share, mean = find_last(whole)
     parts = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
              for i in range(4)]
-    if any(late != number or part < SHARE for late, part, _ in parts) or (
-            mean > min(rank.longest_gap for rank in job.ranks
-                       if rank.rank != number)):
-        return None  # if nobody has waited so long, its clock is off
     who = job.those(lambda rank: rank.rank == number)
+    if quarter < 4 or any(
+            late != number or part < SHARE for late, part, _ in parts) or (
+            mean > min(one.longest_gap for one in job.ranks.without(who))
+            or sum(times * (bool(is_waiting(stack)) - SHARE)
+                   for times, stack in who[0].looks) > 0):
+        return None  # its clock is off; or it waits itself, as in a pipeline
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
                  f"on average: the others wait for it {share:.0%} of the "
                  f"time; it is in {who[0].place}")
 
 
 def find_last(times):
-    """(the rank that others wait for, their share of time, seconds each).
-
-    times: of each collective, the time at which each rank came to it.
+    """Of the times at which the ranks came to each collective: (the rank that
+    others wait for, their share of time, seconds each).
     """
     late = defaultdict(list)
     for found in times:

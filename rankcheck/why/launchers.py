@@ -39,8 +39,8 @@ def find_rank():
 
 def find_spawned():
     """The number on its node that mp.spawn has given to this process."""
-    module = sys.modules.get("multiprocessing.process")
-    process = module.current_process() if module else None
+    process = getattr(sys.modules.get("multiprocessing.process"),
+                      "_current_process", None)  # while it is imported
     target = getattr(process, "_target", None)
     return process._args[1] if getattr(target, "__module__", "") == (
         "torch.multiprocessing.spawn") else None

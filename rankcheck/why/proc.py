@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 WORKS = 0.02  # of a core: less is only asking whether something is there
+SPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))  # of PIDs
 
 
 def read_text(file):
@@ -22,9 +23,8 @@ def read_text(file):
 
 
 def read_stat(pid):
-    """What Linux says of a process, from its state on; [] if it is gone.
-
-    pid: its number, or PID/task/THREAD.
+    """What Linux says of a process, or of PID/task/THREAD, from its state on;
+    [] if it is gone.
     """
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 

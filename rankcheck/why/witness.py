@@ -176,7 +176,7 @@ class Witness:
         self.at_begin = {
             "format": FORMAT, "host": self.host, "pid": self.owner,
             "starter": os.environ.get(WATCHED), "began": time.time(),
-            "start": [*map(os.environ.get, STARTS)],
+            "start": [*map(os.environ.get, STARTS)], "space": proc.SPACE,
             "oom_before": proc.count_oom_kills()}
         self.still, self.seen, self.progress = 0, set(), None
         self.script, self.over, self.thread = None, False, None

@@ -158,6 +158,15 @@ def test_nobody_waits_for_more_than_all_the_time(times, share):
     assert (number, found) == (0, pytest.approx(share))
 
 
+def test_who_is_late_because_it_waits():
+    """Itself, as the first stage of a pipeline does, is no straggler."""
+    ranks = [json.loads(line) for line in (
+        EVIDENCE / "fault-7.jsonl").read_text().splitlines()]
+    ranks[3][0]["looks"] = [[20, [["x.py", 1, "main"]]], [20, [
+        ["x.py", 2, "main"], ["torch/distributed/c10d.py", 3, "recv"]]]]
+    assert judge([Rank(*rank) for rank in ranks]).kind == ""
+
+
 @pytest.mark.whole
 def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
     """Unless somebody stops its processes, as Ctrl-Z does."""
@@ -289,6 +298,30 @@ def test_what_a_main_thread_does_is_not_guessed():
         "; computes, reads or writes")
 
 
+def test_where_a_stopped_process_is_not_guessed():
+    """It was there when it last wrote, which may be long ago. One that has
+    just answered is stopped now and then, as by `cpulimit`.
+    """
+    record = {
+        "rank": 0, "host": "node1", "pid": 7, "written": 9, "began": 1,
+        "stack": [["x.py", 3, "<module>"]], "ended": None, "answers": True,
+        "state": "T"}
+    said = judge([Rank(record, alive=True)])
+    assert said.kind == "a stopped process"
+    assert said.text.endswith("when it was in line 3 of x.py")
+    record["world_size"] = 1
+    assert judge([Rank(record, alive=True, fresh=True)]).kind == ""
+
+
+def test_a_process_in_a_container():
+    """Its number means another process here, or none."""
+    record = {"host": proc.name_host(os.environ), "pid": 2**30, "began": 1,
+              "space": proc.SPACE}
+    if os.path.isdir("/proc"):
+        assert evidence.lives(record) is False
+    assert evidence.lives({**record, "space": "pid:[7]"}) is None
+
+
 @pytest.mark.parametrize("start", [
     "RANKCHECK_WHY=$PWD/why-$$ exec", "RANKCHECK_WHY=$PWD/why-mine exec "
     f"{sys.executable} -m rankcheck why run --"])
@@ -331,6 +364,12 @@ if __name__ == '__main__': mp.spawn(train, nprocs=2)
         for pid in reversed(proc.descendants(job.pid)):
             os.kill(pid, signal.SIGKILL)
         job.wait()
+
+
+def test_a_module_that_is_being_imported(monkeypatch):
+    """It has no names yet; the thread that looks at it goes on."""
+    monkeypatch.setitem(sys.modules, "multiprocessing.process", sys)
+    assert launchers.find_spawned() is None
 
 
 def test_an_earlier_start_in_the_same_folder():

@@ -189,7 +189,11 @@ def test_the_doctor_as_a_job(clone, tmp_path):
     ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
     ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
     ({"SITE": "false"}, "a command in"),
+    ({"FLAGS": "--run-dir mine"}, "run's folder: -v WORKSHOP_RUN=DIR"),
     ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
+     "stopped and not continued: no further step was saved"),
+    ({"mpiexec": "mkdir -p $WORKSHOP_RUN/checkpoints; touch $WORKSHOP_RUN/"
+      "checkpoints/step_00000009.pt; exit 1"},  # as another job does
      "stopped and not continued: no further step was saved"),
     # as qdel does: the job's shell gets the signal, too
     ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "kill $PPID; sleep 1; exit 1"},
@@ -199,6 +203,7 @@ def test_what_is_wrong_is_one_line(clone, tmp_path, variables, words):
         variables = dict(variables)
         program(tmp_path / "mpiexec", "#!/bin/sh\n[ $1 != --version ] || exit "
                 f"0\n{variables.pop('mpiexec')}\n")
-    done = run(clone, **{"stage": "ddp", **variables}, bin=str(tmp_path))
+    done = run(clone, bin=str(tmp_path), **{
+        "stage": "ddp", "WORKSHOP_RUN": str(tmp_path / "run"), **variables})
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and words in line

@@ -103,7 +103,7 @@ def test_sbatch_says_the_size(slurm):
 
 
 def test_a_size_that_does_not_fit(slurm):
-    """It is one line, before anything starts."""
+    """It is one line, before anything starts; so is another folder."""
     more = r"4 GPUs and 2 tasks on each node: .* --ntasks-per-node=4$"
     uneven = "--nodes=2 --gpus-per-node=0 --gpus=3"
     few = slurm.repo / "batchfiles" / "batch-few.sh"
@@ -116,6 +116,7 @@ def test_a_size_that_does_not_fit(slurm):
         ("ddp-1n4g", "--ntasks-per-node=2", more),
         ("ddp-1n1g", uneven, "one node has 2 GPUs, another 1: "),
         ("few", "", "fewer cores than processes, 2 on each .*per-gpu=8$"))}
+    jobs[slurm.submit("std", "--run-dir", "mine")] = ": WORKSHOP_RUN=DIR$"
     for job, reason in jobs.items():
         assert slurm.wait(job)["JobState"] == "FAILED"
         log = slurm.log(job)
@@ -283,6 +284,20 @@ def test_the_script_on_the_desk(slurm):
     assert log.count("nothing to do: check --max-steps") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 
+
+
+def test_the_steps_of_another_job(slurm):
+    """In the same run: they do not send a job that fails to the queue."""
+    with slurm.counting("std", """import os, sys
+saved = sys.argv[2] + "/checkpoints"
+os.makedirs(saved)
+open(saved + "/step_00000009.pt", "w")
+sys.exit("another process trains in this run")
+"""):
+        job = slurm.submit("std")
+        end = slurm.wait(job)
+    assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
+    assert "no further step was saved, see above" in slurm.log(job)
 
 
 def test_the_doctor_as_a_job(slurm):
