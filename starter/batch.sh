@@ -9,6 +9,10 @@
 #SBATCH --signal=B:USR1@120     # two minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
+if [[ " $*" == *" --run-dir"* ]]; then
+    echo "error: a job's run is in runs/, by its number: no --run-dir" >&2
+    exit 2
+fi
 asked=''
 trap asked=yes USR1 # from SLURM, before the time limit
 
@@ -25,7 +29,7 @@ job=${job:-$SLURM_JOB_ID} # of an array this element alone
 run=runs/$job             # the same after a requeue: it goes on
 rm -f "$run/training"     # train.py makes it in its first step
 trap : TERM               # the processes get it as well
-srun --kill-on-bad-exit=1 python train.py "$@" --run-dir "$run" --resume &
+srun --kill-on-bad-exit=1 python train.py --run-dir "$run" --resume "$@" &
 processes=$!
 while kill -0 $processes 2>/dev/null; do
     sleep 1 # a signal before the first step could end Python

@@ -221,6 +221,13 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
     assert all(file.read_bytes() == text for file, text in before.items())
 
 
+def test_a_job_refuses_a_folder_that_it_would_not_look_into():
+    done = subprocess.run(
+        ["bash", STARTER.with_name("batch.sh"), "--run-dir=mine"],
+        capture_output=True, text=True)
+    assert done.returncode == 2 and "no --run-dir" in done.stderr
+
+
 def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):
     shutil.copytree(begun, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
