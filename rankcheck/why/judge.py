@@ -267,13 +267,13 @@ def straggler(job):
              for calls in job.calls if len(calls) == len(job.ranks) > 1]
     quarter = len(whole) // 4
     number, share, mean = find_last(whole)
-    parts = [find_last(whole[i * quarter:(i + 1) * quarter + 1])
-             for i in range(4)]
+    parts = [find_last(whole[i * quarter:][:quarter + 1]) for i in range(4)]
     who = job.those(lambda rank: rank.rank == number)
     if quarter < 4 or any(
             late != number or part < SHARE for late, part, _ in parts) or (
             mean > min(one.longest_gap for one in job.ranks.without(who))
-            or sum(times * (bool(is_waiting(stack)) - SHARE)
+            or sum(times * (bool(is_waiting(stack) or any(  # or in MPI's
+                name == "called" for *_, name in stack[-1:])) - SHARE)
                    for times, stack in who[0].looks) > 0):
         return None  # its clock is off; or it waits itself, as in a pipeline
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "

@@ -158,13 +158,17 @@ def test_nobody_waits_for_more_than_all_the_time(times, share):
     assert (number, found) == (0, pytest.approx(share))
 
 
-def test_who_is_late_because_it_waits():
+@pytest.mark.parametrize(("looks", "fault"), [
+    (["torch/distributed/c10d.py", 3, "recv"], ""),
+    (["rankcheck/why/calls.py", 3, "called"], ""),  # MPI's
+    (["x.py", 3, "read"], "straggler")])
+def test_who_is_late_because_it_waits(looks, fault):
     """Itself, as the first stage of a pipeline does, is no straggler."""
     ranks = [json.loads(line) for line in (
         EVIDENCE / "fault-7.jsonl").read_text().splitlines()]
     ranks[3][0]["looks"] = [[20, [["x.py", 1, "main"]]], [20, [
-        ["x.py", 2, "main"], ["torch/distributed/c10d.py", 3, "recv"]]]]
-    assert judge([Rank(*rank) for rank in ranks]).kind == ""
+        ["x.py", 2, "main"], looks]]]
+    assert judge([Rank(*rank) for rank in ranks]).kind == fault
 
 
 @pytest.mark.whole
