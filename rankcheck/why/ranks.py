@@ -205,7 +205,7 @@ class Rank:
     def heard(self):
         """When it last wrote, and where it was then."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.written))
-        return f"{clock}, when it was in {self.place}"
+        return f"{clock}, then in {self.place}"
 
 
 class Job:

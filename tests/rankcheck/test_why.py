@@ -312,7 +312,7 @@ def test_where_a_stopped_process_is_not_guessed():
         "state": "T"}
     said = judge([Rank(record, alive=True)])
     assert said.kind == "a stopped process"
-    assert said.text.endswith("when it was in line 3 of x.py")
+    assert said.text.endswith(", then in line 3 of x.py")
     record["world_size"] = 1
     assert judge([Rank(record, alive=True, fresh=True)]).kind == ""
 
