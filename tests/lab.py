@@ -1,5 +1,6 @@
 """What an attendee does in a real JupyterLab, in a real browser."""
 
+import contextlib
 import re
 
 from cluster import wait_for
@@ -102,11 +103,19 @@ class Lesson:
                 ".jp-InputArea", has_text=source)).nth(which), key, timeout)
 
     def run_cell(self, cell, key="Control+Enter", timeout=400):
-        cell.locator(".cm-content").click()
-        self.page.keyboard.press(key)
+        prompt = self.expect(cell.locator(".jp-InputPrompt"))
+        before = cell.locator(".jp-InputPrompt").inner_text()
+
+        def begin():  # a notebook that has just been opened may not listen
+            cell.locator(".cm-content").click()
+            self.page.keyboard.press(key)
+            with contextlib.suppress(AssertionError):
+                prompt.not_to_have_text(before, timeout=20_000)
+                return True
+
+        wait_for(begin, 100)
         self.runs += 1
-        self.expect(cell.locator(".jp-InputPrompt")).to_have_text(
-            f"[{self.runs}]:", timeout=1000 * timeout)
+        prompt.to_have_text(f"[{self.runs}]:", timeout=1000 * timeout)
         self.output = cell.locator(".jp-OutputArea-output")
         return "\n".join(self.output.all_inner_texts())
 
