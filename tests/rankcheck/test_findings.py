@@ -194,3 +194,15 @@ def test_a_resume_brings_back_nan(what):
     assert finding.verdict == "FAIL" and "nan" in finding.text
     finding, = ASKED[what]([update()], [update()])
     assert finding.verdict == "ok"
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [
+    ([], "FAIL"), ([1], "FAIL"), ([0, 1], "warn")])
+def test_random_numbers_that_do_not_go_on(lost, verdict):
+    """What they change is a mistake where only some ranks draw others."""
+    good = update() + update()
+    found = [
+        *resume.position([], [good], [tuple(
+            {**one, "rows": ["b"]} for one in good)], lost),
+        *resume.afterwards([good], [update(loss=3.0) * 2], lost)]
+    assert [finding.verdict for finding in found] == [verdict] * 2

@@ -153,8 +153,15 @@ def later(i):
         "in the update after the next" if i else "in the next update")
 
 
+def severity(good, lost):
+    """Of what other random numbers may change: `warn` if all ranks draw
+    others, `fail` if only some do (lost), or none.
+    """
+    return warn if len(lost) == len(good[0]) else fail
+
+
 def position(before, good, back, lost):
-    """Does it go on in the data where it was? lost: ranks that draw others."""
+    """Does it go on in the data where it was? lost: as in `severity`."""
     if not samples(good[0]):
         return [warn("its position in the data was not seen", "no samples "
                      "were seen: a sample is a row of what the model gets")]
@@ -163,11 +170,14 @@ def position(before, good, back, lost):
             continue
         old = next((j for j, updates in enumerate(before)
                     if samples(updates) == samples(other)), None)
-        return [(warn if lost and old is None else fail)(
-            f"{later(i)} it reads " + (
-                "other samples than without the stop" if old is None else
-                f"the samples of update {old} again"), "save the position in "
-            "the data, with the seed of its order, and skip what was read")]
+        hint = ("save the position in the data, with the seed of its order, "
+                "and skip what was read")
+        if old is not None:
+            return [fail(f"{later(i)} it reads the samples of update {old} "
+                         "again", hint)]
+        return [severity(good, lost)(
+            f"{later(i)} it reads other samples than without the stop", hint
+            + "; or the other random numbers are all of it" * bool(lost))]
     return [ok("it goes on in the data where it was")]
 
 
@@ -194,12 +204,11 @@ def random_numbers(before, good, back):
 
 
 def afterwards(good, back, lost=()):
-    """Is what is computed from it the same, too? lost: as in `position`."""
-    count, fault, hint = 0, fail, (
-        "something else does not come back: BatchNorm's statistics, a setting "
-        "of the optimizer, the scale of a GradScaler, the seed?")
-    if lost:
-        fault, hint = warn, "the other random numbers may be all of it"
+    """Is what is computed from it the same, too? lost: as in `severity`."""
+    count, fault = 0, severity(good, lost)
+    hint = ("the other random numbers may be all of it" if lost else
+            "something else does not come back: BatchNorm's statistics, a "
+            "setting of the optimizer, the scale of a GradScaler, the seed?")
     for i, (one, other) in enumerate(zip(good, back, strict=False)):
         mine, expected = (sum(sum(update["losses"]) for update in updates)
                           for updates in (other, one))
