@@ -124,13 +124,14 @@ def collect(folder):
         {**record, "rank": 0, "world_size": 1} for record in records]
     ranks, kills = [], proc.count_oom_kills()
     for record in records:
-        if lives(record) is not None:  # it may be dead, or
+        alive = lives(record)
+        if alive is not None:  # it may be dead, or
             record["state"] = proc.read_state(record["pid"])  # stopped
             record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
         ranks.append(Rank(
-            record, lives(record),
+            record, alive,
             not record["answers"] or question in record["asked"],
             proc.read_text(
                 folder / f"{record['host']}-{record['pid']}.stack")))

@@ -268,14 +268,17 @@ def straggler(job):
     quarter = len(whole) // 4
     number, share, mean = find_last(whole)
     parts = [find_last(whole[i * quarter:][:quarter + 1]) for i in range(4)]
-    who = job.those(lambda rank: rank.rank == number)
     if quarter < 4 or any(
-            late != number or part < SHARE for late, part, _ in parts) or (
-            mean > min(one.longest_gap for one in job.ranks.without(who))
-            or sum(times * (bool(is_waiting(stack) or any(  # or in MPI's
-                name == "called" for *_, name in stack[-1:])) - SHARE)
-                   for times, stack in who[0].looks) > 0):
-        return None  # its clock is off; or it waits itself, as in a pipeline
+            late != number or part < SHARE for late, part, _ in parts):
+        return None
+    who = job.those(lambda rank: rank.rank == number)
+    if mean > min(rank.longest_gap for rank in job.ranks.without(who)):
+        return None  # nobody has waited so long: its clock is off
+    looks = who[0].looks
+    waits = sum(times for times, stack in looks if is_waiting(stack) or (
+        stack and stack[-1][2] == "called"))  # in MPI, by our calls.py
+    if waits > SHARE * sum(times for times, _ in looks):
+        return None  # it waits itself, as a pipeline's first stage does
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
                  f"on average: the others wait for it {share:.0%} of the "
                  f"time; it is in {who[0].place}")

@@ -100,7 +100,8 @@ def reductions(case):
         turns[-1][0] += update["reduced"]
         turns[-1][1] += update["elements"]
     each = [reduced / max(elements, 1) for reduced, elements, _ in turns]
-    once = (often := max(each)) < 1.6
+    often = max(each)
+    once = often < 1.6
     words = "gradients are " + (
         "made equal in a way of the script's own" if few else "reduced " + (
             "once an update" if once else f"{often:.2g} times "
