@@ -151,9 +151,11 @@ def leave_mpi(status):
         if status not in (0, None):
             sys.stderr.flush()
             MPI.COMM_WORLD.Abort(status if isinstance(status, int) else 1)
-        # in MPI_Finalize, MPICH over TCP (UCX) wants an answer from all,
-        # and a rank that came too early no longer gives it: come together
-        MPI.COMM_WORLD.Ibarrier().Wait()
+        # in MPI_Finalize, MPICH over TCP (UCX) completes its connections, and
+        # a rank that waits there no longer answers: each writes to all before
+        size = MPI.COMM_WORLD.size
+        MPI.COMM_WORLD.Ialltoallv((bytes(size), MPI.BYTE),
+                                  (bytearray(size), MPI.BYTE)).Wait()
         time.sleep(0.1)
     MPI.Finalize()
 
