@@ -131,6 +131,9 @@ def open_run(folder, fixed, resume):
     try:
         if not resume and (metrics.exists() or checkpoints.exists()):
             return [], f"{folder} exists: add --resume, or another --run-dir"
+        for name in "finished", "metrics.part", "checkpoints/unfinished":
+            if (folder / name).exists() and not metrics.exists():
+                return [], f"{folder / name} is of another program"
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:  # until this process ends; its workers do not have the lock

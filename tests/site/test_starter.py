@@ -221,6 +221,17 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
     assert all(file.read_bytes() == text for file, text in before.items())
 
 
+@pytest.mark.parametrize("name", [
+    "finished", "metrics.part", "metrics.csv", "checkpoints/unfinished"])
+def test_what_another_program_has_left_is_kept(name, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    result = attempt("starter", tmp_path, "--resume", "--max-steps", 1)
+    assert result.status == 1 and file.read_text() == "mine"
+    assert f"{name} is of another program" in result.err
+
+
 def test_a_job_refuses_a_folder_that_it_would_not_look_into():
     done = subprocess.run(
         ["bash", STARTER.with_name("batch.sh"), "--run-dir=mine"],
