@@ -442,7 +442,9 @@ def test_splitting_changes_no_token(whole, tmp_path, tool):
             ([shard, "--parts", 0], "--parts must be from 1"),
             ([shard, "--out", parts], "already exists"),
             ([whole], "name the new folder")):
+        before = contents(parts)
         assert message in tool("splitfineweb", *args)[1]
+        assert contents(parts) == before
     assert not (tmp_path / "a_train_000001").exists()
 
 
