@@ -132,10 +132,10 @@ class Slurm:
         out = self("scontrol", "-o", "show", "job", job).stdout
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
-    def wait(self, job, states=ENDED, timeout=500):
+    def wait(self, job):
         """Wait for the job's end; returns what SLURM says about it."""
-        wait_for(lambda: self.job(job)["JobState"] in states, timeout,
-                 lambda: self.explain(job))
+        wait_for(lambda: self.job(job)["JobState"] in ENDED,
+                 explain=lambda: self.explain(job))
         return self.job(job)
 
     def explain(self, job):

@@ -63,15 +63,11 @@ class Lesson:
         self.page.wait_for_timeout(300)  # the style sheets are there
 
     def can_be_read(self, least=50):
-        """All that is shown: in both themes, and at 150%."""
+        """All of so many texts or more: in both themes, and at 150%."""
         self.fits()
         for dark in (False, True):
             self.choose_theme(dark)
-            self.clear(least)
-
-    def clear(self, least=50):
-        """Nothing is hard to read, of so many texts or more."""
-        self.none(f"faint_texts({least})")
+            self.none(f"faint_texts({least})")
 
     def fits(self):
         """No word is broken; nothing is cut, also magnified to 150%.
@@ -96,11 +92,11 @@ class Lesson:
         """Wait until a cell has put them out, and they are in sight."""
         self.page.wait_for_function("readable", arg=words, polling=100)
 
-    def run(self, source, which=0, key="Control+Enter", timeout=400):
+    def run(self, source, key="Control+Enter", timeout=400):
         """Run the cell; returns what it shows, as text."""
         return self.run_cell(self.page.locator(
             ".jp-NotebookPanel:visible .jp-CodeCell", has=self.page.locator(
-                ".jp-InputArea", has_text=source)).nth(which), key, timeout)
+                ".jp-InputArea", has_text=source)).first, key, timeout)
 
     def run_cell(self, cell, key="Control+Enter", timeout=400):
         prompt = self.expect(cell.locator(".jp-InputPrompt"))

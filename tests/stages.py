@@ -100,9 +100,9 @@ class Result:
     def column(self, name):
         return [row[name] for row in self.rows]
 
-    def checkpoint(self, index=-1):
-        files = sorted((self.folder / "checkpoints").glob("*.pt"))
-        return torch.load(files[index], weights_only=True)
+    def checkpoint(self):
+        newest = max((self.folder / "checkpoints").glob("*.pt"))
+        return torch.load(newest, weights_only=True)
 
 
 class StageLaunch(Launch):

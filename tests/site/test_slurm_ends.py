@@ -40,12 +40,11 @@ class Starts:
         wait_for(condition, explain=lambda: (
             f"{self.slurm.job(self.job)}\n{self.log}"))
 
-    def get_going(self, steps=3):
+    def get_going(self):
         """Wait until it has started again, and logged steps since then."""
         self.starts += 1
         self.wait(lambda: f"\n{self.log}".count("\njob  ") == self.starts
-                  and self.log.rpartition("\njob  ")[2].count("| step")
-                  >= steps)
+                  and self.log.rpartition("\njob  ")[2].count("| step") > 2)
 
     def signal(self):
         """As SLURM does before the time limit."""

@@ -389,17 +389,12 @@ def test_what_no_model_can_have(path, value, says, tmp_path):
     assert isinstance(error.value, Damaged) == (path != ("format",))
 
 
-def classes(file):
-    torch.save({"state_dict": {}, "hp": argparse.Namespace(lr=1)}, file)
-
-
-def lightning(file):
-    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {}}, file)
-
-
 FOREIGN = {
     "nanoGPT": lambda file: torch.save({"model": {}, "iter_num": 5}, file),
-    "Lightning": lightning, "argparse.Namespace": classes,
+    "Lightning": lambda file: torch.save(
+        {"pytorch-lightning_version": "2.6", "state_dict": {}}, file),
+    "argparse.Namespace": lambda file: torch.save(
+        {"state_dict": {}, "hp": argparse.Namespace(lr=1)}, file),
     "Linear": lambda file: torch.save(torch.nn.Linear(2, 2), file),
     "it holds weight, bias": lambda file: torch.save(
         torch.nn.Linear(2, 2).state_dict(), file),
