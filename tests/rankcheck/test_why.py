@@ -327,7 +327,8 @@ def test_a_process_in_a_container():
 
 
 @pytest.mark.parametrize("start", [
-    "RANKCHECK_WHY=$PWD/why-$$ exec", "RANKCHECK_WHY=$PWD/why-mine exec "
+    f"PYTHONPATH={HOOK}:{ROOT} RANKCHECK_WHY=$PWD/why-$$ exec",
+    f"PYTHONPATH={ROOT} RANKCHECK_WHY=$PWD/why-mine exec "
     f"{sys.executable} -m rankcheck why run --"])
 def test_a_process_that_is_no_rank(start, tmp_path):
     """As `why run -- python train.py` starts it: what it starts may be."""
@@ -336,7 +337,7 @@ def test_a_process_that_is_no_rank(start, tmp_path):
                       "    subprocess.run([sys.executable, __file__, 'x'])\n")
     subprocess.run(
         ["bash", "-c", f"{start} {sys.executable} {script}"], cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{HOOK}:{ROOT}"}, check=True)
+        check=True)
     rank, = collect(*tmp_path.glob("why-*"))
     assert (rank.rank, rank.world_size, rank.ending) == (0, 1, "done")
 
@@ -538,22 +539,6 @@ def test_starts_do_not_pile_up(tmp_path, monkeypatch):
 def test_without_a_home_no_folder_is_called_so(home, monkeypatch):
     monkeypatch.setenv("HOME", home)
     assert start.find_starts().is_absolute()
-
-
-def test_a_shell_alone_watches_nothing(tmp_path):
-    """Watching is asked for; then a launcher needs no word of ours."""
-    env = {"PYTHONPATH": str(ROOT)}
-    script = program(tmp_path / "script.py", "import os, sys\n"
-                     "print(os.environ.get('RANKCHECK_WHY'))\n")
-    assert python(tmp_path, script, **env).stdout == "None\n"
-    done = python(tmp_path, "-m", "workshop", "why", "run", "--", "bash", "-c",
-                  "echo $RANKCHECK_WHY $PYTHONPATH", **env)
-    said, variables = done.stdout.splitlines()
-    folder, paths = variables.split()
-    assert said.endswith(f"rankcheck why {folder}")
-    assert paths.split(os.pathsep)[0] == str(HOOK)
-    assert (Path(folder) / MARK).exists()
-    shutil.rmtree(folder)
 
 
 JOIN = ("import torch.distributed as dist\ndist.init_process_group('gloo', "

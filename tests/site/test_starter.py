@@ -221,15 +221,19 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
     assert all(file.read_bytes() == text for file, text in before.items())
 
 
-@pytest.mark.parametrize("name", [
-    "finished", "metrics.part", "metrics.csv", "checkpoints/unfinished"])
-def test_what_another_program_has_left_is_kept(name, tmp_path):
+@pytest.mark.parametrize(("name", "resume", "words"), [
+    *((name, ["--resume"], f"{name} is of another program") for name in (
+        "finished", "metrics.part", "metrics.csv", "checkpoints/unfinished")),
+    ("metrics.csv", [], "add --resume"), ("checkpoints", [], "add --resume"),
+    ("checkpoints/step_00000020.pt", ["--resume"], "is damaged"),
+    ("checkpoints/best.ckpt", ["--resume"], "")])  # beside what it saves
+def test_what_another_program_has_left_is_kept(name, resume, words, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
-    result = attempt("starter", tmp_path, "--resume", "--max-steps", 1)
-    assert result.status == 1 and file.read_text() == "mine"
-    assert f"{name} is of another program" in result.err
+    result = attempt("starter", tmp_path, *resume, "--max-steps", 1)
+    assert result.status == bool(words) and words in result.err
+    assert file.read_text() == "mine"
 
 
 def test_a_job_refuses_a_folder_that_it_would_not_look_into():

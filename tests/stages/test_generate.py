@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stages import FOLDER, Result, refused
+from stages import FOLDER
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -134,9 +134,3 @@ def test_choices_have_their_probabilities():
 def test_bad_flags(flag, value, words, write):
     with pytest.raises(UserError, match=words):
         write(flag, value)
-
-
-def test_a_damaged_checkpoint(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step_00000001.pt").write_bytes(b"PK no")
-    refused(Result(None, launch(SCRIPT, "--run-dir", tmp_path)), "is damaged")

@@ -41,12 +41,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     assert board.answers["losses agree at every step"]["2"] == "and"
     assert [verdict for verdict, *_ in board.findings].count("FAIL") == 1
 
-    html = board.to_html()
-    ElementTree.fromstring(f"<div>{html}</div>")
-    before, folded, _ = html.split("<details>")
-    assert "<strong>FAIL</strong> gradients of step 0 differ" in before
-    assert "It is change" in before and "the final" not in before
-    assert "the final weights" in folded
+    ElementTree.fromstring(f"<div>{board.to_html()}</div>")
 
     seen = board.pictures["2"]  # each on its own, rounding the first only
     off = [abs(mine - good) for mine, good in zip(
@@ -58,13 +53,9 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
 
     expected, read, readers = (seen[what] for what in (
         "expected", "read", "readers"))
-    drawn = pictures.reads(expected, read, readers)
-    assert "stroke-dasharray" not in drawn
-    about = ElementTree.fromstring(drawn).find("desc").text
+    about = ElementTree.fromstring(pictures.reads(
+        expected, read, readers)).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 4 5 8 9 12 13, rank 1 ")
-    # as if half of the samples were read by both, the other half by nobody
-    drawn = pictures.reads(expected, [read[0], read[0]], readers)
-    assert drawn.count("stroke-dasharray") == 16 * 6
 
 
 NOISE = ("/x/torch/cuda.py:1: UserWarning: CUDA is not there\n",

@@ -126,36 +126,22 @@ def test_a_folder_that_is_not_there(tmp_path):
         ROOT, "class", tmp_path / "no", status=1)
 
 
-def test_nine_attendees_in_a_browser(tmp_path, browser):
+def test_the_page_in_a_browser_renews_itself(tmp_path, browser):
     shared, page = tmp_path / "class", tmp_path / "page.html"
     shared.mkdir()
-    for made in (1, 2, 3, 5, 6, 7, 9, 10, 11):
-        check = {"time": 20, "right": made > 9,
-                 "mistake": "losses agree" if made < 10 else ""}
-        write(shared, f"attendee-{made}",
-              {"time": 10, "left": [*range(made + 1, 14)]},
-              *[check] * (made > 6))
+    write(shared, "attendee-1", {"time": 10, "left": [3]})
     board = subprocess.Popen(
         [sys.executable, "-m", "workshop", "class", shared, "-o", page],
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(page.exists)
-        tab = browser.new_page(viewport={"width": 1280, "height": 720})
+        tab = browser.new_page()
         tab.goto(page.as_uri())
-        title, made, body = tab.wait_for_function(  # at once: it reloads
-            """() => {
-            const rows = [...document.querySelectorAll("tr.person")];
-            return rows.length == 9 && [
-                document.querySelector("h1").innerText, rows.map(
-                    row => row.querySelectorAll(".made").length),
-                document.body.innerText]; }""").json_value()
-        assert title == "2 of 9 have passed the check"
-        assert made == [13, 13, 9, 7, 6, 5, 3, 2, 1]
-        assert "losses agree (2)" in body
+        tab.wait_for_selector("tr.person")
         write(shared, "another", {"time": time.time(), "right": True})
         tab.wait_for_function(  # nobody reloads it
-            "document.querySelectorAll('tr.person').length == 10")
+            "document.querySelectorAll('tr.person').length == 2")
         text = tab.content()
         assert not any(file.stem in text for file in shared.glob("*"))
         tab.close()

@@ -313,9 +313,6 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     # again, from the start
     workshop(repo, "reset", "std")
     lesson.expect(view).to_contain_text(everything)
-    backup = max((repo / "code" / "backups").glob("*.py"),
-                 key=lambda file: int(re.split("[-.]", file.name)[2]))
-    assert backup.read_text() == ready
 
 
 def of_a_busy_kernel(route):

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from backstage import ROOT
-from rankcheck.errors import UserError
 from slides import text as slides
 from workshop import __main__ as workshop
 from workshop.lesson import answers
@@ -85,9 +84,6 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
             monkeypatch.setattr(sys, "argv", ["workshop", *shlex.split(words)])
             workshop.parse()  # raises an error if it is wrong
     assert found
-    monkeypatch.setattr(sys, "argv", ["workshop", "reset"])
-    with pytest.raises(UserError):
-        workshop.parse()
 
 
 def test_every_session_ends_with_lightning_of_ones_own():
