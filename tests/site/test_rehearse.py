@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from cluster import wait_for
-from conftest import ROOT, all_processes, copy_course, git
+from conftest import all_processes, commit_all, copy_course, git
 
 SCRIPT = "docs/rehearse.sh"
 
@@ -19,8 +19,7 @@ def start(tmp_path, activate):
     (course / "notebooks").mkdir()
     (course / "notebooks" / "one").touch()
     (course / "activate.sh").write_text(activate)
-    for words in ("init", "-q"), ("add", "-A"), ("commit", "-qm", "all"):
-        git(course, *words)
+    commit_all(course)
     here.mkdir()
     return here, subprocess.Popen(
         ["bash", course / SCRIPT], cwd=here, text=True, stderr=subprocess.PIPE,
@@ -71,7 +70,3 @@ def test_the_hour_on_slurm(slurm):
         "results"]
     print(done.stdout)  # `pytest -rP` shows the seconds
     assert not [*slurm.repo.parent.glob(".rehearsal-*")]
-
-
-def test_it_is_short():
-    assert (ROOT / SCRIPT).read_text().count("\n") <= 40
