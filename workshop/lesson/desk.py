@@ -97,10 +97,11 @@ def put_back(source, name):
     """Make the desk's script a copy of `source`."""
     data = read_script(source, most=-1)
     with locked_desk():
-        if now() == data:
+        before = now()
+        if before == data:
             print(f"{show_path(DESK)} is already {name}; it is unchanged")
             return
-        backup = replace_desk(data)
+        backup = replace_desk(data, before)
     print(f"{show_path(DESK)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "

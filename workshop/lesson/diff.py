@@ -75,11 +75,10 @@ class Script:
 
     def place(self, i):
         """The names of the class and function that line i is in."""
-        names, indent = [], len(self.lines[i]) - len(self.lines[i].lstrip())
+        names, around = [], indent(self.lines[i])
         for line in reversed(self.lines[:i]):
-            here = len(line) - len(line.lstrip())
-            if line and here < indent:
-                indent = here
+            if line and indent(line) < around:
+                around = indent(line)
                 found = re.match(r"\s*(?:class|def) (\w+)", line)
                 names[:0] = found.groups() if found else []
         return ".".join(names)
@@ -135,10 +134,9 @@ class Lesson:
     """The changes from one stage to the next, and the code of each."""
 
     def __init__(self, stage):
-        self.stage = stage
+        self.stage, self.changes = stage, documents.load(stage)
         self.start = Script(find(find(stage).after).solution)
         self.goal = Script(find(stage).solution)
-        self.changes = documents.load(stage)
         self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
     def cut(self, hunks):
@@ -195,9 +193,7 @@ def hunks(a, b):
     return together
 
 
-@cache
-def load_lesson(stage):
-    return Lesson(stage)
+load_lesson = cache(Lesson)
 
 
 # ------------------------------------------------------------- what is left

@@ -213,10 +213,10 @@ def to_text(diff, colour=False, hints=False, number=None):
             out += ["", f"Change {number} is made."]
     for item in shown:
         name, where = title(diff, item)
-        out += ["", f"{paint(name, 1)} ({where})", *wrap(item.why)]
+        out += ["", f"{paint(name, 1)} ({where})", wrap(item.why)]
         if item.predict:
             lesson = show_path(find(diff.stage).lesson)
-            out += ["", *wrap(f"Predict: {question(diff, item)}"), *wrap(
+            out += ["", wrap(f"Predict: {question(diff, item)}"), wrap(
                 f"(the answer: {lesson}, change {item.number})")]
         if hints:
             continue
@@ -235,11 +235,8 @@ def to_text(diff, colour=False, hints=False, number=None):
 
 
 def wrap(text):
-    """The lines of a text, with an empty one between its paragraphs."""
-    lines = []
-    for part in text.split("\n\n"):
-        lines += ["", *textwrap.wrap(part, 79)]
-    return lines[1:]
+    """The text in lines that fit, an empty one between its paragraphs."""
+    return "\n\n".join(textwrap.fill(part, 79) for part in text.split("\n\n"))
 
 
 # ----------------------------------------------------------------- notebook
