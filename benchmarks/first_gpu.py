@@ -108,8 +108,8 @@ class Bench:
             "memory": memory_size(self.device), "cores": count_cores(),
             "python": sys.version.split()[0], "torch": torch.__version__}
         if self.device.type == "cuda":
-            self.record |= {"driver": name_driver(), "libraries":
-                            name_libraries(Path(torch.__file__).parents[1])}
+            self.record |= {
+                "driver": name_driver(), "libraries": name_libraries()}
         self.record["items"] = {}
 
     @cached_property

@@ -124,28 +124,25 @@ def time_all_reduce(device, backend, groups, name):
 
     Returns whether its sums were right, and gigabytes per second. All ranks.
     """
-    rank, mine = dist.get_rank(), None
-    for group in groups:  # every rank has to make every group
-        made = dist.new_group(group)
-        mine = (group, made) if rank in group else mine
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
     # on a GPU as many as GPT-2 has gradients, on a CPU fewer
     numel = 2**20 if device.type == "cpu" else 124 * 10**6
     megabytes = numel * 4 / 1e6
     answer = None
     if mine:
-        group, made = mine
+        ranks = dist.get_process_group_ranks(mine)
         values = torch.empty(numel, device=device)
         seconds = []
         for _ in range(6):
-            values.fill_(rank + 1)
-            dist.barrier(made)
+            values.fill_(dist.get_rank() + 1)
+            dist.barrier(mine)
             begin = time.perf_counter()
-            dist.all_reduce(values, group=made)
+            dist.all_reduce(values, group=mine)
             values[-1].item()  # waits for the device
             seconds.append(time.perf_counter() - begin)
         # the first one also connects
         answer = (min(seconds[1:]),
-                  bool((values == sum(group) + len(group)).all()))
+                  bool((values == sum(ranks) + len(ranks)).all()))
     answers = [answer for answer in on_every_rank(answer) if answer]
     slowest = max(best for best, _ in answers)
     right = all(right for _, right in answers)
