@@ -30,7 +30,7 @@ def wants_hints(environment=os.environ):
 
 
 def is_checked(diff):
-    return checked.state(diff.stage, diff.yours.data) == checked.PASSED
+    return checked.has_passed(diff.stage, diff.yours.data)
 
 
 def split(diff):
@@ -41,9 +41,8 @@ def split(diff):
     """
     def is_right(item):
         others = {it.number for it in diff.left} - {item.number}
-        return diff.own_lines({item.number}) and checked.state(
-            f"{diff.stage} {item.number}",
-            diff.apply(others).encode()) == checked.PASSED
+        return diff.own_lines({item.number}) and checked.has_passed(
+            f"{diff.stage} {item.number}", diff.apply(others).encode())
 
     right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
     return sorted((item for item in diff.left if item not in right),
