@@ -351,13 +351,12 @@ ITEMS = {
     "one_gpu": Item(ROOT / "notebooks/experiments/one_gpu.py", ("all",), 1000,
                     gpu=GPU, least=900),
 }
-MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 
 
 def measured(record):
     """{name: figures} of the models that fill a GPU."""
     found = {name: record["items"].get(name, {}).get("found", {}).get(name, {})
-             for name in MEASURED}
+             for name, item in ITEMS.items() if item.size != "tiny"}
     return {name: figures for name, figures in found.items()
             if "tokens_per_second" in figures}
 

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import csv
 import shutil
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,8 +246,7 @@ class Bench:
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
-        require(trial.kills or all(
-            one.status != -signal.SIGKILL for one in trial.ranks), KILLED)
+        require(trial.kills or not trial.killed, KILLED)
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))

@@ -178,10 +178,8 @@ def backstage(log):
             local_rank, int) else str(local_rank))
         return use(name, local_rank)
 
-    def say_now(message):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-    errors.say_once = say_now
+    errors.say_once = lambda message: print(
+        f"error: {message}", file=sys.stderr, flush=True)
 
 
 def written(log, run):
