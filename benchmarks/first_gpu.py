@@ -94,7 +94,7 @@ class Bench:
         self.gpu = self.device.type != "cpu"
         self.count = torch.accelerator.device_count() if self.gpu else 0
         self.work, self.data = work, work / "data"
-        self.found = {}  # of the item that runs now
+        self.folder, self.found = None, {}  # of the item that runs now
         output = flags.output or new_folder(ROOT / "runs", "first-gpu")
         self.output = output.resolve()  # items start in the course's folder
         self.output.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ class Bench:
             "memory": memory_size(self.device), "cores": count_cores(),
             "python": sys.version.split()[0], "torch": torch.__version__}
         if self.device.type == "cuda":
-            self.record |= {"driver": name_driver(), "libraries":
-                            name_libraries(Path(torch.__file__).parents[1])}
+            self.record |= {
+                "driver": name_driver(), "libraries": name_libraries()}
         self.record["items"] = {}
 
     @cached_property
@@ -117,10 +117,11 @@ class Bench:
         """What the stage std computes on the CPU, in fp32."""
         return self.start("std on the CPU", Item("std", ("--device", "cpu")))
 
-    def resume(self, name, run):
-        """Let std go on from a run's last checkpoint but one."""
-        max(run.glob("checkpoints/*.pt")).unlink()
-        return self.start(name, Item("std", ("--resume",)), run)
+    def resume(self):
+        """Let std go on from the item's last checkpoint but one."""
+        max(self.folder.glob("checkpoints/*.pt")).unlink()
+        return self.start("std resumed", Item("std", ("--resume",)),
+                          self.folder)
 
     def model(self, size):
         """The flags of one that fills a GPU, or of a tiny one."""
@@ -199,14 +200,15 @@ class Bench:
         begin, status, why = time.monotonic(), "ok", ""
         limit = item.seconds * (1 if self.gpu else 4)
         self.end, self.found = min(begin + limit, end), {}
-        run = self.output if name == "std" else self.work / name
+        self.folder = self.output if name == "std" else self.work / name
         try:
             if item.gpu and not self.gpu:
                 raise LeftOut(item.gpu)
             if begin > end - item.least:
                 raise LeftOut("no time is left: try it alone, --seconds "
                               f"{item.seconds}")
-            item.holds(self, item.script and self.start(name, item, run))
+            item.holds(self, item.script and self.start(
+                name, item, self.folder))
         except LeftOut as reason:
             status, why = "left out", str(reason)
         except Exception as error:  # whatever it is, the next item follows
@@ -264,22 +266,15 @@ def ended(ends):
                                        "or no checkpoint was saved")
 
 
-def resumed_by_std(bench, seen):
-    """std goes on from a checkpoint in the middle, as if alone."""
-    run = bench.work / "3d, resumed by std"
-    as_std(bench, bench.resume("std resumed", run))
-
-
 def std(bench, seen):
     """std leaves a trace and a text, and goes on from its checkpoint."""
-    run = bench.output
-    require([*run.glob("profile/*-trace/rank0.json.gz")], "there is no trace")
+    require([*bench.folder.glob("profile/*-trace/rank0.json.gz")],
+            "there is no trace")
     require("\n> Hello, I'm" in bench.out, "no text was written")
     try:  # not bit for bit: a GPU adds up in any order
-        require_same(bench.resume("std resumed", run)["losses"],
-                     seen["losses"], 1e-3)
+        require_same(bench.resume()["losses"], seen["losses"], 1e-3)
     finally:
-        rmtree(run / "checkpoints")
+        rmtree(bench.folder / "checkpoints")
 
 
 def nano_gpt(bench, seen):
@@ -326,7 +321,9 @@ ITEMS = {
     "fsdp x 2": Item("fsdp", **ON_TWO),
     "tp x 4": Item("tp", holds=as_std, mesh=(1, 2, 2)),
     "3d x 4": Item("3d", holds=as_std, mesh=(2, 1, 2)),
-    "3d, resumed by std": Item("3d", (), 120, resumed_by_std, (2, 1, 2)),
+    "3d, resumed by std": Item(
+        "3d", (), 120, lambda bench, seen: as_std(bench, bench.resume()),
+        (2, 1, 2)),
     "SIGTERM": Item("ddp", ENDLESS, 150, ended(
         lambda bench: not bench.status and "checkpoint saved" in bench.out),
         (1, 2, 1), stop=(signal.SIGTERM, {"1"}, 2)),
@@ -351,13 +348,12 @@ ITEMS = {
     "one_gpu": Item(ROOT / "notebooks/experiments/one_gpu.py", ("all",), 1000,
                     gpu=GPU, least=900),
 }
-MEASURED = [*ITEMS][[*ITEMS].index("std"):]
 
 
 def measured(record):
     """{name: figures} of the models that fill a GPU."""
     found = {name: record["items"].get(name, {}).get("found", {}).get(name, {})
-             for name in MEASURED}
+             for name, item in ITEMS.items() if item.size != "tiny"}
     return {name: figures for name, figures in found.items()
             if "tokens_per_second" in figures}
 

@@ -31,7 +31,6 @@ from workshop.stages import LESSONS, STAGES, batch_files
 # Nobody waits for it: the folder may be full, gone, or on a server that does
 # not answer. It makes no folder, and writes into no link and no FIFO, which
 # anybody may have put there.
-IN_THE_BACKGROUND = '"$@" &'
 WRITE = """import os, stat, sys
 os.umask(0o022)
 file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -58,8 +57,8 @@ def note(stage, **what):
     line = json.dumps({"stage": stage, "time": time.time(), **what})
     file = Path(folder, f"{my_name()}.jsonl")
     with suppress(OSError):
-        subprocess.run(["sh", "-c", IN_THE_BACKGROUND, "sh", sys.executable,
-                        "-IS", "-c", WRITE, file, line], check=False,
+        subprocess.run(["sh", "-c", '"$@" &', "sh", sys.executable, "-IS",
+                        "-c", WRITE, file, line], check=False,
                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
 
@@ -116,7 +115,7 @@ def summarise(lines):
     lines.sort(key=lambda line: line["time"])
     stage = lines[-1]["stage"]
     lines = [line for line in lines if line["stage"] == stage]
-    left = changes = number_changes(stage)
+    left = changes = [*range(1, 1 + len(documents.load(stage)))]
     since, right, mistake = lines[0]["time"], None, ""
     for line in lines:
         if "right" in line:
@@ -126,10 +125,6 @@ def summarise(lines):
         if now != left:
             left, since = now, line["time"]
     return Person(stage, left, since, right, mistake)
-
-
-def number_changes(stage):
-    return [*range(1, 1 + len(documents.load(stage)))]
 
 
 def draw(people, jobs, now):

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from backstage import ROOT
-from backstage.errors import UserError, require
+from backstage.errors import require
 
 DESK = ROOT / "code" / "train_gpt2.py"
 
@@ -72,9 +72,8 @@ LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)
 
 def find(name):
     """The `Stage` of that name; raises `UserError` if there is none."""
-    if name not in STAGES:
-        raise UserError(f"there is no stage {name}: choose from "
-                        f"{', '.join(STAGES)}")
+    require(name in STAGES, f"there is no stage {name}: choose from "
+            f"{', '.join(STAGES)}")
     return STAGES[name]
 
 

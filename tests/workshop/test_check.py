@@ -254,13 +254,13 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_detector, "UNSTARTED", 2.0)
     bench = bench_of("mpi", STAGES["mpi"].solution, tmp_path)
     hangs.touch()
-    two = bench.try_out("once", plan.Mesh(1, 2, 1))
+    two = bench.make(plan.Row("once", "whole", plan.Mesh(1, 2, 1)))
     assert not hangs.exists()
     assert [rank.status for rank in two.ranks] == [0, 0]
 
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match="mpirun does not start the processes"):
-        bench.try_out("twice", plan.Mesh(1, 2, 1))
+        bench.make(plan.Row("twice", "whole", plan.Mesh(1, 2, 1)))
 
 
 @pytest.mark.whole

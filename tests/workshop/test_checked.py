@@ -36,22 +36,22 @@ def passes(script, text, stage="ddp"):
     checked.record(stage, script.read_bytes())
 
 
-def state(script, stage="ddp"):
-    return checked.state(stage, script.read_bytes())
+def has_passed(script, stage="ddp"):
+    return checked.has_passed(stage, script.read_bytes())
 
 
 def test_a_script_passes_is_edited_and_passes_again(script):
     script.write_text(DDP)
-    assert state(script) == "never checked"
+    assert not has_passed(script) and not checked.last_passed("ddp")
     passes(script, DDP)
-    assert state(script) == "passed"
-    assert state(script, "lit") == "never checked"
+    assert has_passed(script) and checked.last_passed("ddp")
+    assert not has_passed(script, "lit")
     script.write_text(OWN)
-    assert state(script) == "edited since"
+    assert not has_passed(script)
     passes(script, OWN)
-    assert state(script) == "passed"
+    assert has_passed(script)
     script.write_text(DDP)  # what has passed once is right
-    assert state(script) == "passed"
+    assert has_passed(script)
     names = {path.name for path in script.parent.iterdir()}
     assert names == {"train_gpt2.py", ".checked.json"}
 
@@ -61,7 +61,7 @@ def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
     passes(script, DDP)
     said = capsys.readouterr().err
     assert re.fullmatch(r"warning: \S+/.checked.json does not know .*\n", said)
-    assert state(script) == "never checked"
+    assert not has_passed(script)
     assert desk.choose("ddp")[0] == STAGES["ddp"].solution
 
 

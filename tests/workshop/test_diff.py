@@ -133,6 +133,11 @@ def test_docstrings_and_messages_need_not_be_typed(stage, look):
     assert broken.yours.syntax_error and not broken.left
 
 
+def test_the_first_stage_is_made_by_no_lesson(look):
+    with pytest.raises(UserError, match="no lesson makes a stage std: choose"):
+        look(STD, "std")
+
+
 @pytest.mark.parametrize("old, new", [
     ("{samples_per_round}: every", "{rank}: every"),
     ('preset: Literal["tiny"', 'preset: Literal["toy"'),

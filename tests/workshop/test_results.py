@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
@@ -203,17 +204,21 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
         "node2 GPU 0": [88.5, 90]}
 
 
+def draw(output, folders):
+    panels.main(SimpleNamespace(output=output, folders=folders))
+
+
 @pytest.mark.whole
 def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    panels.draw_all("all.png", EXAMPLES)
+    draw("all.png", EXAMPLES)
     assert "all.png: std x 1, mpi x 2, ddp x 1" in capsys.readouterr().out
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
     # one run is enough; the MFU is shown if it is known
     shutil.copytree(results.EXAMPLES / "std-1", tmp_path / "run")
     rewrite(tmp_path / "run" / "metrics.csv", mfu=["0.415"] * 20)
-    panels.draw_all("one.svg", ["run"])
+    draw("one.svg", ["run"])
     svg = (tmp_path / "one.svg").read_text()
     for text in ("MFU 42%", "there are only runs on one process",
                  "needs one stage on three numbers", "no GPU metrics"):
@@ -257,7 +262,7 @@ def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
             ("all.xyz", "all.xyz: name a file that ends in .png"),
             ("not/there.png", "not/there.png could not be written")):
         with pytest.raises(UserError, match=message):
-            panels.draw_all(name, EXAMPLES)
+            draw(name, EXAMPLES)
     assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
 
 
@@ -270,10 +275,10 @@ def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
     os.mkfifo(tmp_path / f"fifo.{kind}")
     for file in mine, link, tmp_path / f"fifo.{kind}":
         with pytest.raises(UserError, match="name another file with -o"):
-            panels.draw_all(file, EXAMPLES[:1])
+            draw(file, EXAMPLES[:1])
     assert mine.read_text() == "MINE"
     for _ in range(2):
-        panels.draw_all(tmp_path / f"ours.{kind}", EXAMPLES[:1])
+        draw(tmp_path / f"ours.{kind}", EXAMPLES[:1])
 
 
 @pytest.mark.whole

@@ -322,12 +322,12 @@ class Check:
 def find_reference(bench):
     """The single device's trial, once for all checks of this program."""
     from rankcheck import exits
-    from workshop.check.plan import STEPS, Mesh
+    from workshop.check.plan import STEPS, Mesh, Row
 
     solution = STAGES[FIRST].solution
     if solution not in references:
         one = bench.with_script(solution.read_bytes(), FIRST).try_out(
-            "1", Mesh())
+            Row("1", "whole", Mesh()))
         require(len(one.rows) == STEPS and one.seen[0], "the single-device "
                 "stage does not run here: it "
                 + exits.last_words(one, 0).text)

@@ -77,10 +77,9 @@ def rename(yours, goal):
                                   strict=True):
                 pairs.setdefault(own, set()).add(other)
     mine = defined(yours)
-    names = {own: min(others) for own, others in pairs.items()
-             if len(others) == 1 and own not in words[1]
-             and own in mine and min(others).isidentifier()
-             and min(others) not in words[0]}
+    names = {own: other for own, (other, *more) in pairs.items()
+             if not more and own in mine and own not in words[1]
+             and other.isidentifier() and other not in words[0]}
     lines = io.StringIO(yours).readlines()
     for token in reversed(yours_tokens):
         if token.type == tokenize.NAME and token.string in names:
@@ -90,19 +89,15 @@ def rename(yours, goal):
     return "".join(lines)
 
 
+NAMES = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg",
+         ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
+
+
 def defined(text):
     """The names that a script gives to something."""
-    names = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname)
-        elif isinstance(getattr(node, "ctx", None), ast.Store):
-            names.add(getattr(node, "id", getattr(node, "attr", None)))
-    return names
+    return {getattr(node, NAMES[type(node)])
+            for node in ast.walk(ast.parse(text)) if type(node) in NAMES
+            and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)}
 
 
 def tokens(text):

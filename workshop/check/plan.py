@@ -4,7 +4,6 @@ import ast
 import contextlib
 import csv
 import shutil
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,63 +180,60 @@ class Bench:
         return rows
 
     def make(self, row):
-        """The `Trial` of a row of the plan: of two, if the first one hangs."""
+        """The `Trial` of a row of the plan: of two, if the first one hangs.
+
+        In rare cases Open MPI 4 hangs before the script begins.
+        """
         trial = self.make_once(row)
-        if trial.gave_up == "hangs":
+        if trial.gave_up in ("hangs", "unstarted"):
             shutil.rmtree(self.folder / row.column, ignore_errors=True)
             trial = self.make_once(row)
+        size = row.mesh.size
+        require(trial.gave_up != "unstarted", "mpirun does not start the "
+                f"processes: does `mpirun -n {size} hostname` print {size} "
+                "lines?")
         return trial
 
     def make_once(self, row):
-        if row.kind == "operations":
-            return self.try_out(row.column, row.mesh, self.script,
-                                script=Path(__file__).with_name(
-                                    "operations.py"))
-        state = None
-        if row.kind == "resumed":  # the first run, as it was in the middle
-            run = shutil.copytree(self.folder / "1", self.folder / row.column)
-            file, *later = sorted(run.glob("checkpoints/step_*.pt"))
-            for one in later:
-                one.unlink()
-            state = torch.load(file, weights_only=True)
-        trial = self.try_out(
-            row.column, row.mesh, *row.flags,
-            terminated=0 if row.kind == "stopped" else None)
-        if state:
-            trial.first_step, trial.resumed = RESUMED, state
+        if row.kind != "resumed":
+            return self.try_out(row)
+        # the first run, as it was in the middle
+        run = shutil.copytree(self.folder / "1", self.folder / row.column)
+        file, *later = sorted(run.glob("checkpoints/step_*.pt"))
+        for one in later:
+            one.unlink()
+        state = torch.load(file, weights_only=True)
+        trial = self.try_out(row)
+        trial.first_step, trial.resumed = RESUMED, state
         return trial
 
-    def try_out(self, name, mesh, *flags, terminated=None, script=None):
-        """Run the script under observation, with more flags: a `Trial`."""
-        script = script or self.script
+    def try_out(self, row):
+        """Run the script, or its operations, under observation: a `Trial`."""
+        script, flags, mesh = self.script, row.flags, row.mesh
+        if row.kind == "operations":
+            script = Path(__file__).with_name("operations.py")
+            flags = self.script,
         few, slow = ((FEW, INTERPRETED) if STAGES[self.stage].kernels
                      else ((), 1))
         # several times what the single device needed for all its steps
         allowed = slow * 6 * max(1.0, self.reference.cpu if self.reference
                                  else 20.0)
         allowed += COMPILING * ("--compile" in flags)
-        run, seen = self.folder / name, self.folder / f"{name}-seen"
-
-        for _ in range(2):
-            trial = watch(
-                StageTrial(script, stage=self.stage, mesh=mesh), (
-                    *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
-                    run, *mesh.flags(), *flags), seen, self.say,
-                {"allowed": allowed, "endless": 3 * STEPS},
-                world_size=mesh.size if mesh.size > 1 else None,
-                nodes=mesh.nodes, launcher=launcher_of(self.stage),
-                probes=[self.copy, *probe.probes(
-                    run, terminated, self.lightning)],
-                env=quiet_environment(self.folder / "tmp"),
-                preload=self.preload, place=self.place, within=self.folder,
-                cwd=str(self.copy.name(Path.cwd())))
-            self.copy.require_kept("Let it write into the run's folder.")
-            # in rare cases Open MPI 4 hangs before the script begins
-            if trial.gave_up != "unstarted":
-                break
-        require(trial.gave_up != "unstarted", "mpirun does not start the "
-                f"processes: does `mpirun -n {mesh.size} hostname` print "
-                f"{mesh.size} lines?")
+        run = self.folder / row.column
+        seen = self.folder / f"{row.column}-seen"
+        trial = watch(
+            StageTrial(script, stage=self.stage, mesh=mesh), (
+                *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
+                run, *mesh.flags(), *flags), seen, self.say,
+            {"allowed": allowed, "endless": 3 * STEPS},
+            world_size=mesh.size if mesh.size > 1 else None,
+            nodes=mesh.nodes, launcher=launcher_of(self.stage),
+            probes=[self.copy, *probe.probes(
+                run, row.kind == "stopped", self.lightning)],
+            env=quiet_environment(self.folder / "tmp"),
+            preload=self.preload, place=self.place, within=self.folder,
+            cwd=str(self.copy.name(Path.cwd())))
+        self.copy.require_kept("Let it write into the run's folder.")
         trial.source, trial.more = script.read_bytes(), flags
         self.collect(trial, run)
         shutil.rmtree(seen)
@@ -247,8 +243,7 @@ class Bench:
         well = all(trial.seen) and all(one.status == 0 for one in trial.ranks)
         if not well and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(str(self.folder).partition("/check-")[0])
-        require(trial.kills or all(
-            one.status != -signal.SIGKILL for one in trial.ranks), KILLED)
+        require(trial.kills or not trial.killed, KILLED)
         if (run / "metrics.csv").exists():
             with open(run / "metrics.csv", newline="") as file:
                 trial.rows = list(csv.DictReader(file))

@@ -26,15 +26,15 @@ MOST = 100  # updates of which everything is recorded
 SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
 
 
-def probes(run, ended=None, lightning=False):
+def probes(run, stopped=False, lightning=False):
     """The check's. run: the run's folder.
 
-    ended: the rank, if any, that gets a SIGTERM in its second step.
-    lightning: whether the script uses Lightning.
+    stopped: whether rank 0 gets a SIGTERM in its second step. lightning:
+    whether the script uses Lightning.
     """
-    return [Course(), partial(terminated, rank=ended), Updates(), process,
-            backstage, messages, *[trainer] * lightning,
-            opened, partial(written, run=str(run))]
+    return [Course(), *[terminated] * stopped, Updates(), process, backstage,
+            messages, *[trainer] * lightning, opened,
+            partial(written, run=str(run))]
 
 
 class Course:
@@ -178,10 +178,8 @@ def backstage(log):
             local_rank, int) else str(local_rank))
         return use(name, local_rank)
 
-    def say_now(message):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-    errors.say_once = say_now
+    errors.say_once = lambda message: print(
+        f"error: {message}", file=sys.stderr, flush=True)
 
 
 def written(log, run):
@@ -194,13 +192,13 @@ def written(log, run):
     log.on("end", rename)
 
 
-def terminated(log, rank):
-    """A SIGTERM to one rank, in its second step."""
+def terminated(log):
+    """A SIGTERM to rank 0, in its second step."""
     def end(optimizer):
         if log.updates == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    if log.rank == rank:
+    if log.rank == 0:
         log.on("updated", end)
 
 

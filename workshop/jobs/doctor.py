@@ -126,7 +126,7 @@ def ask_device():
     name = device_name(torch.device(accelerator.type, 0))
     answer = f"torch {torch.__version__}, {count} x {name}"
     if accelerator.type == "cuda":
-        answer += f", {name_libraries(Path(torch.__file__).parents[1])}"
+        answer += f", {name_libraries()}"
     return answer
 
 
@@ -141,11 +141,11 @@ def name_driver(root=Path("/")):
     return f"the NVIDIA driver is {found[1] if found else 'unknown'}"
 
 
-def name_libraries(packages):
+def name_libraries():
     """NCCL and cuDNN, as they are loaded, and where from.
 
     Those of a module for CUDA come before those that this PyTorch was built
-    with. packages: the folder where pip has installed them.
+    with, which pip has installed beside it.
     """
     import psutil
     import torch
@@ -161,7 +161,7 @@ def name_libraries(packages):
     for name, version, file in names:
         others = sorted(
             path for path in loaded if Path(path).name.startswith(file)
-            and not Path(path).is_relative_to(packages))
+            and not Path(path).is_relative_to(Path(torch.__file__).parents[1]))
         answers.append(f"{name} {version}" + (
             f" (of {others[0]}, not the one that pip has installed)"
             if others else ""))

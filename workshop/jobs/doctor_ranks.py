@@ -50,7 +50,7 @@ def ask_ranks():
             (host, local_rank, device_name(device)))):
         say(f"rank {rank}: local rank {its_local} on {its_host}, {its_device}")
     right = train(device)
-    right &= time_all_reduces(device, backend, on_every_rank(host))
+    right &= time_all_reduces(device, on_every_rank(host))
     for line in sorted(set(on_every_rank(
             f"{host} talks over {name_network(log)}"))):
         say(line)
@@ -94,7 +94,7 @@ def train(device):
     return right
 
 
-def time_all_reduces(device, backend, hosts):
+def time_all_reduces(device, hosts):
     """Time an all-reduce over all ranks, in each node, and between nodes.
 
     hosts: each rank's. Returns whether all sums were right. All ranks.
@@ -102,13 +102,13 @@ def time_all_reduces(device, backend, hosts):
     nodes = [[rank for rank, host in enumerate(hosts) if host == node]
              for node in dict.fromkeys(hosts)]
     right, speed = time_all_reduce(
-        device, backend, [[*range(len(hosts))]], "all-reduce")
+        device, [[*range(len(hosts))]], "all-reduce")
     speeds = {INSIDE if len(nodes) == 1 else BETWEEN: speed}
     if 1 < len(nodes) < len(hosts):
         # one rank of each node: they share the network with nobody
         for name, groups in ((INSIDE, nodes),
                              (BETWEEN, [[ranks[0] for ranks in nodes]])):
-            same, speeds[name] = time_all_reduce(device, backend, groups, name)
+            same, speeds[name] = time_all_reduce(device, groups, name)
             right &= same
     if dist.get_rank() == 0:
         try:
@@ -119,41 +119,38 @@ def time_all_reduces(device, backend, hosts):
     return right
 
 
-def time_all_reduce(device, backend, groups, name):
+def time_all_reduce(device, groups, name):
     """Time one in each of the groups, lists of ranks, at the same time.
 
     Returns whether its sums were right, and gigabytes per second. All ranks.
     """
-    rank, mine = dist.get_rank(), None
-    for group in groups:  # every rank has to make every group
-        made = dist.new_group(group)
-        mine = (group, made) if rank in group else mine
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
     # on a GPU as many as GPT-2 has gradients, on a CPU fewer
     numel = 2**20 if device.type == "cpu" else 124 * 10**6
     megabytes = numel * 4 / 1e6
     answer = None
     if mine:
-        group, made = mine
+        ranks = dist.get_process_group_ranks(mine)
         values = torch.empty(numel, device=device)
         seconds = []
         for _ in range(6):
-            values.fill_(rank + 1)
-            dist.barrier(made)
+            values.fill_(dist.get_rank() + 1)
+            dist.barrier(mine)
             begin = time.perf_counter()
-            dist.all_reduce(values, group=made)
+            dist.all_reduce(values, group=mine)
             values[-1].item()  # waits for the device
             seconds.append(time.perf_counter() - begin)
         # the first one also connects
         answer = (min(seconds[1:]),
-                  bool((values == sum(group) + len(group)).all()))
+                  bool((values == sum(ranks) + len(ranks)).all()))
     answers = [answer for answer in on_every_rank(answer) if answer]
     slowest = max(best for best, _ in answers)
     right = all(right for _, right in answers)
     size = max(len(group) for group in groups)
     # the least that each rank has to send (and receive)
     speed = 2 * (size - 1) / size * megabytes / 1e3 / slowest
-    say(f"{name}: {size} ranks over {backend}, {megabytes:,.0f} MB in "
-        f"{1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
+    say(f"{name}: {size} ranks over {dist.get_backend()}, {megabytes:,.0f} MB "
+        f"in {1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
         + ("" if right else "; the sum was wrong"), right)
     return right, speed
 

@@ -61,7 +61,6 @@ def find_place(env, count_devices):
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
         hosts = ask("scontrol", "show", "hostnames",
                     env["SLURM_JOB_NODELIST"]).split()
-        require(hosts, "scontrol knows no node of this job")
         gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
                 or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
         tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
@@ -99,27 +98,22 @@ def make_command(place, launcher, program, env):
 
     launcher: of the program's processes, as in the registry of stages.
     """
-    total = len(place.hosts) * place.per_host
     if launcher == "python":
         return ["python", *program]
-    mpi = launcher == "mpirun"
-    if place.scheduler == "SLURM":
-        cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
-                 or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
-        cores = max(1, min(cores) // place.per_host)
-        # each process asks srun for its rank: see prepare_process()
-        return [*on_each_host(place, place.per_host, env, cores), "python",
-                *program]
-    python = ["python"] if mpi else ["python", "-m", "workshop.as_torchrun"]
+    mpi, python = launcher == "mpirun", ["python"]
+    # under srun each process asks it for its rank: see prepare_process()
+    if not mpi and place.scheduler != "SLURM":
+        python += ["-m", "workshop.as_torchrun"]
     if place.scheduler == "PBS":
         cores = env.get("NCPUS", "")  # of a node
         if cores.isdecimal() and cores == env.get("OMP_NUM_THREADS"):
             # PBS has set it, for one process on each node
             cores = max(1, int(cores) // place.per_host)
             python = ["env", f"OMP_NUM_THREADS={cores}", *python]
+    if place.scheduler:
         return [*on_each_host(place, place.per_host, env), *python, *program]
     if mpi:
-        return ["mpirun", "-n", str(total), *(
+        return ["mpirun", "-n", str(place.per_host), *(
             ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]
     # torchrun takes flags from such variables, which Kubeflow sets
     require(env.get("PET_NNODES", "1") == "1", "this is one of several nodes "
@@ -129,16 +123,16 @@ def make_command(place, launcher, program, env):
     unset = [word for name in sorted(env) if name.startswith("PET_")
              for word in ("-u", name)]
     return [*["env", *unset] * bool(unset), "torchrun", "--standalone",
-            "--nproc-per-node", str(total), *program]
+            "--nproc-per-node", str(place.per_host), *program]
 
 
-def on_each_host(place, processes, env, cores=1):
-    """What starts a program so many times on each of the job's nodes.
-
-    cores: of each of the processes, where the scheduler divides them.
-    """
+def on_each_host(place, processes, env):
+    """What starts a program so many times on each of the job's nodes."""
     total = len(place.hosts) * processes
     if place.scheduler == "SLURM":
+        cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
+                 or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
+        cores = max(1, min(cores) // processes)
         return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
                 f"--ntasks-per-node={processes}", f"--cpus-per-task={cores}",
                 "--overlap", "--kill-on-bad-exit=1"]

@@ -43,12 +43,8 @@ def add_arguments(parser):
 
 
 def main(args):
-    show(args.lesson)
-
-
-def show(lesson=None):
     """Print the answers of all lessons, or of one: a stage or a notebook."""
-    texts = {}  # of each lesson: its questions
+    lesson, texts = args.lesson, {}  # of each lesson: its questions
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         if ".20" not in path.name:
             name = path.stem.removeprefix("diff_")

@@ -77,13 +77,13 @@ def locked_desk():
         yield
 
 
-def replace_desk(data, before=None, what=""):
+def replace_desk(data, before, what=""):
     """Write the desk's script, whole or not at all; returns the backup.
 
-    before: the bytes that are there, as far as the caller knows, or None for
-    whatever is there. what: follows the backup, for its name. Raises
-    `UserError` if there is no room for both, or if an editor has saved the
-    script meanwhile: then it stays as it is.
+    before: the bytes that are there, as far as the caller knows, or None if
+    it is not. what: follows the backup, for its name. Raises `UserError` if
+    there is no room for both, or if an editor has saved the script meanwhile:
+    then it stays as it is.
     """
     target = Path(os.path.realpath(DESK))  # a link stays one
     for stage in STAGES.values():
@@ -101,13 +101,10 @@ def replace_desk(data, before=None, what=""):
     require_writable()
     try:
         target.parent.mkdir(exist_ok=True)
-        found = read_regular(target) if target.exists() else None
-        if before is None:
-            before = found
-        require_the_same(found)
-        if found is not None:
-            backup = back_up(found)
-        if found is not None and target.stat().st_nlink > 1:
+        require_the_same(read_regular(target) if target.exists() else None)
+        if before is not None:
+            backup = back_up(before)
+        if backup and target.stat().st_nlink > 1:
             write_through(target, data, require_the_same, backup)
         else:
             # An editor's save after this last look is lost: microseconds.

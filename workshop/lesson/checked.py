@@ -20,8 +20,6 @@ from workshop.stages import DESK
 
 RECORD = DESK.with_name(".checked.json")
 
-PASSED, EDITED, NEVER = "passed", "edited since", "never checked"
-
 
 def record(stage, data):
     """Remember that the script with these bytes has passed for the stage.
@@ -40,14 +38,9 @@ def record(stage, data):
              f"will not train with this script ({error})")
 
 
-def state(stage, data):
-    """Whether the script with these bytes has passed: `PASSED`, or
-    `EDITED` if another version of it has, or `NEVER`.
-    """
-    hashes = read().get(stage, {})
-    if digest(data) in hashes:
-        return PASSED
-    return EDITED if hashes else NEVER
+def has_passed(stage, data):
+    """Whether the script with these bytes has passed for the stage."""
+    return digest(data) in read().get(stage, {})
 
 
 def last_passed(stage):

@@ -97,10 +97,11 @@ def put_back(source, name):
     """Make the desk's script a copy of `source`."""
     data = read_script(source, most=-1)
     with locked_desk():
-        if now() == data:
+        before = now()
+        if before == data:
             print(f"{show_path(DESK)} is already {name}; it is unchanged")
             return
-        backup = replace_desk(data)
+        backup = replace_desk(data, before)
     print(f"{show_path(DESK)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "
@@ -159,25 +160,21 @@ def choose(stage):
     still nearest to that stage and not on its way to the next one.
     """
     desk, solution = show_path(DESK), find(stage).solution
-    instead = f"script    {show_path(solution)}, because {desk}"
+    instead = f"script    {show_path(solution)}"
     if stage not in LESSONS:
-        return solution, f"script    {show_path(solution)}"
+        return solution, instead
     try:
-        script = Script(DESK)
-        state = checked.state(stage, script.data)
-        if state == checked.NEVER:
-            return solution, (f"{instead} has never passed the check for "
-                              f"{stage}")
-        if state == checked.PASSED:
+        script, when = Script(DESK), checked.last_passed(stage)
+        if checked.has_passed(stage, script.data):
             return DESK, f"script    {desk}, which has passed the check"
+        require(when, f"{desk} has never passed the check for {stage}")
         _, at = nearest(script, read_stages())
-    except UserError as error:
-        return solution, f"script    {show_path(solution)}, because {error}"
-    if at != stage:
-        return solution, f"{instead} is nearer to {at} now"
+        require(at == stage, f"{desk} is nearer to {at} now")
+    except UserError as why:
+        return solution, f"{instead}, because {why}"
     return DESK, (f"warning: {desk} was edited after it passed the check, at "
-                  f"{checked.last_passed(stage)}: is it still right? `python "
-                  f"-m workshop check {stage}`")
+                  f"{when}: is it still right? `python -m workshop check "
+                  f"{stage}`")
 
 
 # --------------------------------------------------------------- the journey
@@ -209,8 +206,7 @@ def what_next():
         diff = min(begun, key=lambda diff: len(diff.others))
         return (f"Your script is on its way to {diff.stage}: {len(diff.left)} "
                 f"of {diff.total} changes are left.", [diff.stage])
-    if stage in LESSONS and checked.state(
-            stage, script.data) != checked.PASSED:
+    if stage in LESSONS and not checked.has_passed(stage, script.data):
         return (f"Your script is {stage}, and this version has not passed the "
                 f'check: `python -m workshop check {stage}`', [stage])
     return (f"Your script is {stage}" + ", checked" * (stage in LESSONS)

@@ -75,11 +75,10 @@ class Script:
 
     def place(self, i):
         """The names of the class and function that line i is in."""
-        names, indent = [], len(self.lines[i]) - len(self.lines[i].lstrip())
+        names, around = [], indent(self.lines[i])
         for line in reversed(self.lines[:i]):
-            here = len(line) - len(line.lstrip())
-            if line and here < indent:
-                indent = here
+            if line and indent(line) < around:
+                around = indent(line)
                 found = re.match(r"\s*(?:class|def) (\w+)", line)
                 names[:0] = found.groups() if found else []
         return ".".join(names)
@@ -135,10 +134,9 @@ class Lesson:
     """The changes from one stage to the next, and the code of each."""
 
     def __init__(self, stage):
-        self.stage = stage
+        self.stage, self.changes = stage, documents.load(stage)
         self.start = Script(find(find(stage).after).solution)
         self.goal = Script(find(stage).solution)
-        self.changes = documents.load(stage)
         self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
     def cut(self, hunks):
@@ -195,25 +193,18 @@ def hunks(a, b):
     return together
 
 
-@cache
-def load_lesson(stage):
-    return Lesson(stage)
+load_lesson = cache(Lesson)
 
 
 # ------------------------------------------------------------- what is left
 
 
 @dataclass
-class Left:
+class Left(documents.Change):
     """A change that is left, or, without a number, another difference."""
 
-    number: int | None  # from 1, its place in the lesson
-    title: str
-    why: str
-    edits: list[tuple]  # (i1, i2, j1, j2): lines of the script and the goal
-    predict: str = ""  # a question to answer first
-    answer: str = ""  # to the question
-    checked: bool = False  # the check of this change alone answers it
+    number: int | None = None  # from 1, its place in the lesson
+    edits: tuple = ()  # (i1, i2, j1, j2): lines of the script and the goal
 
 
 class Diff:
@@ -242,14 +233,15 @@ class Diff:
                         self.others[-1].edits[-1][1] == edit[0]):
                     self.others[-1].edits.append(edit)
                 elif change is None:
-                    self.others.append(Left(None, *OTHER, [edit]))
+                    self.others.append(Left(
+                        "Not in the lesson", "A slip, or something of your "
+                        "own? If you did not mean it, change it back.", (),
+                        edits=[edit]))
                 else:
                     edits.setdefault(change, []).append(edit)
-        for change in sorted(wanted & edits.keys()):
-            it = self.lesson.changes[change]
-            self.left.append(Left(
-                change + 1, it.title, it.why, edits[change], it.predict,
-                it.answer, it.checked))
+        self.left = [
+            Left(**vars(self.lesson.changes[change]), number=change + 1,
+                 edits=edits[change]) for change in sorted(wanted & {*edits})]
 
     def go_on_from(self, before):
         """Stay with the change that was touched since an earlier `Diff`."""
@@ -363,11 +355,6 @@ class Diff:
         return sorted(i for it in self.left if it.number in numbers
                       for i1, i2, *_ in it.edits for i in range(i1, i2)
                       if self.yours.lines[i].strip() not in {"", *known})
-
-
-OTHER = ("Not in the lesson",
-         "A slip, or something of your own? If you did not mean it, "
-         "change it back.")
 
 
 def distribute(lines, groups):

@@ -31,7 +31,6 @@ from backstage.errors import require
 from backstage.files import show_path
 from workshop.stages import LESSONS, STAGES
 
-FENCE = "```"
 # its kind, its rows, and its end, where it has one
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
@@ -99,11 +98,11 @@ def parse(text, name):
                 f"question or none, which has an answer, '{ANSWER}...'")
         blocks = [*BLOCK.finditer(section)]
         require(len(blocks) == 1, begin, "a change has one block of anchors, "
-                f"{FENCE}diff ... {FENCE}, and this has {len(blocks)}")
+                f"```diff ... ```, and this has {len(blocks)}")
         kind, rows, closed = blocks[0].groups()
         place = begin + blocks[0].start()
         require(kind == "diff" and closed and rows, place, "the block of "
-                f"anchors begins with {FENCE}diff and ends with {FENCE}")
+                "anchors begins with ```diff and ends with ```")
         for row in rows.splitlines():
             place = text.index("\n", place) + 1
             require(re.match(r"[+-]\s*\S", row), place,

@@ -30,7 +30,7 @@ def wants_hints(environment=os.environ):
 
 
 def is_checked(diff):
-    return checked.state(diff.stage, diff.yours.data) == checked.PASSED
+    return checked.has_passed(diff.stage, diff.yours.data)
 
 
 def split(diff):
@@ -41,9 +41,8 @@ def split(diff):
     """
     def is_right(item):
         others = {it.number for it in diff.left} - {item.number}
-        return diff.own_lines({item.number}) and checked.state(
-            f"{diff.stage} {item.number}",
-            diff.apply(others).encode()) == checked.PASSED
+        return diff.own_lines({item.number}) and checked.has_passed(
+            f"{diff.stage} {item.number}", diff.apply(others).encode())
 
     right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
     return sorted((item for item in diff.left if item not in right),
@@ -213,10 +212,10 @@ def to_text(diff, colour=False, hints=False, number=None):
             out += ["", f"Change {number} is made."]
     for item in shown:
         name, where = title(diff, item)
-        out += ["", f"{paint(name, 1)} ({where})", *wrap(item.why)]
+        out += ["", f"{paint(name, 1)} ({where})", wrap(item.why)]
         if item.predict:
             lesson = show_path(find(diff.stage).lesson)
-            out += ["", *wrap(f"Predict: {question(diff, item)}"), *wrap(
+            out += ["", wrap(f"Predict: {question(diff, item)}"), wrap(
                 f"(the answer: {lesson}, change {item.number})")]
         if hints:
             continue
@@ -235,11 +234,8 @@ def to_text(diff, colour=False, hints=False, number=None):
 
 
 def wrap(text):
-    """The lines of a text, with an empty one between its paragraphs."""
-    lines = []
-    for part in text.split("\n\n"):
-        lines += ["", *textwrap.wrap(part, 79)]
-    return lines[1:]
+    """The text in lines that fit, an empty one between its paragraphs."""
+    return "\n\n".join(textwrap.fill(part, 79) for part in text.split("\n\n"))
 
 
 # ----------------------------------------------------------------- notebook

@@ -121,14 +121,25 @@ def of_step(split, config, mesh, microbatches, B, T):
     stages = []
     for number in range(pp):
         first, last = number == 0, number == pp - 1
-        outside = ((first or last) * table + last * 2 * C
+        is_end = first or last
+        outside = (is_end * table + last * 2 * C
                    + first * config["block_size"] * C)
         calls = Calls()
         if split == "samples":
             calls.add("allreduce", 1, L * block + outside)
-        elif dp > 1:
-            share(calls, split, dp, microbatches, L, block, outside,
-                  first or last)
+        elif dp > 1:  # FSDP gathers weights, and reduces gradients
+            if split == "parameters":  # the norm: one number of each parameter
+                calls.add("all_reduce", 1, 12 * L + 4)
+            # A block is gathered before each forward and each backward pass,
+            # what is in no block once for both. In a pipeline all stays
+            # gathered from the first forward to the first backward pass.
+            blocks, rest = 2 * microbatches, microbatches
+            if split == "layers":
+                blocks, rest = microbatches + 1, 1
+            calls.add("allgather_base", blocks * L, block // dp)
+            calls.add("allgather_base", rest * is_end, outside // dp)
+            calls.add("reduce_scatter_base", L, block)
+            calls.add("reduce_scatter_base", int(is_end), outside)
         if split in ("matrices", "layers"):
             hidden = B * T * C  # what goes from block to block
             if tp > 1:  # two forward and two backward, and one at each end
@@ -138,7 +149,7 @@ def of_step(split, config, mesh, microbatches, B, T):
             for name in ("send", "recv"):
                 calls.add(name, microbatches * (2 - first - last), hidden)
             if pp > 1:  # the tied matrix's gradient, and the loss
-                calls.add("allreduce", int(first or last), table // dp)
+                calls.add("allreduce", int(is_end), table // dp)
                 calls.add("allreduce", 1, 1)
             calls.add("allreduce", 1, 1)  # the norm
         calls.add("allreduce", 1, 2)  # the mean loss, and whether to stop
@@ -154,24 +165,6 @@ class Calls(dict):
         if number:
             calls, size = self.get(name, (0, 0))
             self[name] = calls + number, size + number * elements * FP32
-
-
-def share(calls, split, dp, microbatches, L, block, outside, is_end):
-    """Add what FSDP sends: it gathers weights, and reduces gradients.
-
-    A block is gathered before each forward and each backward pass, what is in
-    no block once for both. In a pipeline a block stays gathered from its first
-    forward pass to its first backward pass.
-    """
-    if split == "parameters":  # the norm: one number of each parameter
-        calls.add("all_reduce", 1, 12 * L + 4)
-    blocks, rest = 2 * microbatches, microbatches
-    if split == "layers":
-        blocks, rest = microbatches + 1, 1
-    calls.add("allgather_base", blocks * L, block // dp)
-    calls.add("allgather_base", rest * is_end, outside // dp)
-    calls.add("reduce_scatter_base", L, block)
-    calls.add("reduce_scatter_base", int(is_end), outside)
 
 
 # ------------------------------------------------------------------ decisions

@@ -105,13 +105,15 @@ def scaling(ax, runs):
     most, found = 1, results.efficiency(runs)
     for kind, points in found.items():
         most = max(most, *points)
-        first = next(run for run in runs if run.kind == kind)
+        mine = [run for run in runs if run.kind == kind]
+        first = mine[0]
         ax.plot(points.keys(), points.values(), "o-", label=kind,
                 color=colour(first))
         model = results.fit_kind(runs, kind)
         if model:
             microbatches = first.accumulation * first.world_size
-            on_node = node_size(runs, kind)
+            on_node = math.inf if all(run.nodes == 1 for run in mine) else max(
+                run.world_size // run.nodes for run in mine)
             xs = [n for n in powers_of_two(microbatches)
                   if n <= 4 * max(points)]
             one = model.seconds(1, microbatches)
@@ -288,14 +290,6 @@ def note(ax, text, y=0.5):
     return text.replace("\n", " ")
 
 
-def node_size(runs, kind):
-    """How many processes a node takes; without end if all had room on one."""
-    runs = [run for run in runs if run.kind == kind]
-    if all(run.nodes == 1 for run in runs):
-        return math.inf
-    return max(run.world_size // run.nodes for run in runs)
-
-
 def powers_of_two(most):
     return [2**k for k in range(most.bit_length())]
 
@@ -360,17 +354,14 @@ def add_arguments(parser):
 
 
 def main(args):
-    draw_all(args.output, args.folders)
-
-
-def draw_all(output, folders):
     """Draw all panels in one picture, and print which runs it shows."""
+    output = args.output
     kind = Path(output).suffix.lower()[1:]
     require(kind in ("png", "svg", "pdf"), f"{output}: name a file that ends "
             "in .png, .svg or .pdf")
     require(may_replace(output, MARK), f"{output} is there, and not made by "
             "plot: it is kept; name another file with -o")
-    runs, notes = results.find(folders)
+    runs, notes = results.find(args.folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
               or any(list_traces(run.folder) for run in runs)]
     columns = math.ceil(len(panels) / 2)

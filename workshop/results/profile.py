@@ -42,16 +42,12 @@ SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
 
 def add_arguments(parser):
-    parser.add_argument("run", help="its folder")
+    parser.add_argument("run", type=Path, help="its folder")
 
 
 def main(args):
-    show(Path(args.run))
-
-
-def show(folder):
     """Print where the time of a run's steps goes."""
-    ranks = charge_steps(folder)
+    folder, ranks = args.run, charge_steps(args.run)
     require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
             "with --profile 10")
     print("milliseconds of a step, the mean of steps "

@@ -344,10 +344,9 @@ def fit_kind(results, kind):
 
 def read_ladder(example=False):
     """What benchmarks/ladder.py has measured: here, or else the example."""
-    mine = RUNS / "ladder.json"
-    file = EXAMPLES / "ladder.json"
-    if mine.exists() and not example:
-        file = mine
+    file = RUNS / "ladder.json"
+    if example or not file.exists():
+        file = EXAMPLES / "ladder.json"
     again = "run benchmarks/ladder.py again"
     ladder = read_json(file, {"rungs": [{"training": float}]}, again)
     require(all(rung["training"] > 0 for rung in ladder["rungs"]),
@@ -374,9 +373,7 @@ def utilisation(folder):
             values = dict(zip(header, cells))
             gpu = values.get("gpu", values.get("deviceid"))
             busy = values.get("sm", values.get("gpu utilization (%)"))
-            try:
+            with suppress(TypeError, ValueError):  # units, "-", a cut line
                 percent = float(busy)
-            except (TypeError, ValueError):  # units, "-", or a truncated line
-                continue
-            gpus.setdefault(f"{node} GPU {gpu}", []).append(percent)
+                gpus.setdefault(f"{node} GPU {gpu}", []).append(percent)
     return gpus
