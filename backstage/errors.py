@@ -147,15 +147,13 @@ def leave_mpi(status):
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
     sys.stdout.flush()
-    if MPI.COMM_WORLD.size > 1:
+    if (comm := MPI.COMM_WORLD).size > 1:
         if status not in (0, None):
             sys.stderr.flush()
-            MPI.COMM_WORLD.Abort(status if isinstance(status, int) else 1)
+            comm.Abort(status if isinstance(status, int) else 1)
         # in MPI_Finalize, MPICH over TCP (UCX) completes its connections, and
         # a rank that waits there no longer answers: each writes to all before
-        size = MPI.COMM_WORLD.size
-        MPI.COMM_WORLD.Ialltoallv((bytes(size), MPI.BYTE),
-                                  (bytearray(size), MPI.BYTE)).Wait()
+        comm.Ialltoallv(MPI.IN_PLACE, (bytearray(comm.size), MPI.BYTE)).Wait()
         time.sleep(0.1)
     MPI.Finalize()
 

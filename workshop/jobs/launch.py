@@ -61,6 +61,7 @@ def find_place(env, count_devices):
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
         hosts = ask("scontrol", "show", "hostnames",
                     env["SLURM_JOB_NODELIST"]).split()
+        require(hosts, "scontrol knows no node of this job")
         gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
                 or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
         tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
