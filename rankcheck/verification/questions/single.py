@@ -113,8 +113,7 @@ def weighting(case, updates, alone):
                      for count in update["counts"]})
     here, own, _ = gradients_of(updates, updates, "local")
     (_, ours, keys), (_, theirs, others) = (
-        gradients_of(updates, some, "weighed")
-        for some in (updates, alone))
+        gradients_of(updates, some, "weighed") for some in (updates, alone))
     if (counts and counts[-1] > 1.01 * counts[0]
             and own and len(here) == len(mine)
             and agrees(here, sum(own) / len(own)) and keys == others
