@@ -131,9 +131,8 @@ def collect(folder):
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
         stack = folder / f"{record['host']}-{record['pid']}.stack"
-        ranks.append(Rank(
-            record, alive, not record["answers"] or question in record[
-                "asked"], proc.read_text(stack)))
+        fresh = not record["answers"] or question in record["asked"]
+        ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
     ranks.sort(key=lambda rank: rank.claim)
