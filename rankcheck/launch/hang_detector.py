@@ -131,9 +131,8 @@ def hangs(events, stacks, ended):
     inside = {rank: those[-1] for rank, those in enumerate(calls)
               if rank not in ended and those and those[-1]["lines"]
               and those[-1]["lines"][0][0] == stacks[rank]}
-    if len(inside) == len(calls) and any(
-            all(call["call"] in names for call in inside.values())
-            for names in ONE_WAY):
+    names = {call["call"] for call in inside.values()}
+    if len(inside) == len(calls) and any(map(names.issubset, ONE_WAY)):
         return True
     waits = {}  # rank -> those that have not come to the call it is in
     for rank, call in inside.items():

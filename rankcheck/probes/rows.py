@@ -224,9 +224,8 @@ class Rows:
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in module.named_buffers()
                    if buffer.is_floating_point()}
-        self.seen["updates"][-1] |= {
-            "weights": describe(self.weights, thin),
-            "buffers": parts.describe(buffers.items())}
+        self.seen["updates"][-1].update(weights=describe(
+            self.weights, thin), buffers=parts.describe(buffers.items()))
 
     def on_skipped(self):
         """Nothing of an update that a GradScaler leaves out is an update's."""

@@ -107,8 +107,7 @@ class Modules:
     def trains(self, module):
         return (self.log.here and torch.is_grad_enabled() and module.training
                 and torch._C._current_graph_task_id() == -1
-                and any(weight.requires_grad
-                        for weight in module.parameters()))
+                and any(one.requires_grad for one in module.parameters()))
 
     def meet(self, module):
         """Name its parameters, and watch their gradients."""

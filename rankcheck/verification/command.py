@@ -82,9 +82,8 @@ def print_document(args, options):
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
         findings, not_seen = examine(args.program, **options, out=out)
-        document |= {"not_seen": not_seen, "error": None,
-                     "status": int(any(finding.verdict == "FAIL"
-                                       for finding in findings))}
+        wrong = any(finding.verdict == "FAIL" for finding in findings)
+        document |= {"not_seen": not_seen, "error": None, "status": int(wrong)}
     except Exception as error:
         findings = getattr(error, "findings", ())
         document["error"] = str(error)
@@ -195,8 +194,7 @@ def start(program, folder, preload, say, device, patience,
         {"allowed": SECONDS, "idle": IDLE, "patience": patience},
         world_size=size, module=program.module,
         place=str(cwd) if program.module else None,
-        probes=[copy, *training.probes(
-            seen, size, steps, kind, gpus, device)],
+        probes=[copy, *training.probes(seen, size, steps, kind, gpus, device)],
         env=TORCHRUN | scratch.quiet_environment(
             folder / "tmp", {} if device == "gpu" else ON_CPU),
         preload=preload, within=folder, cwd=str(cwd),

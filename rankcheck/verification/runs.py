@@ -174,9 +174,8 @@ def reads_again(comparison):
 
 def reduces(trial):
     """Whether a rank sends others anything of which they take a mean."""
-    return any(update["reduced"] or update.get("within")
-               for seen in filter(None, trial.seen)
-               for update in seen["updates"])
+    return any(one["reduced"] or one.get("within") for seen in filter(
+        None, trial.seen) for one in seen["updates"])
 
 
 def count_updates(trial):

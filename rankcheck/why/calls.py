@@ -100,11 +100,10 @@ def read_dump(dump, lines):
 def read_record(lines):
     """The last collectives, oldest first, of PyTorch's record and of ours."""
     dumps, torch = find_dumps(), find_torch()
-    groups = {
-        group.group_name: sorted(ranks) for group, ranks in
-        sys.modules["torch.distributed.distributed_c10d"]._world
-        .pg_group_ranks.items()
-        if hasattr(group, "group_name")} if dumps else {}
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = {group.group_name: sorted(ranks) for group, ranks
+              in c10d._world.pg_group_ranks.items()
+              if hasattr(group, "group_name")} if dumps else {}
     # a number in place of a group: one without this rank
     records = [[{
         "group": groups.get(entry["process_group"][0]),
@@ -167,8 +166,7 @@ def record_mpi(MPI, on_abort):
 
     Recorded = type("Intracomm", (kind,), {
         "recorded": 0, "ranks": None, "Abort": abort,
-        **{name: call(name, mpi_calls, 1)
-           for name in (*COLLECTIVES, *MAKERS)},
+        **{name: call(name, mpi_calls, 1) for name in COLLECTIVES + MAKERS},
         **{name: call(name, mpi_messages, 0) for name in MESSAGES}})
     MPI.COMM_WORLD = adopt(MPI.COMM_WORLD, "MPI")
 

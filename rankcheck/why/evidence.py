@@ -130,11 +130,9 @@ def collect(folder):
             record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
             record["still"] = time.time() - record["written"]
-        ranks.append(Rank(
-            record, alive,
-            not record["answers"] or question in record["asked"],
-            proc.read_text(
-                folder / f"{record['host']}-{record['pid']}.stack")))
+        stack = folder / f"{record['host']}-{record['pid']}.stack"
+        fresh = not record["answers"] or question in record["asked"]
+        ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
     ranks.sort(key=lambda rank: rank.claim)
@@ -148,9 +146,8 @@ def of_this_job(records):
     """Without the ranks of jobs that a rank, which has joined, has started."""
     joined = {(record["host"], str(record["pid"])) for record in records
               if record["joined"]}
-    return [record for record in records
-            if (record["host"], record.get("starter")) not in joined - {
-                (record["host"], str(record["pid"]))}]
+    return [one for one in records if (one["host"], one.get("starter"))
+            not in joined - {(one["host"], str(one["pid"]))}]
 
 
 def of_last_start(records):

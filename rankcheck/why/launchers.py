@@ -95,9 +95,8 @@ def keep_exits(folder):
     words = {"error": type(error).__name__, "message": str(error)[:9000]}
     if hasattr(error, "error_pid"):
         status = getattr(error, "exit_code", None)
-        exits[error.error_pid] = {
-            "rank": error.error_index, "status": status or 1, "time": now,
-            **({} if status else words)}
+        exits[error.error_pid] = ({} if status else words) | {
+            "rank": error.error_index, "status": status or 1, "time": now}
     if error and not exits and is_launcher(read_command()):
         exits["launcher"] = {"time": now, **words, "signal": (
             signal.SIGINT if isinstance(error, KeyboardInterrupt)

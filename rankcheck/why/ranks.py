@@ -21,6 +21,7 @@ LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]emote "
     r"(peer|process)|failed to (recv|connect)|[Ww]atchdog|RemoteError"
     r"|lost the other|[Tt]imed out|Collective .* aborted")
+OWN = re.compile("in use|DataLoader|Caught")  # a port, or of its own worker
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 THEIRS = re.compile(r"/torch/|/mpi4py/|\.pyx$")
 
@@ -120,7 +121,7 @@ class Rank:
             file, words = (self.ended.get("stack") or [[""]])[-1][0], (
                 self.ended["message"])
             return "lost" if THEIRS.search(file) and LOST.search(words) and (
-                "in use" not in words) else "error"
+                not OWN.search(words)) else "error"
         if self.ended:  # None: a status is not known
             return "done" if self.ended["status"] in (0, None) else "error"
         if lives:

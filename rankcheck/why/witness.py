@@ -323,12 +323,10 @@ class Witness:
             thread.native_id: [thread.name, calls.find_line(
                 self.look(thread.ident))]
             for thread in list(threading._active.values())}
-        return {
-            "looks": [(times, stack)
-                      for stack, times in looks.most_common(20)],
-            "work": proc.describe_work(
-                before, proc.see_work(self.owner, but=self.thread),
-                time.monotonic() - start, lines)}
+        after = proc.see_work(self.owner, but=self.thread)
+        return {"looks": [one[::-1] for one in looks.most_common(20)],
+                "work": proc.describe_work(
+                    before, after, time.monotonic() - start, lines)}
 
     def write(self, lines=False):
         """lines: also where the time goes, and the collectives' lines."""

@@ -16,7 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+)
 from torch.func import functional_call, grad, vmap
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
@@ -24,7 +29,7 @@ from verify_cases import outcome
 from rankcheck.launch.ranks import Rank
 from rankcheck.probes.recorder import Log
 from rankcheck.probes.rows import Rows
-from rankcheck.probes.torch_api import clipping
+from rankcheck.probes.torch_api import batchnorm, clipping
 from rankcheck.probes.training import Modules
 from rankcheck.tensors import whole_here
 from rankcheck.trial import Trial
@@ -258,10 +263,13 @@ CASES = [
      "32"),
     (RIGHT, on_all(rates=[0.2]), "the ranks read different samples",
      "an update has 32 samples, as with one process; the learning rate is 2"),
+    (RIGHT, on(1, update=2, rates=[0.05]), "the ranks read different samples",
+     "an update has 32 samples, as with one process; the learning rate of "
+     "rank 1 is 0.05, of rank 0 0.1, in update 2"),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1, ""))), "the ranks' "
      "samplers", "the ranks' DistributedSamplers have different seeds"),
     (AVERAGED, lambda trials: None, "the ranks train together at every",
-     "weights are averaged every 2 updates"),
+     "weights are averaged before update 2"),
     (RIGHT, own_gradients, "gradients are reduced once", "gradients are "
      "not reduced: 0 elements in an update of 10801"),
     (RIGHT, on_all(reduced=lambda number: 1.7 * number), "gradients are "
@@ -325,7 +333,7 @@ def test_another_name_of_a_run_is_no_other_error():
 
 def test_a_rate_that_falls_once_is_no_schedule(answers):
     """Of update 3, one process that had made twice as many tells nothing."""
-    found = answers(RIGHT, on(0, update=3, rates=[0.05]))
+    found = answers(RIGHT, on_all(update=3, rates=[0.05]))
     assert found["the ranks read different samples"].text.endswith(
         "the learning rate is 0.05, with one process 0.1, in update 3")
 
@@ -350,6 +358,22 @@ def test_what_is_right_is_not_refused(answers):
     found = answers(RIGHT, together(one_sample, on_all(
         gradients=times(2.0), local=times(2.0)))).values()
     assert {finding.verdict for finding in found} == {"warn"}
+
+
+def test_gradients_that_a_script_has_reduced_before_its_copies_get_them(
+        answers):
+    """Of an optimizer's own weights no backward pass is seen."""
+    nothing = {"plain": [], "flat": torch.zeros(0), "sharded": {}}
+    found = answers(RIGHT, on_all(reduced=0, sums=nothing, local=nothing))
+    assert set(found) == {DRAWN}
+
+
+def test_a_CPU_compresses_gradients_too(monkeypatch):
+    for owner, name in ((DDP, "_check_comm_hook"), (SyncBatchNorm, "forward"),
+                        (DDP, "_passing_sync_batchnorm_handle")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    batchnorm(recorder()[0])
+    DDP._check_comm_hook(None, bf16_compress_hook)
 
 
 def test_unused_parameters_of_which_DDP_was_told(answers):

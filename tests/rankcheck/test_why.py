@@ -302,6 +302,21 @@ def test_what_a_main_thread_does_is_not_guessed():
         "; computes, reads or writes")
 
 
+@pytest.mark.parametrize(("file", "message", "ending"), [
+    ("autograd/graph.py", "Connection closed by peer", "lost"),
+    ("distributed/distributed_c10d.py", "address in use, timed out", "error"),
+    ("utils/data/dataloader.py", "DataLoader timed out after 4 s", "error"),
+    ("_utils.py", "Caught ConnectionResetError in pin memory thread for device"
+     " 0.\nConnection reset by peer", "error")])
+def test_an_error_of_its_own_worker_is_no_lost_connection(
+        file, message, ending):
+    assert Rank({"rank": 0, "host": "node1", "pid": 7, "written": 9,
+                 "began": 1, "stack": [], "answers": True, "ended": {
+                     "error": "RuntimeError", "message": message, "time": 9,
+                     "stack": [[f"/venv/torch/{file}", 3, "f"]]}},
+                alive=False).ending == ending
+
+
 def test_where_a_stopped_process_is_not_guessed():
     """It was there when it last wrote, which may be long ago. One that has
     just answered is stopped now and then, as by `cpulimit`.

@@ -110,6 +110,8 @@ def size_of_minibatch(case):
     words = (f"an update has {now} samples" + (
         ", as with one process" * bool(before) if before in (0, now) else
         f", with one process {before}") + f"; {rate}")
+    if factor == 0:
+        return [warn(words, "one schedule for all who train the same weights")]
     if abs(times - 1) < 0.1:
         return [ok(words) if factor == 1 else warn(
             words, "with the same minibatch it need not change")]
@@ -137,7 +139,13 @@ def shares(case):
 
 
 def learning_rate(case):
-    """How it compares with one process: words, and a factor if it is one."""
+    """Words, its factor from one process if it is one; 0: ranks differ."""
+    for step, updates in enumerate(case.updates):
+        rates = [rate for update in updates for rate in update["rates"][:1]]
+        for rank, rate in enumerate(rates):
+            if not alike(rate, rates[0]):
+                return (f"the learning rate of rank {rank} is {rate:.3g}, "
+                        f"of rank 0 {rates[0]:.3g}, in update {step}"), 0
     compared = [compare_rates(case, *(
         [update["rates"][0] for update in updates
          if update["optimizer"] == number and update["rates"]]
@@ -174,9 +182,8 @@ def alike(one, other):
 
 @QUESTIONS.add("the ranks' samplers agree")
 def samplers(case):
-    first = [one for rank in range(case.size)
-             for one in case.together.asked("sampler", rank)[:1]
-             if one[0] == case.size]
+    each = [case.together.asked("sampler", rank) for rank in range(case.size)]
+    first = [one for asked in each for one in asked[:1] if one[0] == case.size]
     for i, kind in (1, "seeds"), (2, "subsets of the data"):
         if len({one[i] for one in first}) > 1:
             return [fail("the ranks' DistributedSamplers have different "

@@ -86,8 +86,8 @@ def compare(case, error, pairs, weights):
             "the number that a mean is taken over?"), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"}
-    less = (f" in {len(agree)} of {len(pairs)} updates; the others are not "
-            "compared") * (len(agree) < len(pairs))
+    less = (f" in {len(agree)} of {len(case.updates)} updates; the others are "
+            "not compared") * (len(agree) < len(case.updates))
     return [ok(f"{words[error]} agree with a single process (to "
                f"{max(agree):.0e}){less}", numbers={"off": max(agree)})
             ] if agree else []
@@ -113,8 +113,7 @@ def weighting(case, updates, alone):
                      for count in update["counts"]})
     here, own, _ = gradients_of(updates, updates, "local")
     (_, ours, keys), (_, theirs, others) = (
-        gradients_of(updates, some, "weighed")
-        for some in (updates, alone))
+        gradients_of(updates, some, "weighed") for some in (updates, alone))
     if (counts and counts[-1] > 1.01 * counts[0]
             and own and len(here) == len(mine)
             and agrees(here, sum(own) / len(own)) and keys == others

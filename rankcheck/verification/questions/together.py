@@ -17,13 +17,12 @@ SUMMED = ("divide them by the number of processes after all_reduce, or call "
 
 @question("each rank draws random numbers of its own")
 def same_numbers(case):
-    of_one = [updates for updates in case.updates
-              if updates[0]["optimizer"] == 0]
-    names = [name for name in of_one[0][0]["random"]
-             if len(of_one) == len({updates[0]["random"][name]
-                                    for updates in of_one}) > 1
-             and all(update["random"][name] == updates[0]["random"][name]
-                     for updates in of_one for update in updates)]
+    drawn = [[update["random"] for update in updates]
+             for updates in case.updates if updates[0]["optimizer"] == 0]
+    names = [name for name in drawn[0][0]
+             if len(drawn) == len({ranks[0][name] for ranks in drawn}) > 1
+             and all(one[name] == ranks[0][name]
+                     for ranks in drawn for one in ranks)]
     if not names or case.splits_matrices:
         return []
     return [warn("all ranks draw the same random numbers in each update: "
@@ -47,10 +46,11 @@ def averages(case):
             whole &= off(begun[0], sum(ended) / case.size) < 1e-5
     if len(at) == 1:
         return []
-    every = min(b - a for a, b in itertools.pairwise(at))
-    words = (f"weights are {'averaged' if whole else 'made equal'} every "
-             + (f"{every} updates" if every > 1 else "update"))
-    return [warn(words, "until then each rank trains alone, on its part of "
+    every = min((b - a for a, b in itertools.pairwise(at[1:])), default=0)
+    words = f"weights are {'averaged' if whole else 'made equal'} " + (
+        f"every {every} updates" if every > 1 else "every update" if every
+        else f"before update {at[1]}")  # after others, perhaps
+    return [warn(words, "before that each rank trains alone, on its part of "
                  "the minibatch: right for local SGD",
                  learned={"apart": words, "averaged": words})]
 
@@ -125,8 +125,10 @@ def reductions(case):
 
 def shared(updates, what):
     """Whether ranks that have computed others have the same of that."""
-    return bool(put_together(updates, "sums").apart
-                and not put_together(updates, what).apart)
+    sums = put_together(updates, "sums")  # none of copies of the weights
+    others = sums.apart if sums.tensors else len({
+        (*update["samples"], *update["losses"]) for update in updates}) > 1
+    return bool(others and not put_together(updates, what).apart)
 
 
 def not_reduced(case, step):
