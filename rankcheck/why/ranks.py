@@ -21,7 +21,7 @@ LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]emote "
     r"(peer|process)|failed to (recv|connect)|[Ww]atchdog|RemoteError"
     r"|lost the other|[Tt]imed out|Collective .* aborted")
-OWN = re.compile("in use|DataLoader|Caught")  # a port, or of its own worker
+OWN = re.compile("in use|DataLoader|^Caught ")  # a port, or of its own worker
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 THEIRS = re.compile(r"/torch/|/mpi4py/|\.pyx$")
 
