@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
+from argparse import Namespace
 
 import pytest
 from PIL import Image
@@ -110,7 +110,7 @@ def test_every_session_ends_with_lightning_of_ones_own():
 
 def test_the_answer_key_is_whole(capsys):
     """Each answer of the lessons and notebooks, none of them folded."""
-    answers.main(SimpleNamespace(lesson=None))
+    answers.main(Namespace(lesson=None))
     key = capsys.readouterr().out
     lessons = "".join(path.read_text() for path in (
         ROOT / "workshop" / "lessons").glob("*.md"))
@@ -121,12 +121,12 @@ def test_the_answer_key_is_whole(capsys):
     assert min(asked, broken) > 20
     assert key.count("\n**Answer.**") == asked + broken
     assert "<summary>Answer" not in key
-    answers.main(SimpleNamespace(lesson="ddp"))
+    answers.main(Namespace(lesson="ddp"))
     of_one = capsys.readouterr().out.removeprefix("# The answers, for the "
                                                   "instructor\n")
     assert "\n# ddp\n" in of_one and of_one in key and "# lit" not in of_one
     with pytest.raises(workshop.UserError, match=r"is called dpd: .*ddp"):
-        answers.main(SimpleNamespace(lesson="dpd"))
+        answers.main(Namespace(lesson="dpd"))
 
 
 def test_the_site_file_is_handed_out_to_all_clones(tmp_path):

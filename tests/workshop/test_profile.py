@@ -1,8 +1,8 @@
 """Where a step's time goes: --profile, and the table of its traces."""
 
 import time
+from argparse import Namespace
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 from stages import train
@@ -51,7 +51,7 @@ def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
     assert min(seconds["data"] for seconds in rank.charged) < 0.2 * sum(
         parts.values())
 
-    profile.main(SimpleNamespace(run=result.folder))
+    profile.main(Namespace(run=result.folder))
     table = capsys.readouterr().out.split(":\n")[1].splitlines()
     assert table[0].split() == ["rank", *profile.PARTS, "step"]
     assert table[1].split()[0] == "0" and "no step" not in table
@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_and_one_that_is_short(data, tmp_path):
     assert profile.list_traces(run) == before  # it records with the flag alone
     before[0].unlink()
     with pytest.raises(UserError, match="--profile 10"):
-        profile.main(SimpleNamespace(run=run))
+        profile.main(Namespace(run=run))
 
 
 def charged(events, length, least):
@@ -143,7 +143,7 @@ def test_other_stages_are_recorded(stage, mesh, data, tmp_path, capsys):
     result = train(stage, tmp_path / "run", "--profile", 1, "--max-steps", 6,
                    "--eval-minibatches", 1, data=data, mesh=mesh)
     ranks = check(result, [5])
-    profile.main(SimpleNamespace(run=result.folder))
+    profile.main(Namespace(run=result.folder))
     said = capsys.readouterr().out
     assert ("all counted as waiting" in said) == (stage == "3d")
     assert ("do not show the messages" in said) == (stage == "mpi")

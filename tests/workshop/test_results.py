@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from types import SimpleNamespace
+from argparse import Namespace
 from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
@@ -205,7 +205,7 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
 
 
 def draw(output, folders):
-    panels.main(SimpleNamespace(output=output, folders=folders))
+    panels.main(Namespace(output=output, folders=folders))
 
 
 @pytest.mark.whole
