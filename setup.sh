@@ -23,7 +23,9 @@ reason() { # the line that says most
 lock() { # a file, until this process and all that it started have ended
     { exec 9>>"$1"; } 2>/dev/null || fail "${1%/*} is not writable"
     ! command -v flock >/dev/null || flock -n 9 2>/dev/null || { # no macOS
-        say "waiting for $(head -n 1 "$1"), who has locked $1"
+        # after a second the other has written who it is
+        say "waiting for $(sleep 1; grep . "$1" || echo another process)," \
+            "who has locked $1"
         flock 9 2>/dev/null || say "no locks here: use one shell at a time"
     }
     echo "process $$ of ${USER-$UID} on $HOSTNAME" >"$1"
