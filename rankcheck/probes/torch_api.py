@@ -106,9 +106,9 @@ def batchnorm(log):
     DistributedDataParallel._passing_sync_batchnorm_handle = (
         lambda ddp, module: None)  # it refuses a CPU
 
-    @replace(DistributedDataParallel, "_check_comm_hook")
+    @replace(DistributedDataParallel, "_check_comm_hook")  # nor in bf16
     def check(check, ddp, hook):
-        if not hook.__name__.startswith("bf16_compress_"):  # nor in bf16
+        if not getattr(hook, "__name__", "").startswith("bf16_compress_"):
             check(ddp, hook)
 
 

@@ -324,7 +324,8 @@ class Witness:
                 self.look(thread.ident))]
             for thread in list(threading._active.values())}
         after = proc.see_work(self.owner, but=self.thread)
-        return {"looks": [one[::-1] for one in looks.most_common(20)],
+        most = [(times, stack) for stack, times in looks.most_common(20)]
+        return {"looks": most,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
 

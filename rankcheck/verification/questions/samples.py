@@ -141,11 +141,11 @@ def shares(case):
 def learning_rate(case):
     """Words, its factor from one process if it is one; 0: ranks differ."""
     for step, updates in enumerate(case.updates):
-        rates = [rate for update in updates for rate in update["rates"][:1]]
-        for rank, rate in enumerate(rates):
-            if not alike(rate, rates[0]):
-                return (f"the learning rate of rank {rank} is {rate:.3g}, "
-                        f"of rank 0 {rates[0]:.3g}, in update {step}"), 0
+        for rank, update in enumerate(updates):
+            pair = update["rates"][:1] + updates[0]["rates"][:1]
+            if len(pair) == 2 and not alike(*pair):
+                return (f"the learning rate of rank {rank} is {pair[0]:.3g}, "
+                        f"of rank 0 {pair[1]:.3g}, in update {step}"), 0
     compared = [compare_rates(case, *(
         [update["rates"][0] for update in updates
          if update["optimizer"] == number and update["rates"]]
