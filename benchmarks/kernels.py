@@ -3,8 +3,9 @@
     python benchmarks/kernels.py    # writes runs/kernels.json, too
 
 Forward and backward, at the size of gpt2 on a GPU. The sides take turns.
-Without a GPU, Triton's interpreter runs them on small shapes, which only
-shows that they run.
+"of copy" is how fast ours goes through memory, as a share of the speed of the
+device's own copies. Without a GPU, Triton's interpreter runs them on small
+shapes, which only shows that they run.
 """
 
 import json
@@ -16,6 +17,8 @@ from statistics import median
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 
 from backstage import ROOT
 from backstage.errors import parse_flags, run_main
@@ -23,7 +26,7 @@ from backstage.files import show_path, write_atomically
 
 from turns import make_way, processor
 
-ROUNDS = 20
+ROUNDS, CALLS = 5, 50
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"
 
 
@@ -35,7 +38,8 @@ class Flags:
 
 
 def operations(B, T, C, V, heads, device, dtype):
-    """Of each operation: its name, PyTorch's function, and the inputs.
+    """Of each operation: its name, PyTorch's function, the inputs, and how
+    often the forward and the backward pass go through the first one's size.
 
     LayerNorm and the loss are computed in fp32, as under autocast.
     """
@@ -43,40 +47,48 @@ def operations(B, T, C, V, heads, device, dtype):
         return torch.randn(
             shape, device=device, dtype=dtype, requires_grad=True)
 
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     targets = torch.randint(V, (B * T,), device=device)
     qkv = [numbers(B, heads, T, C // heads, dtype=dtype) for _ in "qkv"]
-    return (
+    rows = [
         ("gelu", lambda x: F.gelu(x, approximate="tanh"),
-         [numbers(B, T, 4 * C, dtype=dtype)]),
+         [numbers(B, T, 4 * C, dtype=dtype)], (2, 3)),
         ("layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b),
-         [numbers(B, T, C), numbers(C), numbers(C)]),
-        # the kernel overwrites its logits: both sides get a product
-        ("cross_entropy", F.cross_entropy, [numbers(B * T, V), targets]),
-        ("attention", lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True), qkv))
+         [numbers(B, T, C), numbers(C), numbers(C)], (2, 3)),
+        # each call of the kernel overwrites the logits
+        ("cross_entropy", F.cross_entropy, [numbers(B * T, V), targets],
+         (1, 2)),
+        ("attention", attention, qkv, None)]
+    for kind in ("flash", "cudnn") if device.type == "cuda" else ():
+        backend = getattr(SDPBackend, f"{kind.upper()}_ATTENTION")
+        rows.append((f"attention, {kind}", sdpa_kernel(backend)(attention),
+                     qkv, None))
+    return rows
 
 
-def seconds(function, inputs, device):
-    """How long the forward and the backward pass take."""
+def seconds(function, inputs, calls):
+    """How long the forward and the backward pass take, each the mean of calls
+    that follow one another: to start one is not part of what is compared.
+    """
+    # a product, as the kernel writes to its logits
     inputs = [x * 1 if x.requires_grad else x for x in inputs]
-    wait(device)
-    begin = time.perf_counter()
     output = function(*inputs)
-    wait(device)
-    forward = time.perf_counter() - begin
-    # up to the inputs alone: no product, and no sum into a .grad
-    inputs = [x for x in inputs if x.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
     dy = torch.ones_like(output)
-    wait(device)
-    begin = time.perf_counter()
-    torch.autograd.grad(output, inputs, dy)
-    wait(device)
-    return forward, time.perf_counter() - begin
+    return [Timer("call()", globals={"call": call}).timeit(calls).mean
+            for call in (
+                lambda: function(*inputs),
+                # up to the inputs alone: no product, no sum into a .grad
+                lambda: torch.autograd.grad(
+                    output, wanted, dy, retain_graph=True))]
 
 
-def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def copy_speed(x, calls):
+    """Bytes per second, read and written."""
+    timer = Timer("y.copy_(x)", globals={"x": x, "y": torch.empty_like(x)})
+    return 2 * x.nbytes / timer.timeit(calls).mean
 
 
 def main():
@@ -85,31 +97,33 @@ def main():
               "triton": ours["triton"].__version__,
               "date": time.strftime("%Y-%m-%d"), "milliseconds": {}}
     if torch.cuda.is_available():
-        device, rounds = torch.device("cuda"), ROUNDS
+        device, rounds, calls = torch.device("cuda"), ROUNDS, CALLS
         record["device"] = torch.cuda.get_device_name()
         print(f"{record['device']}, B = 16, T = 1024, gpt2")
         shape = (16, 1024, 768, 50304, 12, device, torch.bfloat16)
     else:
-        device, rounds = torch.device("cpu"), 1
+        device, rounds, calls = torch.device("cpu"), 1, 1
         print("no GPU: Triton's interpreter, small shapes; the times say "
               "nothing about the kernels")
         shape = (1, 32, 32, 384, 2, device, torch.float32)
-    print(f"{'milliseconds':24}{'ours':>10}{'PyTorch':>10}{'ratio':>8}")
-    for name, function, inputs in operations(*shape):
-        sides = (ours[name], function)
-        for side in sides:  # compiles it
-            seconds(side, inputs, device)
-        turns = [[seconds(side, inputs, device) for side in sides]
+    print(f"{'milliseconds':28}{'ours':>10}{'PyTorch':>10}{'ratio':>8}"
+          f"{'of copy':>9}")
+    for name, function, inputs, passes in operations(*shape):
+        x, mine = inputs[0].detach(), ours[name.partition(",")[0]]
+        turns = [(seconds(mine, inputs, calls),
+                  seconds(function, inputs, calls), copy_speed(x, calls))
                  for _ in range(rounds)]
         for k, part in enumerate(("forward", "backward")):
-            mine, theirs = (median(turn[side][k] for turn in turns)
-                            for side in (0, 1))
-            ratio = median(turn[0][k] / turn[1][k] for turn in turns)
-            print(f"{name + ' ' + part:24}{1000 * mine:10.3f}"
-                  f"{1000 * theirs:10.3f}{ratio:8.2f}", flush=True)
-            record["milliseconds"][f"{name} {part}"] = {
-                "ours": 1000 * mine, "PyTorch": 1000 * theirs,
-                "ratio": ratio}
+            row = {"ours": median(1000 * a[k] for a, _, _ in turns),
+                   "PyTorch": median(1000 * b[k] for _, b, _ in turns),
+                   "ratio": median(a[k] / b[k] for a, b, _ in turns),
+                   "of copy": passes and median(
+                       passes[k] * x.nbytes / a[k] / copy
+                       for a, _, copy in turns)}
+            record["milliseconds"][f"{name} {part}"] = row
+            print(f"{name + ' ' + part:28}{row['ours']:10.3f}"
+                  f"{row['PyTorch']:10.3f}{row['ratio']:8.2f}"
+                  + (f"{row['of copy']:9.0%}" if passes else ""), flush=True)
     make_way(flags.output)
     write_atomically(
         flags.output, json.dumps(record, indent=1).encode() + b"\n")

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backstage import ROOT, dataset, flags, process
 from backstage.device import use_device
@@ -229,7 +230,9 @@ def main():
         if os.environ.get("BENCHMARK_DEFAULT"):
             leave_as_it_is()
         sys.argv[0] = name
-        runpy.run_path(name, run_name="__main__")
+        kind = os.environ.get("BENCHMARK_ATTENTION")
+        with sdpa_kernel(getattr(SDPBackend, kind)) if kind else nullcontext():
+            runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":

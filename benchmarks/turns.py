@@ -51,13 +51,16 @@ def processor():
 
 def take_turns(sides, rounds):
     """{name: [result of each turn]} of {name: function}; says how far it is.
+
+    Each turn begins with another side: who comes first may have it easier.
     """
-    found = {name: [] for name in sides}
+    found, names = {name: [] for name in sides}, [*sides]
     for turn in range(rounds):
-        for name, side in sides.items():
+        for name in names:
             if sys.stdout.isatty():
                 print(f"turn {turn + 1} of {rounds}: {name}")
-            found[name].append(side())
+            found[name].append(sides[name]())
+        names = names[1:] + names[:1]
     return found
 
 
