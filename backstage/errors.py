@@ -159,10 +159,7 @@ def leave_mpi(status):
 
 
 def silence():
-    """Drop what is printed from now on, and what could not be written.
-
-    Python would try to write that again when it exits.
-    """
+    """Drop what is printed from now on, and what Python would try again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 
-from backstage.errors import silence
+from backstage.errors import FULL, silence
 
 
 class Signals:
     """Notes in `last` which signal came last, None if none came yet.
 
     Only the second Ctrl-C stops the program at once. An output that ends, as
-    of a stopped `tee`, counts as SIGPIPE; what is printed then is dropped.
+    of a stopped `tee`, counts as SIGPIPE; what is printed then is dropped. So
+    is what has no room there: the run's folder may have some, and it goes on.
     """
 
     def __init__(self, rank):
@@ -48,7 +49,8 @@ class Signals:
         try:
             return do(*arguments)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno in (errno.EPIPE, errno.EIO):
+                silence()
+                self.last = self.last or signal.SIGPIPE
+            elif error.errno not in FULL:
                 raise
-            silence()
-            self.last = self.last or signal.SIGPIPE

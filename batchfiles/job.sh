@@ -35,7 +35,7 @@ end_job() {
     fi
     [[ $said =~ Command=(.*)\ WorkDir= ]] # with the script's flags
     file=${BASH_REMATCH[1]%" ${flags[*]}"}
-    [ -f "$file" ] || { file=$run/batch.sh && cp "$0" "$file"; } # from a pipe
+    [ -f "$file" ] || { file=$run/batch-$job.sh && cp "$0" "$file"; } # piped
     printf -v again ' %q' --nodes="$SLURM_NNODES" --gpus-per-node="$gpus" \
         --ntasks-per-node="$tasks" "$file" "${flags[@]}"
     fail "not requeued; go on with: WORKSHOP_RUN=${run@Q} sbatch$again"

@@ -264,7 +264,7 @@ def log(metrics, args, step, loss, val_loss, lr, norm, seconds, stop):
     """Print a line, and add a row to metrics.csv. Rank 0 alone."""
     speed = args.minibatch_size / seconds
     ending = " stopped by a signal" if stop else ""
-    with suppress(BrokenPipeError):  # Ctrl-C ends `| tee log`, too
+    with suppress(OSError):  # Ctrl-C ends `| tee log`, too; or it is full
         print(f"| step {step:4d}/{args.max_steps} | loss {loss:.6f} | "
               f"lr: {lr:.4e} | norm: {norm:.4f} | dt: {1000 * seconds:6.1f} "
               f"ms | samples/s: {speed:,.0f} |{ending}", flush=True)
@@ -368,6 +368,6 @@ if __name__ == "__main__":
         status = 0
     except Exception:
         sys.excepthook(*sys.exc_info())
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # Python's own clean-up may wait for a worker, or gloo

@@ -86,6 +86,10 @@ def copy_edits(more):
     git.run("checkout-index", f"--prefix={copies}/staged/", "--",
             *git.names(*CHANGED, "--cached", "--diff-filter=d"))
     git.run("restore", "--staged", ":/")
+    # what its filter calls the same, such as a notebook that was run, would be
+    # checked out anew: git adds nothing, and takes it for unchanged
+    git.run("add", "--", *git.names("diff-files", "--name-only", "-z")
+            - git.names(*CHANGED))
     for name in git.names(*CHANGED, "HEAD") | more:
         if (ROOT / name).is_file():
             (copies / name).parent.mkdir(parents=True, exist_ok=True)

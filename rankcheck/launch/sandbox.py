@@ -97,6 +97,9 @@ class Sandbox:
                     guard([(EMPTY, file)]) or write(file, *args, **kwargs))
 
         sys.addaudithook(on_event)
+        opened = os.open  # whose event does not tell the open folder
+        os.open = lambda path, flags, mode=0o777, *, dir_fd=None: opened(
+            absolute((path, dir_fd), 0, 1), flags, mode, dir_fd=dir_fd)
         if "torch" in sys.modules:
             on_event("import", ["torch.serialization"])
 

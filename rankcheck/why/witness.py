@@ -47,6 +47,7 @@ STILL = 20  # seconds without a move, after which it is written down
 LOOKS = 40  # at where the time goes
 PLACES = 10000  # of a loop, at most
 ROOM = 1 << 16  # bytes, for how a process ends
+HIGH = 100  # from here on are the numbers of our open files
 # What is the same for all ranks at a start, and another at the next
 STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
@@ -182,8 +183,10 @@ class Witness:
         self.script, self.over, self.thread = None, False, None
         self.ended, self.asked = None, ""
         self.lock = threading.Lock()  # for the files, and for how it ended
-        self.stack_file = open(self.file.with_suffix(".stack"), "w")
-        self.end_file = open(self.file.with_suffix(".end"), "wb", 0)
+        self.stack_file = open(
+            self.file.with_suffix(".stack"), "w", opener=open_high)
+        self.end_file = open(
+            self.file.with_suffix(".end"), "wb", 0, opener=open_high)
         with contextlib.suppress(OSError):  # not every file system can
             os.posix_fallocate(self.end_file.fileno(), 0, ROOM)
         if not faulthandler.is_enabled():  # else a crash is the script's own
@@ -367,6 +370,14 @@ class Witness:
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
             warn(error)
+
+
+def open_high(path, flags):
+    """Open a file under a number that no file of the script's gets: a daemon
+    closes all that are open, and what we write would be in its own.
+    """
+    with open(os.open(path, flags, 0o666), "ab") as file:
+        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH)
 
 
 def add_question(file):

@@ -30,6 +30,9 @@ WAYS = {
     "update": "file = open(name, 'r+b'); file.write(b'new'); file.close()",
     "bytes": "open(os.fsencode(name), 'w').write('new')",
     "os.open": "os.write(os.open(name, os.O_WRONLY), b'new')",
+    "in an open folder":
+        "os.write(os.open(os.path.basename(name), os.O_WRONLY, dir_fd=os.open("
+        "os.path.dirname(name) or '.', os.O_RDONLY)), b'new')",
     "a folder's descriptor":
         "os.remove(os.path.basename(name), dir_fd=os.open("
         "os.path.dirname(name) or '.', os.O_RDONLY))",

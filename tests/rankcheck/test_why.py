@@ -788,6 +788,24 @@ while True:
     assert "line 5 of script.py" in answer(tmp_path / "why").text
 
 
+def test_files_of_a_script_that_has_closed_ours_stay(tmp_path):
+    """Nothing is written into them or cut off, at a fork or at the end."""
+    end, _ = run_watched(tmp_path, """\
+import os
+os.closerange(3, 1000)
+files = [open(f"mine{number}", "wb", 0) for number in range(8)]
+for text in b"one ", b"two":
+    for file in files:
+        file.write(text)
+    if os.fork():
+        os.wait()
+        break
+""", RANK="0", WORLD_SIZE="2")
+    assert end == 0
+    assert {file.read_bytes() for file in tmp_path.glob("mine*")} == {
+        b"one two"}
+
+
 def test_a_start_without_a_rank(tmp_path):
     """`why` alone speaks of it, and of what its launcher has printed."""
     home = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

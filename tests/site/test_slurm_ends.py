@@ -287,6 +287,19 @@ def test_slurm_is_asked_again_while_it_is_busy(answers, status):
     assert done.stdout == "10\n30\n" + "RUNNING\n" * (answers == 3)
 
 
+def test_a_batch_file_of_ones_own_stays(tmp_path):
+    """In the run's folder, where that of a job from a pipe is kept."""
+    mine = program(tmp_path / "batch.sh", "mine")
+    done = subprocess.run(["bash", "-c", rf"""
+        eval "$(sed -n '/^\(fail\|end_job\)() /,/^}}/p' '{BATCHFILES}/job.sh')"
+        ask_slurm() {{ echo 'job Restarts=0 JobState=RUNNING Reason=None' \
+            'Requeue=0 Command=(null) WorkDir=/'; }}
+        run=$1 job=7 before=1 after=2
+        end_job""", BATCHFILES / "job.sh", tmp_path], capture_output=True)
+    assert mine.read_text() == "mine"
+    assert f" {tmp_path}/batch-7.sh".encode() in done.stderr, done.stderr
+
+
 # A rank of any training, for ever.
 TRAINS = """\
 import time

@@ -94,6 +94,20 @@ def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
     assert "nothing new" in update(clone)
 
 
+def test_a_notebooks_outputs_stay(course, clone):
+    """Git sees none, by its filter; an edit elsewhere is put back around it.
+    """
+    (clone / ".git/info/attributes").write_text("*.ipynb filter=strip\n")
+    git(clone, "config", "filter.strip.clean", "sed /^ran/d")
+    append(clone, "ran\n", LESSON)
+    append(clone, "# mine\n", DESK, JOB)
+    was = (clone / LESSON).read_text()
+    renew(course, "workshop/update.py")
+    update(clone)
+    assert (clone / LESSON).read_text() == was
+    assert (clone / JOB).read_text().endswith("# mine\n")
+
+
 def test_what_git_does_not_put_back_is_said(course, clone):
     """As where a filter changes a file of the course as soon as it is there.
     """

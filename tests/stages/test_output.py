@@ -63,3 +63,15 @@ def test_where_the_output_ends_the_run_saves_and_can_go_on(
     assert saved.name == f"step_{rows:08d}.pt" and rows < 5000
     more = train(stage, run, "--resume", "--max-steps", rows + 2)
     assert more.column("step") == list(range(rows + 2))
+
+
+@pytest.mark.parametrize("words", [
+    ["-c", "from backstage.signals import Signals\nsignals = Signals(0)\n"
+     "print('a step', flush=True)\nassert signals.last is None"],
+    [STARTER, "--max-steps", "2", "--warmup-steps", "0"]])
+def test_a_log_without_room_ends_no_run(words, tmp_path):
+    """As where the home is full, but the folder of the run is elsewhere."""
+    with open("/dev/full", "w") as full:
+        end = subprocess.run([sys.executable, *words], cwd=tmp_path,
+                             stdout=full, stderr=subprocess.PIPE)
+    assert (end.returncode, end.stderr) == (0, b"")
