@@ -148,8 +148,9 @@ def part_ways(trial):
 def describe(trial, rank, call):
     if call is None:
         return [f"rank {rank} " + (
-            "makes its updates without that" if trial.seen[rank]
-            and trial.asked("left", rank) else "calls nothing more")]
+            f"has made its {trial.updates(rank)} updates before that"
+            if trial.seen[rank] and trial.asked("left", rank) else
+            "calls nothing more")]
     if not call["lines"]:
         return [f"rank {rank} calls {call['call']}"]
     line, _, called = call["lines"][0]

@@ -34,6 +34,9 @@ def opened(log, without=()):
             log.seen["written"][path] = opener(log.script)
 
     def on_event(event, args):
+        if event in ("fcntl.flock", "fcntl.lockf"):  # by turns, or a mere lock
+            log.seen["written"].pop(os.path.realpath(
+                f"/proc/self/fd/{args[0]}"), None)
         if event == "open" and isinstance(args[0], PATH):
             path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):

@@ -234,9 +234,7 @@ class Rows:
         self.begin_update()
 
     def leave(self):
-        """End here, once all others have: gloo fails where one has gone.
-        Those that never come let `Patience` end them all.
-        """
+        """End here, once all others have: gloo fails where one has gone."""
         self.log.asked("left", None)
         self.log.finish()
         end = time.monotonic() + 60

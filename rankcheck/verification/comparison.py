@@ -38,6 +38,7 @@ class Comparison:
     still: object = None  # as one that updates nothing, if that is compared
     columns: bool = False  # whether the batch is the second dimension
     apart: str = ""  # why it is compared with neither of the others, or ""
+    rate: float = 1.0  # the learning rate, by that of one process
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
 
@@ -174,7 +175,8 @@ def find_split(alone, together, ended):
                         () if ended else good)
     split = {name for seen in together.seen for name in known
              if seen["shapes"].get(name) != good.get(name)}
-    if split:
+    if split or any("alltoall" in call["call"].replace("_", "")
+                    for call in together.calls(0)):  # of experts
         firsts = [[update["before"] for update in updates] for updates in zip(
             *(seen["updates"] for seen in together.seen), strict=False)
             if all(update["before"] for update in updates)]
@@ -183,9 +185,7 @@ def find_split(alone, together, ended):
 
 
 def makes_up(case):
-    """Whether the ranks begin with parts of one process's tensors alone: each
-    is one of them, or a chunk of one.
-    """
+    """Whether the ranks begin with one process's tensors or chunks of them."""
     known = set()
     for name, tensor in first_weights(case.alone.seen[0]):
         shape = case.alone.seen[0]["shapes"][name]

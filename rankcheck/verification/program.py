@@ -33,9 +33,7 @@ class Program:
         return f"-m {self.module}" if self.module else self.script.name
 
     def with_size(self, size, run, more=()):
-        """Its flags, and more: {n} is the number of processes, {run} a name;
-        {16/n} and {2*n} are calculated.
-        """
+        """Its flags, and more, with {n}, {16/n}, {2*n} and {run} replaced."""
         def value(found):
             number, sign = int(found[1] or 1), found[2] or "*"
             if sign == "*":

@@ -66,9 +66,7 @@ class Runs:
         return self.made[key]
 
     def of_first(self, name):
-        """The same of the first run of a script, as it is or else with a CPU
-        in a GPU's place, where it fails only as it is.
-        """
+        """The same of the first run; as if on GPUs, if it fails without."""
         trial, ended = self(name)
         if (not ended or trial.gave_up or trial.killed
                 or self.device == "gpu"):

@@ -62,9 +62,7 @@ def find_torch():
 
 
 def find_dumps(suffix=""):
-    """PyTorch's functions for its flight record, and for NCCL's, which a
-    build for the CPU does not have.
-    """
+    """PyTorch's functions for its flight record, and NCCL's if it is there."""
     if not find_torch():
         return []
     names = (f"_dump_{kind}_trace{suffix}" for kind in ("fr", "nccl"))

@@ -151,9 +151,7 @@ def of_this_job(records):
 
 
 def of_last_start(records):
-    """Without those of an earlier start in the same folder: by another
-    launcher, and silent since this start.
-    """
+    """Without those of an earlier start in the same folder, now silent."""
     last = max(records, key=lambda record: record["began"], default=None)
     return [record for record in records if record["written"] >= last["began"]
             or record["start"] == last["start"]]

@@ -194,11 +194,10 @@ def first_error(job):
     failed = sorted(job.by["error"], key=lambda rank: rank.ended["time"])
     if not failed:
         return None
-    first, words = failed[0], seen.describe_error(failed[0])
-    same = Who(rank for rank in job.by["error"]
-               if seen.describe_error(rank) == words)
+    first = failed[0]
+    same = Who(rank for rank in job.by["error"] if alike(rank) == alike(first))
     if len(same) > 1:
-        return same, f"{same} ended{words}"
+        return same, seen.describe_each(same)
     near = [rank for rank in failed[1:] if rank.host != first.host
             and rank.ended["time"] < first.ended["time"] + APART]
     # a launcher looks at its processes now and then
@@ -210,6 +209,13 @@ def first_error(job):
     return [first, *near], "; ".join(filter(None, [
         *(f"{Who([rank])} {ended}{seen.describe_error(rank)}"
           for rank in (first, *near)), seen.describe_each(others)]))
+
+
+def alike(rank):
+    """An error that does not follow from another, in whatever words."""
+    error = rank.ended.get("error") or "Runtime"
+    return seen.describe_error(rank) if re.search(
+        "Runtime|Dist|Connection", error) else (error, rank.place)
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
@@ -285,9 +291,7 @@ def straggler(job):
 
 
 def find_last(times):
-    """Of the times at which the ranks came to each collective: (the rank that
-    others wait for, their share of time, seconds each).
-    """
+    """(the rank that others wait for, their share of time, seconds each)."""
     late = defaultdict(list)
     for found in times:
         *_, before, last = sorted(found.values())

@@ -67,9 +67,7 @@ def read_command():
 
 
 def is_launcher(command):
-    """Whether Python runs a launcher: as its script or module, not as a word
-    among the script's own.
-    """
+    """Whether Python runs a launcher, as its script or its module."""
     words = iter(command[1:])
     for word in words:
         module = re.fullmatch("-[a-zA-Z]*m(.*)", word)

@@ -23,9 +23,7 @@ def read_text(file):
 
 
 def read_stat(pid):
-    """What Linux says of a process, or of PID/task/THREAD, from its state on;
-    [] if it is gone.
-    """
+    """What Linux says of PID or PID/task/THREAD, from its state on; or []."""
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 

@@ -276,9 +276,7 @@ class Witness:
                 self.write(lines=True)
 
     def has_moved(self):
-        """Whether the main thread's place is new since the last collective: a
-        polling loop visits the same places again.
-        """
+        """Whether the main thread's place is new since the collective."""
         place, progress = hash(tuple(
             (frame.f_code.co_filename, frame.f_lasti)
             for frame in self.frames())), calls.progress()
@@ -314,9 +312,7 @@ class Witness:
                      )[::-1]
 
     def watch(self):
-        """Two seconds: the main thread's stacks, and what the threads and the
-        processes of this one do.
-        """
+        """Two seconds of the main thread's stacks, and what the others do."""
         looks, start = collections.Counter(), time.monotonic()
         before = proc.see_work(self.owner, but=self.thread)
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:

@@ -253,6 +253,8 @@ CASES = [
      "rank 0 ended with an error: it is full"),
     (RIGHT, one_sample, "the ranks read different samples", "all samples are "
      "alike, with one process, too"),
+    (RIGHT, together(shared(16), on_all(losses=[1.0])),
+     "the ranks read different samples", "all 2 ranks read the same samples"),
     (MORE, shared(9), "the ranks read different samples", "36 of 256 samples "
      "are read by several ranks in the same update"),
     (MORE, later, "the ranks read different samples", "19% of the samples"),
@@ -358,6 +360,20 @@ def test_what_is_right_is_not_refused(answers):
     found = answers(RIGHT, together(one_sample, on_all(
         gradients=times(2.0), local=times(2.0)))).values()
     assert {finding.verdict for finding in found} == {"warn"}
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    # each rank has its part of the loss, as with a sequence that is divided
+    (shared(16), "all 2 ranks read the same samples, and compute parts of"),
+    (together(on(1, update=0, before=times(1.5)), lambda trials: trials[2, ""]
+              .events[0].append({"call": "alltoall_base"})),
+     "4 parameters are smaller than with one process, others, or"),  # experts
+    (on_all(gradients=times(2.0), rates=[0.05]), "in update 0 the gradients "
+     "are the sum over all ranks")])
+def test_what_is_done_in_another_way_is_not_refused(answers, change, says):
+    found = answers(RIGHT, change).values()
+    assert {finding.verdict for finding in found} == {"warn"}
+    assert any(finding.text.startswith(says) for finding in found), found
 
 
 def test_gradients_that_a_script_has_reduced_before_its_copies_get_them(

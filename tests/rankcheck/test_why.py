@@ -317,6 +317,19 @@ def test_an_error_of_its_own_worker_is_no_lost_connection(
                 alive=False).ending == ending
 
 
+@pytest.mark.parametrize(("error", "blamed"), [
+    ("AssertionError", 2), ("RuntimeError", 1)])
+def test_ranks_that_raise_the_same_error_in_their_own_words(error, blamed):
+    """One of a collective may follow from another rank's."""
+    found = judge([Rank({
+        "rank": rank, "host": "node1", "pid": rank, "written": 9, "began": 1,
+        "answers": True, "ended": {
+            "status": 1, "error": error, "message": f"it is {rank}", "time": 9,
+            "stack": [["x.py", 3, "f"]]}}, alive=False) for rank in (0, 1)])
+    assert len(found.ranks) == blamed
+    assert ("the first" in found.text) == (blamed == 1)
+
+
 def test_where_a_stopped_process_is_not_guessed():
     """It was there when it last wrote, which may be long ago. One that has
     just answered is stopped now and then, as by `cpulimit`.

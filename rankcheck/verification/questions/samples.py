@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import QUESTIONS, rows
+from rankcheck.verification.comparison import LOSS, QUESTIONS, rows
 
 
 @QUESTIONS.add("the ranks read different samples")
@@ -24,13 +24,24 @@ def samples(case):
                      learned={"apart": case.apart or "all samples are alike"})]
     if len(sets[0]) > 1 and all(
             part == one[0] for one in sets for part in one):
-        return [fail(f"all {case.size} ranks read the same samples", share)]
+        words = f"all {case.size} ranks read the same samples"
+        return [warn(f"{words}, and compute parts of one process's loss",
+                     "right if the model divides them among the ranks")
+                if divides(case) else fail(words, share)]
     alone = [update for update in case.longest if update["optimizer"] == 0]
     group = case.size if case.still else 1
     alone = [rows(alone[i:i + group]) for i in range(0, len(alone), group)]
     steps = [rows(updates) for updates in case.updates]
     return [*at_once(steps, alone, len(sets[0][0]), share),
             *again(steps, alone), *size_of_minibatch(case), *shares(case)]
+
+
+def divides(case):
+    """Whether the ranks' losses differ, and their mean is one process's."""
+    losses = [sum(update["losses"]) for update in case.updates[0]]
+    good = sum(case.single[0]["losses"]) if case.single else 0.0
+    return abs(sum(losses) / case.size - good) < LOSS * abs(good) < (
+        max(losses) - min(losses))
 
 
 def in_groups(case, sets):
@@ -50,9 +61,7 @@ def in_groups(case, sets):
 
 
 def at_once(steps, alone, each, share):
-    """Samples that are in an update more often than as one process: a mean
-    over many updates would hide where that begins.
-    """
+    """Samples that are in an update more often than as one process."""
     twice = [len(step) - len(set(step)) for step in steps]
     usual = max((1 - len(set(step)) / len(step) for step in alone if step),
                 default=0.0)
@@ -114,7 +123,8 @@ def size_of_minibatch(case):
         return [warn(words, "one schedule for all who train the same weights")]
     if abs(times - 1) < 0.1:
         return [ok(words) if factor == 1 else warn(
-            words, "with the same minibatch it need not change")]
+            words, "with the same minibatch it need not change",
+            learned={"rate": factor or 1.0})]
     return [ok(words)] if factor and any(
         abs(factor / power - 1) < 0.1 for power in (times, times ** 0.5)
         ) else [warn(words, keep)]
@@ -198,6 +208,6 @@ def samplers(case):
     if False in case.asked("epoch"):
         return [warn("a DistributedSampler shuffles, and set_epoch was not "
                      "called before its first epoch", "sampler.set_epoch("
-                     "epoch) in each epoch: without it all epochs have the "
-                     "same order")]
+                     "epoch) in each epoch: without it, or another seed, all "
+                     "epochs have the same order")]
     return []

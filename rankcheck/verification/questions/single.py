@@ -73,6 +73,9 @@ def compare(case, error, pairs, weights):
                          "factor: is something multiplied or divided by the "
                          "number of processes?",
                          numbers=numbers | {"factor": multiple})]
+        if multiple and abs(multiple * case.rate - 1) < 0.01:
+            return [warn(text, "right with SGD: the learning rate is divided "
+                         "by that", numbers=numbers)]
         if step >= EARLY and amount < 10 * bound:
             return [warn(text, "rounding grows to that, too: watch fewer "
                          "updates, by --steps", numbers=numbers)]
@@ -83,7 +86,7 @@ def compare(case, error, pairs, weights):
             "its samples: is something added on each rank, as a bias, or left "
             "out?" if case.split else "the ranks read the samples of the "
             "single process: what else differs, a scale, a seed, an order, "
-            "the number that a mean is taken over?"), numbers=numbers)]
+            "the number or pairs that a mean is of?"), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"}
     less = (f" in {len(agree)} of {len(case.updates)} updates; the others are "
@@ -150,9 +153,7 @@ def weighting(case, updates, alone):
 
 
 def over_all(updates, weighed):
-    """Their gradients, if each backward pass has taken the mean over its own
-    targets, but all targets were to count alike.
-    """
+    """Their gradients, if all targets of their passes had counted alike."""
     return sum(len(update["counts"]) * vector for update, vector in zip(
         updates, weighed, strict=True)) / sum(
             sum(update["counts"]) for update in updates)

@@ -65,7 +65,7 @@ def buffers(case):
                 "running_" in name for name in names) else "buffers")
             return [warn(
                 f"{words} differ between the ranks, after update {step}: "
-                f"{', '.join(names[:3])}", "each rank has those of its own "
+                f"{', '.join(names[:3])}", "if they are of each rank's own "
                 "samples: SyncBatchNorm, or average them before you evaluate "
                 "and save", numbers={"update": step})]
     return [ok("buffers are equal on all ranks")] * bool(whole.tensors)
@@ -253,7 +253,8 @@ def summed(case, step):
                   / max(len(updates), 1) for updates in (
                       case.updates[0], case.single[:1]))
     text = f"in update {step} the gradients are the sum over all ranks"
-    if good and abs(mine / good - 1) < 0.2:
+    if good and abs(mine / good - 1) < 0.2 < abs(case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)
     return warn(text, "right if each rank's loss is a sum divided by the "
-                "whole minibatch; else " + SUMMED)
+                "whole minibatch, or with SGD, the learning rate is divided "
+                "by their number; else " + SUMMED)
