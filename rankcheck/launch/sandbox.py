@@ -218,7 +218,9 @@ def is_below(path, folder):
 
 
 def make(ours, name, script):
-    """A `Sandbox` with copies of both, in ours/name, or what is there."""
+    """A `Sandbox` with a copy of the current folder and of a script, in
+    ours/name: one that is there already is taken as it is.
+    """
     ours, cwd = os.path.realpath(ours), os.getcwd()
     os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
     sandbox = Sandbox(ours, top := f"{ours}/{name}")

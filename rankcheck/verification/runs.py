@@ -66,7 +66,9 @@ class Runs:
         return self.made[key]
 
     def of_first(self, name):
-        """The same of the first run; as if on GPUs, if it fails without."""
+        """The same of the first run of a script, as it is or else with a CPU
+        in a GPU's place, where it fails only as it is.
+        """
         trial, ended = self(name)
         if (not ended or trial.gave_up or trial.killed
                 or self.device == "gpu"):

@@ -291,7 +291,9 @@ def straggler(job):
 
 
 def find_last(times):
-    """(the rank that others wait for, their share of time, seconds each)."""
+    """Of the times at which the ranks came to each collective: (the rank that
+    others wait for, their share of time, seconds each).
+    """
     late = defaultdict(list)
     for found in times:
         *_, before, last = sorted(found.values())

@@ -276,7 +276,9 @@ class Witness:
                 self.write(lines=True)
 
     def has_moved(self):
-        """Whether the main thread's place is new since the collective."""
+        """Whether the main thread's place is new since the last collective: a
+        polling loop visits the same places again.
+        """
         place, progress = hash(tuple(
             (frame.f_code.co_filename, frame.f_lasti)
             for frame in self.frames())), calls.progress()
