@@ -40,7 +40,8 @@ def reading(file, remedy=""):
     except (FileNotFoundError, Damaged):
         raise
     except Exception as error:
-        is_system = getattr(error, "errno", None)
+        is_system = getattr(error, "errno", None) or isinstance(
+            error, UnicodeEncodeError)  # of its name
         advice = f": {remedy}" if remedy and not is_system else ""
         what = "cannot be read" if is_system else "is damaged"
         raise Damaged(

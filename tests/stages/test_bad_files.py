@@ -49,7 +49,7 @@ from backstage.checkpoint import (
     write_checkpoint,
 )
 from backstage.errors import UserError
-from backstage.files import Damaged
+from backstage.files import Damaged, reading
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics
 from rankcheck import errors
@@ -463,6 +463,15 @@ def test_a_missing_weight_stops_a_run(data, tmp_path):
 
 
 # ------------------------------------------------------------------- runs
+
+
+def test_a_name_that_torch_cannot_read_is_no_damage(tmp_path):
+    file = tmp_path / os.fsdecode(b"\xff.pt")
+    with file.open("wb") as writer:
+        torch.save({}, writer)
+    with pytest.raises(UserError, match=r"cannot be read \('utf-8' codec"), (
+            reading(file)):
+        torch.load(file, mmap=True)
 
 
 def test_damaged_files_of_later_steps_take_no_checkpoints_place(tmp_path):

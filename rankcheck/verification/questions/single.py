@@ -73,7 +73,8 @@ def compare(case, error, pairs, weights):
                          "factor: is something multiplied or divided by the "
                          "number of processes?",
                          numbers=numbers | {"factor": multiple})]
-        if multiple and abs(multiple * case.rate - 1) < 0.01:
+        if error is not weight_error and multiple and (
+                abs(multiple * case.rate - 1) < 0.01):
             return [warn(text, "right with SGD: the learning rate is divided "
                          "by that", numbers=numbers)]
         if step >= EARLY and amount < 10 * bound:
