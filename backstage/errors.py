@@ -159,7 +159,7 @@ def leave_mpi(status):
 
 
 def silence():
-    """Drop what is printed from now on, and what Python would try again."""
+    """Drop what is printed from now on, and what an exit would try again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

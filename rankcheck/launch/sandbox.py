@@ -100,6 +100,7 @@ class Sandbox:
         opened = os.open  # whose event does not tell the open folder
         os.open = lambda path, flags, mode=0o777, *, dir_fd=None: opened(
             absolute((path, dir_fd), 0, 1), flags, mode, dir_fd=dir_fd)
+        os.supports_dir_fd.add(os.open)
         if "torch" in sys.modules:
             on_event("import", ["torch.serialization"])
 

@@ -7,7 +7,7 @@ import torch
 
 from rankcheck.exits import explain
 from rankcheck.findings import Questions, fail
-from rankcheck.tensors import assemble, put_together, whole_here, without
+from rankcheck.tensors import put_together, whole_here, without
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -175,12 +175,14 @@ def find_split(alone, together, ended):
                         () if ended else good)
     split = {name for seen in together.seen for name in known
              if seen["shapes"].get(name) != good.get(name)}
-    if split or any("alltoall" in call["call"].replace("_", "")
-                    for call in together.calls(0)):  # of experts
-        firsts = [[update["before"] for update in updates] for updates in zip(
-            *(seen["updates"] for seen in together.seen), strict=False)
-            if all(update["before"] for update in updates)]
-        split = split.union(*(assemble(states).apart for states in firsts))
+    kinds = ["before"] if split else ["before", "gradients"] if any(
+        "alltoall" in call["call"].replace("_", "")
+        for call in together.calls(0)) else []  # an expert is of one rank
+    for updates in zip(*(seen["updates"] for seen in together.seen),
+                       strict=False):
+        if kinds and all(update["before"] for update in updates):
+            split |= set.intersection(*(put_together(updates, kind).apart
+                                        for kind in kinds))
     return frozenset(split)
 
 

@@ -215,7 +215,8 @@ def alike(rank):
     """An error that does not follow from another, in whatever words."""
     error = rank.ended.get("error") or "Runtime"
     return seen.describe_error(rank) if re.search(
-        "Runtime|Dist|Connection", error) else (error, rank.place)
+        "Runtime|Dist|Connection|Pipe|EOF|Timeout|OSError", error) else (
+            error, rank.place)
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "

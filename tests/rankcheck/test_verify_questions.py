@@ -365,8 +365,9 @@ def test_what_is_right_is_not_refused(answers):
 @pytest.mark.parametrize(("change", "says"), [
     # each rank has its part of the loss, as with a sequence that is divided
     (shared(16), "all 2 ranks read the same samples, and compute parts of"),
-    (together(on(1, update=0, before=times(1.5)), lambda trials: trials[2, ""]
-              .events[0].append({"call": "alltoall_base"})),
+    (together(on(1, update=0, before=times(1.5), gradients=times(1.5)),
+              lambda trials: trials[2, ""].events[0].append(
+                  {"call": "alltoall_base"})),
      "4 parameters are smaller than with one process, others, or"),  # experts
     (on_all(gradients=times(2.0), rates=[0.05]), "in update 0 the gradients "
      "are the sum over all ranks")])

@@ -318,7 +318,7 @@ def test_an_error_of_its_own_worker_is_no_lost_connection(
 
 
 @pytest.mark.parametrize(("error", "blamed"), [
-    ("AssertionError", 2), ("RuntimeError", 1)])
+    ("AssertionError", 2), ("RuntimeError", 1), ("BrokenPipeError", 1)])
 def test_ranks_that_raise_the_same_error_in_their_own_words(error, blamed):
     """One of a collective may follow from another rank's."""
     found = judge([Rank({
