@@ -6,6 +6,7 @@ Only the standard library, from Python 3.9 on.
 import errno
 import os
 import stat
+import traceback
 from pathlib import Path
 
 KILLED = ("the system ended a process, most likely because the memory is "
@@ -14,6 +15,11 @@ KILLED = ("the system ended a process, most likely because the memory is "
 
 class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
+
+
+class InternalError(UserError):
+    """rankcheck itself failed in a rank: the run says nothing of the script.
+    """
 
 
 class NotCompared(UserError):
@@ -32,6 +38,14 @@ def show_path(path):
     """The path as somebody would type it: short in the working folder."""
     path = os.path.abspath(path)
     return path.removeprefix(str(Path.cwd() / "_")[:-1])
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type, message and innermost place, in one line."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(str(error).split())[:200]
+    return (f"{type(error).__name__}: {words} ({place.filename}, "
+            f"line {place.lineno})")
 
 
 def read_regular(path, most=-1, flags=0):

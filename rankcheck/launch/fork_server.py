@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from rankcheck.errors import KILLED, UserError
+from rankcheck.errors import KILLED, UserError, describe_error
 from rankcheck.why import proc
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
@@ -241,7 +241,7 @@ def run_script(start, rank, port, output):
                           all_threads=False)
     import torch
 
-    from rankcheck.probes.recorder import Log
+    from rankcheck.probes.recorder import Log, is_own
 
     torch.set_num_threads(start.threads)
     sys.argv = [start.script, *(flag.replace("{rank}", str(rank))
@@ -267,6 +267,8 @@ def run_script(start, rank, port, output):
             print(end.code, file=sys.stderr)
     except BaseException as error:
         status = 1
+        if is_own(error):
+            log.asked("internal error", describe_error(error))
         sys.last_value = error  # as Python itself leaves it
         sys.excepthook(*sys.exc_info())
     finally:

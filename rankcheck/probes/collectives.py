@@ -8,6 +8,8 @@ import torch
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from rankcheck.probes.recorder import pass_on
+
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
                "monitored_barrier")  # a BackendSelect kernel is there
 
@@ -79,7 +81,7 @@ def call(function, keys, *args, **kwargs):
     keys = keys.remove(torch._C.DispatchKey.BackendSelect)
     inside = Collectives.inside
     if getattr(inside, "another", False):
-        return function.redispatch(keys, *args, **kwargs)
+        return pass_on(function.redispatch, keys, *args, **kwargs)
     name = function._schema.name.split("::")[1].strip("_")
     base = name.endswith("_base")  # (output, input, ...)
     tensors = [one for one in tree_leaves(args[int(base)])
@@ -89,6 +91,6 @@ def call(function, keys, *args, **kwargs):
         if not any(tensor.is_meta for tensor in tensors):  # asks for shapes
             for note in Collectives.notes:
                 note(name, tensors, function, args)
-        return function.redispatch(keys, *args, **kwargs)
+        return pass_on(function.redispatch, keys, *args, **kwargs)
     finally:
         inside.another = False

@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections import defaultdict
 from inspect import CO_NESTED
 from pathlib import Path
@@ -42,6 +43,7 @@ class Log:
         updated    it has
         skipped    a GradScaler leaves the update out
         unnamed    the parameters of an optimizer, one of which has no name
+        zeroed     the parameters whose gradients are about to be thrown away
         message    the name of a collective, the tensors that go in, its group
         call       the name of one of MPI's, and the number of elements
         end        the process ends
@@ -135,9 +137,28 @@ def note(log, owner, name, what=""):
 def around(function, visible):
     @functools.wraps(function)
     def replaced(*args, **kwargs):
-        return visible(function, *args, **kwargs)
+        return visible(original, *args, **kwargs)
+
+    @functools.wraps(function)
+    def original(*args, **kwargs):
+        return pass_on(function, *args, **kwargs)
 
     return replaced
+
+
+def pass_on(function, *args, **kwargs):
+    """Call a function of torch's or the script's, whose errors are theirs."""
+    return function(*args, **kwargs)
+
+
+def is_own(error: BaseException) -> bool:
+    """Return whether a probe raised this error, not torch or the script.
+
+    It is a probe's if the innermost frame of the probes' is not `pass_on`.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(
+        error.__traceback__) if frame.f_code.co_filename.startswith(HERE)]
+    return bool(codes) and codes[-1] is not pass_on.__code__
 
 
 class Updates:
@@ -165,7 +186,7 @@ class Updates:
             return None
 
         def visible_closure():  # Lightning's: it computes the gradients
-            loss = closure()
+            loss = pass_on(closure)
             self.log.tell("gradients", optimizer)
             return loss
 

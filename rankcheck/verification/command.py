@@ -1,16 +1,24 @@
 """rankcheck verify -n 2 -- train.py --its-flags."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
 import shlex
 import shutil
-from collections import Counter
+import sys
 from functools import partial
 from pathlib import Path
 
-from rankcheck.errors import NotCompared, UserError, require, show_path
-from rankcheck.findings import warn
+from rankcheck.errors import (
+    InternalError,
+    NotCompared,
+    UserError,
+    require,
+    show_path,
+)
+from rankcheck.findings import Report, warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
 from rankcheck.report import Events, Quiet, Terminal
@@ -27,7 +35,7 @@ ON_CPU = {**scratch.HIDDEN,
           "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
-SCHEMA = 1  # of --json: another number if a field changes or goes
+SCHEMA = 2  # of --json: another number if a field changes or goes
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
@@ -46,6 +54,10 @@ def add_arguments(parser):
     parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
                         "resume brings back, with these flags of the "
                         'script: --resume-with="--resume"')
+    parser.add_argument("--allow-uncompared", action="store_true",
+                        help="exit with 0 also where nothing could be "
+                        "compared with one process, or gradients were not "
+                        "seen to be reduced (else the status is 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON "
                         "document instead, which the README describes")
     parser.add_argument("--events", action="store_true",
@@ -56,34 +68,41 @@ def add_arguments(parser):
                         "flags")
 
 
-def main(args):
-    """The exit status: 0, 1 if something is wrong, 2 if not compared."""
+def main(args: argparse.Namespace) -> int:
+    """Return the exit status: 0, 1 if something is wrong, 2 if not verified.
+    """
     options = {name: getattr(args, name) for name in (
-        "size", "steps", "resume_with", "device", "patience")}
+        "size", "steps", "resume_with", "device", "patience",
+        "allow_uncompared")}
     try:
-        return print_document(args, options) if args.json else int(
-            not verify(args.program, events=args.events, **options))
+        if args.json:
+            return print_document(args, options)
+        report = verify(args.program, events=args.events, **options)
     except UserError as error:
         error.status = 2  # whichever command has called this
         raise
+    if report.error:
+        print(f"error: {report.error}", file=sys.stderr)
+    return report.status
 
 
-def print_document(args, options):
-    """Print what was found as one JSON document; returns the exit status."""
+def print_document(args: argparse.Namespace, options: dict) -> int:
+    """Print what was found as one JSON document; return the exit status."""
     words = args.program[args.program[:1] == ["--"]:]
     document = {"schema": SCHEMA, "script": "".join(words[:1]),
                 "flags": words[1:], "processes": args.size,
                 "steps": args.steps, "device": args.device, "status": 2,
-                "error": "interrupted", "findings": [], "not_seen": []}
+                "error": "interrupted", "findings": [], "not_checked": []}
     out = Quiet()
     out.interrupted, findings = b"", ()
     try:
         program = read(args.program)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
-        findings, not_seen = examine(args.program, **options, out=out)
-        wrong = any(finding.verdict == "FAIL" for finding in findings)
-        document |= {"not_seen": not_seen, "error": None, "status": int(wrong)}
+        report = examine(args.program, **options, out=out)
+        findings = report.findings
+        document |= {"not_checked": [*report.not_checked],
+                     "error": report.error or None, "status": report.status}
     except Exception as error:
         findings = getattr(error, "findings", ())
         document["error"] = str(error)
@@ -92,6 +111,8 @@ def print_document(args, options):
         document["findings"] = [describe(finding, document["script"])
                                 for finding in findings]
         print(json.dumps(document, indent=2, allow_nan=False))
+    if report.error:
+        print(f"error: {report.error}", file=sys.stderr)
     return document["status"]
 
 
@@ -106,27 +127,40 @@ def describe(finding, script):
                         for name, value in finding.numbers.items()}}
 
 
-def verify(*given, events=False, **options):
-    """Print the answers, with `events` in JSON, for a `Board` elsewhere;
-    returns whether nothing was found to be wrong. Further: see `examine`.
+def verify(*given, events: bool = False, **options) -> Report:
+    """Print the answers, with `events` in JSON, for a `Board` elsewhere.
+
+    Further arguments: see `examine`.
     """
     out = Events() if events else Terminal()
-    findings, not_seen = examine(*given, **options, out=out)
-    out.say("not seen:")
-    for text in not_seen:
+    report = examine(*given, **options, out=out)
+    out.say("not checked:")
+    for text in report.not_checked:
         out.report(finding=["", text, ""])
-    count = Counter(finding.verdict for finding in findings)
-    out.say(f"\n{count['FAIL']} wrong, {count['warn']} to look at.")
-    out.report(right=not count["FAIL"])
-    return not count["FAIL"]
+    summary = (f"{len(report.failures)} wrong, {len(report.warnings)} to "
+               "look at.")
+    if report.internal_errors:
+        summary += " rankcheck itself failed: this is no verdict."
+    elif report.status == 2:
+        summary += f" Not verified: {'; '.join(report.uncompared)}."
+    out.say(f"\n{summary}")
+    out.report(right=report.ok)
+    return report
 
 
-def examine(program, size, steps, resume_with=None, device="cpu",
-            patience=PATIENCE, *, out):
-    """(the `Finding`s, causes first; texts: what was not seen).
+def examine(program: list[str], size: int, steps: int,
+            resume_with: str | None = None, device: str = "cpu",
+            patience: float = PATIENCE, allow_uncompared: bool = False, *,
+            out: Quiet) -> Report:
+    """Run a script as one and as several processes, and compare.
 
-    For the arguments see `rankcheck.verify`; size is its n. out: what is told
-    how far it has come, and the findings. Idle ranks: `NotCompared`.
+    Args:
+        out: is told how far it has come, and the findings.
+        Others: see `rankcheck.verify`; size is its n.
+
+    Raises:
+        NotCompared: ranks were idle for too long.
+        UserError: the script could not be run.
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
@@ -159,7 +193,8 @@ def examine(program, size, steps, resume_with=None, device="cpu",
         made = runs.Runs(partial(
             start, program, folder, preload, out.say, device, patience),
             size, steps, device, resume_flags)
-        findings, not_seen = questions.verify(made)
+        answers = questions.verify(made)
+        findings = answers.findings
         if changed := files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
     for finding in findings:
@@ -167,7 +202,10 @@ def examine(program, size, steps, resume_with=None, device="cpu",
     if made.waited:
         made.waited.findings = findings
         raise made.waited
-    return findings, not_seen
+    uncompared = () if allow_uncompared else tuple(answers.uncompared)
+    return Report(program.script, tuple(findings),
+                  tuple(answers.not_checked), uncompared,
+                  tuple(answers.internal_errors))
 
 
 def start(program, folder, preload, say, device, patience,
@@ -200,6 +238,12 @@ def start(program, folder, preload, say, device, patience,
         preload=preload, within=folder, cwd=str(cwd),
         hashes=int(kind == "hashes"))
     copy.require_kept(REMEDY)
+    for rank, record in enumerate(trial.seen):
+        if record and (own := trial.asked("internal error", rank)):
+            raise InternalError(
+                f"rankcheck itself failed in rank {rank} of {size}: {own[0]}. "
+                "This says nothing about the script. fix: report this with "
+                "the versions of torch and rankcheck")
     if trial.gave_up == "waits":
         raise NotCompared(
             f"{program.name}, {size} process{'es' * (size > 1)}: "

@@ -35,8 +35,8 @@ AT_ONCE = {  # by `pytest` alone: one of each kind of question
     for case in CASES])
 def test_a_script(case, tmp_path):
     needs(*NEEDS.get(case.group, ()))
-    status, out = outcome(case, tmp_path)
-    assert not problem(case, status, out), out
+    found = outcome(case, tmp_path)
+    assert not problem(case, found), found.out
 
 
 @pytest.mark.parametrize("number", [-1, 1, 65, 100_000])
@@ -67,7 +67,7 @@ def test_a_module_of_a_package(words, tmp_path, monkeypatch):
         "theirs.train", tmp_path / "theirs/train.py")
     assert found.flags == ("--flag",) * ("--flag" in words)
     if words.startswith("torchrun"):
-        assert verify(words.split(), 2, 2)
+        assert verify(words.split(), 2, 2).ok
 
 
 @pytest.mark.parametrize(("words", "says"), [
@@ -112,7 +112,7 @@ import torch
     with pytest.raises(UserError, match="a GPU for each of the 3 processes, "
                        "and this machine has 2"):
         verify([str(script)], 3, 2, device="gpu")
-    assert verify([str(script)], 2, 2, device="gpu")
+    assert verify([str(script)], 2, 2, device="gpu").ok
     said = capsys.readouterr().out
     assert "2 updates on the GPU" in said and "NCCL" not in said
 
@@ -123,7 +123,7 @@ def test_an_error_in_another_file_names_it(tmp_path, monkeypatch, capsys):
     Path("helper.py").write_text("def act():\n    raise OSError(1)\n")
     Path("train.py").write_text(edit(read("ddp"), (
         "g = torch.Gen", "import helper; helper.act()\ng = torch.Gen")))
-    assert not verify(["train.py"], 2, 4)
+    assert verify(["train.py"], 2, 4).status == 1
     assert "OSError: 1 (helper.py, line 2)" in capsys.readouterr().out
 
 
@@ -174,6 +174,7 @@ DIES = edit(read("ddp"), ("    for x, y in loader:\n", """\
     for number, (x, y) in enumerate(loader):
         if rank == 1 and number == 3: raise ValueError('no sample 3')
 """))
+UNSEEDED = edit(read("ddp"), ("torch.Generator().manual_seed(0)", "None"))
 IDLE = "import time\ntime.sleep(99)\n"
 
 
@@ -223,8 +224,9 @@ def test_a_stranger_asks_why(stranger):
 @pytest.mark.whole
 @pytest.mark.parametrize(("script", "status"), [
     (read("ddp"), 0), (DIES, 1), (WRONG, 1), ("", 1), (IDLE, 2), ("1 +", 2),
-    (None, 2)], ids=["right", "dies", "wrong", "does nothing", "waits",
-                     "no Python", "not there"])
+    (UNSEEDED, 2), (None, 2)], ids=[
+        "right", "dies", "wrong", "does nothing", "waits", "no Python",
+        "not compared", "not there"])
 def test_a_stranger_reads_the_json_document(script, status, stranger):
     (file := stranger.work / "train.py").unlink(missing_ok=True)
     if script is not None:
@@ -234,7 +236,7 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
     document = json.loads(end.stdout)
     assert end.returncode == document["status"] == status, end
     assert (document["schema"], document["script"], document["flags"]) == (
-        1, "train.py", ["-x"])
+        2, "train.py", ["-x"])
     assert (document["error"] is None) == (status < 2), document
     assert f"error: {document['error']}\n" * (status == 2) == end.stderr
     failed = [finding for finding in document["findings"]
@@ -257,11 +259,12 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
 def test_a_strangers_tests(stranger):
     """The README's, of scripts that are right, wrong and not there."""
     code = re.search("```python\n(.*?)```", README, re.DOTALL)[1]
-    for name, script in ("right", read("ddp")), ("wrong", WRONG), ("no", ""):
+    for name, script in (("right", read("ddp")), ("wrong", WRONG),
+                         ("unseeded", UNSEEDED), ("no", "")):
         if script:
             (stranger.work / f"{name}.py").write_text(script)
         (stranger.work / f"test_{name}.py").write_text(edit(
             code, ("train.py", f"{name}.py")))
     end = stranger("python", "-m", "pytest", "-q")
     assert {*re.findall(r"^FAILED test_(\w+)\.py", end.stdout, re.M)} == {
-        "wrong", "no"} and "1 passed" in end.stdout, end.stdout
+        "wrong", "unseeded", "no"} and "1 passed" in end.stdout, end.stdout

@@ -6,29 +6,72 @@ rankcheck/probes/training.py has recorded. Its place in the
 order is its place in the files, which are asked in the order of the imports.
 """
 
-from dataclasses import replace
+from __future__ import annotations
 
-from rankcheck.findings import STRANGE, warn
-from rankcheck.verification.comparison import QUESTIONS
+from dataclasses import dataclass, replace
+
+from rankcheck.errors import describe_error
+from rankcheck.findings import Finding, Proof, Question
+from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
     begin, samples, together, single, left, resume)
-from rankcheck.verification.runs import choose
+from rankcheck.verification.runs import Runs, choose
 
 __all__ = ["QUESTIONS", "begin", "left", "resume", "samples", "single",
            "together", "verify"]
 
 
-def verify(runs):
-    """Findings, and what was not seen: a list of texts. runs: a `Runs`."""
+# What has to be shown for status 0, and what is said where it was not.
+REQUIRED = {
+    Proof.REDUCED: "gradients were not seen to be reduced",
+    Proof.EQUAL: "gradients were not seen to be equal on all ranks",
+    Proof.SINGLE: "nothing was compared with a single process"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the questions have found.
+
+    Attributes:
+        findings: in the order of the questions, causes before effects.
+        not_checked: sentences; what they say nothing about.
+        uncompared: sentences; which of `REQUIRED` was not shown.
+        internal_errors: a line for each question that raised an exception.
+    """
+
+    findings: list[Finding]
+    not_checked: list[str]
+    uncompared: list[str]
+    internal_errors: list[str]
+
+
+def verify(runs: Runs) -> Answers:
+    """Ask all questions about a script's runs."""
     comparison, findings, why = choose(runs)
     if why:
-        return findings, [f"all else: {why}"]
+        return Answers(findings, [f"all else: {why}"], [why], [])
+    errors: list[str] = []
     for question in QUESTIONS:
-        for finding in ask(question, comparison):
+        try:
+            answers = ask(question, comparison)
+        except Exception as error:  # of ours, or of a torch we do not know
+            errors.append(f"{question.title}: {describe_error(error)}")
+            continue
+        for finding in answers:
             findings.append(finding)
             comparison = replace(comparison, **finding.learned)
-    return by_update(findings), not_seen(comparison)
+    return Answers(by_update(findings), not_seen(comparison),
+                   missing(findings, comparison), errors)
+
+
+def missing(findings: list[Finding], case: Comparison) -> list[str]:
+    """Say what status 0 requires and no finding shows."""
+    shown = set().union(*(finding.proves for finding in findings))
+    lacks = [words for proof, words in REQUIRED.items() if proof not in shown]
+    if lacks and Proof.SINGLE not in shown and case.apart:
+        lacks[-1] += f" ({case.apart})"
+    return lacks
 
 
 def by_update(findings):
@@ -40,16 +83,22 @@ def by_update(findings):
             for finding in findings]
 
 
-def ask(question, case):
-    try:
-        findings = [*question.answer(case)] if question.where(case) else []
-    except STRANGE as error:
-        findings = [warn(f"verify cannot tell whether {question.title}: "
-                         f"{type(error).__name__}: {error}", "the script does "
-                         "this in a way that verify does not know")]
+def ask(question: Question, case: Comparison) -> list[Finding]:
+    """Return a question's findings, each with the question's title."""
+    if not question.where(case):
+        return []
+    findings = [*question.answer(case)]
     for finding in findings:
         finding.question = question.title
     return findings
+
+
+def may_be(case: Comparison) -> str:
+    """Say which fault the reason why nothing is compared may be."""
+    if not case.apart.startswith("one process reads other samples each"):
+        return ""
+    return ("; if each rank shuffles one list by such a generator and takes "
+            "its part, samples are read twice or never")
 
 
 def not_seen(case):
@@ -73,10 +122,14 @@ def not_seen(case):
         (case.asked("FSDP1"), "gradients and weights: "
          "FullyShardedDataParallel keeps them in its own way; of fully_shard "
          "they are seen"),
+        (case.still or case.apart or not any(
+            seen["copies"] for seen in case.together.seen),
+         "averages of the weights (EMA), unless they are modules like the "
+         "model, and the minibatch is that of one process"),
         (any(seen["dropout"] for seen in case.together.seen),
          "dropout: it was switched off, to compare"),
         (case.apart, "whether losses, gradients and weights are those of one "
-         f"process: {case.apart}"),
+         f"process: {case.apart}{may_be(case)}"),
         (case.still and not case.apart, "whether the weights are those of one "
          "process: the minibatch is not; gradients and losses were compared "
          f"with the mean of {case.size} minibatches"),

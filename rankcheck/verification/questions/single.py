@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankcheck.findings import fail, ok, percent, warn
+from rankcheck.findings import Proof, fail, ok, percent, warn
 from rankcheck.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
@@ -18,6 +18,9 @@ from rankcheck.verification.comparison import (
     rows,
 )
 
+COMPARED = frozenset({Proof.SINGLE})
+# Equal to those of one process: then they were reduced, however that is done
+AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
 EARLY = 8  # updates in which rounding does not grow that large
 
 
@@ -76,12 +79,14 @@ def compare(case, error, pairs, weights):
         if error is not weight_error and multiple and (
                 abs(multiple * case.rate - 1) < 0.01):
             return [warn(text, "right with SGD: the learning rate is divided "
-                         "by that", numbers=numbers)]
+                         "by that", numbers=numbers, proves=COMPARED)]
         if step >= EARLY and amount < 10 * bound:
             return [warn(text, "rounding grows to that, too: watch fewer "
-                         "updates, by --steps", numbers=numbers)]
+                         "updates, by --steps", numbers=numbers,
+                         proves=COMPARED)]
         if why:
-            return [warn(f"{text}: {why[0]}", why[1], numbers=numbers)]
+            return [warn(f"{text}: {why[0]}", why[1], numbers=numbers,
+                         proves=COMPARED)]
         return [fail(text, ": ".join(weights.parts) or (
             "the ranks hold parts of the single process's weights, and have "
             "its samples: is something added on each rank, as a bias, or left "
@@ -92,9 +97,10 @@ def compare(case, error, pairs, weights):
              weight_error: "weights, relative to how far they have moved,"}
     less = (f" in {len(agree)} of {len(case.updates)} updates; the others are "
             "not compared") * (len(agree) < len(case.updates))
+    proves = COMPARED if error is loss_error else AGREES
     return [ok(f"{words[error]} agree with a single process (to "
-               f"{max(agree):.0e}){less}", numbers={"off": max(agree)})
-            ] if agree else []
+               f"{max(agree):.0e}){less}", numbers={"off": max(agree)},
+               proves=proves)] if agree else []
 
 
 def weighting(case, updates, alone):

@@ -1,0 +1,169 @@
+"""What verify's exit status means: what has to be shown for 0, and errors of
+its own.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import edit
+from verify_cases import read
+
+import rankcheck
+from rankcheck.errors import InternalError
+from rankcheck.findings import Finding, Proof, Report, fail, ok, warn
+from rankcheck.probes import recorder
+from rankcheck.probes.recorder import is_own
+from rankcheck.verification import command, questions
+from rankcheck.verification.questions import REQUIRED, missing
+
+SCRIPT = Path("train.py")
+UNCOMPARED = ("nothing was compared with a single process",)
+
+
+@pytest.mark.parametrize(("findings", "more", "status"), [
+    ([ok("fine")], {}, 0),
+    ([ok("fine"), warn("look", "")], {}, 0),
+    ([ok("fine"), fail("wrong")], {}, 1),
+    ([ok("fine")], {"uncompared": UNCOMPARED}, 2),
+    ([warn("look", ""), fail("wrong")], {"uncompared": UNCOMPARED}, 1),
+    # an error of its own: neither right nor wrong, whatever else was found
+    ([ok("fine")], {"internal_errors": ("a question: it failed",)}, 2),
+    ([fail("wrong")], {"internal_errors": ("a question: it failed",)}, 2)])
+def test_a_status(findings, more, status):
+    report = Report(SCRIPT, tuple(findings), **more)
+    assert (report.status, report.ok) == (status, status == 0)
+    assert bool(report.error) == (status == 2)
+    assert "\n" not in report.error
+    for reason in (*more.get("uncompared", ()),
+                   *more.get("internal_errors", ())):
+        assert (reason in report.error) == (status == 2)
+    assert str(report).count("\n") == len(findings) - (status != 2)
+
+
+@pytest.mark.parametrize("proof", Proof)
+def test_what_status_0_requires(proof):
+    """Each of the required proofs is missed, whatever the verdicts are."""
+    shown = [Finding("warn", [""], [], proves=frozenset({one}))
+             for one in Proof if one is not proof]
+
+    class Case:
+        apart = "it has other samples"
+
+    lacks, = missing(shown, Case)
+    assert lacks.startswith(REQUIRED[proof])
+    assert (Case.apart in lacks) == (proof is Proof.SINGLE)
+    assert missing([*shown, ok("", proves=frozenset({proof}))], Case) == []
+
+
+def raises(*_):
+    raise AttributeError("torch has no such name")
+
+
+RIGHT = edit(read("ddp"), ("nn.Linear(10, 900)", "nn.Linear(10, 9)"),
+             ("nn.Linear(900, 1)", "nn.Linear(9, 1)"))
+UNSEEDED = edit(  # of which nothing can be compared; gradients times 3
+    RIGHT, ("torch.Generator().manual_seed(0)", "None"),
+    ("        nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n",
+     "        for weight in model.parameters(): weight.grad *= 3\n"))
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A function that writes a script; the folder is the current one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        Path("train.py").write_text(text)
+        return ["train.py"]
+
+    return write
+
+
+def test_an_error_of_a_question_is_status_2(script, monkeypatch, capsys):
+    """With each question broken, and with one of them."""
+    one, *_ = questions.QUESTIONS
+    broken = [type(one)(question.title, raises, question.kinds,
+                        question.where, question.early)
+              for question in questions.QUESTIONS]
+    some = [*broken[:1], *questions.QUESTIONS[1:]]
+    for asked, count in (broken, len(broken)), (some, 1):
+        monkeypatch.setattr(questions, "QUESTIONS", asked)
+        report = rankcheck.verify(script(RIGHT))
+        applies = [question for question in asked[:count]
+                   if question.title in str(report.internal_errors)]
+        assert report.status == 2 and not report.ok and applies
+        assert all("AttributeError: torch has no such name" in error
+                   for error in report.internal_errors)
+    # the last report has the findings of all other questions
+    assert len(report.internal_errors) == 1 and len(report.findings) > 5
+    assert one.title in report.error and "rankcheck itself" in report.error
+    # the command says it in one line, and in JSON
+    for flags in [], ["--json"]:
+        parser = command.argparse.ArgumentParser()
+        command.add_arguments(parser)
+        args = parser.parse_args([*flags, "-n", "2", "train.py"])
+        assert command.main(args) == 2
+        out, err = capsys.readouterr()
+        assert one.title in err and err.count("\n") == 1
+        if flags:
+            document = json.loads(out)
+            assert document["status"] == 2
+            assert f"error: {document['error']}\n" == err
+
+
+def test_nothing_compared_is_status_2(script):
+    """Unseeded data with gradients times 3: two warnings, and no proof."""
+    program = script(UNSEEDED)
+    report = rankcheck.verify(program)
+    assert not report.failures
+    assert report.status == 2 and not report.ok, report
+    assert "nothing was compared with a single process" in report.error
+    assert any("one process" in text for text in report.not_checked)
+    accepted = rankcheck.verify(program, allow_uncompared=True)
+    assert accepted.ok and not accepted.error
+
+
+def test_an_error_of_a_probe_is_no_failure_of_the_script(script, monkeypatch):
+    monkeypatch.setattr(
+        "rankcheck.trial.Trial.asked", lambda trial, what, rank=0: [
+            "AttributeError: x (y.py, line 3)"] * (what == "internal error"))
+    with pytest.raises(InternalError, match="rankcheck itself failed in rank "
+                       "0 of 1: AttributeError"):
+        rankcheck.verify(script(RIGHT))
+
+
+class Theirs:
+    """What is replaced: Python's own and a function of C."""
+
+    divide = staticmethod(lambda a, b: a / b)
+    convert = int
+
+
+PROBE = """
+def passes(function, *args):
+    return function(*args)
+
+def fails(function, *args):
+    return args.nothing
+"""
+
+
+@pytest.mark.parametrize(("name", "wrong"), [
+    ("divide", (1, 0)), ("convert", ("x",))])
+def test_whose_error_it_is(name, wrong):
+    """A function of C leaves no frame of its own."""
+    def is_own_in(function):
+        with pytest.raises((ArithmeticError, AttributeError,
+                            ValueError)) as raised:
+            function(*wrong)
+        return is_own(raised.value)
+
+    probe = {}
+    file = f"{Path(recorder.__file__).parent}/probe.py"
+    exec(compile(PROBE, file, "exec"), probe)
+    assert not is_own_in(getattr(Theirs, name))
+    for visible in "passes", "fails":
+        place = type("Place", (Theirs,), {})
+        recorder.replace(place, name)(probe[visible])
+        assert is_own_in(getattr(place, name)) == (visible == "fails")
