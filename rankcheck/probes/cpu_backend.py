@@ -1,9 +1,13 @@
 """Runs GPU code on the CPU with gloo."""
 
+import inspect
+from types import FunctionType
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map, tree_map_only
 
 from rankcheck.probes.recorder import note, replace
 
@@ -12,6 +16,7 @@ def process(log):
     """There is no accelerator, groups use gloo, and nothing is compiled."""
     torch.compiler.set_stance("force_eager")
     note_groups(log)
+    premultiply()
     kept = []
 
     @replace(dist, "init_process_group")
@@ -39,6 +44,38 @@ def process(log):
         lambda check_available=False: None)
     torch.accelerator.set_device_index = torch.cuda.set_device = (
         lambda device: None)
+
+
+def premultiply() -> None:
+    """Emulate ReduceOp.PREMUL_SUM, which gloo lacks: scale, then sum.
+
+    FSDP2 asks for it after `set_gradient_divide_factor`.
+    """
+    for place in dist, c10d:
+        functions = {name: getattr(place, name, None) for name in c10d.__all__}
+        names = [name for name, function in functions.items()
+                 if type(function) is FunctionType
+                 and "op" in inspect.signature(function).parameters]
+
+        @replace(place, *names)
+        def reduce(function, *args, **kwargs):
+            given = inspect.signature(function).bind(*args, **kwargs)
+            given.apply_defaults()
+            operation = given.arguments["op"]
+            if not operation == dist.ReduceOp.PREMUL_SUM:  # it has no !=
+                return function(*args, **kwargs)
+            _, factor = operation.__getstate__()
+            given.arguments["op"] = dist.ReduceOp.SUM
+            inputs = [name for name in given.arguments
+                      if name.startswith("input")]
+            for name in inputs:
+                given.arguments[name] = tree_map(
+                    lambda tensor: tensor * factor, given.arguments[name])
+            if not inputs:  # its tensors get the sum as well
+                given.arguments.update(tree_map_only(
+                    torch.Tensor, lambda tensor: tensor.mul_(factor),
+                    dict(given.arguments)))
+            return function(*given.args, **given.kwargs)
 
 
 def on_gpu(log):

@@ -1,5 +1,7 @@
 """Records what led to each update of an optimizer, and ends the process."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import multiprocessing
@@ -9,6 +11,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +23,24 @@ from rankcheck.probes.recorder import replace
 from rankcheck.tensors import is_low, thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
+
+
+@dataclass
+class PutAside:
+    """What led to gradients that were thrown away; see `begin_update`."""
+
+    row: SimpleNamespace
+    sums: dict[int, torch.Tensor]
+    weighed: dict[int, torch.Tensor]
+
+    def add(self, other: PutAside) -> None:
+        """Add what led to others, later."""
+        for name, value in vars(other.row).items():
+            setattr(self.row, name, getattr(self.row, name) + value)
+        for mine, its in (self.sums, other.sums), (self.weighed,
+                                                   other.weighed):
+            for key, part in its.items():
+                mine[key] = mine.get(key, 0) + part
 
 
 class Rows:
@@ -40,17 +62,20 @@ class Rows:
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": []}
+                      "skipped": [], "discarded": []}
         log.begun = True  # updates count without a module, too
         self.made = Counter()  # of each optimizer, by its number
         self.optimizers = {}  # id -> (number, the optimizer: its id stays)
         self.recorded = False
         self.since = set()  # optimizers with gradients since it has saved
         log.scale = 1.0  # of the last backward pass
+        log.drawn = Counter()  # indices of a DistributedSampler, by its id
         log.told = {}  # sampler -> whether set_epoch came before its start
         log.local = {}  # gradients as this rank alone has computed them
+        self.put_aside: list[PutAside] = []  # since the last update
         self.begin_update()
         log.on("gradients", self.on_gradients)
+        log.on("zeroed", self.on_zeroed)
         log.on("updated", self.on_updated)
         log.on("skipped", self.on_skipped)
         log.on("message", self.on_message)
@@ -78,6 +103,43 @@ class Rows:
         self.log.now = SimpleNamespace(
             pending=[], stream=None, unclipped={}, scaled=False, targets=0,
             received=[], early=[])
+
+    def on_zeroed(self, weights: list[torch.Tensor]) -> None:
+        """Put aside what led to gradients that are thrown away.
+
+        It belongs to no update, if a backward pass follows: see
+        `take_back`.
+        """
+        log, zeroed = self.log, {id(weight) for weight in weights}
+        if not log.row.counts or self.recorded:
+            return
+        sharded = {key for key, weight in log.parameters.items()
+                   if key not in log.sums and weight.grad is not None}
+        if (log.sums.keys() | sharded) - zeroed:
+            for key in zeroed:  # another optimizer keeps its gradients
+                for values in log.sums, log.weighed, log.local:
+                    values.pop(key, None)
+            return
+        pending = log.now.pending  # forward passes whose backward comes yet
+        self.put_aside.append(PutAside(log.row, log.sums, log.weighed))
+        self.begin_update()
+        log.now.pending = pending
+
+    def take_back(self) -> None:
+        """Decide whether what was put aside led to this update.
+
+        It did if no backward pass came after it: then the script has taken
+        the gradients elsewhere before it threw them away.
+        """
+        log, aside, self.put_aside = self.log, self.put_aside, []
+        if log.row.counts or not aside:
+            self.seen["discarded"] += [len(self.seen["updates"])] * len(aside)
+            return
+        first, *others = aside
+        for one in others:
+            first.add(one)
+        vars(log.row).update(vars(first.row))
+        log.sums, log.weighed = first.sums, first.weighed
 
     def on_message(self, name, tensors, group=None):
         row, now = self.log.row, self.log.now
@@ -143,6 +205,7 @@ class Rows:
         if self.recorded:  # a closure may be called several times
             return
         log, self.recorded = self.log, True
+        self.take_back()
         if not (log.sums and all(
                 key in log.sums for key, weight in log.parameters.items()
                 if weight.grad is not None)):  # it may have been one's
@@ -199,6 +262,7 @@ class Rows:
             "optimizer": number,
             "rates": [float(group["lr"]) for group in optimizer.param_groups
                       if "lr" in group],
+            "drawn": dict(log.drawn),
             "elements": sum(weight.numel() for weight in weights.values()
                             if weight.requires_grad),
             "without": [name for name, weight in weights.items()
@@ -222,7 +286,7 @@ class Rows:
         self.begin_update()  # drop what a closure recomputes
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())
-                   for name, buffer in module.named_buffers()
+                   for name, buffer in persistent_buffers(module)
                    if buffer.is_floating_point()}
         self.seen["updates"][-1].update(weights=describe(
             self.weights, thin), buffers=parts.describe(buffers.items()))
@@ -230,7 +294,7 @@ class Rows:
     def on_skipped(self):
         """Nothing of an update that a GradScaler leaves out is an update's."""
         self.seen["skipped"].append(len(self.seen["updates"]))
-        self.recorded = False
+        self.recorded, self.put_aside = False, []
         self.begin_update()
 
     def leave(self):
@@ -254,6 +318,15 @@ class Rows:
 
     def has_left(self, rank):
         return os.path.exists(f"{self.log.folder}/{rank}.pt")
+
+
+def persistent_buffers(
+        module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield those that a checkpoint has: others may be a rank's own."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def describe(weights, tensor_of):

@@ -134,7 +134,7 @@ def samplers(log):
             log.told[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):
                 log.asked("epochs", (id(sampler), sampler.epoch))
-        return begin(sampler)
+        return counted(log, sampler, begin(sampler))
 
     @replace(DistributedSampler, "set_epoch")
     def set_epoch(set_epoch, sampler, epoch):
@@ -142,9 +142,37 @@ def samplers(log):
         return set_epoch(sampler, epoch)
 
 
+def counted(log, sampler, indices):
+    """Yield a sampler's indices; `log.drawn` counts them by its id."""
+    for index in indices:
+        log.drawn[id(sampler)] += 1
+        yield index
+
+
+def zeroing(log):
+    """Tells that gradients are thrown away, before they are."""
+    @replace(torch.optim.Optimizer, "zero_grad")
+    def of_optimizer(zero_grad, optimizer, *args, **kwargs):
+        log.tell("zeroed", [weight for group in optimizer.param_groups
+                            for weight in group["params"]])
+        return zero_grad(optimizer, *args, **kwargs)
+
+    @replace(nn.Module, "zero_grad")
+    def of_module(zero_grad, module, *args, **kwargs):
+        log.tell("zeroed", [*module.parameters()])
+        return zero_grad(module, *args, **kwargs)
+
+
 def sharding(log):
     note(log, DistributedDataParallel, "register_comm_hook")
+    note(log, DistributedDataParallel, "no_sync")
     note(log, fsdp, "fully_shard")
+
+    @replace(fsdp.FSDPModule, "set_requires_gradient_sync")
+    def switch_sync(switch, module, wanted, *args, **kwargs):
+        log.asked("gradient sync", bool(wanted))
+        return switch(module, wanted, *args, **kwargs)
+
     note(log, fsdp.FullyShardedDataParallel, "__init__", "FSDP1")
 
     @replace(nn.Module, "to_empty")
@@ -157,4 +185,5 @@ def sharding(log):
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, sharding]
+PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, zeroing,
+          sharding]

@@ -8,6 +8,8 @@ low       whether it computes in bf16 or fp16
 draws     whether the model draws random numbers, dropout apart
 saved     how many updates were recorded when it had saved something
 copies    of the model: what `parts.describe` says of each at the end
+model     the same of all that train, in an optimizer or not
+tied      {another name of a parameter: its name}, within a module
 skipped   how many updates a GradScaler has left out, and before which others
 """
 
@@ -64,7 +66,7 @@ class Modules:
     def __call__(self, log):
         self.log, self.seen, self.inside = log, log.seen, False
         self.seen |= {"batchnorm": False, "low": False, "draws": False,
-                      "copies": []}
+                      "copies": [], "model": {}, "tied": {}}
         self.count = 1  # of targets of a backward pass
         log.modules = {}  # by their id
         self.classes = Counter()  # of those with parameters of their own
@@ -76,6 +78,8 @@ class Modules:
             if wraps := isinstance(module, DistributedDataParallel):
                 # Lightning's may be in eval(), around a module that is not
                 log.row.wrapped += torch.is_grad_enabled()
+                if not module.require_backward_grad_sync:
+                    log.asked("forward in no_sync", None)
             if self.inside or not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
@@ -111,12 +115,12 @@ class Modules:
 
     def meet(self, module):
         """Name its parameters, and watch their gradients."""
-        from torch.distributed.tensor import DTensor
-
         log = self.log
-        # torch.func's transforms put others in the place of parameters
+        # torch.func puts others in the place of parameters: transforms do, and
+        # functional_call, by which they may be computed from those
         if id(module) in log.modules or (
-                torch._C._functorch.peek_interpreter_stack()):
+                torch._C._functorch.peek_interpreter_stack()) or any(
+                not weight.is_leaf for weight in module.parameters()):
             return
         log.modules[id(module)] = module  # kept: so is its id
         owner = find_trainers(module)
@@ -129,16 +133,38 @@ class Modules:
         if self.classes[model] > 1:
             model += f" {self.classes[model]}"
         for name, weight in new:
-            log.parameters[id(weight)] = weight
-            log.names[id(weight)] = f"{model}:{parts.plain_name(name)}"
-            if weight.requires_grad and not isinstance(weight, DTensor):
-                weight.register_hook(partial(self.on_part, id(weight)))
-                for key in [*(hooks := weight._backward_hooks)][:-1]:
-                    hooks[key] = hooks.pop(key)  # the script's: may reduce
-                weight.register_post_accumulate_grad_hook(self.on_gradient)
+            full_name = f"{model}:{parts.plain_name(name)}"
+            log.names[id(weight)] = full_name
+            self.seen["model"][full_name] = tuple(weight.shape)
+            self.watch(weight)
+        names = {id(weight): log.names[id(weight)]
+                 for _, weight in module.named_parameters()}
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            known = names.get(id(weight))
+            alias = f"{model}:{parts.plain_name(name)}"
+            if new and known and known != alias:
+                self.seen["tied"][alias] = known
+
+    def watch(self, weight: torch.Tensor) -> None:
+        """Watch the gradients of a parameter."""
+        from torch.distributed.tensor import DTensor
+
+        self.log.parameters[id(weight)] = weight
+        if weight.requires_grad and not isinstance(weight, DTensor):
+            weight.register_hook(partial(self.on_part, id(weight)))
+            hooks = weight._backward_hooks
+            for key in [*hooks][:-1]:
+                hooks[key] = hooks.pop(key)  # the script's: may reduce
+            weight.register_post_accumulate_grad_hook(self.on_gradient)
 
     def meet_owners(self, weights):
         """Of parameters that are used without a call of their module."""
+        self.meet_modules_of(weights)
+        for weight in weights:  # those that are in no module
+            if id(weight) not in self.log.parameters and weight.is_leaf:
+                self.watch(weight)
+
+    def meet_modules_of(self, weights):
         modules = find_modules()
         inner = {id(child) for one in modules for child in one.children()}
         unnamed = {id(weight) for weight in weights} - self.log.names.keys()

@@ -1,13 +1,16 @@
 """The runs of a script that is verified, and what is asked of them."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 
 from rankcheck.exits import explain
-from rankcheck.findings import Questions, fail
-from rankcheck.tensors import put_together, whole_here, without
+from rankcheck.findings import Finding, Questions, fail
+from rankcheck.tensors import names, put_together, whole_here, without
+from rankcheck.trial import Trial
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -75,6 +78,20 @@ class Comparison:
     def loosely(self):
         """How much larger an error may be in low precision."""
         return LOW if any(seen["low"] for seen in self.together.seen) else 1
+
+    def elements(self, updates) -> int:
+        """How many elements the parameters of an update have, on all ranks.
+
+        With ZeRO-1 each rank's optimizer has some of them.
+        """
+        owned = [names(update["now"]) for update in updates]
+        if all(one == owned[0] for one in owned):
+            return updates[0]["elements"]
+        shapes = {}
+        for seen in self.together.seen:
+            shapes |= seen["shapes"]
+        return sum(torch.Size(shapes[name]).numel()
+                   for name in set.union(*owned))
 
     @property
     def by_step(self):
@@ -154,27 +171,74 @@ def times_the_samples(case):
         return case.size
     same = next(i for i, (mine, good) in enumerate(zip(
         together, alone, strict=False)) if mine != good)
-    skipped = [seen["skipped"] for seen in (
-        case.alone.seen[0], case.together.seen[0])]
-    if skipped[0] != skipped[1]:
-        return "its GradScaler leaves out other updates than with one process"
+    if left_out(case.alone.seen[0]) != left_out(case.together.seen[0]):
+        return "it leaves out other updates than with one process"
     return f"from update {same} on " * (same > 0) + (
         "the samples are not those of one process: others, or the same padded "
         "or computed otherwise")
+
+
+def left_out(seen: dict) -> list[int]:
+    """Return how many updates came before each that a rank has left out.
+
+    A GradScaler leaves one out, or the script throws its gradients away.
+    """
+    return sorted([*seen["skipped"], *seen["discarded"]])
+
+
+def decisions(seen: dict) -> list[str]:
+    """Return what a rank did with its gradients, time after time.
+
+    "makes" for an update, else how it was left out.
+    """
+    made: list[str] = []
+    for update in range(len(seen["updates"]) + 1):
+        made += ["its GradScaler skips it"] * seen["skipped"].count(update)
+        made += ["its gradients are thrown away"] * seen["discarded"].count(
+            update)
+        if update < len(seen["updates"]):
+            made.append("makes")
+    return made
+
+
+def find_skips(trial: Trial) -> list[Finding]:
+    """Return a failure where a rank makes an update that another leaves out.
+    """
+    each = [decisions(seen) for seen in trial.seen if seen]
+    for rank, mine in enumerate(each):
+        for at, pair in enumerate(zip(each[0], mine, strict=False)):
+            skips = [words != "makes" for words in pair]
+            if skips[0] == skips[1]:
+                continue
+            who, other = (rank, 0) if skips[1] else (0, rank)
+            update = mine[:at].count("makes")
+            return [fail(
+                f"rank {who} leaves out a step before its update {update} "
+                f"({pair[skips[1]]}), and rank {other} makes it",
+                "let all ranks decide alike: all_reduce what the decision is "
+                "made from (a loss, a norm, found_inf)", ranks=[who],
+                numbers={"update": update},
+                learned={"apart": "the ranks leave out different updates"})]
+    return []
 
 
 def find_split(alone, together, ended):
     """The parameters that are others, or smaller, than with one process.
 
     A script that shards by hand has them. With them, those of which the ranks
-    have other numbers: each may own a table of its own. ended: whether the
-    ranks have failed, perhaps before an optimizer that no rank came to.
+    have other numbers: each may own a table of its own. A parameter that is
+    whole in each rank's model is not sharded, whichever optimizer has it
+    (ZeRO-1), nor if one process has no such parameter (`find_extra`). ended:
+    whether the ranks have failed, perhaps before an optimizer that no rank
+    came to.
     """
     good = alone.seen[0]["shapes"]
     known = set().union(*(seen["shapes"] for seen in together.seen),
                         () if ended else good)
-    split = {name for seen in together.seen for name in known
-             if seen["shapes"].get(name) != good.get(name)}
+    extra = find_extra(alone, together)
+    split = {name for seen in together.seen for name in known - extra
+             if {**seen["model"], **seen["shapes"]}.get(name)
+             != good.get(name)}
     kinds = ["before"] if split else ["before", "gradients"] if any(
         "alltoall" in call["call"].replace("_", "")
         for call in together.calls(0)) else []  # an expert is of one rank
@@ -186,15 +250,37 @@ def find_split(alone, together, ended):
     return frozenset(split)
 
 
+def find_extra(alone: Trial, together: Trial) -> set[str]:
+    """Return the parameters that each rank has whole, and one process has not.
+
+    Their ranks have all of one process's parameters beside them, and begin
+    with the same values in them: else they may be parts of those.
+    """
+    shapes = [{**seen["model"], **seen["shapes"]} for seen in together.seen]
+    good = alone.seen[0]["shapes"]
+    if any(own.get(name) != shape for own in shapes
+           for name, shape in good.items()):
+        return set()
+    extra = {name for name in set.intersection(*map(set, shapes))
+             if name not in good
+             and len({own[name] for own in shapes}) == 1}
+    firsts = zip(*(seen["updates"][:1] for seen in together.seen), strict=True)
+    differing = {name for updates in firsts
+                 for name in put_together(updates, "before").apart}
+    return extra - differing
+
+
 def makes_up(case):
     """Whether the ranks begin with one process's tensors or chunks of them."""
     known = set()
+    counts = [count for count in range(1, case.size + 1)
+              if case.size % count == 0]
     for name, tensor in first_weights(case.alone.seen[0]):
         shape = case.alone.seen[0]["shapes"][name]
         if tensor.numel() != torch.Size(shape).numel():
             return False  # it is too large to be kept whole
         for dim in range(len(shape)):
-            for count in {1, case.size}:
+            for count in counts:
                 known |= {as_bytes(part) for part in tensor.view(
                     shape).chunk(count, dim)}
     return all(as_bytes(tensor) in known for seen in case.together.seen

@@ -7,6 +7,7 @@ from rankcheck.exits import ON_CPU
 from rankcheck.findings import fail, ok, warn
 from rankcheck.verification.comparison import (
     Comparison,
+    find_skips,
     find_split,
     how_it_ends,
     rows,
@@ -111,7 +112,13 @@ def choose(runs):
             note = "without a GPU each process trains alone"
     if together.killed:
         return None, [ended], "not all ranks came to their end"
-    uneven = count_updates(together)
+    skips = find_skips(together)
+    uneven = skips or count_updates(together)
+    if skips and any(seen and together.asked("left", rank)
+                     for rank, seen in enumerate(together.seen)):
+        ended = None  # it follows: a rank was done, and others waited for it
+    if skips and all(seen and seen["updates"] for seen in together.seen):
+        uneven = []  # asked later, beside all else
     if uneven or (ended and not all(
             seen and seen["updates"] for seen in together.seen)):
         return None, uneven + [ended] * bool(ended), (

@@ -1,11 +1,24 @@
 """Questions about how a run begins: its files, weights and ranks."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 
-from rankcheck.findings import counted, fail, ok, warn
+import torch
+
+from rankcheck.findings import Finding, counted, fail, ok, warn
 from rankcheck.tensors import assemble, elements, pieces, put_together
-from rankcheck.verification.comparison import AGAIN, question
+from rankcheck.verification.comparison import (
+    AGAIN,
+    QUESTIONS,
+    Comparison,
+    as_bytes,
+    find_extra,
+    find_skips,
+    first_weights,
+    question,
+)
 
 
 @question("no run begins with what the one before has saved")
@@ -62,6 +75,62 @@ def joined(case):
         "torch.distributed.init_process_group()")]
 
 
+@QUESTIONS.add("all ranks leave out the same updates")
+def skipped(case: Comparison) -> list[Finding]:
+    """Answer whether a rank makes an update that another leaves out."""
+    return find_skips(case.together)
+
+
+@question("all processes train the same parameters")
+def parameters(case: Comparison) -> list[Finding]:
+    """Answer whether each rank has parameters that one process lacks."""
+    if not case.alone:
+        return []
+    extra = find_extra(case.alone, case.together)
+    if not extra:
+        return []
+    tied = case.alone.seen[0]["tied"]
+    for name in sorted(extra & tied.keys()):
+        return [fail(
+            f"{case.named([name])} and {case.named([tied[name]])} are one "
+            f"tensor with one process, and two with {case.size}",
+            "tie them again after to_empty(), or after loading: "
+            "model.head.weight = model.embedding.weight",
+            learned={"apart": "tied parameters are not tied"})]
+    are = "is" if len(extra) == 1 else "are"
+    return [warn(
+        f"{counted(extra, 'parameter')} {are} trained on each rank, and not "
+        f"with one process: {case.named(extra)}", "right if the model depends "
+        "on the number of processes",
+        learned={"apart": "the model is another one"})]
+
+
+@question("the ranks hold different parts of what is sharded by hand")
+def parts(case: Comparison) -> list[Finding]:
+    """Answer whether as many parts differ as make up the whole tensor."""
+    if not case.alone:
+        return []
+    whole = case.alone.seen[0]["shapes"]
+    values: dict[str, set[bytes]] = {}
+    for seen in case.together.seen:
+        for name, tensor in first_weights(seen):
+            if name in case.split and not (tensor == tensor[:1]).all():
+                values.setdefault(name, set()).add(as_bytes(tensor))
+    shapes = case.together.seen[0]["shapes"]
+    twins = [name for name, different in values.items()
+             if name in shapes and name in whole
+             and len(different) < min(case.size, torch.Size(
+                 whole[name]).numel() // torch.Size(shapes[name]).numel())]
+    if not twins:
+        return []
+    return [fail(
+        f"ranks hold the same numbers in what should be different parts of "
+        f"{case.named(twins)}", "each rank draws its part with the same seed: "
+        "draw the whole tensor and take the rank's part, or draw each part "
+        "with a seed of its own", learned={
+            "apart": "parts that should differ are equal"})]
+
+
 @question("the ranks begin with the weights of one process")
 def start(case):
     firsts = [[update["before"] for update in updates]
@@ -84,7 +153,8 @@ def start(case):
             f"{case.named(case.split)}",
             "right if the script shards them by hand: they are left out of "
             "what is compared",
-            learned={"apart": "parameters are split by hand"})]
+            learned={"apart": case.apart or "parameters are split by hand"
+                     })]
     mine, alone = assemble(firsts[0]), put_together(case.single[:1], "before")
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)

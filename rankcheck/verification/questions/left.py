@@ -1,11 +1,21 @@
 """Questions about what else the ranks leave: copies of the model, files."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from rankcheck.exits import in_brackets
-from rankcheck.findings import Line, fail, warn
-from rankcheck.tensors import assemble
-from rankcheck.verification.comparison import QUESTIONS, question
+from rankcheck.findings import Finding, Line, fail, ok, percent, warn
+from rankcheck.tensors import assemble, whole_here
+from rankcheck.verification.comparison import (
+    QUESTIONS,
+    UPDATE,
+    Comparison,
+    first_weights,
+    flat,
+    off,
+    question,
+)
 
 REMEDIES = {
     "hydra": "hydra.run.dir=... with the rank in it, or "
@@ -26,6 +36,43 @@ def copies(case):
                  + ", ".join(sorted(apart)[:3]), "all ranks copy it once DDP "
                  "has made the weights equal, and update it (EMA) after each "
                  "step; right if only rank 0 uses it")] if apart else []
+
+
+@question("averages of the weights are those of one process")
+def averages(case: Comparison) -> list[Finding]:
+    """Answer whether copies of the model follow it as with one process.
+
+    Relative to how far one process's copy has moved: a copy that stays, as a
+    reference model does, has to stay.
+    """
+    if not case.alone or case.apart or case.still or case.split:
+        return []
+    begin = {}
+    for name, tensor in first_weights(case.alone.seen[0]):
+        begin[name.partition(":")[2]] = tensor
+    compared = 0
+    for mine, good in zip(case.together.seen[0]["copies"],
+                          case.alone.seen[0]["copies"], strict=False):
+        mine, good = whole_here(mine), whole_here(good)
+        keys = [key for key in good if key in mine and key in begin
+                and mine[key].shape == good[key].shape == begin[key].shape]
+        if not keys:
+            continue
+        first, mine, good = (flat(tensors, keys)
+                             for tensors in (begin, mine, good))
+        if mine.equal(first) and good.equal(first):
+            continue
+        compared += 1
+        error = off(mine - first, good - first)
+        if not error <= UPDATE * case.loosely:
+            return [fail(
+                f"a copy of the model is off by {percent(error)} of the way "
+                "that one process's has gone", "an average of the weights "
+                "(EMA) has to follow each step, not each microbatch, whose "
+                "number depends on the number of processes",
+                numbers={"off": error, "limit": UPDATE * case.loosely})]
+    return [ok("averages of the weights agree with a single process")
+            ] if compared else []
 
 
 @QUESTIONS.add("one rank alone writes and prints")

@@ -1,10 +1,60 @@
 """Questions about who reads which samples, and about the learning rate."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
-from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.verification.comparison import LOSS, QUESTIONS, rows
+from rankcheck.findings import Finding, fail, ok, percent, warn
+from rankcheck.verification.comparison import (
+    LOSS,
+    QUESTIONS,
+    Comparison,
+    rows,
+)
+
+OWN = ("each has to read its own: a DistributedSampler, or where they are "
+       "drawn at random, as noise is, another seed on each rank")
+
+BY_CHANCE = 5  # equal samples of data with few values, of some hundred
+ONE_ORDER = ("a DistributedSampler gives each rank its part of one order: is "
+             "the order drawn by a generator that differs between the ranks? "
+             "Seed it alike on all ranks, as with the epoch")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The samples of one step of an optimizer.
+
+    Attributes:
+        update: its number among the steps of all optimizers.
+        rows: the samples, as often as they are read, by all ranks.
+    """
+
+    update: int
+    rows: list[str]
+
+    @property
+    def repeats(self) -> int:
+        """How many samples the step reads more than once."""
+        return len(self.rows) - len(set(self.rows))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the steps of one optimizer read.
+
+    Attributes:
+        steps: of all ranks together.
+        single: the same of one process; [] if it cannot be compared.
+        partitioned: whether a DistributedSampler has given each rank its
+            part, in its first epoch: then no sample is read twice.
+    """
+
+    steps: list[Step]
+    single: list[list[str]]
+    partitioned: bool
 
 
 @QUESTIONS.add("the ranks read different samples")
@@ -13,8 +63,6 @@ def samples(case):
         set(update["samples"]) for update in updates if update["samples"]])]
     if not sets:
         return []
-    share = ("each has to read its own: a DistributedSampler, or where they "
-             "are drawn at random, as noise is, another seed on each rank")
     if case.splits_matrices:
         return in_groups(case, sets)
     if all(len(set(update["samples"])) == 1 < len(update["samples"])
@@ -27,13 +75,45 @@ def samples(case):
         words = f"all {case.size} ranks read the same samples"
         return [warn(f"{words}, and compute parts of one process's loss",
                      "right if the model divides them among the ranks")
-                if divides(case) else fail(words, share)]
-    alone = [update for update in case.longest if update["optimizer"] == 0]
+                if divides(case) else fail(words, OWN)]
+    readings = [read_by(case, number) for number in sorted({
+        updates[0]["optimizer"] for updates in case.updates})]
+    readings = [one for one in readings if any(step.rows for step
+                                               in one.steps)]
+    return [first_problem(at_once(one, len(sets[0][0]), case.size)
+                          for one in readings),
+            *first_problem(again(one) for one in readings),
+            *size_of_minibatch(case), *shares(case), *given_away(case)]
+
+
+def first_problem(answers):
+    """Return the first answer that is not ok, else the first."""
+    answers = [*answers]
+    for answer in answers:
+        if answer and getattr(answer, "verdict", "warn") != "ok":
+            return answer
+    return answers[0]
+
+
+def read_by(case: Comparison, number: int) -> Reading:
+    """Return what the steps of the optimizer with this number read."""
+    steps = [Step(update, rows(updates))
+             for update, updates in enumerate(case.updates)
+             if updates[0]["optimizer"] == number]
+    single = [update for update in case.longest
+              if update["optimizer"] == number]
     group = case.size if case.still else 1
-    alone = [rows(alone[i:i + group]) for i in range(0, len(alone), group)]
-    steps = [rows(updates) for updates in case.updates]
-    return [*at_once(steps, alone, len(sets[0][0]), share),
-            *again(steps, alone), *size_of_minibatch(case), *shares(case)]
+    epochs = [len(sampler_starts(case, rank)) for rank in range(case.size)]
+    return Reading(
+        steps, [rows(single[i:i + group]) for i in range(0, len(single),
+                                                         group)],
+        partitioned=set(epochs) == {1})
+
+
+def sampler_starts(case: Comparison, rank: int) -> list[tuple]:
+    """Return each start of a DistributedSampler over all ranks, on a rank."""
+    return [one for one in case.together.asked("sampler", rank)
+            if one[0] == case.size]
 
 
 def divides(case):
@@ -60,39 +140,113 @@ def in_groups(case, sets):
                  "other groups other samples")]
 
 
-def at_once(steps, alone, each, share):
-    """Samples that are in an update more often than as one process."""
-    twice = [len(step) - len(set(step)) for step in steps]
-    usual = max((1 - len(set(step)) / len(step) for step in alone if step),
-                default=0.0)
-    worst = [i for i, step in enumerate(steps)
-             if step and twice[i] / len(step) > usual + 0.05]
-    words = (f"{sum(twice)} of {sum(map(len, steps))} samples are read by "
-             "several ranks in the same update"
-             + "".join(f", from update {i} on" for i in worst[:1] if i))
-    if worst:
-        return [(fail if alone else warn)(
-            words, share, numbers={"update": worst[0]})]
-    return [warn(words, f"by chance, if they are drawn at random; else {share}"
-                 ) if sum(twice) > usual * sum(map(len, steps)) else ok(
-        f"in each update the ranks read different samples ({each} each)")]
+def at_once(reading: Reading, each: int, size: int) -> Finding:
+    """Answer whether ranks read the same sample in the same step.
+
+    It is a mistake if as many are read twice in each step from one on: where
+    each rank draws at random, that varies; or if they are partitioned.
+
+    Args:
+        each: how many samples rank 0 reads in the first step.
+        size: the number of ranks.
+    """
+    steps = [step for step in reading.steps if step.rows]
+    twice = [step.repeats for step in steps]
+    usual = max((1 - len(set(step)) / len(step)
+                 for step in reading.single if step), default=0.0)
+    first = next((i for i, step in enumerate(steps)
+                  if twice[i] > (usual + 0.05) * len(step.rows)), None)
+    total = sum(len(step.rows) for step in steps)
+    words = (f"{sum(twice)} of {total} samples are read by several ranks in "
+             "the same update")
+    if first is not None:
+        if steps[first].update:
+            words += f", from update {steps[first].update} on"
+        numbers = {"update": steps[first].update}
+        steady = len(twice) > first + 1 and len(set(twice[first:])) == 1
+        if (steady or reading.partitioned) and reading.single:
+            return fail(words, OWN, numbers=numbers)
+        return warn(words, f"by chance, if they are drawn at random; else "
+                    f"{OWN}", numbers=numbers)
+    # a DistributedSampler repeats fewer at its end than there are ranks
+    if reading.partitioned and reading.single and (
+            sum(twice) - usual * total > max(size, BY_CHANCE)):
+        return fail(words, ONE_ORDER)
+    if sum(twice) > usual * total:
+        return warn(words, f"by chance, if they are drawn at random; else "
+                    f"{OWN}")
+    return ok(f"in each update the ranks read different samples ({each} each)")
 
 
-def again(steps, alone):
-    """Samples that were in an earlier update, among as many of both."""
-    runs = [[row for step in one for row in dict.fromkeys(step)]
-            for one in (steps, alone)]
-    most = min(map(len, runs if alone else runs[:1]))
-    mine, before = (1 - len(set(read[:most])) / most if read and most else 0.0
-                    for read in runs)
+def again(reading: Reading) -> list[Finding]:
+    """Answer whether samples of an earlier step are read once more.
+
+    Of one process as many samples are looked at. It is a mistake if each step
+    reads as many again: where they are drawn at random, that varies; or if
+    they are partitioned.
+    """
+    steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
+    single = [[*dict.fromkeys(step)] for step in reading.single]
+    runs = [[row for step in run for row in step] for run in (steps, single)]
+    most = min(map(len, runs if single else runs[:1]))
+    mine, before = (1 - len(set(run[:most])) / most if run and most else 0.0
+                    for run in runs)
     words = (f"{percent(mine)} of the samples were read in an earlier update "
-             "as well" + f", with one process {percent(before)} of as many"
-             * bool(alone))
-    if alone and mine > before + 0.05:
+             "as well")
+    if single:
+        words += f", with one process {percent(before)} of as many"
+    counts = count_again(steps)
+    steady = len(counts) > 1 and len(set(counts)) == 1
+    if single and mine > before + 0.05 and (steady or reading.partitioned):
+        if not steady:
+            return [fail(words, ONE_ORDER)]
         return [fail(words, "each step has to begin where all ranks together "
                      "ended the last one")]
-    return [warn(words, "right if the dataset is that small; or does each "
-                 "worker of the DataLoader read all?")] * (mine > 0.05)
+    if mine <= 0.05:
+        return []
+    return [warn(words, "right if the dataset is that small, or samples are "
+                 "drawn with replacement; or does each worker of the "
+                 "DataLoader read all?")]
+
+
+def count_again(steps: list[list[str]]) -> list[int]:
+    """Count the samples of each step but the first that one before it read.
+    """
+    seen: set[str] = set()
+    counts = []
+    for step in steps:
+        counts.append(len(seen.intersection(step)))
+        seen.update(step)
+    return counts[1:]
+
+
+def given_away(case: Comparison) -> list[Finding]:
+    """Answer whether what a DistributedSampler gave has reached the model.
+
+    Both are counted from step to step, while the sampler gives something:
+    what a loader has fetched before the first step does not count.
+    """
+    for rank in range(case.size):
+        updates = [of_ranks[rank] for of_ranks in case.updates
+                   if of_ranks[rank]["samples"]]
+        for sampler in updates[0]["drawn"] if updates else ():
+            drawn, got, steps = 0, 0, []
+            for before, update in itertools.pairwise(updates):
+                more = (update["drawn"].get(sampler, 0)
+                        - before["drawn"].get(sampler, 0))
+                if more:
+                    drawn += more
+                    got += len(update["samples"])
+                    steps.append(more > 1.5 * len(update["samples"]))
+            if len(steps) > 1 and all(steps):
+                return [warn(
+                    f"of {drawn} samples that a DistributedSampler gave rank "
+                    f"{rank} in {len(steps)} updates, the model got {got}",
+                    "is the data sharded twice, as by Accelerate's prepare() "
+                    "or Lightning's Trainer, which add a sampler of their "
+                    "own? Right if the script leaves some out on purpose",
+                    ranks=[rank])]
+    return []
 
 
 def size_of_minibatch(case):

@@ -1,16 +1,30 @@
 """Questions about what the ranks do together, without another run."""
 
-import itertools
+from __future__ import annotations
 
-from rankcheck.findings import counted, fail, ok, percent, warn
+import itertools
+from dataclasses import dataclass
+
+from rankcheck.findings import (
+    Finding,
+    Proof,
+    counted,
+    fail,
+    ok,
+    percent,
+    warn,
+)
 from rankcheck.tensors import put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
+    Comparison,
     gradients_of,
     off,
     question,
 )
 
+REDUCED = frozenset({Proof.REDUCED})
+EQUAL = frozenset({Proof.EQUAL})
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
 
@@ -82,37 +96,23 @@ def reductions(case):
     if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
-    times = [update["reduced"] / max(update["elements"], 1) for update in mine]
+    elements = [max(case.elements(updates), 1) for updates in case.updates]
+    times = [update["reduced"] / count
+             for update, count in zip(mine, elements, strict=True)]
     few = sum(times) < 0.5 * len(times)
     if few and case.by_step:
-        return [ok("gradients are reduced by the optimizer, in its step()")]
+        return [ok("gradients are reduced by the optimizer, in its step()",
+                   proves=REDUCED)]
+    equal = not any(put_together(updates, "gradients").apart
+                    for updates in case.updates)
     for step, updates in enumerate(case.updates):
         if times[step] >= 0.5:
             continue
         if few and shared(updates, "gradients"):
             break  # in another way
         if few or put_together(updates, "gradients").apart:
-            return [not_reduced(case, step)]
-    turns = []  # of all optimizers: before the first, all may be reduced
-    for step, update in enumerate(mine):
-        if not step or update["optimizer"] <= mine[step - 1]["optimizer"]:
-            turns.append([0, 0, step])
-        turns[-1][0] += update["reduced"]
-        turns[-1][1] += update["elements"]
-    each = [reduced / max(elements, 1) for reduced, elements, _ in turns]
-    often = max(each)
-    once = often < 1.6
-    words = "gradients are " + (
-        "made equal in a way of the script's own" if few else "reduced " + (
-            "once an update" if once else f"{often:.2g} times "
-            + ("an update" if often < 1.1 * min(each) else
-               f"in update {turns[each.index(often)][2]}"))
-        + f", {sum(update['bytes'] for update in mine) / len(mine) / 1e6:.3g}"
-        f" MB in {max(update['calls'] for update in mine)} calls")
-    findings = [ok(words)] if once else [warn(
-        words, "once is enough: all microbatches but the last under "
-        "model.no_sync(), their forward pass, too; or does one loss take "
-        "several passes?")]
+            return [not_reduced(case, step, elements[step])]
+    findings = how_often(case, mine, elements, few) if equal else []
     if case.asked("clipped"):
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
@@ -123,32 +123,99 @@ def reductions(case):
     return findings
 
 
+@dataclass
+class Turn:
+    """The steps of all optimizers, each once; before the first, all gradients
+    may be reduced.
+
+    Attributes:
+        update: the number of its first step among those of all optimizers.
+        reduced: how many elements of gradients were reduced before them.
+        elements: how many elements the optimizers' parameters have.
+    """
+
+    update: int
+    reduced: float = 0
+    elements: int = 0
+
+    @property
+    def times(self) -> float:
+        return self.reduced / max(self.elements, 1)
+
+
+def how_often(case: Comparison, mine: list[dict], elements: list[int],
+              otherwise: bool) -> list[Finding]:
+    """Answer how often gradients are reduced in an update.
+
+    Args:
+        mine: what rank 0 has recorded of each step.
+        elements: of the parameters of each step, on all ranks.
+        otherwise: whether they are equal without a reduction that was seen.
+    """
+    if otherwise:
+        return [ok("gradients are made equal in a way of the script's own",
+                   proves=REDUCED)]
+    turns: list[Turn] = []
+    for step, update in enumerate(mine):
+        if not step or update["optimizer"] <= mine[step - 1]["optimizer"]:
+            turns.append(Turn(step))
+        turns[-1].reduced += update["reduced"]
+        turns[-1].elements += elements[step]
+    most = max(turns, key=lambda turn: turn.times)
+    megabytes = sum(update["bytes"] for update in mine) / len(mine) / 1e6
+    calls = max(update["calls"] for update in mine)
+    sent = f"{megabytes:.3g} MB in {calls} calls"
+    if most.times < 1.6:
+        return [ok(f"gradients are reduced once an update, {sent}",
+                   proves=REDUCED)]
+    where = f"in update {most.update}"
+    if most.times < 1.1 * min(turn.times for turn in turns):
+        where = "an update"
+    words = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
+    if case.asked("fully_shard"):  # it costs memory to do otherwise
+        return [ok(words, proves=REDUCED)]
+    advice = ("once is enough: all microbatches but the last under "
+              "model.no_sync(), their forward pass, too; or does one loss "
+              "take several passes?")
+    if case.asked("no_sync") and not case.asked("forward in no_sync"):
+        advice = ("model.no_sync() takes effect in the forward pass, and was "
+                  "entered without one: call the model inside it, for all "
+                  "microbatches but the last")
+    return [warn(words, advice, proves=REDUCED)]
+
+
 def shared(updates, what):
     """Whether ranks that have computed others have the same of that."""
     sums = put_together(updates, "sums")  # none of copies of the weights
     others = sums.apart if sums.tensors else len({
         (*update["samples"], *update["losses"]) for update in updates}) > 1
-    return bool(others and not put_together(updates, what).apart)
+    whole = put_together(updates, what)
+    return bool(others and whole.tensors and not whole.apart)
 
 
-def not_reduced(case, step):
+def not_reduced(case, step, elements):
     made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
-    hint = ("fully_shard reduces those of the modules that it was called with,"
-            " and not after set_requires_gradient_sync(False)"
-            if case.asked("fully_shard") else
-            "wrap the model in DistributedDataParallel and call that; or "
-            "all_reduce every gradient before optimizer.step()"
-            if not made else
-            "the model is wrapped in DDP, but not called by it: call "
-            "model(...), not model.module(...) or the one inside"
-            if not any(updates[0]["wrapped"] for updates in case.updates) else
-            "DDP reduces only parameters that it wraps and that required a "
-            "gradient when it was made, in passes that call it, and not under "
-            "no_sync()")
-    return fail((f"in update {step} " if step else "")
-                + f"gradients are not reduced: {mine['reduced']:.0f} elements "
-                f"in an update of {mine['elements']:.0f}", hint,
-                numbers={"update": step})
+    hint = ("wrap the model in DistributedDataParallel and call that; or "
+            "all_reduce every gradient before optimizer.step()")
+    if case.asked("fully_shard"):
+        hint = ("fully_shard reduces those of the modules that it was called "
+                "with, and not after set_requires_gradient_sync(False)")
+        switched = case.asked("gradient sync")
+        if switched and not any(switched):
+            hint = ("set_requires_gradient_sync() was only called with False: "
+                    "call it with True before the last microbatch")
+    elif made and not any(updates[0]["wrapped"] for updates in case.updates):
+        hint = ("the model is wrapped in DDP, but not called by it: call "
+                "model(...), not model.module(...) or the one inside")
+    elif made:
+        hint = ("DDP reduces only parameters that it wraps and that required "
+                "a gradient when it was made, in passes that call it, and not "
+                "under no_sync()")
+    words = (f"gradients are not reduced: {mine['reduced']:.0f} elements in "
+             f"an update of {elements:.0f}")
+    if step:
+        words = f"in update {step} {words}"
+    return fail(words, hint, numbers={"update": step})
 
 
 @question("every parameter gets a gradient")
@@ -157,6 +224,9 @@ def unused(case):
             for key in update["without"] if key not in case.split}
     if not keys:
         return []
+    switched = case.asked("gradient sync")
+    if switched and not any(switched):
+        return []  # FSDP2 has them elsewhere until it reduces them
     words = f"{counted(keys, 'parameter')} got no gradient in "
     if not any(update["gradients"][part] for updates in case.updates
                for update in updates for part in ("plain", "sharded")):
@@ -195,13 +265,17 @@ def equal(case):
                     ranks=sorted(whole.differing), numbers={"update": step})
                 break
         else:
+            # by_step: the weights tell of the gradients
+            shows = what == "gradients" or case.by_step
             yield ok(f"{what} are equal on all ranks in all "
-                     f"{len(case.updates)} updates")
+                     f"{len(case.updates)} updates",
+                     proves=EQUAL if shows else frozenset())
 
 
 @question("gradients are the mean of the ranks' own")
 def mean(case):
     worst, scaled = None, None  # of all updates; the first with a factor
+    differ = False  # whether the ranks' own do, so that it is no mean of one
     for step, updates in enumerate(case.updates):
         # the script's hooks may have changed the first, or reduced them
         found = [gradients_of(updates, updates, what) for what in (
@@ -214,6 +288,7 @@ def mean(case):
         if not good.any():
             continue
         bound = GRADIENT * case.loosely
+        differ |= any(off(one, good) > bound for one in each)
         if off(mine, good) < bound:
             worst = max(worst or 0.0, off(mine, good))
         elif off(mine, case.size * good) < bound:
@@ -244,7 +319,7 @@ def mean(case):
                      "often", numbers={"update": step, "factor": factor})]
     return [] if worst is None else [ok(
         "gradients are the mean of the ranks' own, before they are clipped "
-        f"(to {worst:.0e})")]
+        f"(to {worst:.0e})", proves=REDUCED if differ else frozenset())]
 
 
 def summed(case, step):
@@ -253,8 +328,12 @@ def summed(case, step):
                   / max(len(updates), 1) for updates in (
                       case.updates[0], case.single[:1]))
     text = f"in update {step} the gradients are the sum over all ranks"
+    advice = SUMMED
+    if case.asked("register_comm_hook"):
+        advice = ("a communication hook takes the place of DDP's average: "
+                  "divide by the number of processes in it")
     if good and abs(mine / good - 1) < 0.2 < abs(case.size * case.rate - 1):
-        return fail(f"{text}, not the mean: {case.size} times as much", SUMMED)
+        return fail(f"{text}, not the mean: {case.size} times as much", advice)
     return warn(text, "right if each rank's loss is a sum divided by the "
                 "whole minibatch, or with SGD, the learning rate is divided "
-                "by their number; else " + SUMMED)
+                "by their number; else " + advice)
