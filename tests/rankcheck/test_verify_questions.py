@@ -28,10 +28,10 @@ from verify_cases import outcome
 
 from rankcheck.launch.ranks import Rank
 from rankcheck.probes.recorder import Log
-from rankcheck.probes.rows import Rows
+from rankcheck.probes.rows import Rows, persistent_buffers
 from rankcheck.probes.torch_api import batchnorm, clipping
 from rankcheck.probes.training import Modules
-from rankcheck.tensors import whole_here
+from rankcheck.tensors import describe, whole_here
 from rankcheck.trial import Trial
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison
@@ -81,8 +81,8 @@ def answers(recorded, monkeypatch):
             return trials.get((size, kind)) or copy.deepcopy(trials[1, ""])
 
         monkeypatch.setattr(questions, "ask", note)
-        _, not_seen = questions.verify(Runs(start, 2, 4))
-        assert not_seen
+        answers = questions.verify(Runs(start, 2, 4))
+        assert answers.not_checked and not answers.internal_errors
         return found
 
     return find
@@ -233,8 +233,76 @@ def grows(trials):
                 update[kind] += [f"another {row}" for row in update[kind]]
 
 
+def of_all(trials, **change):
+    """Change what each rank has recorded of the run of several."""
+    for rank in (0, 1):
+        seen(rank, **change)(trials)
+
+
+def untied(trials):
+    """Each rank has a parameter of its own for what is one tensor."""
+    one_more(trials)
+    trials[1, ""].seen[0]["tied"] = {
+        "Sequential:9.weight": "Sequential:0.weight"}
+
+
+def one_more(trials):
+    more = {"Sequential:9.weight": (4,)}
+    of_all(trials, shapes=lambda shapes: shapes | more)
+
+
+def half(state, place):
+    """The same state, with one half of a bias."""
+    kept = whole_here(state)
+    kept["Sequential:0.bias"] = kept["Sequential:0.bias"].chunk(2)[place]
+    return describe(kept.items())
+
+
+def in_parts(*places):
+    """Which half of a bias each rank holds from the start."""
+    def apply(trials):
+        for rank, place in enumerate(places):
+            of_rank = trials[2, ""].seen[rank]
+            for shapes in of_rank["shapes"], of_rank["model"]:
+                shapes["Sequential:0.bias"] = (450,)
+            first = of_rank["updates"][0]
+            first["before"] = half(first["before"], place)
+    return apply
+
+
+def average_of_each_microbatch(trials):
+    for trial, factor in (trials[1, ""], 1.1), (trials[2, ""], 1.2):
+        for of_rank in trial.seen:
+            last = whole_here(of_rank["updates"][0]["weights"])
+            of_rank["copies"] = [describe(
+                (name.partition(":")[2], factor * part)
+                for name, part in last.items())]
+
+
+def draws_too_much(trials):
+    for of_rank in trials[2, ""].seen:
+        for step, update in enumerate(of_rank["updates"]):
+            update["drawn"] = {7: 32 * step + 32}
+
+
 # (script, what is changed, the question that sees it, what it says first)
 CASES = [
+    (RIGHT, seen(1, discarded=[1]), "all ranks leave out the same updates",
+     "rank 1 leaves out a step before its update 1 (its gradients are thrown "
+     "away), and rank 0 makes it"),
+    (RIGHT, seen(0, skipped=[2, 2]), "all ranks leave out the same updates",
+     "rank 0 leaves out a step before its update 2 (its GradScaler skips it), "
+     "and rank 1 makes it"),
+    (RIGHT, untied, "all processes train the same parameters", "9.weight and "
+     "0.weight are one tensor with one process, and two with 2"),
+    (RIGHT, one_more, "all processes train the same parameters", "1 parameter "
+     "is trained on each rank, and not with one process: 9.weight"),
+    (RIGHT, in_parts(0, 0), "the ranks hold different parts", "ranks hold the "
+     "same numbers in what should be different parts of 0.bias"),
+    (RIGHT, average_of_each_microbatch, "averages of the weights are those",
+     "a copy of the model is off by"),
+    (RIGHT, draws_too_much, "the ranks read different samples", "of 96 "
+     "samples that a DistributedSampler gave rank 0 in 3 updates, the model got 48"),
     (RIGHT, begins_with_the_last, "no run begins", "it begins with model.pt"),
     (RIGHT, on(1, update=2, losses=[math.nan]), "weights and losses are",
      "in update 2 the loss is nan"),
@@ -302,8 +370,6 @@ CASES = [
                      seen(1, written={"/tmp/log": 7})),
      "one rank alone writes", "several ranks write log (line 7)"),
     (RIGHT, prints, "one rank alone writes", "several ranks print the same"),
-    (RIGHT, on(0, rates=[None]), "the ranks read different samples",
-     "verify cannot tell whether the ranks read different samples: Type"),
 ]
 DRAWN = "each rank draws random numbers of its own"  # with all of these bases
 
@@ -311,9 +377,89 @@ DRAWN = "each rank draws random numbers of its own"  # with all of these bases
 @pytest.mark.parametrize(("name", "change", "title", "says"), CASES)
 def test_a_mistake(answers, name, change, title, says):
     found = answers(name, change)
-    assert (name == RIGHT) <= (DRAWN in found)
+    sharded = title.startswith("the ranks hold different parts")
+    assert (DRAWN in found) or name != RIGHT or sharded
     asked = [one for one in found if one.startswith(title)]
     assert asked and found[asked[0]].text.startswith(says), found
+
+
+@pytest.mark.parametrize("change", [
+    # left out by all ranks, or after the last update of another
+    lambda trials: of_all(trials, discarded=[1], skipped=[2]),
+    seen(0, discarded=[4]), in_parts(0, 1)])
+def test_what_is_no_mistake(answers, change):
+    found = answers(RIGHT, change)
+    assert not [one for one in found.values() if one.verdict == "FAIL"], found
+
+
+def test_what_an_own_error_leaves(recorded):
+    """Other questions are answered; the status is 2."""
+    trials = recorded(RIGHT)
+    on(0, rates=[None])(trials)
+    made = questions.verify(Runs(lambda size, *_: trials[size, ""], 2, 4))
+    error, = made.internal_errors
+    assert error.startswith("the ranks read different samples: TypeError: ")
+    assert made.findings and not made.uncompared
+
+
+def backward(log, weights, microbatches=1):
+    """What the probes note of backward passes."""
+    for _ in range(microbatches):
+        log.row.counts.append(8)
+        log.row.losses.append(1.5)
+        log.row.rows += ["a", "b"]
+        for weight in weights:
+            weight.grad = torch.ones(2)
+            log.sums[id(weight)] = log.weighed[id(weight)] = torch.ones(2)
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_what_is_thrown_away_belongs_to_no_update(many):
+    log, rows = recorder()
+    weight = torch.nn.Parameter(torch.ones(2))
+    log.parameters[id(weight)] = weight
+    for _ in range(many):
+        backward(log, [weight])
+        rows.on_zeroed([weight])
+    backward(log, [weight])
+    rows.on_gradients(torch.optim.SGD([weight]))
+    update, = log.seen["updates"]
+    assert update["rows"] == ["a", "b"] and update["losses"] == [1.5]
+    assert log.seen["discarded"] == [0] * many
+
+
+def test_what_is_taken_elsewhere_before_is_not_thrown_away():
+    """As by a script that adds up its microbatches itself."""
+    log, rows = recorder()
+    weight = torch.nn.Parameter(torch.ones(2))
+    log.parameters[id(weight)] = weight
+    for _ in range(3):
+        backward(log, [weight])
+        rows.on_zeroed([weight])
+    weight.grad = torch.full((2,), 3.0)
+    rows.on_gradients(torch.optim.SGD([weight]))
+    update, = log.seen["updates"]
+    assert update["rows"] == ["a", "b"] * 3 and update["losses"] == [1.5] * 3
+    assert update["sums"]["flat"].tolist() == [3, 3]
+    assert not log.seen["discarded"]
+
+
+def test_another_optimizers_gradients_stay():
+    log, rows = recorder()
+    one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    log.parameters |= {id(one): one, id(two): two}
+    backward(log, [one, two])
+    rows.on_zeroed([two])
+    rows.on_gradients(torch.optim.SGD([one]))
+    update, = log.seen["updates"]
+    assert update["losses"] == [1.5] and not log.seen["discarded"]
+
+
+def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    model[0].register_buffer("mine", torch.ones(1), persistent=False)
+    assert [name for name, _ in persistent_buffers(model)] == [
+        "0.running_mean", "0.running_var", "0.num_batches_tracked"]
 
 
 def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
@@ -344,7 +490,10 @@ def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
     # nor parameters of an optimizer that no rank has come to, if they failed
-    fewer = [seen(rank, shapes=lambda shapes: dict([*shapes.items()][1:]))
+    def first_is_gone(shapes):
+        return dict([*shapes.items()][1:])
+
+    fewer = [seen(rank, shapes=first_is_gone, model=first_is_gone)
              for rank in (0, 1)]
     for change, split in ((fewer, True), ([*fewer, fails_together], False)):
         found = answers(RIGHT, together(*change)).values()
@@ -491,6 +640,7 @@ def test_what_the_scripts_hook_reduces_is_a_gradient(before):
     probe, model = Modules(), torch.nn.Linear(3, 1, bias=False)
     probe.count = 1
     (probe.log, rows), probe.classes = recorder(), collections.Counter()
+    probe.seen = {"model": {}, "tied": {}}
     probe.log.modules, model.weight.grad = {}, before
 
     def reduce(gradient):

@@ -6,18 +6,26 @@
 They stand in verify/STYLE, see planted.py; the right one of a style is given
 by its difference from another style's. A right script must not be refused, and
 of a mistake the answer has to hold the given words, which it must not hold of
-the right one. Other words of the first line: `resumed`, the script is resumed,
-too; `whole`, one of each kind, which the suite has. To extend the table, add a
-file.
+the right one. The warnings about a right script are listed in its first line,
+each as "warn  " and its first words: another one is false, and fails. Other
+words of the first line: `uncompared`, of a right script, for which status 2 is
+right, as nothing can be compared with one process; `resumed`, the script is
+resumed, too; `whole`, one of each kind, which the suite has. To extend the
+table, add a file.
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from planted import HERE, load_all
+from planted import HERE, Planted, load_all
+
+from rankcheck.findings import Report
 
 CASES = load_all("verify")
 
@@ -35,8 +43,19 @@ RESUMES = {"starter": "--resume", "HF Trainer": "resume",
            "HF Trainer no seed": "resume", "minGPT": ""}
 
 
-def outcome(case, folder):
-    """(exit status, what it prints), run in an empty folder."""
+WARNING = "warn  "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verify says of a script, and all that it prints."""
+
+    report: Report
+    out: str
+
+
+def outcome(case: Planted, folder: Path) -> Outcome:
+    """Verify a script of the table in an empty folder."""
     from rankcheck.verification.command import verify
 
     script = Path(folder, "their_train.py")
@@ -45,22 +64,30 @@ def outcome(case, folder):
     with (pytest.MonkeyPatch.context() as patch,
           contextlib.redirect_stdout(io.StringIO()) as out):
         patch.chdir(folder)
-        right = verify(
+        report = verify(
             [str(script), *FLAGS.get(case.group, [])], 2,
             STEPS.get(case.group, 4),
             RESUMES[case.group] if "resumed" in case.marks else None)
     assert script.read_text() == text
     left = os.listdir(folder)
     assert not case.right or left == [script.name], left
-    return int(not right), out.getvalue()
+    return Outcome(report, out.getvalue())
 
 
-def problem(case, status, out):
-    """What is not as the case says, "" where all is."""
-    if case.right and (status or "FAIL" in out):
-        return "refused"
-    if status != ("FAIL" in out):
-        return f"status {status}"
+def problem(case: Planted, found: Outcome) -> str:
+    """Say what is not as the case says; "" where all is."""
+    report, out = found.report, found.out
+    if report.internal_errors:
+        return f"rankcheck failed: {report.internal_errors[0]}"
+    if case.right and report.failures:
+        return f"refused: {report.failures[0].text}"
+    right = 2 if "uncompared" in case.marks else 0
+    if case.right and report.status != right:
+        return f"status {report.status}, not {right}: {report.error}"
+    if not case.right and report.status != 1 and "FAIL" in case.says[0]:
+        return f"status {report.status}"
+    if case.right and (false := false_warnings(case, report)):
+        return f"a false warning: {false[0]}"
     missing = [words for words in case.says if words not in out]
     if missing:
         return f"not named: {missing[0]}"
@@ -70,3 +97,11 @@ def problem(case, status, out):
                 and ("resumed" in case.marks) == ("resumed" in other.marks)):
             return f"named though it is right: {other.says[0]}"
     return ""
+
+
+def false_warnings(case: Planted, report: Report) -> list[str]:
+    """Return the warnings about a right script that it does not list."""
+    expected = tuple(words.removeprefix(WARNING) for words in case.says
+                     if words.startswith(WARNING))
+    return [finding.text for finding in report.warnings
+            if not (expected and finding.text.startswith(expected))]
