@@ -302,7 +302,8 @@ CASES = [
     (RIGHT, average_of_each_microbatch, "averages of the weights are those",
      "a copy of the model is off by"),
     (RIGHT, draws_too_much, "the ranks read different samples", "of 96 "
-     "samples that a DistributedSampler gave rank 0 in 3 updates, the model got 48"),
+     "samples that a DistributedSampler gave rank 0 in 3 updates, the model "
+     "got 48"),
     (RIGHT, begins_with_the_last, "no run begins", "it begins with model.pt"),
     (RIGHT, on(1, update=2, losses=[math.nan]), "weights and losses are",
      "in update 2 the loss is nan"),

@@ -159,7 +159,7 @@ def start(case):
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
-        learned = {"apart": case.apart or "the first weights are not"}
+        learned = {"apart": case.apart or "the first weights differ"}
         again, ended = case.runs("again")
         if ended:
             return [warn("the first weights are not those of one process; "
