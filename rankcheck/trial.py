@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rankcheck.errors import InternalError
 from rankcheck.launch.hang_detector import Patience, read_events
 from rankcheck.launch.ranks import Launch
 
@@ -52,7 +53,8 @@ def watch(trial, flags, seen, say, budget, **options):
     """Run a trial's script once, under observation; returns the `Trial`.
 
     seen: the folder of what its probes see. budget: what it may take, see
-    `Patience`. options: of `rankcheck.launch.ranks.Start`.
+    `Patience`. options: of `rankcheck.launch.ranks.Start`. An error of a
+    probe is an `InternalError`.
     """
     begin = time.monotonic()
     seen.mkdir(exist_ok=True)
@@ -66,4 +68,17 @@ def watch(trial, flags, seen, say, budget, **options):
         file = seen / f"{rank}.pt"
         trial.seen.append(torch.load(file) if file.exists() else None)
         trial.events.append(read_events(seen / f"{rank}.jsonl"))
+    require_sound_probes(trial)
     return trial
+
+
+def require_sound_probes(trial: Trial) -> None:
+    """Raise `InternalError` if a rank was ended by an error of a probe."""
+    for rank, record in enumerate(trial.seen):
+        errors = trial.asked("internal error", rank) if record else []
+        if errors:
+            raise InternalError(
+                f"rankcheck itself failed in rank {rank} of "
+                f"{len(trial.seen)}: {errors[0]}. This says nothing about the "
+                "script. fix: report this with the versions of torch and "
+                "rankcheck")

@@ -11,13 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from rankcheck.errors import (
-    InternalError,
-    NotCompared,
-    UserError,
-    require,
-    show_path,
-)
+from rankcheck.errors import NotCompared, UserError, require, show_path
 from rankcheck.findings import Report, warn
 from rankcheck.launch import fork_server, sandbox, scratch
 from rankcheck.launch.hang_detector import PATIENCE
@@ -238,12 +232,6 @@ def start(program, folder, preload, say, device, patience,
         preload=preload, within=folder, cwd=str(cwd),
         hashes=int(kind == "hashes"))
     copy.require_kept(REMEDY)
-    for rank, record in enumerate(trial.seen):
-        if record and (own := trial.asked("internal error", rank)):
-            raise InternalError(
-                f"rankcheck itself failed in rank {rank} of {size}: {own[0]}. "
-                "This says nothing about the script. fix: report this with "
-                "the versions of torch and rankcheck")
     if trial.gave_up == "waits":
         raise NotCompared(
             f"{program.name}, {size} process{'es' * (size > 1)}: "
