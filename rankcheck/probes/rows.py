@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import torch
 from torch.distributed.algorithms.join import Join
+from torch.utils.data._utils import signal_handling
 
 import rankcheck.tensors as parts
 from rankcheck.probes.recorder import replace
@@ -305,8 +306,7 @@ class Rows:
         while time.monotonic() < end and not all(
                 map(self.has_left, range(self.size))):
             time.sleep(0.05)
-        for worker in multiprocessing.active_children():
-            worker.kill()
+        end_workers()
         sys.stdout.flush()
         os._exit(0)
 
@@ -318,6 +318,16 @@ class Rows:
 
     def has_left(self, rank):
         return os.path.exists(f"{self.log.folder}/{rank}.pt")
+
+
+def end_workers() -> None:
+    """End the processes of data loaders, which is no error of theirs.
+
+    PyTorch raises one in the main thread when a worker is killed.
+    """
+    signal_handling._error_if_any_worker_fails = lambda: None
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def persistent_buffers(

@@ -21,6 +21,7 @@ from rankcheck.verification.comparison import (
 COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
 AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
+EXCUSED = 0.25  # of a difference from one process for which there is a reason
 EARLY = 8  # updates in which rounding does not grow that large
 
 
@@ -84,9 +85,10 @@ def compare(case, error, pairs, weights):
             return [warn(text, "rounding grows to that, too: watch fewer "
                          "updates, by --steps", numbers=numbers,
                          proves=COMPARED)]
-        if why:
+        if why:  # a large difference would hide a fault
+            shows = COMPARED if amount <= EXCUSED else frozenset()
             return [warn(f"{text}: {why[0]}", why[1], numbers=numbers,
-                         proves=COMPARED)]
+                         proves=shows)]
         return [fail(text, ": ".join(weights.parts) or (
             "the ranks hold parts of the single process's weights, and have "
             "its samples: is something added on each rank, as a bias, or left "
