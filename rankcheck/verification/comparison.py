@@ -114,7 +114,8 @@ class Comparison:
     def named(self, names):
         """Parameters in words, in the optimizer's order."""
         order = [name for seen in (*self.together.seen, *(
-            self.alone.seen if self.alone else ())) for name in seen["shapes"]]
+            self.alone.seen if self.alone else ()))
+            for name in (*seen["shapes"], *seen["model"])]
         models = {name.partition(":")[0] for name in order}
         words = [name.replace(":", ".") if len(models) > 1 else
                  name.partition(":")[2] or name
@@ -203,9 +204,15 @@ def decisions(seen: dict) -> list[str]:
 
 def find_skips(trial: Trial) -> list[Finding]:
     """Return a failure where a rank makes an update that another leaves out.
+
+    A rank that makes as many updates, and has thrown gradients away before
+    them, may have computed those for itself, as in a profile: that is none.
     """
     each = [decisions(seen) for seen in trial.seen if seen]
     for rank, mine in enumerate(each):
+        if len(mine) != len(each[0]) and (
+                mine.count("makes") == each[0].count("makes")):
+            continue
         for at, pair in enumerate(zip(each[0], mine, strict=False)):
             skips = [words != "makes" for words in pair]
             if skips[0] == skips[1]:
@@ -232,13 +239,12 @@ def find_split(alone, together, ended):
     whether the ranks have failed, perhaps before an optimizer that no rank
     came to.
     """
-    good = alone.seen[0]["shapes"]
+    good = all_shapes(alone.seen[0])
     known = set().union(*(seen["shapes"] for seen in together.seen),
-                        () if ended else good)
+                        () if ended else alone.seen[0]["shapes"])
     extra = find_extra(alone, together)
     split = {name for seen in together.seen for name in known - extra
-             if {**seen["model"], **seen["shapes"]}.get(name)
-             != good.get(name)}
+             if all_shapes(seen).get(name) != good.get(name)}
     kinds = ["before"] if split else ["before", "gradients"] if any(
         "alltoall" in call["call"].replace("_", "")
         for call in together.calls(0)) else []  # an expert is of one rank
@@ -250,14 +256,19 @@ def find_split(alone, together, ended):
     return frozenset(split)
 
 
+def all_shapes(seen: dict) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a rank's parameters, in an optimizer or not."""
+    return {**seen["model"], **seen["shapes"]}
+
+
 def find_extra(alone: Trial, together: Trial) -> set[str]:
     """Return the parameters that each rank has whole, and one process has not.
 
     Their ranks have all of one process's parameters beside them, and begin
     with the same values in them: else they may be parts of those.
     """
-    shapes = [{**seen["model"], **seen["shapes"]} for seen in together.seen]
-    good = alone.seen[0]["shapes"]
+    shapes = [all_shapes(seen) for seen in together.seen]
+    good = all_shapes(alone.seen[0])
     if any(own.get(name) != shape for own in shapes
            for name, shape in good.items()):
         return set()

@@ -279,6 +279,11 @@ def average_of_each_microbatch(trials):
                 for name, part in last.items())]
 
 
+def drops_the_last(rank):
+    """That rank has not come to its last update."""
+    return lambda trials: trials[2, ""].seen[rank]["updates"].pop()
+
+
 def draws_too_much(trials):
     for of_rank in trials[2, ""].seen:
         for step, update in enumerate(of_rank["updates"]):
@@ -287,10 +292,12 @@ def draws_too_much(trials):
 
 # (script, what is changed, the question that sees it, what it says first)
 CASES = [
-    (RIGHT, seen(1, discarded=[1]), "all ranks leave out the same updates",
+    (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
+     "all ranks leave out the same updates",
      "rank 1 leaves out a step before its update 1 (its gradients are thrown "
      "away), and rank 0 makes it"),
-    (RIGHT, seen(0, skipped=[2, 2]), "all ranks leave out the same updates",
+    (RIGHT, together(seen(0, skipped=[2, 2]), drops_the_last(0)),
+     "all ranks leave out the same updates",
      "rank 0 leaves out a step before its update 2 (its GradScaler skips it), "
      "and rank 1 makes it"),
     (RIGHT, untied, "all processes train the same parameters", "9.weight and "
@@ -387,7 +394,8 @@ def test_a_mistake(answers, name, change, title, says):
 @pytest.mark.parametrize("change", [
     # left out by all ranks, or after the last update of another
     lambda trials: of_all(trials, discarded=[1], skipped=[2]),
-    seen(0, discarded=[4]), in_parts(0, 1)])
+    seen(0, discarded=[4]), in_parts(0, 1),
+    seen(0, discarded=[0])])  # computed for itself, as for a profile
 def test_what_is_no_mistake(answers, change):
     found = answers(RIGHT, change)
     assert not [one for one in found.values() if one.verdict == "FAIL"], found
