@@ -41,6 +41,8 @@ class Comparison:
     still: object = None  # as one that updates nothing, if that is compared
     columns: bool = False  # whether the batch is the second dimension
     apart: str = ""  # why it is compared with neither of the others, or ""
+    compared: int | None = None  # only so many updates, for that reason:
+    later: str = ""
     rate: float = 1.0  # the learning rate, by that of one process
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
@@ -151,32 +153,51 @@ def rows(updates):
     return [row for update in updates for row in update["samples"]]
 
 
-def times_the_samples(case):
-    """How many times as many samples an update has as with one process.
+@dataclass(frozen=True)
+class BatchComparison:
+    """How the samples of an update relate to those of one process.
 
-    1 and the number of processes only where these are the samples that one
-    process reads, in one or that many updates; else a text, why not.
+    Attributes:
+        factor: 1, or the number of processes, if an update has the samples of
+            one update of one process, or of that many; None if it has others.
+        updates: in how many updates from the first on; None: in all.
+        reason: why the others cannot be compared, "" if all can.
     """
+
+    factor: int | None
+    updates: int | None = None
+    reason: str = ""
+
+
+def compare_batches(case: Comparison) -> BatchComparison:
+    """Compare the samples of each update of the first optimizer."""
     alone = [set(update["samples"]) for update
              in case.single if update["optimizer"] == 0]
     together = [set(rows(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
-        return "it does not train as one"
+        return BatchComparison(None, reason="it does not train as one")
     if not any(alone) or not any(together):
-        return "no samples were seen, nor whether each rank reads its own"
+        return BatchComparison(None, reason="no samples were seen, nor "
+                               "whether each rank reads its own")
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
-        return 1
+        return BatchComparison(1)
     first = set.union(*alone[:case.size])
     if alone[0] != together[0] == first and len(alone) >= case.size:
-        return case.size
+        return BatchComparison(case.size)
     same = next(i for i, (mine, good) in enumerate(zip(
         together, alone, strict=False)) if mine != good)
+    reason = ("the samples are not those of one process: others, or the same "
+              "padded or computed otherwise")
     if left_out(case.alone.seen[0]) != left_out(case.together.seen[0]):
-        return "it leaves out other updates than with one process"
-    return f"from update {same} on " * (same > 0) + (
-        "the samples are not those of one process: others, or the same padded "
-        "or computed otherwise")
+        reason = "it leaves out other updates than with one process"
+    if same == 0 or not together[0]:
+        return BatchComparison(None, reason=reason)
+    # the updates of all optimizers before the first of other samples
+    numbers = [i for i, updates in enumerate(case.updates)
+               if updates[0]["optimizer"] == 0]
+    return BatchComparison(1, numbers[same],
+                           f"from update {numbers[same]} on {reason}")
 
 
 def left_out(seen: dict) -> list[int]:
@@ -205,13 +226,14 @@ def decisions(seen: dict) -> list[str]:
 def find_skips(trial: Trial) -> list[Finding]:
     """Return a failure where a rank makes an update that another leaves out.
 
-    A rank that makes as many updates, and has thrown gradients away before
-    them, may have computed those for itself, as in a profile: that is none.
+    Where both have come to their last update, one of them has thrown more
+    gradients away: it may have computed those for itself, as in a profile.
     """
     each = [decisions(seen) for seen in trial.seen if seen]
+    ended = [bool(trial.asked("left", rank))
+             for rank, seen in enumerate(trial.seen) if seen]
     for rank, mine in enumerate(each):
-        if len(mine) != len(each[0]) and (
-                mine.count("makes") == each[0].count("makes")):
+        if len(mine) != len(each[0]) and ended[rank] and ended[0]:
             continue
         for at, pair in enumerate(zip(each[0], mine, strict=False)):
             skips = [words != "makes" for words in pair]

@@ -1,17 +1,19 @@
 """The runs that verify makes of a script, and which of them it compares."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from rankcheck.errors import NotCompared
 from rankcheck.exits import ON_CPU
-from rankcheck.findings import fail, ok, warn
+from rankcheck.findings import Finding, fail, ok, warn
 from rankcheck.verification.comparison import (
     Comparison,
+    compare_batches,
     find_skips,
     find_split,
     how_it_ends,
     rows,
-    times_the_samples,
 )
 
 STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
@@ -136,23 +138,27 @@ def choose(runs):
     return *compare(comparison, findings), ""
 
 
-def compare(comparison, findings):
+def compare(comparison: Comparison, findings: list[Finding]
+            ) -> tuple[Comparison, list[Finding]]:
     """(the same with the run that it is compared with, findings)."""
-    times = times_the_samples(comparison)
+    batches = compare_batches(comparison)
     columns = replace(comparison, columns=True)
-    if isinstance(times, str) and isinstance(
-            by_columns := times_the_samples(columns), int):
-        comparison, times = columns, by_columns
-    if times == comparison.size:
+    if batches.factor is None or batches.updates is not None:
+        by_columns = compare_batches(columns)
+        if by_columns.factor and by_columns.updates is None:
+            comparison, batches = columns, by_columns
+    if batches.factor == comparison.size:
         still, ended = comparison.runs("still")
         more = {"apart": "the third run failed"} if ended else {"still": still}
         return replace(comparison, **more), findings
-    if times == 1:
-        return comparison, findings
-    if any(rows(comparison.single)):
+    reason = batches.reason
+    if reason and any(rows(comparison.single)):
         again, more = reads_again(comparison)
-        times, findings = again or times, findings + more
-    return replace(comparison, apart=times), findings
+        reason, findings = again or reason, findings + more
+    if batches.factor is None:
+        return replace(comparison, apart=reason), findings
+    return replace(comparison, compared=batches.updates,
+                   later=reason), findings
 
 
 def reads_again(comparison):

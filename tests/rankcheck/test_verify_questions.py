@@ -186,6 +186,15 @@ def instead(name, value):
                         for key, other in log if (key, value) != (name, None)]
 
 
+def without(name):
+    """A change of what the script has asked for: nothing of that name."""
+    return lambda log: [pair for pair in log if pair[0] != name]
+
+
+def no_sampler(trials):
+    of_all(trials, asked=without("sampler"))
+
+
 def alone(trials):
     """No rank knows of another."""
     for rank in (0, 1):
@@ -280,8 +289,11 @@ def average_of_each_microbatch(trials):
 
 
 def drops_the_last(rank):
-    """That rank has not come to its last update."""
-    return lambda trials: trials[2, ""].seen[rank]["updates"].pop()
+    """That rank has not come to its last update, nor to its end."""
+    def apply(trials):
+        trials[2, ""].seen[rank]["updates"].pop()
+        seen(rank, asked=without("left"))(trials)
+    return apply
 
 
 def draws_too_much(trials):
@@ -331,9 +343,12 @@ CASES = [
      "alike, with one process, too"),
     (RIGHT, together(shared(16), on_all(losses=[1.0])),
      "the ranks read different samples", "all 2 ranks read the same samples"),
-    (MORE, shared(9), "the ranks read different samples", "36 of 256 samples "
-     "are read by several ranks in the same update"),
-    (MORE, later, "the ranks read different samples", "19% of the samples"),
+    (MORE, together(no_sampler, shared(9)), "the ranks read different samples",
+     "36 of 256 samples are read by several ranks in the same update"),
+    (MORE, together(no_sampler, later), "the ranks read different samples",
+     "19% of the samples"),
+    (MORE, shared(9), "the ranks read different samples", "18 samples are "
+     "read again, though a DistributedSampler gives each rank its part"),
     (MORE, lambda trials: None, "the ranks read different samples", "an "
      "update has 64 samples, with one process 32; the learning rate is the"),
     (RIGHT, grows, "the ranks read different samples", "the first update has "

@@ -122,7 +122,7 @@ def not_seen(case):
         (case.asked("FSDP1"), "gradients and weights: "
          "FullyShardedDataParallel keeps them in its own way; of fully_shard "
          "they are seen"),
-        (case.still or case.apart or not any(
+        (case.still or case.apart or case.later or not any(
             seen["copies"] for seen in case.together.seen),
          "averages of the weights (EMA), unless they are modules like the "
          "model, and the minibatch is that of one process"),
@@ -130,6 +130,8 @@ def not_seen(case):
          "dropout: it was switched off, to compare"),
         (case.apart, "whether losses, gradients and weights are those of one "
          f"process: {case.apart}{may_be(case)}"),
+        (case.later, "whether losses, gradients and weights are those of one "
+         f"process: {case.later}"),
         (case.still and not case.apart, "whether the weights are those of one "
          "process: the minibatch is not; gradients and losses were compared "
          f"with the mean of {case.size} minibatches"),

@@ -45,7 +45,7 @@ def averages(case: Comparison) -> list[Finding]:
     Relative to how far one process's copy has moved: a copy that stays, as a
     reference model does, has to stay.
     """
-    if not case.alone or case.apart or case.still or case.split:
+    if not case.alone or case.apart or case.later or case.still or case.split:
         return []
     begin = {}
     for name, tensor in first_weights(case.alone.seen[0]):
@@ -68,8 +68,9 @@ def averages(case: Comparison) -> list[Finding]:
             return [fail(
                 f"a copy of the model is off by {percent(error)} of the way "
                 "that one process's has gone", "an average of the weights "
-                "(EMA) has to follow each step, not each microbatch, whose "
-                "number depends on the number of processes",
+                "(EMA) has to follow each optimizer step, by the same decay: "
+                "does it follow each microbatch, or depend on the number of "
+                "processes?",
                 numbers={"off": error, "limit": UPDATE * case.loosely})]
     return [ok("averages of the weights agree with a single process")
             ] if compared else []

@@ -144,13 +144,19 @@ def at_once(reading: Reading, each: int, size: int) -> Finding:
     """Answer whether ranks read the same sample in the same step.
 
     It is a mistake if as many are read twice in each step from one on: where
-    each rank draws at random, that varies; or if they are partitioned.
+    each rank draws at random, that varies. Where they are partitioned, those
+    of earlier steps count as well.
 
     Args:
         each: how many samples rank 0 reads in the first step.
         size: the number of ranks.
     """
     steps = [step for step in reading.steps if step.rows]
+    # a DistributedSampler repeats fewer at its end than there are ranks
+    more = repeats_beyond_one_process(reading)
+    if reading.partitioned and more > max(size, BY_CHANCE):
+        return fail(f"{more} samples are read again, though a "
+                    "DistributedSampler gives each rank its part", ONE_ORDER)
     twice = [step.repeats for step in steps]
     usual = max((1 - len(set(step)) / len(step)
                  for step in reading.single if step), default=0.0)
@@ -164,14 +170,10 @@ def at_once(reading: Reading, each: int, size: int) -> Finding:
             words += f", from update {steps[first].update} on"
         numbers = {"update": steps[first].update}
         steady = len(twice) > first + 1 and len(set(twice[first:])) == 1
-        if (steady or reading.partitioned) and reading.single:
+        if steady and reading.single:
             return fail(words, OWN, numbers=numbers)
         return warn(words, f"by chance, if they are drawn at random; else "
                     f"{OWN}", numbers=numbers)
-    # a DistributedSampler repeats fewer at its end than there are ranks
-    if reading.partitioned and reading.single and (
-            sum(twice) - usual * total > max(size, BY_CHANCE)):
-        return fail(words, ONE_ORDER)
     if sum(twice) > usual * total:
         return warn(words, f"by chance, if they are drawn at random; else "
                     f"{OWN}")
@@ -182,8 +184,7 @@ def again(reading: Reading) -> list[Finding]:
     """Answer whether samples of an earlier step are read once more.
 
     Of one process as many samples are looked at. It is a mistake if each step
-    reads as many again: where they are drawn at random, that varies; or if
-    they are partitioned.
+    reads as many again: where they are drawn at random, that varies.
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
     single = [[*dict.fromkeys(step)] for step in reading.single]
@@ -197,9 +198,7 @@ def again(reading: Reading) -> list[Finding]:
         words += f", with one process {percent(before)} of as many"
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
-    if single and mine > before + 0.05 and (steady or reading.partitioned):
-        if not steady:
-            return [fail(words, ONE_ORDER)]
+    if single and mine > before + 0.05 and steady:
         return [fail(words, "each step has to begin where all ranks together "
                      "ended the last one")]
     if mine <= 0.05:
@@ -207,6 +206,14 @@ def again(reading: Reading) -> list[Finding]:
     return [warn(words, "right if the dataset is that small, or samples are "
                  "drawn with replacement; or does each worker of the "
                  "DataLoader read all?")]
+
+
+def repeats_beyond_one_process(reading: Reading) -> int:
+    """Count the samples that are read again, beyond those of one process."""
+    mine = [row for step in reading.steps for row in step.rows]
+    single = [row for step in reading.single for row in step]
+    most = min(len(mine), len(single))
+    return (most - len(set(mine[:most]))) - (most - len(set(single[:most])))
 
 
 def count_again(steps: list[list[str]]) -> list[int]:

@@ -34,7 +34,8 @@ def same(case):
                                     if update["optimizer"] == 0][:case.size])]
     else:
         pairs = [(updates, [alone]) for updates, alone
-                 in zip(case.updates, case.single, strict=False)]
+                 in zip(case.updates, case.single, strict=False)
+                 ][:case.compared]
     if case.apart and not case.still:
         # parts of one process's tensors, until update 0
         together, alone = map(rows, pairs[0])
