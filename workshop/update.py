@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
 from backstage.files import show_path
+from rankcheck.errors import read_regular
 from workshop.jobs import git
-from workshop.lesson.backups import FOLDER, locked_desk
+from workshop.lesson.backups import FOLDER, back_up, locked_desk
 from workshop.stages import DESK
 
 ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
@@ -26,8 +28,11 @@ def main(args):
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
                      "switch main`, or `git branch --set-upstream-to ...`")
+    with locked_desk():
+        give_back(source)
     require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
             "a merge is not finished here: `git status` says how to go on")
+    store_autostash()
     print(f"asking for {source}", flush=True)
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
@@ -58,9 +63,9 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                 git.run("merge", "--abort")
             raise
         finally:  # what an editor has saved there meanwhile is newer
-            if edited and not (DESK.exists() and git.names(
-                    *CHANGED, "HEAD", "--", DESK)):
-                ASIDE.replace(DESK)
+            if edited:
+                put_back(DESK.exists() and git.names(
+                    *CHANGED, "HEAD", "--", DESK))
     if clashes := git.names(*CHANGED, "--diff-filter=U"):
         git.run("add", "--", *clashes)  # what is unmerged is not restored
         git.run("restore", "--staged", "--", *clashes)
@@ -75,6 +80,49 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
               f"are in {copies}, and in `git stash list`")
     print(f"{len(news)} files have changed; this clone is {newest}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
+
+
+def put_back(edited: object) -> "Path | None":
+    """Move the script that is aside to the desk, or to the backups.
+
+    edited: whether somebody has saved another script there meanwhile. Returns
+    the backup, or None.
+    """
+    if not edited:
+        ASIDE.replace(DESK)
+        return None
+    backup = None
+    if not ASIDE.is_symlink():  # then the script itself is elsewhere
+        backup = back_up(read_regular(ASIDE))
+    ASIDE.unlink()
+    return backup
+
+
+def give_back(source: str) -> None:
+    """Give back the script that an update had moved away and was killed."""
+    if os.path.lexists(ASIDE):
+        edited = DESK.exists() and all(
+            git.names(*CHANGED, version, "--", DESK)
+            for version in ("HEAD", source))
+        backup = put_back(edited)
+        where = "is there again"
+        if edited:
+            where = "was edited since, and stays"
+        if backup:
+            where += f"; that of then is {show_path(backup)}"
+        print(f"an earlier update was killed: your {show_path(DESK)} {where}")
+
+
+def store_autostash() -> None:
+    """Keep what git had put away for a merge that was killed."""
+    stash = ROOT / git.run("rev-parse", "--git-path", "MERGE_AUTOSTASH")
+    if stash.exists():
+        git.run("stash", "store", "-m", "edits of an update that was killed",
+                stash.read_text("utf-8").strip())
+        stash.unlink()
+        print("an earlier update was killed: your edits of the course's files "
+              "are in `git stash list`, and copies in "
+              f"{show_path(FOLDER)}/update-*")
 
 
 def copy_edits(more):

@@ -174,6 +174,76 @@ exec /usr/bin/git "$@"
     assert name == "KILL" or (clone / DESK).read_text() == copied(clone, DESK)
 
 
+KILLED_GIT = """#!/bin/sh
+case "$*" in *"{words}"*)
+    [ {when} = before ] || /usr/bin/git "$@"
+    kill -KILL $PPID $$;;
+esac
+exec /usr/bin/git "$@"
+"""
+
+
+@pytest.mark.parametrize("words", ["checkout HEAD", "merge -q"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("later", ["nothing", "an edit"])
+def test_the_next_update_gives_back_what_a_killed_one_moved_away(
+        words, when, later, course, clone):
+    """The script is the attendee's again, or, if edited since, a backup."""
+    renew(course, DESK, JOB)
+    append(clone, "# mine\n", DESK)
+    mine = (clone / DESK).read_text()
+    programs = clone / "programs"
+    programs.mkdir()
+    program(programs / "git", KILLED_GIT.format(words=words, when=when))
+    killed = python(clone, "-m", "workshop", "update",
+                    PATH=f"{programs}:/usr/bin:/bin")
+    assert killed.returncode == -9
+    if later == "an edit":
+        (clone / DESK).write_text("# of today\n")
+    said = update(clone)
+    assert "an earlier update was killed" in said
+    if later == "nothing":
+        assert (clone / DESK).read_text() == mine
+    else:
+        assert (clone / DESK).read_text() == "# of today\n"
+        backup, = (clone / "code" / "backups").glob("2*.py")
+        assert backup.read_text() == mine and backup.name in said
+    assert not (clone / "code" / "backups" / "aside").exists()
+    assert "killed" not in update(clone)
+    assert (clone / JOB).read_bytes() == (course / JOB).read_bytes()
+
+
+def test_the_script_is_given_back_where_a_conflict_is_left(course, clone):
+    renew(course, DESK, JOB)
+    append(clone, "# mine\n", DESK, JOB)
+    programs = clone / "programs"
+    programs.mkdir()
+    program(programs / "git", KILLED_GIT.format(words="merge -q",
+                                                when="after"))
+    python(clone, "-m", "workshop", "update",
+           PATH=f"{programs}:/usr/bin:/bin")
+    end = python(clone, "-m", "workshop", "update", PATH="/usr/bin:/bin")
+    assert end.returncode == 1 and "a merge is not finished" in end.stderr
+    assert "is there again" in end.stdout
+    assert (clone / DESK).read_text().endswith("# mine\n")
+
+
+def test_edits_that_git_had_put_away_are_in_the_stash(course, clone):
+    """Where a machine is lost in the middle of the merge."""
+    renew(course, DESK, "batchfiles/README.md")
+    append(clone, "# mine\n", DESK, JOB)
+    program(clone / ".git" / "hooks" / "post-merge",
+            "#!/bin/sh\nkill -KILL $(ps -o ppid= -p $PPID) $PPID\n")
+    killed = python(clone, "-m", "workshop", "update", PATH="/usr/bin:/bin")
+    assert killed.returncode == -9
+    assert "# mine" not in (clone / JOB).read_text()
+    said = update(clone)
+    assert "an earlier update was killed" in said and "git stash list" in said
+    assert "# mine" in git(clone, "stash", "show", "-p")
+    assert copied(clone, JOB).endswith("# mine\n")
+    assert (clone / DESK).read_text().endswith("# mine\n")
+
+
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_a_script_that_is_a_link_stays_one(course, clone, tmp_path, link):
     renew(course, DESK)
