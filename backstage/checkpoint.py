@@ -13,6 +13,7 @@ from dataclasses import asdict
 from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,12 +131,30 @@ def write_checkpoint(folder, state):
     Raises `UserError` if it cannot be written; older checkpoints stay.
     """
     file = folder / f"step_{state['step']:08d}.pt"
+    earlier = [one for one in list_checkpoints(folder) if one < file]
+    advice = ": mend that, and start again with --resume, at step 0: there is "
+    advice += "no earlier checkpoint"
+    if earlier:
+        advice = ": mend that, and go on with --resume from an earlier "
+        advice += f"checkpoint, {earlier[0].name}"
     write_atomically(
         file, lambda part: torch.save({"format": FORMAT, **state}, part),
-        ": mend that, and go on with --resume from an earlier checkpoint")
-    for old in [one for one in list_checkpoints(folder) if one < file][1:]:
-        if is_ours(old):
-            old.unlink()
+        advice)
+    remove_old(earlier[1:])
+
+
+def remove_old(checkpoints: list[Path]) -> None:
+    """Remove those that are a run's; warn if one cannot be removed."""
+    failures = []
+    for file in filter(is_ours, checkpoints):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:  # the new one is there, and training goes on
+            failures.append(f"{file} could not be removed ({reason(error)})")
+    if failures:
+        count = len(failures)
+        more = f", nor {count - 1} more" if count > 1 else ""
+        warn(f"{failures[0]}{more}: older checkpoints take up room")
 
 
 def list_checkpoints(folder):
@@ -204,8 +223,7 @@ def load_checkpoint(file, verify=True):
             kind = "TorchScript" if "constants.pkl" in names else (
                 "a zip archive" * ("data.pkl" not in names))
         try:
-            state = kind or {**torch.load(
-                file, map_location="cpu", weights_only=True, mmap=True)}
+            state = kind or {**load_tensors(file)}
             kind = kind or next((KEYS[key] for key in state if key in KEYS), (
                 "" if "format" in state else
                 f"it holds {', '.join(map(str, state))[:60]}"))
@@ -219,6 +237,17 @@ def load_checkpoint(file, verify=True):
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
     return state
+
+
+def load_tensors(file: Path) -> dict[str, Any]:
+    """What torch.save has written, mapped where the file system can."""
+    try:
+        return torch.load(
+            file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def outline(model, optimizer=None):

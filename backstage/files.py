@@ -4,6 +4,7 @@ This needs only the standard library, from Python 3.9 on.
 """
 
 import ctypes
+import errno
 import fcntl
 import itertools
 import json
@@ -12,9 +13,10 @@ import re
 import signal
 import stat
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import BinaryIO, Literal, Optional, get_args, get_origin
 
 from backstage import ROOT
 from backstage.errors import UserError, leave_mpi, report, require
@@ -104,34 +106,84 @@ def reason(error):
     return " ".join(first.split())[:200] + missing
 
 
-def write_atomically(path, data, advice="", last_look=bool):
+# What a file system answers that cannot do it at all (vboxsf, older CIFS, some
+# NFS and FUSE), which is no failure of a write: SQLite and PostgreSQL ignore
+# it, too: EINVAL and EBADF of a folder's fsync, EACCES and EISDIR of its
+# opening, and what fchmod says.
+UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
+          errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
+
+
+@contextmanager
+def where_possible() -> Iterator[None]:
+    """Pass over an `OSError` that says that the file system is `UNABLE`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNABLE:
+            raise
+
+
+def write_atomically(
+        path: "str | os.PathLike[str]",
+        data: "bytes | Callable[[BinaryIO], object]", advice: str = "",
+        last_look: Callable[[], object] = bool) -> None:
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
-    Raises `UserError`, with the advice, if they cannot be written.
     last_look: called just before the old file is gone; it may raise.
+
+    Raises:
+        UserError: the data could not be written; the advice follows. Or they
+            are in the file, and the disk has failed to confirm it: this is
+            what the line says then.
     """
-    path, part = Path(path), None
+    path = Path(path)
+    existed, part, stamp = os.path.lexists(path), None, None
     try:
         part, file = open_part(path)
         with file:
             data(file) if callable(data) else file.write(data)
             file.flush()
             os.fsync(file.fileno())
+            stamp = os.fstat(file.fileno())
         if path.exists():  # a script may be executable
-            os.chmod(part, path.stat().st_mode)
+            with where_possible():
+                os.chmod(part, path.stat().st_mode)
         last_look()
         os.replace(part, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
-        raise UserError(
-            f"{show_path(path)} could not be written ({reason(error)})"
-            + ", and is unchanged" * path.exists() + advice) from error
+        why = f"({reason(error)})"
+        if was_replaced(path, part, stamp):
+            raise UserError(
+                f"{show_path(path)} is written, but the disk did not confirm "
+                f"it {why}: look after the disk, and then at the file"
+            ) from error
+        line = f"{show_path(path)} could not be written {why}"
+        if existed and (part is None or os.path.lexists(part)):
+            line += ", and is unchanged"
+        raise UserError(line + advice) from error
     finally:
         if part:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # `remove_parts` does it later
+                part.unlink(missing_ok=True)
+
+
+def was_replaced(path: Path, part: Optional[Path],
+                 stamp: Optional[os.stat_result]) -> bool:
+    """Whether the part has become the file, whatever os.replace said.
+
+    stamp: of the part, when it was whole. A server may fail after it has
+    renamed it.
+    """
+    if part is None or stamp is None or os.path.lexists(part):
+        return False
+    with suppress(OSError):
+        return os.path.samestat(stamp, os.lstat(path))
+    return False
 
 
 def open_part(path):
@@ -174,12 +226,16 @@ def lock_folder(folder, refusal):
 
 
 def sync_folder(folder):
-    """Make sure that a file renamed in the folder survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Make sure that a file renamed in the folder survives a power cut.
+
+    Where the file system cannot, nobody can.
+    """
+    with where_possible():
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def new_folder(parent, name):

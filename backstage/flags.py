@@ -17,7 +17,7 @@ from backstage.device import device_name, find_device, has_bf16, memory_size
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
 from backstage.process import count_processes
-from backstage.record import read_record
+from backstage.record import is_claimed, read_record
 
 DEMO = ROOT / "fineweb" / "demo"
 FINEWEB = ROOT / "fineweb" / "edu_fineweb10B"
@@ -144,6 +144,8 @@ def announce(hp, preset, device, why):
 def read_hyperparameters(hp):
     """What the run to resume was started with: the new one's defaults."""
     require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
+    if is_claimed(hp.run_dir):
+        return {}
     record = {"hyperparameters": {}}
     with suppress(FileNotFoundError):
         record = read_record(hp.run_dir, get_type_hints(type(hp)))

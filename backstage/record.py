@@ -6,11 +6,14 @@ This needs only the standard library, from Python 3.9 on.
 import csv
 import io
 import math
-from contextlib import suppress
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backstage import files
-from backstage.errors import UserError, require, warn
+from backstage.errors import FULL, UserError, require, warn
 
 RECORD = "hyperparameters.json"
 
@@ -35,6 +38,21 @@ def read_record(folder, types):
         files.require_like(values, {
             name: types[name] for name in values if name in types})
     return record
+
+
+def is_claimed(folder: "str | os.PathLike[str]") -> bool:
+    """Whether a run was killed there before its record was written.
+
+    It begins with an empty file of that name, which two runs cannot both make.
+    Beside checkpoints an empty record is damaged.
+    """
+    file = Path(folder) / RECORD
+    try:
+        found = os.stat(file)
+    except OSError:
+        return False
+    return (stat.S_ISREG(found.st_mode) and found.st_size == 0
+            and not any(Path(folder).glob("checkpoints/step_*.pt")))
 
 
 def describe_start(record):
@@ -108,11 +126,30 @@ class Metrics:
 
     def add(self, row):
         """Write the values of `COLUMNS`, a dictionary."""
-        csv.writer(self.file, lineterminator="\n").writerow(
-            format_number(row.get(name)) for name in self.names)
-        self.file.flush()
+        with self._writing():
+            csv.writer(self.file, lineterminator="\n").writerow(
+                format_number(row.get(name)) for name in self.names)
+            self.file.flush()
         self.losses.append(row["loss"])
         self.last = row["step"]
+
+    def sync(self) -> None:
+        """Make sure that the rows survive a power cut."""
+        with self._writing():
+            os.fsync(self.file)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What the disk says is one line: of a full one, see `explain`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise UserError(
+                f"{self.file.name} could not be written "
+                f"({files.reason(error)}): the run goes on with --resume"
+            ) from error
 
 
 def format_number(value):

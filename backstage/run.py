@@ -26,7 +26,13 @@ from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage import device as devices
 from backstage.errors import UserError, require
 from backstage.flops import flops_per_token, peak_flops
-from backstage.record import COLUMNS, RECORD, Metrics, describe_start
+from backstage.record import (
+    COLUMNS,
+    RECORD,
+    Metrics,
+    describe_start,
+    is_claimed,
+)
 from backstage.signals import Signals
 
 ALONE = ": rank 0 alone logs and saves"
@@ -109,14 +115,16 @@ class Run:
         if not self.hp.resume:
             self._write_record(folder, partial(  # of two, one wins
                 (folder / RECORD).touch, exist_ok=False))
-        elif RECORD in found:  # what somebody has added to it stays
+        elif RECORD in found and not is_claimed(folder):
+            # what somebody has added to it stays
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
         require(place.is_dir() or not os.path.lexists(place), f"{place} is no "
                 "folder, or a link to one that is gone: put the checkpoints "
                 "back, or remove it to begin at step 0")
         place.mkdir(exist_ok=True)
-        files.remove_parts(place)  # of a save that was killed
+        for written in folder, place:
+            files.remove_parts(written)  # of a save that was killed
         print(f"{describe_start(self.record)}\n"
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder), [*map(str, saved)]
@@ -234,7 +242,7 @@ class Run:
                 f"rank {self.rank} called run.save(){ALONE}")
         weights, optim_state = checkpoint.gather_state(model, optimizer)
         if self.rank == 0:
-            os.fsync(self.metrics.file)  # its rows survive a power cut, too
+            self.metrics.sync()
             checkpoint.write_checkpoint(self.folder / "checkpoints", {
                 "stage": self.stage, "step": step, "model": weights,
                 "optimizer": optim_state, "config": asdict(self.config),

@@ -5,7 +5,9 @@ import os
 import shutil
 
 import pytest
-from stages import attempt, train
+from stages import attempt, refused, train
+
+from backstage.files import PART
 
 
 @pytest.fixture(scope="module", params=[
@@ -160,3 +162,29 @@ def test_a_note_in_the_record_is_still_there(data, tmp_path):
     train("std", tmp_path / "run", "--resume", "--max-steps", 3)
     after = json.loads(file.read_bytes())
     assert after["note"] == record["note"] and after["max_steps"] == 3
+
+
+def test_a_run_that_was_killed_at_its_birth_begins(data, tmp_path):
+    """Its record is an empty file, and a part of one is beside it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "hyperparameters.json").touch()
+    part = run / f".hyperparameters.json.1-0{PART}"
+    part.write_text('{"sta')
+    refused(attempt("std", run, "--max-steps", 2, data=data), "--resume")
+    train("std", run, "--resume", "--max-steps", 2, data=data)
+    assert json.loads((run / "hyperparameters.json").read_bytes())
+    assert not part.exists()
+
+
+def test_an_empty_record_beside_checkpoints_is_damaged(
+        data, begun, tmp_path):
+    """The flags that it held decide which samples follow."""
+    stage, original = begun
+    if stage == "starter":
+        pytest.skip("the starter has no record")
+    run = tmp_path / "run"
+    shutil.copytree(original, run)
+    os.truncate(run / "hyperparameters.json", 0)
+    refused(attempt(stage, run, "--resume", "--max-steps", 8, data=data),
+            "hyperparameters.json is damaged")
