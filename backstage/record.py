@@ -7,9 +7,12 @@ import csv
 import io
 import math
 import os
+import re
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 from backstage import files
@@ -53,6 +56,30 @@ def is_claimed(folder: "str | os.PathLike[str]") -> bool:
         return False
     return (stat.S_ISREG(found.st_mode) and found.st_size == 0
             and not any(Path(folder).glob("checkpoints/step_*.pt")))
+
+
+def now() -> str:
+    """This moment, as a record has it: sorted as text, in no time zone."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def last_start(folder: "str | os.PathLike[str]") -> float:
+    """When a run was started last, in seconds since 1970: for their order.
+
+    Its record says so, or for an older run its folder's name. A file's own
+    time is that of its last copy, and decides where nothing else is there.
+    """
+    folder = Path(folder)
+    with suppress(UserError, OSError, KeyError, ValueError):
+        record = files.read_json(folder / RECORD, {"started": str})
+        return datetime.fromisoformat(record["started"]).timestamp()
+    if named := re.match(r"\d{8}-\d{6}(?=-)", folder.name):
+        with suppress(ValueError, OverflowError):
+            return time.mktime(time.strptime(named[0], "%Y%m%d-%H%M%S"))
+    for file in folder / "metrics.csv", folder:
+        with suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
 
 
 def describe_start(record):

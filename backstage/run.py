@@ -32,6 +32,7 @@ from backstage.record import (
     Metrics,
     describe_start,
     is_claimed,
+    now,
 )
 from backstage.signals import Signals
 
@@ -68,9 +69,9 @@ class Run:
                 f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
                 f"less memory: add --microbatch-size {sizes[0]}")
         self.record = {
-            "stage": self.stage, "hyperparameters": asdict(hp),
-            "config": asdict(config), "max_steps": self.max_steps,
-            "world_size": self.world_size,
+            "stage": self.stage, "started": now(),
+            "hyperparameters": asdict(hp), "config": asdict(config),
+            "max_steps": self.max_steps, "world_size": self.world_size,
             "nodes": math.ceil(self.world_size / on_node),
             "hosts": [*dict.fromkeys(world.on_every_rank(gethostname()))],
             "device": devices.device_name(device), "torch": torch.__version__,

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from backstage import ROOT, checkpoint
-from backstage.errors import require
-from backstage.files import reading
+from backstage.errors import UserError, explain, require, warn
+from backstage.files import Damaged, reading
+from backstage.record import last_start
 from solutions import train_gpt2_std as std
 from workshop.results.arithmetic import is_count
 
@@ -14,18 +15,36 @@ from workshop.results.arithmetic import is_count
 def find_checkpoint(run):
     """The newest checkpoint in a run's folder, or of the newest run for "".
 
-    A file is its own.
+    A file is its own. In a run the step decides, and of several runs the one
+    that was started last: a copy's files have the time of the copy.
     """
     if Path(run).is_file():
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
     require(folder.is_dir(), f"{folder}: there is no such run")
-    files = (file for place in folder.glob("**/checkpoints")
-             for file in checkpoint.list_checkpoints(place))
-    newest = max(files, default=None,
-                 key=lambda file: (file.stat().st_mtime_ns, file.name))
-    require(newest, f"{folder}: no checkpoint is there: train first")
-    return newest
+    found = checkpoint.list_checkpoints(folder / "checkpoints")
+    if not found:
+        runs = {place.parent: checkpoint.list_checkpoints(place)
+                for place in folder.glob("**/checkpoints")}
+        newest = max((run for run in runs if runs[run]), default=None,
+                     key=lambda run: (last_start(run), run))
+        found = runs.get(newest)
+    require(found, f"{folder}: no checkpoint is there: train first")
+    return first_whole(found)
+
+
+def first_whole(files: list[Path]) -> Path:
+    """The first that is a checkpoint, as a run goes on; else the first."""
+    for file in files:
+        try:
+            checkpoint.load_checkpoint(file, verify=False)
+            return file
+        except (Damaged, FileNotFoundError) as error:  # of a link
+            if file != files[-1]:
+                warn(f"{explain(error)}: taking the one before it")
+        except UserError:  # of an older format
+            return file
+    return files[0]
 
 
 def load_trained(file):

@@ -1,5 +1,6 @@
 """code/generate.py: continuations, with and without the cache."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from stages import FOLDER
 
 from backstage import ROOT
+from backstage.checkpoint import write_checkpoint
 from backstage.errors import UserError
 from rankcheck.launch.ranks import launch
 
@@ -134,3 +136,57 @@ def test_choices_have_their_probabilities():
 def test_bad_flags(flag, value, words, write):
     with pytest.raises(UserError, match=words):
         write(flag, value)
+
+
+# ------------------------------------------------------- which checkpoint
+
+
+def save(run, *steps):
+    """Checkpoints after these steps, each newer by time than the next."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        write_checkpoint(run / "checkpoints", {"step": step})
+    for age, file in enumerate(sorted(run.glob("checkpoints/*.pt"))):
+        os.utime(file, (10**9 - age, 10**9 - age))
+
+
+def test_in_a_run_the_step_decides(tmp_path):
+    """Copied files have the times of the copy, in any order."""
+    run = tmp_path / "copy"
+    save(run, 2, 4)
+    assert generate.find_checkpoint(run).name == "step_00000004.pt"
+    save(run / "of-another", 7)  # somebody's, in the run's own folder
+    assert generate.find_checkpoint(run).name == "step_00000004.pt"
+
+
+def test_a_damaged_one_is_passed_over_with_a_word(tmp_path, capsys):
+    save(tmp_path, 2, 4)
+    newest = tmp_path / "checkpoints" / "step_00000004.pt"
+    newest.write_bytes(newest.read_bytes()[:50])
+    assert generate.find_checkpoint(tmp_path).name == "step_00000002.pt"
+    line, = capsys.readouterr().err.splitlines()
+    assert newest.name in line and "taking the one before it" in line
+
+
+def test_of_several_runs_the_one_started_last_is_taken(
+        tmp_path, monkeypatch):
+    """As the record says; an older run's date is in its name."""
+    monkeypatch.setattr("trained.ROOT", tmp_path)
+    names = ("4711", "4712", "20200101-000000-std", "20250101-000000-ddp")
+    for age, name in enumerate(names):
+        run = tmp_path / "runs" / name
+        save(run, 1)
+        for path in (run / "checkpoints" / "step_00000001.pt", run):
+            os.utime(path, (10**9 - age, 10**9 - age))
+
+    def found():
+        return generate.find_checkpoint("").parent.parent.name
+
+    assert found() == "20250101-000000-ddp"
+    record = tmp_path / "runs" / "4712" / "hyperparameters.json"
+    record.write_text('{"started": "2026-11-29T07:30:00.123+00:00"}')
+    assert found() == "4712"
+    for damage in "[1]", '{"started": 3}', '{"started": "soon"}', "":
+        record.write_text(damage)
+        os.utime(record.parent, (10**9, 10**9))
+        assert found() == "20250101-000000-ddp"

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -215,6 +216,16 @@ print("begun", flush=True)
 time.sleep(60)
 """, on_line=on_line)
     assert lines == ["begun\n", "saved\n"]
+
+
+def test_the_newest_job_is_that_of_the_largest_number(tmp_path, monkeypatch):
+    """A copied log has the time of its copy."""
+    for age, name in enumerate(("x", "9", "10_2", "10_11")):
+        log = tmp_path / f"slurm-{name}.out"
+        log.write_text(name)
+        os.utime(log, (10**9 - age, 10**9 - age))
+    monkeypatch.chdir(tmp_path)
+    assert "slurm-10_11.out" in cells.log().text
 
 
 def test_what_is_printed_is_shown_as_it_is(tmp_path, monkeypatch):

@@ -92,6 +92,22 @@ def test_the_newest_of_what_trains_the_same_is_shown(runs):
     assert results.find()[1] == notes
 
 
+def test_a_copys_time_is_no_order(runs):
+    """The runs say when they were started."""
+    for day, name in enumerate(("c", "a", "b"), 1):
+        shutil.copytree(runs / "mine", runs / name)
+        file = runs / name / "hyperparameters.json"
+        record = json.loads(file.read_text())
+        record["started"] = f"2026-11-0{day}T00:00:00.000+00:00"
+        file.write_text(json.dumps(record))
+        os.utime(runs / name / "metrics.csv", (10**9 - day, 10**9 - day))
+    shutil.rmtree(runs / "mine")
+    assert [folder.name for folder in results.list_folders(runs)] == [
+        "c", "a", "b"]
+    found, _ = results.find()
+    assert [run.folder.name for run in found] == ["b"]
+
+
 def test_another_strategy_is_not_the_newest_run_with_lightning(runs):
     """It has its own row, bar and line, and does not hide the run with DDP."""
     for name in ("copies", "shards"):

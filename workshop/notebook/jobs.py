@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -93,6 +94,16 @@ def ask(*command):
     return show_output(end.stdout + end.stderr)
 
 
+def job_order(log: Path) -> "tuple[list[int], int]":
+    """A key that sorts logs by their jobs' numbers, slurm-12_3.out.
+
+    The newest has the largest; a file's time is that of its last copy.
+    """
+    named = re.match(r"slurm-(\d+)(?:_(\d+))?", log.name)
+    numbers = [int(part) for part in named.groups("0")] if named else [-1]
+    return numbers, log.stat().st_mtime_ns
+
+
 @in_one_line
 def log(lines=600):
     """My newest job's log, with so many of its first and its last lines."""
@@ -102,6 +113,6 @@ def log(lines=600):
     require(logs, "no job of yours has written a log yet (slurm-*.out): it "
             "begins where the job begins. example-logs/job.txt is one to read")
     require(lines in range(1, 10_000), "lines is a number from 1 on")
-    newest = max(logs, key=lambda path: path.stat().st_mtime)
+    newest = max(logs, key=job_order)
     return show_output(f"{show_path(newest)}:\n"
                        + newest.read_text("utf-8", "replace"), most=lines)

@@ -19,6 +19,7 @@ from backstage.flops import num_parameters
 from backstage.record import (
     RECORD,
     describe_start,
+    last_start,
     read_record,
     read_table,
     to_numbers,
@@ -216,13 +217,9 @@ def read_all(folders):
 
 
 def list_folders(parent):
-    """The run folders in a folder; the one written to last comes last."""
-    def written(folder):
-        file = folder / "metrics.csv"
-        return (file if file.exists() else folder).stat().st_mtime
-
+    """The run folders in a folder; the one started last comes last."""
     folders = [path for path in parent.glob("*") if path.is_dir()]
-    return sorted(folders, key=written)
+    return sorted(folders, key=lambda folder: (last_start(folder), folder))
 
 
 # ----------------------------------------------------------------- scaling
