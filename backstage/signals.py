@@ -20,7 +20,8 @@ class Signals:
     def __init__(self, rank):
         self.rank, self.last = rank, None
         self.stream, sys.stdout = sys.stdout, self
-        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
+                   signal.SIGXCPU]  # the time of `ulimit -t` is over
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's
             numbers.append(signal.SIGHUP)  # the terminal was closed
         for number in numbers:

@@ -26,7 +26,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since 22.05 srun needs it
 
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID} # of an array this element alone
-run=runs/$job             # the same after a requeue: it goes on
+run=${STARTER_RUN:-runs/$job} # the same after a requeue: it goes on
 rm -f "$run/training"     # train.py makes it in its first step
 trap : TERM               # the processes get it as well
 srun --kill-on-bad-exit=1 python train.py --run-dir "$run" --resume "$@" &
@@ -43,8 +43,27 @@ status=$?
 if [ "$asked" ] && [ ! -e "$run/training" ]; then
     echo "the time limit came near before the first step: give a longer --time"
 fi
+[ "$status" = 0 ] || exit "$status"
+[ -e "$run/finished" ] && exit 0
 state=$(squeue -h -j "$job" -o %T) # another one after scancel
-if [ "$status${state:-RUNNING}" = 0RUNNING ] && [ ! -e "$run/finished" ]; then
-    scontrol requeue "$job"
+if [ -e "$run/training" ] && [ "${state:-RUNNING}" = RUNNING ]; then
+    scontrol requeue "$job" && exit 0
 fi
-exit "$status"
+
+# Not finished, and not requeued: a status of 0 would start what depends on it.
+again=(sbatch --export="ALL,STARTER_RUN=$run" --nodes="$SLURM_JOB_NUM_NODES")
+for option in partition:JOB_PARTITION account:JOB_ACCOUNT qos:JOB_QOS \
+    reservation:JOB_RESERVATION gpus-per-node:GPUS_PER_NODE \
+    ntasks-per-node:NTASKS_PER_NODE cpus-per-task:CPUS_PER_TASK; do
+    value=SLURM_${option#*:}
+    [ -z "${!value}" ] || again+=("--${option%:*}=${!value}")
+done
+limit=$(squeue -h -j "$SLURM_JOB_ID" -o %l)
+[ -z "$limit" ] || again+=("--time=$limit")
+if scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=0'; then
+    again+=(--no-requeue)
+fi
+echo "error: the run is not finished, and the job was not requeued; go on with:"
+printf ' %q' "${again[@]}" batch.sh "$@"
+echo
+exit 1

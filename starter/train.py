@@ -121,7 +121,8 @@ def join(env=os.environ):
 
 
 def handle_signals(worker, handler=signal.SIG_IGN):  # of a worker
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
+                   signal.SIGXCPU):  # of `ulimit -t`
         signal.signal(number, handler)
 
 
@@ -131,8 +132,9 @@ def open_run(folder, fixed, resume):
     try:
         if not resume and (metrics.exists() or checkpoints.exists()):
             return [], f"{folder} exists: add --resume, or another --run-dir"
+        ours = metrics.exists() or any(checkpoints.glob("step_????????.pt"))
         for name in "finished", "metrics.part", "checkpoints/unfinished":
-            if (folder / name).exists() and not metrics.exists():
+            if (folder / name).exists() and not ours:
                 return [], f"{folder / name} is of another program"
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -200,21 +202,29 @@ def open_metrics(file, first_step):
     """Open metrics.csv, cut back to the rows before the first step.
 
     If that drops any, a copy of the file is kept, with the date in its name.
+    Of rows that are not there it warns.
     """
     header, *lines = file.read_bytes().splitlines() or [COLUMNS.encode()]
     rows = {line.split(b",")[0]: line for line in lines}
     steps = [b"%d" % step for step in range(first_step)]
     kept = [rows[step] for step in steps if step in rows]
+    if lost := first_step - len(kept):
+        print(f"warning: {file} has lost {lost} of the steps 0 to "
+              f"{first_step - 1}", flush=True)
     if kept != lines:
-        copy = file.with_name(time.strftime("metrics.%Y%m%d-%H%M%S.csv"))
+        while (copy := file.with_name(time.strftime(
+                "metrics.%Y%m%d-%H%M%S.csv"))).exists():
+            time.sleep(0.1)  # until the next second
         copy.write_bytes(file.read_bytes())
         print(f"going on at step {first_step}" if first_step else
               f"warning: no step_*.pt is in {file.parent}/checkpoints: "
               "beginning at step 0", f"what {file.name} was is {copy.name}",
               sep="; ", flush=True)
-    part = file.with_suffix(".part")
-    part.write_bytes(b"\n".join([header, *kept, b""]))
-    os.replace(part, file)
+    with open(file.with_suffix(".part"), "wb") as part:
+        part.write(b"\n".join([header, *kept, b""]))
+        part.flush()
+        os.fsync(part.fileno())
+    os.replace(part.name, file)
     return open(file, "a")
 
 

@@ -181,6 +181,45 @@ def test_the_starter_saves_before_its_time_limit_and_goes_on(slurm):
         assert steps == [*range(len(steps))]
 
 
+def test_a_starter_that_is_not_requeued_has_failed(slurm):
+    """What depends on it does not start; the printed command goes on."""
+    folder = slurm.repo.parent
+    program(folder / "batch.sh", edit(
+        STARTER.with_name("batch.sh").read_text(), (
+            "# Load your", f"PATH={Path(sys.executable).parent}:$PATH\n#")))
+    shutil.copy(STARTER, folder)
+    asked = {"Partition": "urgent", "TimeLimit": "00:07:00",
+             "Account": "proj", "Requeue": "0", "NumNodes": "1-1"}
+    job = slurm(
+        "sbatch", "--parsable", "--output=%j.log", "--no-requeue",
+        "--partition=urgent", "--time=7", "--account=proj", "--nodes=1",
+        "--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1",
+        folder / "batch.sh", "--max-steps", 10**6).stdout.strip()
+    helps = slurm(
+        "sbatch", "--parsable", "--output=%j.log", "--nodes=1",
+        "--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1",
+        folder / "batch.sh", "--help").stdout.strip()
+    wait_for(lambda: "| step" in slurm.log(job),
+             explain=lambda: slurm.log(job))
+    slurm("scancel", "--batch", "--signal=USR1", job)
+    for number in job, helps:  # which makes no step, and is not tried again
+        end = slurm.wait(number)
+        assert (end["JobState"], end["ExitCode"], end["Restarts"]) == (
+            "FAILED", "1:0", "0"), slurm.log(number)
+    *_, said, command = slurm.log(job).splitlines()
+    assert "not finished, and the job was not requeued" in said
+    again = slurm("bash", "-c", f"{command.strip()} | grep -o '[0-9]*$'",
+                  ).stdout.strip()
+    about = slurm.job(again)
+    assert {name: about[name] for name in asked} == asked
+    log = Path(about["StdOut"])
+    wait_for(lambda: log.exists() and "| step" in log.read_text())
+    slurm("scancel", again)
+    slurm.wait(again)
+    assert "| step    0/" not in log.read_text()
+    log.unlink()
+
+
 def test_each_element_of_an_array(slurm):
     """One goes on, although its id is the array's; a cancelled one does not.
 

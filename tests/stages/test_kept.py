@@ -188,3 +188,12 @@ def test_an_empty_record_beside_checkpoints_is_damaged(
     os.truncate(run / "hyperparameters.json", 0)
     refused(attempt(stage, run, "--resume", "--max-steps", 8, data=data),
             "hyperparameters.json is damaged")
+
+
+def test_the_starter_says_which_rows_are_lost(tmp_path):
+    run = tmp_path / "run"
+    train("starter", run, "--max-steps", 3)
+    (run / "metrics.csv").unlink()
+    result = train("starter", run, "--resume", "--max-steps", 4)
+    assert "metrics.csv has lost 3 of the steps 0 to 2" in result.out
+    assert "| step    3/4" in result.out
