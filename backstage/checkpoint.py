@@ -8,6 +8,7 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 import logging
 import os
 import pickle
+import re
 import zipfile
 from dataclasses import asdict
 from fnmatch import filter as matching
@@ -212,18 +213,22 @@ def load_checkpoint(file, verify=True):
     `UserError` if it is an older one.
     """
     with reading(file), open(file, "rb") as opened:
-        head, state = opened.read(10), {}
+        head, state, packed = opened.read(10), {}, {zipfile.ZIP_STORED}
         kind = ("safetensors" if head[8:] == b'{"' else "a pickle" if
                 head[:1] == b"\x80" else "damaged, or of another program")
         if head[:2] == b"PK":
             with zipfile.ZipFile(file) as archive:
                 names = " ".join(archive.namelist())
+                packed = {entry.compress_type for entry in archive.infolist()}
                 broken = verify and archive.testzip()
             require(not broken, f"the checksum of {broken} is wrong")
             kind = "TorchScript" if "constants.pkl" in names else (
                 "a zip archive" * ("data.pkl" not in names))
+            if not packed <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+                kind = "packed again, as torch cannot read it"
         try:
-            state = kind or {**load_tensors(file)}
+            state = kind or {**load_tensors(
+                file, stored=packed <= {zipfile.ZIP_STORED})}
             kind = kind or next((KEYS[key] for key in state if key in KEYS), (
                 "" if "format" in state else
                 f"it holds {', '.join(map(str, state))[:60]}"))
@@ -236,17 +241,44 @@ def load_checkpoint(file, verify=True):
     require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
             f"this version of the course reads only format {FORMAT}: train "
             "again, or go back to the version that wrote it")
+    with reading(file):
+        return plain_names(state)
+
+
+def plain_names(state: dict[str, Any]) -> dict[str, Any]:
+    """The state, with a plain model's names.
+
+    Who saves a compiled model, or one in a wrapper, has its name before each.
+    """
+    model, optimizer = state.get("model"), state.get("optimizer")
+    wrapped = re.compile(r"(_orig_mod\.|module\.)+")
+    if not (model and isinstance(model, dict)
+            and all(wrapped.match(str(name)) for name in model)):
+        return state
+
+    def plain(named: dict[str, Any]) -> dict[str, Any]:
+        return {wrapped.sub("", name, count=1): value
+                for name, value in named.items()}
+
+    state = state | {"model": plain(model)}
+    if optimizer and optimizer["state"]:
+        state["optimizer"] = optimizer | {"state": plain(optimizer["state"])}
     return state
 
 
-def load_tensors(file: Path) -> dict[str, Any]:
-    """What torch.save has written, mapped where the file system can."""
-    try:
-        return torch.load(
-            file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "unable to mmap" not in str(error):
-            raise
+def load_tensors(file: Path, stored: bool = True) -> dict[str, Any]:
+    """What torch.save has written, mapped where the file system can.
+
+    stored: whether the tensors' bytes are in the file as they are: who packs
+    it again may compress them, and torch would map what is compressed.
+    """
+    if stored:
+        try:
+            return torch.load(
+                file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "unable to mmap" not in str(error):
+                raise
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
+from shlex import quote
 
 import tiktoken
 
@@ -75,8 +76,12 @@ def gpt2_is_cached():
 
 
 def list_shards(folder, *patterns):
-    """The files of the splits, {"train": [...], "val": [...]}, in order."""
-    names = sorted(os.listdir(folder))  # glob would hide what may not be read
+    """The files of the splits, {"train": [...], "val": [...]}, in order.
+
+    What macOS writes beside files, ._NAME, is none.
+    """
+    names = sorted(  # glob would hide what may not be read
+        name for name in os.listdir(folder) if not name.startswith("._"))
     found = {split: [
         Path(folder, name) for pattern in patterns
         for name in matching(names, pattern.format(split))]
@@ -98,6 +103,11 @@ def check_shards(folder, sequence_length, look=100_000):
 
     require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
             "check --data")
+    for split in "train", "val":  # which a stage would list as shards
+        extra = min(Path(folder).glob(f"._{SHARDS.format(split)}"),
+                    default=None)
+        require(not extra, f"{extra} is no shard, but macOS's note about one: "
+                f"remove them: find {quote(str(folder))} -name '._*' -delete")
     vocab_size, counts = vocabulary_size(folder), {}
     for split, shards in list_shards(folder, SHARDS).items():
         count = 0

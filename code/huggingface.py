@@ -62,6 +62,7 @@ def read_weights(file, heads):
         found = (safetensors.torch.load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
         for name, weight in found.items():
+            name = name.removeprefix("_orig_mod.")  # of torch.compile
             if not name.endswith((*MASKS, LM_HEAD)):
                 name = f"transformer.{name.removeprefix('transformer.')}"
                 weights[name] = from_theirs(name, weight.float(), heads)

@@ -43,7 +43,7 @@ def list_files(dataset, subset, pattern):
         root = here / subset
         found = [(path.relative_to(here).as_posix(), path.stat().st_size)
                  for path in walk(root)
-                 if fnmatch(path.relative_to(root).as_posix(), pattern)]
+                 if matches(path.relative_to(root).as_posix(), pattern)]
     else:
         revision, found = list_hub(dataset, subset, pattern)
     require(found, f"{dataset} has no files {subset + '/' if subset else ''}"
@@ -88,7 +88,13 @@ def list_hub(dataset, subset, pattern):
         raise UserError(explain(dataset, error)) from error
     start = len(subset) + 1 if subset else 0
     return commit, [(name, size) for name, size in found
-                    if fnmatch(name[start:], pattern)]
+                    if matches(name[start:], pattern)]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a file is meant: b.PARQUET, too, but not macOS's ._b.parquet."""
+    own = not name.rpartition("/")[2].startswith("._")
+    return own and fnmatch(name.lower(), pattern.lower())
 
 
 def import_hub():
@@ -171,8 +177,12 @@ def read_parquet(path, file, row, column):
     schema = table.schema_arrow
     require(column in schema.names, f"{path} has no column {column!r}: its "
             f"columns are {', '.join(schema.names)}")
+    require(schema.names.count(column) == 1, f"{path} has several columns "
+            f"{column!r}: which one is meant?")
     kind = schema.field(column).type
-    require(arrow.types.is_string(kind) or arrow.types.is_large_string(kind),
+    kinds = "is_string", "is_large_string", "is_string_view"  # pyarrow 16's
+    require(any(getattr(arrow.types, name)(kind) for name in kinds
+                if hasattr(arrow.types, name)),
             f"{path}: the column {column!r} holds {kind}, not text")
     sizes = [table.metadata.row_group(i).num_rows
              for i in range(table.num_row_groups)]

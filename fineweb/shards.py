@@ -18,6 +18,7 @@ from backstage import dataset
 from backstage.errors import UserError, require
 from backstage.files import (
     PART,
+    Damaged,
     map_file,
     open_part,
     reading,
@@ -28,6 +29,12 @@ import manifest
 
 SIZE = 100_000_000  # tokens: 200 MB
 BIN_MAGIC = 20240520  # with which the shards of llm.c begin
+BEGINNINGS = {  # of files that have been given the name of a shard
+    "a NumPy array, as in .npy": b"\x93NUMPY",
+    "a text in UTF-16": b"\xff\xfe", "a zip archive": b"PK\3\4",
+    "compressed by gzip": b"\x1f\x8b\x08",
+    "compressed by zstd": b"\x28\xb5\x2f\xfd", "a Parquet file": b"PAR1",
+    "the index of Megatron's data": b"MMIDIDX"}
 
 
 def file_name(name, split, index):
@@ -107,14 +114,86 @@ def read_bin(path):
     """The tokens of a shard of nanoGPT, which holds nothing else, or of llm.c
     and modded-nanogpt, where a header says how many there are.
 
-    Raises `ValueError` if the header says something else.
+    Raises `ValueError` if the header says something else, and `Damaged` for
+    what is no list of GPT-2's tokens: see `refuse_other_formats`.
     """
     header = np.fromfile(path, np.int32, 256)
     begin = header.nbytes if header[:1].tolist() == [BIN_MAGIC] else 0
+    if not begin:
+        refuse_other_formats(path, header[:1])
     tokens = np.memmap(path, np.uint16, "r", begin)
     if begin and header[1:3].tolist() != [1, len(tokens)]:
         raise ValueError("not as many tokens as its header says")
+    if not begin:
+        refuse_wider_numbers(path, tokens[:1 << 20])
     return tokens
+
+
+def refuse_other_formats(path: Path, magic: np.ndarray) -> None:
+    """Raise `Damaged` for a file that is not a bare list of numbers.
+
+    magic: the first four bytes, an int32 of shape (1,), or (0,).
+    """
+    dates = range(20240101, 20300101)  # llm.c's numbers are dates
+    with open(path, "rb") as file:
+        head = file.read(1 << 16)
+    for kind, begin in BEGINNINGS.items():
+        require_tokens(not head.startswith(begin), path, f"is {kind}")
+    for order, number in ("", magic), (
+            ", in the byte order of another machine", magic.byteswap()):
+        require_tokens(
+            not number.size or int(number[0]) not in dates, path,
+            f"begins with llm.c's number {number}{order}: only "
+            f"{BIN_MAGIC}, GPT-2's tokens, is read")
+    require_tokens(not is_text(head), path, "is a text: see fineweb.py")
+    require_tokens(
+        not path.with_name("meta.pkl").exists(), path, "has a vocabulary of "
+        "its own, nanoGPT's meta.pkl beside it, such as single characters")
+
+
+def refuse_wider_numbers(path: Path, tokens: np.ndarray) -> None:
+    """Raise `Damaged` for what alternates as numbers of 32 or 64 bits do."""
+    if len(tokens) < 16:
+        return
+    for values in tokens, tokens.byteswap():
+        for high, low in (values[1::2], values[::2]), (
+                values[::2], values[1::2]):
+            # vocabularies have fewer than 2**18 tokens
+            require_tokens(
+                not high.max() <= 3 < low.max(), path, "holds numbers of 32 "
+                "bits or more, not uint16: the tokens of another vocabulary, "
+                "such as Llama's")
+
+
+def refuse_other_tokens(
+        path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise `Damaged` for ids that GPT-2's tokens of a text do not have."""
+    highest = int(tokens.max(initial=0))
+    require_tokens(
+        highest < vocab_size, path, f"holds the id {highest}, which the "
+        f"vocabulary of {vocab_size} does not have: another vocabulary's, or "
+        "in another byte order")
+    require_tokens(
+        highest > 255 or len(tokens) < 1000, path, f"has no id above "
+        f"{highest}: these are characters or bytes")
+
+
+def is_text(head: bytes) -> bool:
+    """Whether a file's beginning is text, which has no control characters."""
+    try:
+        text = head[:-3].decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 7:  # a character that is cut is none
+            return False
+        text = head[:error.start].decode("utf-8-sig")
+    controls = {chr(code) for code in range(32)} - {*"\t\n\r\f"}
+    return len(text) >= 16 and not controls & {*text}
+
+
+def require_tokens(condition: bool, path: Path, what: str) -> None:
+    """Raise `Damaged` with a whole sentence unless the condition holds."""
+    if not condition:
+        raise Damaged(f"{path} {what}: it cannot be converted")
 
 
 def describe(path, tokens, encoding):

@@ -57,6 +57,9 @@ def main():
                     "<name>_train_<number>.npy or <name>_val_<number>.npy")
             name, split = named.groups()
             tokens = shards.read(path)
+            if path.suffix == ".bin":
+                shards.refuse_other_tokens(
+                    path, tokens, dataset.vocabulary_size(path.parent))
             require(0 < flags.parts <= len(tokens), f"{path} has "
                     f"{len(tokens):,} tokens: --parts must be from 1 to that")
             for part in np.array_split(tokens, flags.parts):

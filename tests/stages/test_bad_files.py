@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -425,6 +426,37 @@ def test_a_checkpoint_of_another_program(kind, tmp_path):
     assert "weights_only" not in str(got.value)
 
 
+@pytest.mark.parametrize("method", [
+    zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_checkpoint_that_was_packed_again(method, tmp_path):
+    """By a program for archives, which compresses what torch maps."""
+    file = tmp_path / "packed.pt"
+    with (zipfile.ZipFile(io.BytesIO(CONTENT)) as ours,
+          zipfile.ZipFile(file, "w", method) as theirs):
+        for entry in ours.infolist():
+            theirs.writestr(entry.filename, ours.read(entry))
+    if method == zipfile.ZIP_BZIP2:
+        with pytest.raises(Damaged, match=r"no checkpoint .*packed again"):
+            read_checkpoint(file)
+    else:
+        assert same_state(read_checkpoint(file)["model"], WEIGHTS)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.",
+                                    "module._orig_mod."])
+def test_the_names_of_a_wrapped_model(prefix, tmp_path):
+    """Of who saves what torch.compile or DDP returns."""
+    def wrap(named):
+        return {prefix + name: value for name, value in named.items()}
+
+    file = tmp_path / "wrapped.pt"
+    moments = MOMENTS | {"state": wrap(MOMENTS["state"])}
+    torch.save(STATE | {"model": wrap(WEIGHTS), "optimizer": moments}, file)
+    found = read_checkpoint(file)
+    assert same_state(found["model"], WEIGHTS)
+    assert same_state(found["optimizer"]["state"], MOMENTS["state"])
+
+
 def test_weights_more_and_weights_alone():
     with pytest.raises(Damaged, match="more: its weight is"):
         check_fit(__file__, STATE | {
@@ -561,6 +593,20 @@ def test_what_may_not_be_read_is_not_passed_over(hidden, refused, tmp_path):
     assert lines[refused:] == ["it is listed"] * (4 - refused), end
     for line in lines[:refused]:
         assert "Permission denied" in line and (folder / hidden).name in line
+
+
+def test_a_note_of_macos_is_no_shard(tmp_path):
+    """A stage would list it: so it has to go."""
+    folder = make_dataset(tmp_path / "data")
+    for name in ".DS_Store", "._manifest.json":
+        (folder / name).write_bytes(b"\0\5\x16\7")
+    dataset.check_shards(folder, 32)
+    (folder / "._test_train_000001.npy").write_bytes(b"\0\5\x16\7")
+    with pytest.raises(UserError, match=r"macOS's note .* -delete") as error:
+        dataset.check_shards(folder, 32)
+    subprocess.run(str(error.value).rpartition(": ")[2], shell=True,
+                   check=True)
+    dataset.check_shards(folder, 32)
 
 
 CUT = """\

@@ -1,6 +1,7 @@
 """Shards of FineWeb: every token, in order, whatever happens on the way."""
 
 import fcntl
+import io
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from backstage import dataset
 from backstage.errors import UserError
 from workshop.vocabulary import save_vocabulary
 
+import documents
 import tokenise
 
 NAME = "HuggingFaceFW/fineweb-edu"
@@ -285,12 +287,30 @@ def broken_page(path, texts):
     path.write_bytes(data)
 
 
+def two_columns(path, texts):
+    pq.write_table(pa.Table.from_arrays(
+        [pa.array(texts), pa.array(texts)], names=["text", "text"]), path)
+
+
 def invalid_unicode(path, texts):
     data = [text.encode() for text in texts]
     data[321] = b"caf\xe9"
     array = pa.array(data, pa.binary())
     array = pa.Array.from_buffers(pa.string(), len(array), array.buffers())
     write_parquet(path, array)
+
+
+def test_what_other_machines_write_is_read(tmp_path):
+    """Names in capitals, macOS's notes, and Arrow's newer type of text."""
+    view = pa.table({"text": pa.array(["a", "b"], pa.string_view())})
+    pq.write_table(view, tmp_path / "b.PARQUET")
+    write_parquet(tmp_path / "a.parquet", ["c"])
+    (tmp_path / "._a.parquet").write_bytes(b"\0\5\x16\7")
+    _, files = documents.list_files(str(tmp_path), "", "*.parquet")
+    names = [entry["file"] for entry in files]
+    assert names == ["a.parquet", "b.PARQUET"]
+    batch, = documents.read(tmp_path / "b.PARQUET", 0, 1, "text")
+    assert batch.texts.to_pylist() == ["b"]
 
 
 @pytest.mark.whole
@@ -308,6 +328,7 @@ def invalid_unicode(path, texts):
     (lambda path, texts: write_parquet(path, [*texts[:20], None]), [],
      "row 20 has no text (null)"),
     (invalid_unicode, [], "is not UTF-8"),
+    (two_columns, [], "has several columns 'text'"),
     (lambda path, _: path.with_suffix(".txt").write_bytes(b"caf\xe9"),
      ["--files", "*.txt"], "byte 3 is not UTF-8"),
 ])
@@ -468,6 +489,61 @@ def test_shards_of_other_courses_are_named_and_converted(
     for i, split in enumerate(("val", "train")):
         parts = [np.load(path) for path in sorted(out.glob(f"*_{split}_*"))]
         assert np.array_equal(np.concatenate(parts), TOKENS + i)
+
+
+def as_npy(tokens):
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
+
+
+LLAMA = np.arange(4000, dtype=np.uint32) % 250 + 70_000
+GPT2 = np.random.default_rng(0).integers(0, 50257, 4000).astype(np.uint16)
+TEXT = "First Citizen: Before we proceed any further, hear me.\n" * 90
+
+
+def llama_header(magic, order="<"):
+    return np.array([magic, 7, 700, *[0] * 253], f"{order}i4").tobytes()
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    (LLAMA.tobytes(), "numbers of 32 bits"),
+    (LLAMA.astype(">u4").tobytes(), "numbers of 32 bits"),
+    (GPT2.astype(np.int64).tobytes(), "numbers of 32 bits"),
+    (llama_header(20240801) + LLAMA.tobytes(), "20240801"),
+    (llama_header(20240522) + GPT2.tobytes(), "20240522"),
+    (llama_header(20240520, ">") + GPT2.tobytes(), "another machine"),
+    (GPT2.astype(">u2").tobytes(), "does not have"),
+    (TEXT.encode(), "is a text"), (("ä€" * 2000).encode(), "is a text"),
+    (TEXT.encode("utf-16"), "UTF-16"),
+    (as_npy(GPT2), "a NumPy array"),
+    (np.arange(4000).astype(np.uint16) % 65, "no id above 64"),
+    (None, "meta.pkl")], ids=lambda value: str(value)[:20])
+def test_a_bin_that_is_not_gpt2s_tokens(content, says, tmp_path, tool):
+    theirs, out = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    if content is None:  # characters
+        content = GPT2
+        (theirs / "meta.pkl").write_bytes(b"\x80\4K\1.")
+    for split in "train", "val":
+        (theirs / f"{split}.bin").write_bytes(bytes(content))
+    _, error = tool("splitfineweb", theirs, "--parts", 1, "--out", out)
+    assert says in error and "damaged" not in error and "\n" not in error
+    assert not out.exists()
+
+
+def test_right_tokens_are_no_other_format(tmp_path, tool):
+    """As random as they may be, with small ids, and few of them."""
+    rng = np.random.default_rng(1)
+    some = [GPT2, np.full(4000, 198, np.uint16) + np.arange(4000) % 70 * 3,
+            np.where(rng.random(4000) < .5, 0, GPT2), GPT2[:15]]
+    for number, tokens in enumerate(some):
+        theirs = tmp_path / str(number)
+        theirs.mkdir()
+        for split in "train", "val":
+            tokens.astype(np.uint16).tofile(theirs / f"{split}.bin")
+        out = tmp_path / f"ours{number}"
+        assert not tool("splitfineweb", theirs, "--parts", 1, "--out", out)[1]
 
 
 @pytest.mark.parametrize("content", [
