@@ -9,12 +9,14 @@ GPT-2's tokens. `manifest.json` is by the program that built the folder.
 import base64
 import hashlib
 import os
+import string
 import tempfile
 from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
 from shlex import quote
 
+import regex  # tiktoken needs it, too
 import tiktoken
 
 from backstage.errors import UserError, require
@@ -25,6 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
 AGAIN = "make the dataset again"
+SAMPLE = f"a {string.printable} naïve 世界"  # of what is in a text
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
 
 
@@ -45,6 +48,8 @@ def load_vocabulary(folder):
     special = settings["special_tokens"]
     with reading(file, AGAIN):
         require(tokens.exists(), f"{TOKENS} is missing")
+    with reading(file, AGAIN):
+        require_pieces(settings["pat_str"])
     with reading(tokens, AGAIN):
         pairs = [line.split() for line in tokens.read_bytes().splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank)
@@ -56,6 +61,17 @@ def load_vocabulary(folder):
         return tiktoken.Encoding(
             settings["name"], pat_str=settings["pat_str"],
             mergeable_ranks=ranks, special_tokens=special)
+
+
+def require_pieces(pattern: str) -> None:
+    """Raise a `UserError` if it cuts out empty pieces: tiktoken would panic.
+
+    An error in the pattern is left to tiktoken.
+    """
+    with suppress(regex.error):
+        empty = any(not found[0] for found in regex.finditer(pattern, SAMPLE))
+        require(not empty, f"its pat_str, {pattern[:20]!r}, matches an empty "
+                "text")
 
 
 def vocabulary_size(folder):

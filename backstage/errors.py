@@ -28,6 +28,24 @@ class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
 
 
+# What a terminal obeys, or by which it turns a line around; not line ends and
+# tabs.
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """The text with its control characters as \\x1b, for a terminal.
+
+    Whatever is read from a file, or is a file's name, is printed through this.
+    """
+    def name(found: "re.Match[str]") -> str:
+        code = ord(found[0])
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return CONTROLS.sub(name, text)
+
+
 def require(condition, message):
     """Raise a `UserError` with `message` unless `condition` holds."""
     if not condition:
@@ -177,6 +195,9 @@ def explain(error):
         return "the loss is no number any more: try a lower --learning-rate"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
         return "the memory is full: try a smaller --microbatch-size, or model"
+    if "can't start new thread" in first or is_refused_fork(error):
+        return ("no thread or process can be started: too many of yours run "
+                f"here (`ulimit -u`), or the memory is full ({first})")
     if "oo many open files" in str(error):
         return f"too few files may be open: try `ulimit -n 4096` ({error})"
     if kind.startswith("Dist") or "gloo" in str(error):
@@ -198,6 +219,13 @@ def explain(error):
     if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None
+
+
+def is_refused_fork(error: BaseException) -> bool:
+    """Whether Python's own modules could start no process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (getattr(error, "errno", None) == errno.EAGAIN and bool(frames)
+            and frames[-1].name in ("_launch", "_execute_child"))
 
 
 def explain_distributed(lines):
@@ -227,9 +255,9 @@ def say_once(message):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3 + 0.5 * local_rank)
     where = f"error (rank {rank})" if rank else "error"
-    print(f"{where}: {message}", file=sys.stderr, flush=True)
+    print(f"{where}: {visible(message)}", file=sys.stderr, flush=True)
 
 
 def warn(message):
     """Print one line of warning; the run goes on."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {visible(message)}", file=sys.stderr, flush=True)

@@ -7,11 +7,13 @@ torch, only the standard library is needed, from Python 3.9 on.
 
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import re
 import resource
 import shlex
+import socket
 import sys
 import time
 from pathlib import Path
@@ -121,9 +123,26 @@ def name_ranks(env=os.environ):
     # laptop in a strange network may not know itself: they would wait for ever
     if "RANK" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         env["MASTER_ADDR"] = "127.0.0.1"
+        require_loopback()
     # torch.distributed.launch, which is older, passes it as a flag, too
     again = f"--local-rank={env.get('LOCAL_RANK')}"
     sys.argv[:] = [word for word in sys.argv if word != again]
+
+
+def require_loopback() -> None:
+    """Raise a `UserError` where the ranks of a node cannot meet on it.
+
+    They would wait for each other for minutes.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:
+        raise UserError(
+            "this machine, or container, has no loopback address 127.0.0.1 "
+            f"({os.strerror(error.errno or errno.ETIMEDOUT)}), by which its "
+            "processes would meet: as root, `ip addr add 127.0.0.1/8 dev lo; "
+            "ip link set lo up`; or start one process alone") from error
 
 
 def translate_names(env):

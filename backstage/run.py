@@ -14,17 +14,20 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from shlex import quote  # for what may be typed
 from socket import gethostname
+from typing import Any
 
+import tiktoken
 import torch
 
 from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage import device as devices
-from backstage.errors import UserError, require
+from backstage.errors import UserError, require, visible
 from backstage.flops import flops_per_token, peak_flops
 from backstage.record import (
     COLUMNS,
@@ -126,7 +129,7 @@ class Run:
         place.mkdir(exist_ok=True)
         for written in folder, place:
             files.remove_parts(written)  # of a save that was killed
-        print(f"{describe_start(self.record)}\n"
+        print(f"{visible(describe_start(self.record))}\n"
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder), [*map(str, saved)]
 
@@ -147,8 +150,8 @@ class Run:
             problem = str(error)
         problem = next(filter(None, world.on_every_rank(problem)), None)
         if problem and self.rank == 0:  # training works without it
-            print(f"no texts: {problem}", flush=True)
-        return None if problem else tokenizer
+            print(f"no texts: {visible(problem)}", flush=True)
+        return None if problem else ShownTexts(tokenizer)
 
     def restore(self, model, optimizer):
         """Begin with the newest checkpoint; returns its step. All ranks.
@@ -274,6 +277,19 @@ class Run:
                   f"saved; go on with: --run-dir {self.place} --resume")
         if self.signals.last == signal.SIGINT:
             sys.exit(130)
+
+
+class ShownTexts:
+    """A tokenizer whose texts are for a terminal: see `visible`."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return visible(self._tokenizer.decode(tokens))
 
 
 def describe_parameters(optimizer):

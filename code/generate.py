@@ -22,7 +22,7 @@ from trained import find_checkpoint, load_trained
 
 from backstage import dataset
 from backstage.device import use_device
-from backstage.errors import parse_flags, require, run_main
+from backstage.errors import parse_flags, require, run_main, visible
 from backstage.process import name_ranks, use_cores
 from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
 
@@ -174,7 +174,7 @@ def load(run_dir, device):
             f"{state['hyperparameters']['data']} now has another vocabulary: "
             "restore the dataset that the run was trained on")
     if rank == 0:
-        print(f"{file} ({state['stage']}, {state['step']} steps)")
+        print(visible(f"{file} ({state['stage']}, {state['step']} steps)"))
     return rank, world_size, device, model, tokenizer
 
 
@@ -211,7 +211,7 @@ def main():
     shares = on_every_rank((rows, seconds, calls))  # in rank order
     if rank == 0:
         for row in (row for rows, *_ in shares for row in rows):
-            print(">", tokenizer.decode(row))
+            print(">", visible(tokenizer.decode(row)))
         tokens = flags.num_sequences * flags.max_new_tokens
         seconds = max(seconds for _, seconds, _ in shares)
         print(f"{tokens} tokens in {seconds:.2f} s: "

@@ -87,7 +87,11 @@ def import_folder(folder, file):
              "model": read_weights(weights, config["n_head"]),
              "optimizer": {"state": {}, "param_groups": []}, "config": config,
              "hyperparameters": {"data": str(folder)}}
-    with torch.device("meta"):  # no weights, but their shapes
+    last = f"transformer.h.{config['n_layer'] - 1}.ln_1.weight"
+    require(last in state["model"], f"{weights}: {last} is missing, but "
+            f"{CONFIG} has n_layer {config['n_layer']}")  # to make it is long
+    # no weights, but their shapes
+    with reading(folder / CONFIG), torch.device("meta"):
         model = std.GPT(std.GPTConfig(**config))
     check_fit(weights, state, outline(model))
     write_atomically(file, lambda part: torch.save(state, part))

@@ -13,7 +13,13 @@ from typing import Annotated
 import tyro
 
 from backstage import dataset
-from backstage.errors import UserError, parse_flags, require, run_main
+from backstage.errors import (
+    UserError,
+    parse_flags,
+    require,
+    run_main,
+    visible,
+)
 
 import manifest
 import shards
@@ -76,7 +82,7 @@ def main():
     elif not made["complete"]:
         wrong.append("the dataset is not complete: run fineweb.py again")
     for line in wrong:
-        print(line)
+        print(visible(line))
     require(not wrong, f"{folder}: {len(wrong)} problems, listed above")
     print("verified" if flags.verify else "--verify would read the shards too")
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError, require
+from backstage.errors import UserError, require, visible
 from backstage.files import show_path
 from rankcheck.errors import read_regular
 from workshop.jobs import git
@@ -37,7 +37,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
     if not (news := git.names(*CHANGED, f"HEAD...{source}")):
-        return print(f"nothing new in {newest}")
+        return print(f"nothing new in {visible(newest)}")
     with locked_desk():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
         in_the_way = git.names("ls-files", "--killed", "-z") | {
@@ -78,7 +78,8 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     elif git.run("stash", "list") != stashes:  # git has refused to restore
         print("your edits of the course's files could not be put back: they "
               f"are in {copies}, and in `git stash list`")
-    print(f"{len(news)} files have changed; this clone is {newest}\nClose and "
+    print(f"{len(news)} files have changed; this clone is "
+          f"{visible(newest)}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
 
 

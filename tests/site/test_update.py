@@ -232,11 +232,15 @@ def test_edits_that_git_had_put_away_are_in_the_stash(course, clone):
     """Where a machine is lost in the middle of the merge."""
     renew(course, DESK, "batchfiles/README.md")
     append(clone, "# mine\n", DESK, JOB)
-    program(clone / ".git" / "hooks" / "post-merge",
-            "#!/bin/sh\nkill -KILL $(ps -o ppid= -p $PPID) $PPID\n")
-    killed = python(clone, "-m", "workshop", "update", PATH="/usr/bin:/bin")
-    assert killed.returncode == -9
-    assert "# mine" not in (clone / JOB).read_text()
+    programs = clone / "programs"
+    programs.mkdir()
+    program(programs / "git", KILLED_GIT.format(words="merge -q",
+                                                when="before"))
+    python(clone, "-m", "workshop", "update",
+           PATH=f"{programs}:/usr/bin:/bin")
+    stash = git(clone, "stash", "create")
+    (clone / ".git" / "MERGE_AUTOSTASH").write_text(stash)
+    git(clone, "checkout", "HEAD", "--", JOB)
     said = update(clone)
     assert "an earlier update was killed" in said and "git stash list" in said
     assert "# mine" in git(clone, "stash", "show", "-p")
@@ -387,6 +391,17 @@ def test_if_git_fails_the_script_is_there(course, clone):
     assert "index.lock" in update(clone, status=1)
     for name in DESK, JOB:
         assert (clone / name).read_text().endswith("# mine\n")
+
+
+def test_a_hook_that_fails_does_not_end_it(course, clone):
+    """As one of a template for all of somebody's clones."""
+    renew(course, DESK)
+    append(clone, "# mine\n", DESK)
+    for name in "post-checkout", "post-merge", "reference-transaction":
+        program(clone / ".git" / "hooks" / name, "#!/bin/sh\nexit 1\n")
+    update(clone)
+    same(clone, course, DESK)
+    assert (clone / DESK).read_text().endswith("# mine\n")
 
 
 def test_a_merge_goes_on_where_it_was(course, clone):

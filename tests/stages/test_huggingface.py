@@ -112,6 +112,8 @@ def test_a_stage_starts_from_it(file, data, tmp_path):
     ({"n_layer": 5}, "is missing"),
     ({"n_embd": 64, "n_head": 4}, "its weight is float ("),
     ({"n_head": 5}, "damaged"),
+    ({"n_embd": 10**9, "n_head": 1}, "config.json is damaged"),
+    ({"n_layer": 10**7}, "has n_layer 10000000"),
     ({}, "h.3.ln_2.bias: its weight is missing"),
 ], ids=str)
 def test_another_model_is_one_line(change, words, tmp_path):

@@ -13,7 +13,10 @@ KEPT = ("GIT_ASKPASS", "GIT_AUTHOR_", "GIT_COMMITTER_", "GIT_CONFIG_GLOBAL",
         "GIT_PROXY_", "GIT_SSH", "GIT_SSL_", "GIT_TRACE")
 OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
         "GIT_WORK_TREE": str(ROOT), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C",
-        "GIT_HTTP_LOW_SPEED_LIMIT": "1", "GIT_HTTP_LOW_SPEED_TIME": "30"}
+        "GIT_HTTP_LOW_SPEED_LIMIT": "1", "GIT_HTTP_LOW_SPEED_TIME": "30",
+        # no hooks: one that fails, of all of somebody's clones, would end it
+        "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.hooksPath",
+        "GIT_CONFIG_VALUE_0": os.devnull}
 
 
 def run(*words, advice="nothing is lost; settle this, then try again"):

@@ -7,7 +7,7 @@ And what is done so far, and what comes next.
 from collections import Counter
 from contextlib import suppress
 
-from backstage.errors import UserError, require
+from backstage.errors import UserError, require, visible
 from backstage.files import show_path
 from rankcheck.errors import read_regular
 from workshop.lesson import checked
@@ -60,7 +60,7 @@ def apply(stage, numbers=()):
     if taken:
         print("These lines of yours were replaced by the lesson's:")
         for i in taken:
-            print(f"{i + 1:>5} {diff.yours.lines[i]}")
+            print(f"{i + 1:>5} {visible(diff.yours.lines[i])}")
     if after.others:
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
@@ -144,9 +144,9 @@ def list_all():
         try:
             count, stage = nearest(Script(path), stages)
         except UserError as error:
-            print(f"{name:20} {error}")
+            print(f"{visible(name):20} {visible(str(error))}")
             continue
-        print(f"{name:20} {stage}" + (
+        print(f"{visible(name):20} {stage}" + (
             f", with {count} lines of code changed" if count else ""))
     if len(kept) > 1:
         print("`python -m workshop reset DATE` puts that version back")

@@ -7,6 +7,7 @@ import textwrap
 import time
 from difflib import SequenceMatcher
 
+from backstage.errors import visible
 from backstage.files import show_path
 from workshop.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
 from workshop.lesson import checked, desk
@@ -223,7 +224,7 @@ def to_text(diff, colour=False, hints=False, number=None):
                 diff.yours.lines, diff.goal.lines, item.edits):
             codes = {"-": [TERMINAL_ORANGE],
                      "+": [TERMINAL_BLUE]}.get(sign, [])
-            text = "".join(paint(part, *codes, *[7] * differs)
+            text = "".join(paint(visible(part), *codes, *[7] * differs)
                            for part, differs in parts)
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from backstage.errors import require, run_main
+from backstage.errors import require, run_main, visible
 from backstage.files import write_atomically
 from workshop.html import may_replace
 from workshop.results import runs as results
@@ -374,8 +374,9 @@ def main(args):
     write_atomically(output, lambda file: figure.savefig(
         file, format=kind, dpi=110, metadata={"Creator": MARK}))
     for text in notes:
-        print(text)
-    print(f"{output}: {', '.join(run.name for run in runs)}")
+        print(visible(text))
+    names = ", ".join(run.name for run in runs)
+    print(f"{output}: {visible(names)}")
 
 
 def write_panel():
