@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stages import (
     BYTES,
+    GOLDEN,
     attempt,
     make_dataset,
     refused,
@@ -713,3 +715,33 @@ def test_what_a_killed_check_has_left_is_removed(monkeypatch):
         assert another.exists()
         for folder in theirs, marked:
             assert (folder / "best.pt").exists()
+
+
+# ------------------------------------------- what older versions have written
+
+
+@pytest.mark.parametrize("name", ["format-2"])
+def test_a_stored_checkpoint_is_read(name):
+    """A file of each format that was ever written and is still read.
+
+    Those of format 1 are refused: see `test_what_no_model_can_have`.
+    """
+    state, _ = load_trained(GOLDEN / f"{name}.pt")
+    model = std.GPT(std.GPTConfig(**state["config"]))
+    optimizer = model.configure_optimizers(std.PRESETS["tiny"])
+    check_fit(GOLDEN / f"{name}.pt", state, outline(model, optimizer))
+    spread_state(state, model, optimizer)
+    weights, moments = gather_state(model, optimizer)
+    assert same_state(weights, state["model"])
+    assert same_state(moments["state"], state["optimizer"]["state"])
+    assert state["step"] == 1 and FORMAT == 2
+
+
+def test_a_stored_run_of_the_starter_goes_on(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    shutil.copy(GOLDEN / "starter-1.pt",
+                run / "checkpoints" / "step_00000001.pt")
+    result = train("starter", run, "--resume", "--max-steps", 2)
+    assert "| step    1/2" in result.out and "| step    0/" not in result.out
+    assert "has lost 1 of the steps 0 to 0" in result.out
