@@ -112,7 +112,9 @@ export SRUN_CPUS_PER_TASK=$((processes * cores))
 # What `python -m workshop why` reads if the job hangs or dies: with its hook in
 # PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 RANKCHECK_WHY=$run/why/$job-${SLURM_RESTART_COUNT-0}
-export RANKCHECK_WHY PYTHONPATH=$WORKSHOP/rankcheck/why/hook:$PYTHONPATH
+# An empty entry of it would be the working directory
+PYTHONPATH=$WORKSHOP/rankcheck/why/hook${PYTHONPATH:+:$PYTHONPATH}
+export RANKCHECK_WHY PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # The script of a stage: yours where it passed the check for that stage, else

@@ -38,7 +38,9 @@ export MASTER_ADDR MASTER_PORT
 # What `python -m workshop why` reads if the job hangs or dies: with its hook in
 # PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 RANKCHECK_WHY=$run/why/${PBS_JOBID%%.*}
-export RANKCHECK_WHY PYTHONPATH=$root/rankcheck/why/hook:$PYTHONPATH
+# An empty entry of it would be the working directory
+PYTHONPATH=$root/rankcheck/why/hook${PYTHONPATH:+:$PYTHONPATH}
+export RANKCHECK_WHY PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 
 # Run a command that trains in $run. PBS ends a job at its time limit and gives
