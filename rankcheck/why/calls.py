@@ -4,6 +4,8 @@ Only the standard library: it is loaded into any script, by witness.py. It uses
 torch and mpi4py where the script has imported them.
 """
 
+from __future__ import annotations
+
 import collections
 import functools
 import heapq
@@ -13,6 +15,10 @@ import re
 import sys
 import threading
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing it takes longer than all else here
+    from typing import Any
 
 KEPT = 2000  # collectives
 # Files whose lines are not the script's; RANKCHECK_LIBRARY names more
@@ -121,8 +127,42 @@ def read_record(lines):
         for entry in read_dump(dump, lines).get("entries", [])]
         for dump in dumps]
     # each is in order, also where the clock was set back meanwhile
-    return [*heapq.merge(list(mpi_calls), *records,
+    return [*heapq.merge([dict(call) for call in list(mpi_calls)], *records,
                          key=lambda call: call["time"])][-KEPT:]
+
+
+def pack_groups(entries: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Let calls name their group, in place of its ranks.
+
+    Args:
+        entries: calls as `read_record` returns them; they are changed.
+
+    Returns:
+        The ranks of each group, by that name. Thousands of calls share a
+        group of thousands of ranks: a record holds these once.
+    """
+    table: dict[str, list[int]] = {}
+    for entry in entries:
+        ranks = entry["group"]
+        if ranks is None:
+            continue
+        name, number = str(entry["name"]), 1
+        # one that was made anew has the same name, and may have other ranks
+        while table.setdefault(name, ranks) != ranks:
+            number += 1
+            name = f"{entry['name']}#{number}"
+        entry["group"] = name
+    return table
+
+
+def unpack_groups(record: dict[str, Any]) -> None:
+    """Undo `pack_groups` in a record; those of an older format have none."""
+    table = record.pop("groups", None)
+    if table is None:
+        return
+    for entry in [*(record["calls"] or ()), record.get("message")]:
+        if entry and entry["group"] is not None:
+            entry["group"] = table[entry["group"]]
 
 
 def progress():

@@ -28,6 +28,16 @@ def find_error():
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
+def read_message(error: BaseException, most: int = 9000) -> str:
+    """Its message, in Python's own words where it has none: the script's
+    function that makes it may fail.
+    """
+    try:
+        return str(error)[:most]
+    except BaseException:  # as Python itself does, also of SystemExit
+        return "<exception str() failed>"
+
+
 def find_rank():
     """(rank, world size), None where the process does not know them yet."""
     torch = calls.find_torch()
@@ -90,7 +100,7 @@ def keep_exits(folder):
     exits = {failure.pid: {"rank": rank, "status": failure.exitcode,
                            "time": failure.timestamp}
              for rank, failure in getattr(error, "failures", {}).items()}
-    words = {"error": type(error).__name__, "message": str(error)[:9000]}
+    words = {"error": type(error).__name__, "message": read_message(error)}
     if hasattr(error, "error_pid"):
         status = getattr(error, "exit_code", None)
         exits[error.error_pid] = ({} if status else words) | {
@@ -100,6 +110,6 @@ def keep_exits(folder):
             signal.SIGINT if isinstance(error, KeyboardInterrupt)
             else getattr(error, "sigval", None))}
     if exits:
-        name = f"{proc.name_host(os.environ)}-{os.getpid()}.exits"
+        name = f"{proc.name_process(os.environ)}.exits"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(exits))

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 WORKS = 0.02  # of a core: less is only asking whether something is there
@@ -109,6 +110,33 @@ def count_oom_kills():
 def name_host(env):
     """What SLURM calls this node in its lists, or its own name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def name_space() -> str:
+    """A name that all processes have who see the same one under a PID.
+
+    Containers may have one host name, and so may machines: it holds the
+    kernel's own number since it booted, and that of the PID namespace.
+    """
+    boot = read_text("/proc/sys/kernel/random/boot_id")[:8]
+    # not SPACE: a child may have been forked into a new one
+    space = os.path.realpath("/proc/self/ns/pid")
+    return boot + "".join(filter(str.isdigit, os.path.basename(space)))
+
+
+def name_process(env: Mapping[str, str]) -> str:
+    """What no other process is called, on any machine, while this one lives:
+    HOST-PID@ and `name_space()`.
+    """
+    return f"{name_host(env)}-{os.getpid()}@{name_space()}"
+
+
+def read_ticks(pid: "int | str") -> int:
+    """When a process began, in the kernel's ticks since it booted; 0 if it is
+    gone. With the PID it names a process: a later one has another.
+    """
+    stat = read_stat(pid)
+    return int(stat[19]) if stat else 0
 
 
 def connecting(pid):

@@ -1,11 +1,13 @@
 """Leaves evidence of what a process of several does, and of how it ended.
 
-    HOST-PID.json     where it is, its last collectives, how it ended
-    HOST-PID.end      how it ended, written once, in a room that is reserved
-    HOST-PID.stack    its stack, if SIGTERM or a crash ended it
-    HOST-PID.exits    of a launcher: how its processes and it have ended
-    ask               numbers: who wants all of them to write adds one
+    PROCESS.json     where it is, its last collectives, how it ended
+    PROCESS.end      how it ended, written once, in a room that is reserved
+    PROCESS.stack    its stack, if SIGTERM or a crash ended it
+    PROCESS.exits    of a launcher: how its processes and it have ended
+    PROCESS.start    of what `why run` has become: what that was, see start.py
+    ask              numbers: who wants all of them to write adds one
 
+PROCESS is HOST-PID@SPACE, as proc.py's `name_process` makes it.
 The first is written at the start and at the end; in between by a thread: when
 asked, and when the main thread has not moved for 20 s (then it asks all the
 others). `rankcheck why` reads them, also when nothing runs any more.
@@ -39,8 +41,9 @@ from .launchers import find_error, find_rank
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
-FORMAT = "rankcheck 3"  # of a record
-BEGIN = "start.json"  # what was started, and where its output goes
+START = "RANKCHECK_START"  # the one that names what `why run` has started
+FORMAT = "rankcheck 4"  # of a record
+BEGIN = ".start"  # ends the name of the file that says what was started
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
 POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
@@ -74,12 +77,19 @@ def start(folder):
     if by == str(os.getpid()) and (
             # what `why run` has become is a rank, if it is alone
             rank is not None or folder.name.endswith(f"-{by}")
-            or f'"pid": {by},' in proc.read_text(folder / BEGIN)):
+            or is_start(folder)):
         begin(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)
     for name in {"torch", "mpi4py.MPI"} & {*sys.modules}:
         imports.find_spec(name)
+
+
+def is_start(folder: Path) -> bool:
+    """Whether `why run` has become this process."""
+    file = folder / f"{proc.name_process(os.environ)}{BEGIN}"
+    token = os.environ.get(START)  # else a process of an earlier start had
+    return bool(token) and token in proc.read_text(file)  # the same PID
 
 
 def leave(status):
@@ -166,33 +176,34 @@ class Witness:
     def __init__(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
         self.owner, self.host = os.getpid(), proc.name_host(os.environ)
-        self.file = folder / f"{self.host}-{self.owner}.json"
+        self.file = folder / f"{proc.name_process(os.environ)}.json"
         self.ask = folder / "ask"
         if find_rank()[0] == 0:
             # a network file system remembers of a file that it is not there
             self.ask.open("a").close()
         with contextlib.suppress(OSError):  # else nobody is to remove it
-            self.mark = (folder / MARK).open()
-            fcntl.flock(self.mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            mark = open_high(folder / MARK, os.O_RDONLY)
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.at_begin = {
             "format": FORMAT, "host": self.host, "pid": self.owner,
             "starter": os.environ.get(WATCHED), "began": time.time(),
-            "start": [*map(os.environ.get, STARTS)], "space": proc.SPACE,
+            "start": [*map(os.environ.get, STARTS)], "parent": os.getppid(),
+            "token": os.environ.get(START), "space": proc.name_space(),
+            "network": os.path.basename(
+                os.path.realpath("/proc/self/ns/net")),
             "oom_before": proc.count_oom_kills()}
         self.still, self.seen, self.progress = 0, set(), None
         self.script, self.over, self.thread = None, False, None
         self.ended, self.asked = None, ""
         self.lock = threading.Lock()  # for the files, and for how it ended
-        self.stack_file = open(
-            self.file.with_suffix(".stack"), "w", opener=open_high)
-        self.end_file = open(
-            self.file.with_suffix(".end"), "wb", 0, opener=open_high)
+        self.stack_file = OpenFile(self.file.with_suffix(".stack"))
+        self.end_file = OpenFile(self.file.with_suffix(".end"))
         with contextlib.suppress(OSError):  # not every file system can
-            os.posix_fallocate(self.end_file.fileno(), 0, ROOM)
+            os.posix_fallocate(self.end_file.number, 0, ROOM)
         if not faulthandler.is_enabled():  # else a crash is the script's own
-            faulthandler.enable(self.stack_file)
+            faulthandler.enable(self.stack_file.number)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            faulthandler.register(signal.SIGTERM, self.stack_file,
+            faulthandler.register(signal.SIGTERM, self.stack_file.number,
                                   all_threads=False, chain=True)
         os.register_at_fork(after_in_child=self.leave_child)
         atexit.register(self.on_end)
@@ -202,10 +213,8 @@ class Witness:
     def leave_child(self):
         """A worker of a data loader is not to write in its parent's name."""
         self.ended, self.script = {"status": "forked"}, None
-        nowhere = os.open(os.devnull, os.O_WRONLY)
         for file in self.stack_file, self.end_file:
-            os.dup2(nowhere, file.fileno(), inheritable=False)
-        os.close(nowhere)
+            file.disconnect()
 
     def on_end(self):
         """What Python still knows: of SystemExit, not the status."""
@@ -226,16 +235,16 @@ class Witness:
                     first, *later = chain(find_error())
                     ended |= {
                         "error": type(first).__name__,
-                        "message": str(first)[:9000],
+                        "message": launchers.read_message(first),
                         "stack": stack_of(first)[-50:], "then": [
                             [stack_of(one)[-20:],
-                             f"{type(one).__name__}: {one}"[:200]]
+                             f"{type(one).__name__}: "
+                             f"{launchers.read_message(one)}"[:200]]
                             for one in later[-5:]]}
                 self.ended = ended
                 # where no file can be opened any more, and no byte is left
                 with contextlib.suppress(OSError):
-                    size = self.end_file.write(json.dumps(ended).encode())
-                    self.end_file.truncate(size)
+                    self.end_file.fill(json.dumps(ended).encode())
         self.write()
 
     def find_script(self):
@@ -356,6 +365,8 @@ class Witness:
             "library": os.environ.get("RANKCHECK_LIBRARY", "")}
         try:
             record["calls"] = calls.read_record(lines)
+            messages = [message for message in [record["message"]] if message]
+            record["groups"] = calls.pack_groups(record["calls"] + messages)
         except Exception as error:  # the rest has to be known all the same
             warn(error)
         try:
@@ -370,12 +381,52 @@ class Witness:
             warn(error)
 
 
-def open_high(path, flags):
-    """Open a file under a number that no file of the script's gets: a daemon
-    closes all that are open, and what we write would be in its own.
+class OpenFile:
+    """A file that we have open from the start, under a high number.
+
+    A daemon closes all that are open, and its own file may have the number
+    afterwards: then nothing is written.
     """
-    with open(os.open(path, flags, 0o666), "ab") as file:
-        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH)
+
+    def __init__(self, path: Path) -> None:
+        self.number = open_high(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self.identity = self.identify()
+
+    def identify(self) -> "tuple[int, int]":
+        """Device and inode of what is open under the number now."""
+        status = os.fstat(self.number)
+        return status.st_dev, status.st_ino
+
+    def is_open(self) -> bool:
+        """Whether the number still means the file."""
+        try:
+            return self.identify() == self.identity
+        except OSError:
+            return False
+
+    def fill(self, content: bytes) -> None:
+        """Make this the file's whole content."""
+        if self.is_open():
+            os.truncate(self.number, os.write(self.number, content))
+
+    def disconnect(self) -> None:
+        """Let the number mean no file, in a process that was forked."""
+        if not self.is_open():
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.number, inheritable=False)
+        os.close(nowhere)
+
+
+def open_high(path: Path, flags: int) -> int:
+    """Open a file under a number that no file of the script's gets: its first
+    file has the number 3, as without us.
+    """
+    low = os.open(path, flags, 0o666)
+    try:
+        return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    finally:
+        os.close(low)
 
 
 def add_question(file):
@@ -396,5 +447,6 @@ def chain(error):
 
 
 def stack_of(error):
-    return [[frame.filename, frame.lineno, frame.name]
-            for frame in traceback.extract_tb(error.__traceback__)]
+    """Its frames, outermost first: (file, line, function)."""
+    return [[frame.f_code.co_filename, line, frame.f_code.co_name]
+            for frame, line in traceback.walk_tb(error.__traceback__)]

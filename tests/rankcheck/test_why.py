@@ -28,6 +28,7 @@ from rankcheck.why import (
     calls,
     command,
     evidence,
+    jobs,
     launchers,
     proc,
     start,
@@ -348,7 +349,7 @@ def test_where_a_stopped_process_is_not_guessed():
 def test_a_process_in_a_container():
     """Its number means another process here, or none."""
     record = {"host": proc.name_host(os.environ), "pid": 2**30, "began": 1,
-              "space": proc.SPACE}
+              "space": proc.name_space()}
     if os.path.isdir("/proc"):
         assert evidence.lives(record) is False
     assert evidence.lives({**record, "space": "pid:[7]"}) is None
@@ -405,15 +406,87 @@ def test_a_module_that_is_being_imported(monkeypatch):
     assert launchers.find_spawned() is None
 
 
-def test_an_earlier_start_in_the_same_folder():
-    """Three ranks that have ended, then two."""
-    first, second = ([{"rank": rank, "began": began, "written": began + 9,
-                       "start": ["node1", port, size]}
-                      for rank in range(size)]
-                     for began, port, size in ((1, "1", 3), (20, "2", 2)))
-    assert evidence.of_last_start(first + second) == second
-    first[2]["written"] = 21  # it still writes
-    assert evidence.of_last_start(first + second) == [first[2], *second]
+def make_record(rank, began=1, **changes):
+    """As a rank writes it that torchrun has started on node1."""
+    record = {
+        "format": witness.FORMAT, "rank": rank, "world_size": 2,
+        "host": "node1", "pid": 100 * int(began) + rank, "parent": 7,
+        "space": "1", "network": "net:[1]", "token": None, "began": began,
+        "written": began + 9, "ended": {"status": 0, "time": began + 9},
+        "joined": True, "answers": True, "launched": True, "alive": False,
+        "asked": "", "stack": [], "library": "", "calls": None,
+        "start": ["none", "0", None, None, None, "10.0.0.1", "29500", "2"]}
+    return {**record, **changes}
+
+
+def told(**changes):
+    """What a launcher tells, with these changes."""
+    start = jobs.read_start(make_record(0))
+    return [*{**start, **changes}.values()]
+
+
+RUNS = {"ended": None, "alive": True}
+SOME = ["7f", "0", None, None, None, "127.0.0.1", "29400", "2"]
+
+
+@pytest.mark.parametrize(("changes", "split"), [
+    # a sweep of torchruns with the same port, one after the other
+    ([{}, {}, {"began": 20, "parent": 8}, {"began": 21, "parent": 8}],
+     [[0, 1], [2, 3]]),
+    # at once, with a port each; and with a run id each
+    ([RUNS, RUNS, {**RUNS, "start": told(port="29501")},
+      {**RUNS, "start": told(port="29501")}], [[0, 1], [2, 3]]),
+    ([{**RUNS, "start": SOME}, {**RUNS, "start": SOME},
+      {**RUNS, "start": ["8e", *SOME[1:]]},
+      {**RUNS, "start": ["8e", *SOME[1:]]}], [[0, 1], [2, 3]]),
+    # in two containers, each with its own network: the same loopback address
+    ([{**RUNS, "start": SOME}, {**RUNS, "start": SOME},
+      {**RUNS, "start": SOME, "network": "net:[2]", "space": "2"},
+      {**RUNS, "start": SOME, "network": "net:[2]", "space": "2"}],
+     [[0, 1], [2, 3]]),
+    # two that mpiexec, or mp.spawn, has started: nobody told them a port
+    ([{**RUNS, "start": [None] * 8}, {**RUNS, "start": [None] * 8},
+      {**RUNS, "start": [None] * 8, "parent": 8},
+      {**RUNS, "start": [None] * 8, "parent": 8}], [[0, 1], [2, 3]]),
+    # one job whose nodes were told different ports, sizes, addresses
+    ([RUNS, {**RUNS, "start": told(port="29501", world_size="3"),
+             "parent": 8, "host": "node2"}], [[0, 1]]),
+    ([{**RUNS, "start": SOME}, {**RUNS, "start": SOME, "host": "node2"}],
+     [[0, 1]]),
+    # one job on two nodes, each with its own launcher
+    ([RUNS, {**RUNS, "parent": 8, "host": "node2"}], [[0, 1]]),
+    # ranks that are there twice: one port cannot be two jobs' at once
+    ([RUNS, RUNS, {**RUNS, "parent": 8, "began": 2},
+      {**RUNS, "parent": 8, "began": 2}], [[0, 1, 2, 3]]),
+    # what a rank's own script runs before it trains
+    ([{"joined": False}, {"joined": False}, {"began": 20, **RUNS},
+      {"began": 20, **RUNS}], [[0, 1, 2, 3]]),
+    # a loop of `RANK=... python train.py &` in one shell
+    ([{}, {}, {"began": 20}, {"began": 20}], [[0, 1], [2, 3]])])
+def test_which_ranks_are_of_one_job(changes, split):
+    records = [make_record(number % 2, **{"pid": number, **change})
+               for number, change in enumerate(changes)]
+    found = jobs.split(records)
+    assert [sorted(record["pid"] for record in job)
+            for job in found] == split
+
+
+def test_which_jobs_are_of_the_last_start():
+    """Those with its name, what still runs, and not a job's earlier attempt;
+    without a name, what was not over when the last one began.
+    """
+    old, new = [make_record(0, 1), make_record(1, 1)], [
+        make_record(0, 20, parent=8), make_record(1, 20, parent=8)]
+    assert jobs.choose([old, new]) == [new]
+    assert jobs.choose([[{**one, "token": "a"} for one in job]
+                        for job in (old, new)]) != [new]
+    other = [{**old[0], "token": "b"}], [{**new[0], "token": "a"}]
+    assert jobs.choose([*other]) == [other[1]]
+    other[0][0].update(RUNS)
+    assert jobs.choose([*other]) == [*other]
+    again = [make_record(0, 20, token="a", start=told(restart="1"))]
+    first = [make_record(0, token="a")]
+    assert jobs.choose([first, again]) == [again]
 
 
 def test_a_clock_that_is_set_back(monkeypatch):
@@ -655,7 +728,7 @@ def test_files_of_ones_own_are_no_evidence(text, tmp_path):
     for name in "eval-2026.json", "node1-7.json", "node1-7.exits":
         (tmp_path / name).write_text(text)
     os.mkfifo(tmp_path / "a-1.json")
-    with pytest.raises(UserError, match="no rank has begun"):
+    with pytest.raises(UserError, match="no rank has been seen"):
         command.why(str(tmp_path))
 
 
@@ -748,7 +821,9 @@ comm.reduce(1, MPI.SUM, 0)
         ("MPI.2", 1, "Barrier", [], 5, False, None),
         ("MPI", 3, "allgather", [], 6, False, None),
         ("MPI", 4, "reduce", [], 7, False, 0)]
-    assert {*map(str, (call["group"] for call in record["calls"]))} == {"[0]"}
+    assert record["groups"] == {"MPI": [0], "MPI.2": [0]}
+    assert [call["group"] for call in record["calls"]] == [
+        call["name"] for call in record["calls"]]
 
 
 def test_sigterm_leaves_a_stack(tmp_path):

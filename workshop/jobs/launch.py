@@ -20,7 +20,7 @@ from tempfile import gettempdir
 from backstage import ROOT
 from backstage.errors import UserError, require
 from rankcheck.errors import read_regular
-from rankcheck.why.start import make_folder, switch_on
+from rankcheck.why.start import begin, switch_on
 from workshop.jobs import interpreter
 from workshop.lesson import desk
 from workshop.stages import STAGES, find
@@ -184,7 +184,7 @@ def main(args):
           f"command   {shlex.join(command)}", sep="\n", flush=True)
     if args.dry:
         return
-    make_folder(env["RANKCHECK_WHY"])
+    env = begin(command, env)
     if place.scheduler == "SLURM" and command[0] == "srun":
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}
