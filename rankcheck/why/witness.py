@@ -329,13 +329,14 @@ class Witness:
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
             looks[self.look()] += 1
-        lines = {  # as `threading` knows them, without asking it
-            thread.native_id: [thread.name, calls.find_line(
-                self.look(thread.ident))]
-            for thread in list(threading._active.values())}
+        threads = [  # as `threading` knows them, without asking it
+            [thread.name, thread.native_id, self.look(thread.ident)]
+            for thread in list(threading._active.values())]
+        lines = {number: [name, calls.find_line(stack)]
+                 for name, number, stack in threads}
         after = proc.see_work(self.owner, but=self.thread)
         most = [(times, stack) for stack, times in looks.most_common(20)]
-        return {"looks": most,
+        return {"looks": most, "threads": threads,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
 
