@@ -6,6 +6,7 @@ Nothing here looks at the machine, so that the tests can hand in any evidence.
 import linecache
 import re
 import signal
+import sys
 import time
 from collections import defaultdict
 from functools import cached_property
@@ -80,11 +81,15 @@ class Rank:
         self.calls = [call for call in self.calls or ()
                       if not call["p2p"] and call["group"]]
         numbers, starts = defaultdict(int), defaultdict(int)
+        texts: dict[int, str] = {}  # of groups: that of a thousand is long
         for call in self.calls:  # a group that is made anew counts from 1
             name, number = call["name"], call["number"]
             starts[name] += number < numbers[name]
             numbers[name] = number
-            call["of"] = name, starts[name], tuple(call["group"])
+            group = call["group"]
+            if id(group) not in texts:  # calls share it, and its hash is kept
+                texts[id(group)] = sys.intern(str(group))
+            call["of"] = name, starts[name], texts[id(group)]
         # its last words, for example "Segmentation fault"; "" without any
         self.crash = "".join(re.findall("Fatal Python error: (.*)", last)[:1])
         self.runs = self.ending == "runs"
@@ -170,6 +175,14 @@ class Rank:
             return self.calls[-1]  # which its error has ended
         return found
 
+    @cached_property
+    def last_numbers(self) -> dict[tuple[str, int, str], int]:
+        """The largest number of its collectives, by the group they are of."""
+        last: dict[tuple[str, int, str], int] = {}
+        for call in self.calls:
+            last[call["of"]] = max(last.get(call["of"], -1), call["number"])
+        return last
+
     @property
     def computes(self):
         """Whether its main thread computed, read or wrote meanwhile."""
@@ -214,6 +227,7 @@ class Job:
 
     def __init__(self, ranks):
         self.ranks = Who(ranks)
+        self.awaited = {}  # of a rank, those for whom it waits
         self.by = defaultdict(Who)  # how they ended -> the ranks
         kills = defaultdict(int)  # a node's: not all of its ranks still count
         for rank in self.ranks:
@@ -251,6 +265,12 @@ class Job:
 
     def waits_for(self, rank):
         """Those for whom a rank waits, as the records say."""
+        if rank not in self.awaited:  # of a thousand, each is asked often
+            self.awaited[rank] = self.find_awaited(rank)
+        return self.awaited[rank]
+
+    def find_awaited(self, rank):
+        """What `waits_for` returns."""
         if rank.message:
             return self.those(lambda other: other.rank == rank.message["peer"]
                               and other is not rank)
@@ -259,9 +279,7 @@ class Job:
             lambda other: other.rank in call["group"] and other is not rank
             # what it wrote before says nothing of this collective
             and (other.written >= call["time"] or bool(other.ended))
-            and not any(its["of"] == call["of"]
-                        and its["number"] >= call["number"]
-                        for its in other.calls))
+            and other.last_numbers.get(call["of"], -1) < call["number"])
 
     @cached_property
     def left(self):
