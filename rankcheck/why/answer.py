@@ -36,6 +36,12 @@ class Answer:
         return any(rank.runs for rank in self.ranks)
 
     @property
+    def token(self) -> str | None:
+        """Which start it is of; None if it is not known."""
+        tokens = {getattr(rank, "token", None) for rank in self.ranks}
+        return next(iter(tokens - {None}), None)
+
+    @property
     def world_size(self) -> int | None:
         """As all of its ranks say; None if they do not agree."""
         sizes = {rank.world_size for rank in self.ranks}
@@ -52,12 +58,12 @@ def answer(ranks: list[Rank]) -> Answer:
     return Answer(ranks, judge(ranks))
 
 
-def order(answers: list[Answer]) -> list[Answer]:
-    """What matters most first: a proven fault, then what runs, then what
-    began last.
+def order(answers: list[Answer], last_start: str | None) -> list[Answer]:
+    """What matters most first: a proven fault, then what is of the last
+    start, then what runs, then what began last.
     """
     return sorted(reversed(answers), key=lambda one: (
-        not one.is_fault, not one.runs))
+        not one.is_fault, one.token != last_start, not one.runs))
 
 
 def join_ranks(numbers: list[int]) -> str:

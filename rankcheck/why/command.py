@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,12 @@ def main(args: Namespace, **options: Any) -> int:
     given = vars(args)
     try:
         if args.job == "run" and args.flags:
-            start.run(args.flags, on_hang=args.on_hang,
-                      hang_after=args.hang_after)
+            start_watcher = None
+            if args.on_hang is not None:
+                start_watcher = partial(
+                    hang.start_watcher, command=args.on_hang,
+                    seconds=args.hang_after)
+            start.run(args.flags, start_watcher)
         if given.get("on_hang") is not None:
             raise UserError("--on-hang belongs to a start: rankcheck why run "
                             "--on-hang COMMAND -- torchrun ...")
@@ -98,10 +104,11 @@ def why(target: str | None, **options: Any) -> int:
     folder = evidence.find(target, request.runs)
     starts = start.starts_of(folder)
     begun = starts[-1] if starts else None
-    command = begun.command if begun else []
+    commands = {one.token: one.command for one in starts}
     name = target or str(folder)
     if target is None and not request.as_json:
-        print(f"what was started last: {folder}", *command)
+        print(f"what was started last: {folder}",
+              *(begun.command if begun else ()))
     found = evidence.gather(folder)
     if not found.jobs or (begun and is_unseen(begun, found.jobs)):
         raise UserError(f"{name}: {evidence.say_begin(folder)}")
@@ -109,19 +116,21 @@ def why(target: str | None, **options: Any) -> int:
             rank.alive is not False and not rank.ended
             for ranks in found.jobs for rank in ranks):
         raise UserError(say_refused(folder, found))
-    answers = order([answer(ranks) for ranks in found.jobs])
+    answers = order([answer(ranks) for ranks in found.jobs],
+                    begun.token if begun else None)
     status = int(any(one.is_fault for one in answers))
     if request.as_json:
         first, *others = [to_json(one, request.stacks) for one in answers]
         print_document({
             "status": status, "folder": str(folder),
-            "command": command or None, **first, "other_jobs": others,
+            "command": commands.get(answers[0].token), **first,
+            "other_jobs": others,
             "slurm": evidence.ask_about(name)})
         return status
     if len(answers) == 1:
         print_answer(answers[0], request, folder)
     else:
-        print_all(answers, request, folder)
+        print_all(answers, request, folder, commands)
     if not all(one.runs for one in answers):
         print_outputs(starts, found.jobs)
     if answers[0].finding.kind in ("", "straggler"):
@@ -177,16 +186,23 @@ def find_place(request: Request, folder: Path) -> Path:
                 folder.parent)
 
 
-def print_all(answers: list[Answer], request: Request, folder: Path) -> None:
+def print_all(answers: list[Answer], request: Request, folder: Path,
+              commands: dict[str, list[str]]) -> None:
     """Of several jobs: in full those with a fault, those that run, and the
     last one; of the others a line.
+
+    commands: what each start has started, by its token.
     """
+    tokens = {one.token for one in answers}
     count = sum(one.runs for one in answers)
     print(f"{len(answers)} jobs were started here, {count} of them "
           f"{'runs' if count == 1 else 'run'}: what matters most is first")
     newest = max(answers, key=lambda one: one.ranks[0].began)
     for number, one in enumerate(answers, 1):
-        print(f"\njob {number} of {len(answers)}: {name_job(one)}")
+        name = name_job(one)
+        if len(tokens) > 1 and one.token in commands:
+            name += f", of {shlex.join(commands[one.token])}"
+        print(f"\njob {number} of {len(answers)}: {name}")
         if one.is_fault or one.runs or one is newest:
             print_answer(one, request, folder)
         else:

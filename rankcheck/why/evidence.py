@@ -261,8 +261,10 @@ def gather(folder: Path) -> Evidence:
     records = add_exits(folder, of_this_job(records))
     for record in records:
         record["alive"] = lives(record)
+    starts = start.starts_of(folder)
+    last = starts[-1].token if starts else None
     found = [make_ranks(folder, job, question)
-             for job in jobs.choose(jobs.split(records))]
+             for job in jobs.choose(jobs.split(records), last)]
     return Evidence(found, refused)
 
 

@@ -29,15 +29,15 @@ POLL = 5  # seconds between two looks at what the ranks have written
 LOG = "on-hang-{}.log"  # what the command prints; it is there once it began
 
 
-def start_watcher(folder: Path, command: str, seconds: float,
-                  env: Mapping[str, str]) -> None:
+def start_watcher(folder: Path, env: Mapping[str, str], command: str,
+                  seconds: float) -> None:
     """Start a process that runs a command when the ranks hang.
 
     Args:
         folder: where the ranks write.
+        env: the variables of the command, those of who calls.
         command: for a shell; {} is the folder.
         seconds: how long no rank has made progress then.
-        env: the variables of the command, those of who calls.
 
     Raises:
         UserError: if this process would be the watcher's parent, or if the

@@ -161,15 +161,19 @@ def is_followed(job: list[Record], later: list[Record]) -> bool:
     return bool(same) and attempts[0] != attempts[1] and is_before(job, later)
 
 
-def choose(jobs: list[list[Record]]) -> list[list[Record]]:
-    """Those of the last start, and those that may still run.
+def choose(jobs: list[list[Record]],
+           last_start: str | None = None) -> list[list[Record]]:
+    """Those of the last start, and those that were not over when its last job
+    began: a folder may be used again.
 
-    What has no start's name is of the last start if it was not over when the
-    last job began: a folder may be used again.
+    Args:
+        jobs: those that began first are first.
+        last_start: the token of the last start; None if it is not known.
     """
     if not jobs:
         return []
-    newest = jobs[-1]
+    newest = [jobs[-1], *(job for job in jobs if last_start is not None
+                          and has_token(job, last_start))][-1]
     tokens = {record.get("token") for record in newest} - {None}
     found = []
     for job in jobs:
@@ -179,3 +183,7 @@ def choose(jobs: list[list[Record]]) -> list[list[Record]]:
         if job is newest or same or not is_before(job, newest):
             found.append(job)
     return found
+
+
+def has_token(job: list[Record], token: str) -> bool:
+    return any(record.get("token") == token for record in job)

@@ -153,7 +153,8 @@ def report(job):
                 f"{job.first.world_size}; {job.meeting:has} waited in "
                 f"init_process_group for {job.meeting[0].still:.0f} s")
     elif len(job.by["done"]) == len(job.ranks):
-        text = f"all ranks have ended {with_status(job.ranks)}"
+        who = f"{job.ranks:has}" if unseen else "all ranks have"
+        text = f"{who} ended {with_status(job.ranks)}"
     elif all(rank.runs and not rank.mute and rank.still < SOON
              for rank in job.ranks):
         text = f"no rank has stood still for {SOON} s"

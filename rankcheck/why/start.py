@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -237,14 +237,15 @@ def begin(command: Sequence[str], env: dict[str, str],
     return {**env, START: start.token}
 
 
-def run(command: Sequence[str], on_hang: str | None = None,
-        hang_after: float = 0) -> None:
+def run(command: Sequence[str],
+        start_watcher: Callable[[Path, Mapping[str, str]], None] | None = None
+        ) -> None:
     """Become this command, in a folder that its ranks write to.
 
     Args:
         command: what to start.
-        on_hang: a command to run if no rank makes progress.
-        hang_after: for how long it makes none then, in seconds.
+        start_watcher: called before, with the folder and the variables that
+            this process was given.
     """
     given = without_ours(os.environ)
     env = switch_on(given)
@@ -252,10 +253,8 @@ def run(command: Sequence[str], on_hang: str | None = None,
     sys.stdout.flush()
     print(line, end="", file=sys.stderr, flush=True)
     env = begin(command, env, find_position() - len(line.encode()))
-    if on_hang is not None:
-        from rankcheck.why import hang  # which reads evidence: not needed else
-
-        hang.start_watcher(Path(env[FOLDER]), on_hang, hang_after, given)
+    if start_watcher is not None:
+        start_watcher(Path(env[FOLDER]), given)
     # as Python has found them, as a rule: it ignores these itself
     for number in signal.SIGPIPE, signal.SIGXFSZ:
         signal.signal(number, signal.SIG_DFL)

@@ -484,6 +484,8 @@ def test_which_jobs_are_of_the_last_start():
     assert jobs.choose([*other]) == [other[1]]
     other[0][0].update(RUNS)
     assert jobs.choose([*other]) == [*other]
+    # the last start's rank has ended before another's began
+    assert jobs.choose([*other[::-1]], "a") == [*other[::-1]]
     again = [make_record(0, 20, token="a", start=told(restart="1"))]
     first = [make_record(0, token="a")]
     assert jobs.choose([first, again]) == [again]

@@ -274,3 +274,32 @@ time.sleep(60)
     stacks = {name: stack for name, _, stack in rank.threads}
     assert [2, "save"] not in stacks["MainThread"]
     assert any(frame[1:] == [3, "save"] for frame in stacks["saver"])
+
+
+def test_two_starts_at_once_in_one_folder(tmp_path):
+    """By RANKCHECK_WHY: each is answered, with its own command and output."""
+    jobs = []
+    for number, text in enumerate(("1 / 0", "missing")):
+        code = (f"import os, time; open('{number}', 'w').close()\n"
+                f"while not os.path.exists('{1 - number}'): time.sleep(.1)\n"
+                f"{text}")
+        with open(tmp_path / f"log{number}", "w") as log:
+            jobs.append(subprocess.Popen(
+                [sys.executable, "-m", "rankcheck", "why", "run", "--",
+                 sys.executable, "-c", code], cwd=tmp_path, stdout=log,
+                stderr=log, env={
+                    **os.environ, "HOME": str(tmp_path), "RANK": "0",
+                    "MASTER_PORT": f"2950{number}", "WORLD_SIZE": "1",
+                    "PYTHONPATH": str(ROOT), "RANKCHECK_WHY": "why"}))
+    assert [job.wait(60) for job in jobs] == [1, 1]
+    status, out, _ = ask(tmp_path, "why", home=tmp_path)
+    assert status == 1 and out.startswith("2 jobs were started here, 0 of")
+    answers = out.split("\njob ")[1:]
+    for port, error in (("29500", "ZeroDivisionError"),
+                        ("29501", "NameError")):
+        found, = [one for one in answers if f"MASTER_PORT {port}" in one]
+        assert f"with {error}: " in found.partition("\n  its output")[0]
+    status, out, _ = ask(tmp_path, "why", "--json", home=tmp_path)
+    document = json.loads(out)
+    other, = document["other_jobs"]
+    assert document["kind"] == other["kind"] == "a rank ended"
