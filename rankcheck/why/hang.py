@@ -85,9 +85,8 @@ def become_watcher(job: int, owner: int, middle: int, writer: int,
         os.write(writer, b"ready")
         for number in range(3):  # also who reads the job's output waits not
             os.dup2(nowhere, number)
-        kept = sorted({job, 3, 1 << 16})
-        for low, high in zip([2, *kept], kept):
-            os.closerange(low + 1, high)
+        os.closerange(3, job)
+        os.closerange(job + 1, 1 << 16)
         for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
         watch(job, *task)

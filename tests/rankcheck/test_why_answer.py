@@ -166,7 +166,8 @@ def start_job(folder, command, work, seconds):
         return subprocess.Popen(
             [sys.executable, "-m", "rankcheck", "why", "run", "--on-hang",
              command, "--hang-after", str(seconds), "--", sys.executable, "-u",
-             script], cwd=folder, stdout=log, stderr=log, env={
+             script], cwd=folder, stdout=log, stderr=log,
+            pass_fds=[log.fileno()], env={
                  **os.environ, "HOME": str(folder), "RANK": "0",
                  "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)})
 
@@ -202,6 +203,9 @@ def test_a_watcher_ends_with_its_job(end, tmp_path):
         wait_for(lambda: {*find_watchers(tmp_path)} - {job.pid}, 60)
         wait_for(lambda: "no child" in (tmp_path / "log").read_text(), 60)
         watcher, = find_watchers(tmp_path)  # it alone: the job is a script
+        opened = {os.path.basename(os.readlink(f"/proc/{watcher}/fd/{name}"))
+                  for name in proc.list_folder(f"/proc/{watcher}/fd")}
+        assert opened == {"null", "anon_inode:[pidfd]"}
         assert int(proc.read_stat(watcher)[1]) != job.pid
         if end == "SIGKILL":
             os.kill(job.pid, signal.SIGKILL)
