@@ -1,16 +1,21 @@
 """rankcheck why [RUN|JOBID]: what is wrong, and what to do."""
 
+from __future__ import annotations
+
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 from rankcheck.errors import UserError
 from rankcheck.why import evidence
 from rankcheck.why.judge import judge
-from rankcheck.why.ranks import is_waiting
+from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
 from rankcheck.why.start import run
 from rankcheck.why.witness import BEGIN
+
+BETWEEN = 5  # seconds between two looks
 
 
 def add_arguments(parser):
@@ -50,7 +55,7 @@ def why(target, runs=Path("runs"), describe_run=lambda folder: "",
     ranks = evidence.collect(folder)
     if not ranks:  # then only the start can say something
         raise UserError(f"{target}: {evidence.say_begin(folder)}")
-    answer = judge(ranks)
+    answer = judge(ranks, lambda: look_again(folder))
     print(f"{answer.kind or 'no fault is proven'}: {answer.text}")
     if answer.advice:
         print(f"{'try' if answer.kind else 'look'}: {answer.advice}")
@@ -77,6 +82,12 @@ def why(target, runs=Path("runs"), describe_run=lambda folder: "",
     return int(answer.verdict == "FAIL")
 
 
+def look_again(folder: Path) -> list[Rank]:
+    """The ranks, some seconds after the first look."""
+    time.sleep(BETWEEN)
+    return evidence.collect(folder)
+
+
 def print_times(rank, most=4):
     """The lines of the script that the rank spends its time in.
 
@@ -85,7 +96,7 @@ def print_times(rank, most=4):
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
         lines[f"{rank.find_place(stack)}" + " (waits for other ranks)"
-              * bool(is_waiting(stack))] += times
+              * bool(rank.sources.find_wait(stack))] += times
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
               "two seconds:")

@@ -17,6 +17,8 @@ thread it reads lines and instructions. Even reading a frame's locals would
 keep objects alive after `del`.
 """
 
+from __future__ import annotations
+
 import _thread
 import atexit
 import collections
@@ -34,7 +36,7 @@ import time
 import traceback
 from pathlib import Path
 
-from . import calls, launchers, proc
+from . import calls, launchers, proc, sources
 from .launchers import find_error, find_rank
 
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
@@ -46,6 +48,7 @@ POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
 LOOKS = 40  # at where the time goes
 PLACES = 10000  # of a loop, at most
+DEEP = 60  # frames of a thread, at most
 ROOM = 1 << 16  # bytes, for how a process ends
 HIGH = 100  # from here on are the numbers of our open files
 # What is the same for all ranks at a start, and another at the next
@@ -257,9 +260,14 @@ class Witness:
         self.thread = threading.get_native_id()
         self.asked, wait = proc.read_text(self.ask), STILL
         self.write()
-        now = time.monotonic()
+        now, first_at_end = time.monotonic(), False
         while self.ended is None:
             time.sleep(POLL)
+            if not first_at_end and (calls.find_torch() or calls.mpi_calls):
+                # before torch's own handlers, and those of the script that
+                # were there before: they may wait for other ranks
+                atexit.register(self.note_end)
+                first_at_end = True
             self.find_script()
             before, now = now, time.monotonic()
             if self.has_moved():
@@ -320,15 +328,37 @@ class Witness:
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
             looks[self.look()] += 1
+        owners, known = calls.find_sources(), list(threading._active.values())
         lines = {  # as `threading` knows them, without asking it
-            thread.native_id: [thread.name, calls.find_line(
-                self.look(thread.ident))]
-            for thread in list(threading._active.values())}
+            thread.native_id: [thread.name, owners.find_line(
+                self.look(thread.ident))] for thread in known}
+        threads = self.look_at_threads({
+            thread.ident: thread.name for thread in known})
         after = proc.see_work(self.owner, but=self.thread)
         most = [(times, stack) for stack, times in looks.most_common(20)]
-        return {"looks": most,
+        return {"looks": most, "threads": threads,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
+
+    def look_at_threads(self, names: dict[int, str]) -> list:
+        """[[their names], their stack] of all threads that run Python, but
+        for the main one and ours; those with the same stack together.
+
+        Args:
+            names: {the identity of a thread: its name}, of some.
+        """
+        threads = {}
+        for ident in list(sys._current_frames()):
+            if ident not in (threading.main_thread().ident,
+                             _thread.get_ident()):
+                name = names.get(ident, "?")
+                threads.setdefault(self.look(ident), []).append(name)
+        return [[same, stack[-DEEP:]] for stack, same in threads.items()]
+
+    def find_callee(self) -> str | None:
+        """What the main thread's innermost frame is calling, or None."""
+        frame = next(self.frames(), None)
+        return frame and sources.find_callee(frame)
 
     def write(self, lines=False):
         """lines: also where the time goes, and the collectives' lines."""
@@ -342,6 +372,9 @@ class Witness:
             "written": time.time(), "still": self.still, "over": self.over,
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
+            "callee": self.find_callee() if self.thread else None,
+            "folders": sources.find_folders(),
+            "switched_off": calls.find_switched_off(),
             "answers": self.thread is not None,
             "asked": self.asked[-1000:],  # the last questions
             "state": proc.read_state(self.owner),
@@ -390,9 +423,20 @@ def chain(error):
     """An error, and those before it that led to it: these first."""
     found = [error]
     while found[0] is not None and found[0] not in found[1:]:
-        found.insert(0, found[0].__cause__ or (
-            None if found[0].__suppress_context__ else found[0].__context__))
+        found.insert(0, find_earlier(found[0]))
     return found[1:]
+
+
+def find_earlier(error: BaseException) -> BaseException | None:
+    """The error that led to this one; of a group, the first one inside."""
+    inside = getattr(error, "exceptions", None)
+    # as a backport for older Pythons calls it, too
+    if inside and any(kind.__name__ == "BaseExceptionGroup"
+                      for kind in type(error).__mro__):
+        return inside[0]
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
 
 
 def stack_of(error):

@@ -44,7 +44,7 @@ from workshop.results import speed
 
 
 def answer(folder):
-    return judge(collect(folder))
+    return judge(collect(folder), lambda: collect(folder))
 
 
 EVIDENCE = Path(__file__).with_name("why_evidence")
@@ -58,7 +58,8 @@ JOBS = [  # its name, the fault, who is to blame, words of the answer
 def test_what_is_said_of_a_job(job, fault, blamed, words):
     """Of what its ranks had written; see why_cases.py."""
     text = (EVIDENCE / f"{job}.jsonl").read_text()
-    found = judge([Rank(*json.loads(line)) for line in text.splitlines()])
+    ranks = [Rank(*json.loads(line)) for line in text.splitlines()]
+    found = judge(ranks, lambda: ranks)
     check(found, fault, blamed, words)
     assert found.verdict == ("FAIL" if fault else "ok")
 

@@ -395,8 +395,8 @@ def keep_evidence(folder, file, most=4):
     """
     lines = []
     for rank in collect(Path(folder)):
-        record = {name: value for name, value in vars(rank).items()
-                  if name not in ("alive", "fresh", "last", "looks")}
+        record = {name: value for name, value in rank.record.items()
+                  if name != "looks"}
         record["calls"] = [
             {name: value for name, value in call.items() if name != "of"}
             for call in rank.calls[-int(most):]]
