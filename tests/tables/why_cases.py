@@ -406,7 +406,8 @@ def keep_evidence(folder, file, most=4):
     for mine, name in (
             *((folder, "/home/me") for folder in sorted({
                 str(Path(file).parent) for file in re.findall(
-                    r'"(/[^"]*\.py)", \d+, "<module>"', text)}, key=len)),
+                    r'"(/[^"]*\.py)", \d+, "<module>"', text)
+                if not file.startswith(sys.prefix)}, key=len)),
             (sys.prefix, "/venv"), (str(ROOT), "/clone"),
             (f'"{socket.gethostname()}"', '"node1"')):
         text = text.replace(mine, name)
