@@ -171,10 +171,15 @@ def other_calls(job):
                 usual = mode(values.values())
                 odd, even = (Who(rank for rank in values if (
                     values[rank] == usual) == same) for same in (False, True))
-                return [rank for rank in job.ranks if rank.rank in odd], (
+                who = job.those(lambda rank, odd=odd: rank.rank in odd)
+                handled = [
+                    f"; rank {rank.rank} {seen.describe_handled(rank)}"
+                    for rank in job.ranks if rank.handles]
+                return who, (
                     f"collective {calls[odd[0]]['number']} is "
                     f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
-                    f"{seen.describe_call(calls[even[0]])} on {even}")
+                    f"{seen.describe_call(calls[even[0]])} on {even}"
+                    + "".join(handled))
 
 
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
@@ -201,8 +206,14 @@ def find_cycle(waits: dict[Rank, list[Rank]]) -> list[Rank]:
     Args:
         waits: {rank: those for whom it waits}.
     """
-    cycles = [find_way_back(first, waits) for first in waits]
-    return min(filter(None, cycles), key=len, default=[])
+    shortest: list[Rank] = []
+    for first in waits:
+        cycle = find_way_back(first, waits)
+        if cycle and (not shortest or len(cycle) < len(shortest)):
+            shortest = cycle
+        if len(shortest) == 2:
+            break  # there is no shorter one
+    return shortest
 
 
 def find_way_back(first: Rank, waits: dict[Rank, list[Rank]]) -> list[Rank]:

@@ -91,7 +91,8 @@ class Rank:
     still, oom_kills, state, library, message = 0, 0, "?", "", None
     over, joined, mpi, launched = False, False, False, True
     # None: it was written before these were recorded
-    folders, threads, callee, switched_off = None, None, None, ""
+    folders, threads, callee, handles = None, None, None, None
+    switched_off = ""
 
     def __init__(self, record, alive=None, fresh=False, last=""):
         vars(self).update(record, record=record)
@@ -116,11 +117,11 @@ class Rank:
             self.stack = self.ended["stack"]
         elif last and not self.runs:
             self.stack = self.find_last_stack() or self.stack
-        if self.stack is not stack:
-            self.callee = None  # it was of the stack when it last wrote
-            # then its collectives may have ended since
-            self.went_on = bool(stack) and not self.ended and (
-                self.find_place(stack) != self.find_place(self.stack))
+        if self.find_place(stack) != self.find_place(self.stack):
+            # these were of the stack when it last wrote; its collectives
+            # may have ended since, unless it has written them at its end
+            self.callee = self.handles = None
+            self.went_on = bool(stack) and not self.ended
         self.place = self.find_place(self.stack)
         self.meets = self.inside("init_process_group|rendezvous|"
                                  "create_c10d_store")
@@ -207,6 +208,15 @@ class Rank:
                 TIMED_OUT.search(self.ended["message"])):
             return [self.calls[-1]]  # which its error has ended
         return found[::-1]
+
+    @cached_property
+    def reached(self) -> dict[tuple, int]:
+        """The number of its last collective in each group."""
+        found: dict[tuple, int] = {}
+        for call in self.calls:
+            found[call["of"]] = max(
+                call["number"], found.get(call["of"], -1))
+        return found
 
     @cached_property
     def awaited(self) -> list[dict]:
@@ -358,6 +368,7 @@ class Job:
 
     def __init__(self, ranks):
         self.ranks = Who(ranks)
+        self.known_waits: dict[Rank, Who] = {}
         self.by = defaultdict(Who)  # how they ended -> the ranks
         kills = defaultdict(int)  # a node's: not all of its ranks still count
         for rank in self.ranks:
@@ -402,8 +413,13 @@ class Job:
         return Who(rank for rank in self.meeting
                    if rank.still >= SOON and rank.answer)
 
-    def waits_for(self, rank):
+    def waits_for(self, rank: Rank) -> Who:
         """Those for whom a rank waits, as the records say."""
+        if rank not in self.known_waits:
+            self.known_waits[rank] = self.find_awaited(rank)
+        return self.known_waits[rank]
+
+    def find_awaited(self, rank: Rank) -> Who:
         if rank.message:
             return self.those(lambda other: other.rank == rank.message["peer"]
                               and other is not rank)
@@ -434,9 +450,7 @@ def is_missing(rank: Rank, call: dict) -> bool:
     return rank.rank in call["group"] and (
         # what it wrote before says nothing of this collective
         rank.written >= call["time"] or bool(rank.ended)
-        ) and not any(its["of"] == call["of"]
-                      and its["number"] >= call["number"]
-                      for its in rank.calls)
+        ) and rank.reached.get(call["of"], -1) < call["number"]
 
 
 def find_frames(text):

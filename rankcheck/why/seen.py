@@ -109,6 +109,8 @@ def describe(rank):
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
     words = [where + since + ", after the end of its script" * rank.over]
+    if rank.handles:
+        words.append(describe_handled(rank))
     works, idle = describe_work(rank)
     if works:
         words.append("works: " + ", ".join(works))
@@ -141,6 +143,14 @@ def describe_waiting_threads(rank: Rank) -> list[str]:
     return found
 
 
+def describe_handled(rank: Rank) -> str:
+    """The error which led to where it is, in `except` or `finally`."""
+    if not rank.handles:
+        return ""
+    error, stack = rank.handles
+    return f"handles {error}, raised in {rank.find_place(stack)}"
+
+
 def describe_kill(rank: Rank) -> str:
     """Where a signal met it, or when it was seen last."""
     if not (rank.crash or rank.aborted):
@@ -153,7 +163,7 @@ def describe_kill(rank: Rank) -> str:
     caller = rank.find_place(find_frames(main_thread(rank.last))[::-1])
     if caller[:2] != rank.place[:2] and caller.line and (
             rank.sources.owner(caller.file) == SCRIPT):
-        words += f"; its thread in {caller} did so"
+        words += f"; a thread of its own called abort() in {caller}"
     return words
 
 

@@ -373,6 +373,7 @@ class Witness:
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
             "callee": self.find_callee() if self.thread else None,
+            "handles": find_handled() if self.thread else None,
             "folders": sources.find_folders(),
             "switched_off": calls.find_switched_off(),
             "answers": self.thread is not None,
@@ -437,6 +438,17 @@ def find_earlier(error: BaseException) -> BaseException | None:
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
+
+
+def find_handled() -> list | None:
+    """[the name, the stack] of the error that the main thread is handling,
+    as in `finally` or `except`; None without one, or before Python 3.10.
+    """
+    handled = getattr(sys, "_current_exceptions", dict)().get(
+        threading.main_thread().ident)
+    if isinstance(handled, tuple):  # before Python 3.12
+        handled = handled[1]
+    return handled and [type(handled).__name__, stack_of(handled)[-20:]]
 
 
 def stack_of(error):

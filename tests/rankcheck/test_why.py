@@ -856,6 +856,16 @@ def test_a_deadlock_takes_two_looks():
     assert judge(later, lambda: later).kind == "each waits for the other"
 
 
+def test_an_error_that_a_rank_handles():
+    """In `finally` it calls a collective that the others do not call."""
+    ranks = read_ranks("finally_barrier")
+    ranks[1].handles = ["KeyError", [["/home/me/data.py", 6, "read"]]]
+    found = judge(ranks)
+    assert found.kind == "different collectives"
+    assert "; rank 1 handles KeyError, raised in line 6 of data" in found.text
+    assert "; handles KeyError, raised in line 6" in describe(ranks[1])
+
+
 @pytest.mark.parametrize(("written", "kind"), [
     (9, "no record of an end"), (30, "")])
 def test_who_wrote_after_others_had_lost_it(written, kind):
