@@ -2,6 +2,8 @@
 (witness.py), what the system says of them now, and SLURM's word.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -37,8 +39,10 @@ def find(target, runs):
     require(is_job or Path(target).is_dir(), f"{target}: no such folder: name "
             "a run's folder, or a job's id")
     places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
-    require(places, f"{target}: no run in {runs} has this number: name the "
-            "folder that the job's output names")
+    require(places or find_starts_of(number), f"{target}: no run in {runs} "
+            "has this number, nor a start in the cache: name the folder that "
+            "the job's output names")
+    places = places or find_starts_of(number)
     files = [file for place in places for inside in ("", "why/", "why/*/")
              for name in ("*-[0-9]*.json", witness.BEGIN)
              for file in place.glob(inside + name)]
@@ -47,6 +51,18 @@ def find(target, runs):
             f"last; if nothing was watched, {HOW}; while it runs, `py-spy "
             "dump --subprocesses --pid PID` shows the lines of its processes")
     return max(files, key=lambda file: file.stat().st_mtime).parent
+
+
+def find_starts_of(number: str) -> list[Path]:
+    """The folders of `why run` of which a rank was in this job of SLURM's."""
+    place, found = witness.STARTS.index("SLURM_JOB_ID"), []
+    for folder in sorted(STARTS.glob("*/")):
+        for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
+            told = read_json(file).get("start") or []
+            if told[place:place + 1] == [number]:
+                found.append(folder)
+                break
+    return found
 
 
 def ask_about(target):
@@ -117,6 +133,7 @@ def collect(folder):
                 for record in records):
             time.sleep(0.5)
             records = read(folder)
+    nested = find_nested(records)
     records = add_exits(folder, of_last_start(of_this_job(records)))
     # a process without a number may have started those that have one; else it
     # is no rank of several
@@ -133,6 +150,10 @@ def collect(folder):
         stack = folder / f"{record['host']}-{record['pid']}.stack"
         fresh = not record["answers"] or question in record["asked"]
         ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
+        ranks[-1].nested = [
+            Rank(one, True, question in one["asked"]) for one in nested
+            if (one["host"], one["starter"]) == (
+                record["host"], str(record["pid"]))]
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
     ranks.sort(key=lambda rank: rank.claim)
@@ -148,6 +169,13 @@ def of_this_job(records):
               if record["joined"]}
     return [one for one in records if (one["host"], one.get("starter"))
             not in joined - {(one["host"], str(one["pid"]))}]
+
+
+def find_nested(records):
+    """Those that `of_this_job` leaves out and that live, by their rank."""
+    kept = of_this_job(records)
+    return sorted((one for one in records if one not in kept and lives(one)
+                   and not one["ended"]), key=lambda one: one["rank"] or 0)
 
 
 def of_last_start(records):

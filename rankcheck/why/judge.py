@@ -322,7 +322,7 @@ def ended_early(job):
             for rank in job.by["done"]}
     who = Who(rank for rank in left if left[rank])
     return who and (who, f"{who} ended {seen.with_status(who)}, and left "
-                    f"{left[who[0]]} waiting in {left[who[0]][0].place}")
+                    f"{left[who[0]]} waiting {seen.say_places(left[who[0]])}")
 
 
 def may_follow(other: Rank, rank: Rank) -> bool:

@@ -85,6 +85,7 @@ class Rank:
     """
 
     looks, work = (), ()
+    nested = ()  # the ranks of a job that it has started itself
     answer = None  # at rank 0's address: "" or the problem, if it has tried
     # what a rank that only its launcher has seen has not written
     calls, stack, connecting, master = (), (), (), (None, None)

@@ -124,6 +124,9 @@ def describe(rank):
                      f"{rank.pending['number']}, has not ended")
     if not rank.waits:
         words += describe_waiting_threads(rank)
+    if rank.nested:
+        words.append("in the job that it has started itself, "
+                     f"{describe_each(rank.nested)}")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
     elif rank.answer and rank.meets:
@@ -203,6 +206,16 @@ def describe_each(ranks):
                      for verb, more in [words.split(" ", 1)])
 
 
+def say_places(ranks: list[Rank]) -> str:
+    """In which line they are, or in which lines who of them is."""
+    places: dict[Place, Who] = defaultdict(Who)
+    for rank in ranks:
+        places[rank.place].append(rank)
+    if len(places) == 1:
+        return f"in {ranks[0].place}"
+    return " and ".join(f"{who} in {place}" for place, who in places.items())
+
+
 def report(job):
     """What is seen of them, where no fault is proven."""
     awaited = job.those(lambda rank: not rank.waits and any(
@@ -216,7 +229,7 @@ def report(job):
                         - {rank.rank for rank in job.ranks}))
     if others and not job.by["lost"]:
         text = (f"{describe_each(awaited)}; {others:waits} for "
-                f"{'them' if awaited[1:] else 'it'}, in {others[0].place}")
+                f"{'them' if awaited[1:] else 'it'}, {say_places(others)}")
     elif ended and not job.by["lost"]:
         text = (f"{describe_each(awaited)}; {ended:was} aborted, as by a "
                 f"watchdog, while waiting for "

@@ -1054,6 +1054,19 @@ def test_a_job_by_its_number(tmp_path):
         evidence.find("471100000", tmp_path)
 
 
+def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
+    """As `why run` in a batch script, without a folder of runs."""
+    monkeypatch.setattr(evidence, "STARTS", tmp_path)
+    for name, job in (("20260101-1", "4710"), ("20260101-2", "4711"),
+                      ("20260101-3", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "node1-7.json").write_text(json.dumps({
+            "format": witness.FORMAT, "start": [None, None, job, "0"]}))
+    assert evidence.find("4711", tmp_path / "runs").name == "20260101-2"
+    with pytest.raises(UserError, match="nor a start in the cache"):
+        evidence.find("4712", tmp_path / "runs")
+
+
 def test_the_page_has_a_row_for_each_fault():
     """In the rules' own words."""
     table = "".join(f"| {sign} | {fault}: {find.__doc__} | {advice} |\n"
