@@ -125,8 +125,8 @@ def describe(rank):
     if not rank.waits:
         words += describe_waiting_threads(rank)
     if rank.nested:
-        words.append("in the job that it has started itself, "
-                     f"{describe_each(rank.nested)}")
+        words.append("the ranks of a job that it has started: "
+                     f"[{describe_each(rank.nested)}]")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
     elif rank.answer and rank.meets:
