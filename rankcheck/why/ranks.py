@@ -266,12 +266,17 @@ class Rank:
         if owner == GENERATED or self.folders is None:
             return True
         if owner == PYTHON:  # it may wait for a thread of its own
-            return any(self.sources.find_wait(stack)
-                       for _, stack in self.threads or ())
+            return any(map(self.sources.find_wait, self.other_stacks))
         if self.callee is None:  # an older Python does not tell
             return bool(MAY_WAIT_TEXT.search(str(self.place)))
         return bool(MAY_WAIT.search(self.callee)) and (
             not NO_COLLECTIVE.search(self.callee))
+
+    @property
+    def other_stacks(self) -> list:
+        """The stacks of its other threads."""
+        return [stack for _, number, stack in self.threads or ()
+                if number != self.pid]
 
     @property
     def is_blocked(self) -> bool:
@@ -281,8 +286,7 @@ class Rank:
         if not self.runs or self.mute or not self.waits:
             return False
         if self.still < SOON or self.helpers or any(
-                self.sources.uses_collectives(stack)
-                for _, stack in self.threads or ()):
+                map(self.sources.uses_collectives, self.other_stacks)):
             return False
         if self.threads is None and not self.work:
             return False  # nobody has looked at its threads

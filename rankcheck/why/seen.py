@@ -137,12 +137,13 @@ def describe(rank):
 def describe_waiting_threads(rank: Rank) -> list[str]:
     """Its threads that wait for other ranks, while its main one does not."""
     found = []
-    for names, stack in rank.threads or ():
-        if wait := rank.sources.find_wait(stack):
+    for name, number, stack in rank.threads or ():
+        wait = rank.sources.find_wait(stack)
+        if wait and number != rank.pid:
             place, words = rank.find_place(stack), ""
             if rank.sources.owner(place.file) in NAMED:
                 words = f", in {place}"
-            found.append(f"its thread {names[0]} waits in {wait}{words}")
+            found.append(f"its thread {name} waits in {wait}{words}")
     return found
 
 

@@ -48,7 +48,6 @@ POLL = 2  # seconds between two looks
 STILL = 20  # seconds without a move, after which it is written down
 LOOKS = 40  # at where the time goes
 PLACES = 10000  # of a loop, at most
-DEEP = 60  # frames of a thread, at most
 ROOM = 1 << 16  # bytes, for how a process ends
 HIGH = 100  # from here on are the numbers of our open files
 # What is the same for all ranks at a start, and another at the next
@@ -328,32 +327,27 @@ class Witness:
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
             looks[self.look()] += 1
-        owners, known = calls.find_sources(), list(threading._active.values())
-        lines = {  # as `threading` knows them, without asking it
-            thread.native_id: [thread.name, owners.find_line(
-                self.look(thread.ident))] for thread in known}
-        threads = self.look_at_threads({
-            thread.ident: thread.name for thread in known})
+        owners, threads = calls.find_sources(), self.look_at_threads()
+        lines = {number: [name, owners.find_line(stack)]
+                 for name, number, stack in threads if number}
         after = proc.see_work(self.owner, but=self.thread)
         most = [(times, stack) for stack, times in looks.most_common(20)]
         return {"looks": most, "threads": threads,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
 
-    def look_at_threads(self, names: dict[int, str]) -> list:
-        """[[their names], their stack] of all threads that run Python, but
-        for the main one and ours; those with the same stack together.
-
-        Args:
-            names: {the identity of a thread: its name}, of some.
+    def look_at_threads(self) -> list:
+        """[name, native id, stack] of all threads that run Python, but ours;
+        `threading` may not know some: ["?", 0, stack].
         """
-        threads = {}
+        threads = []
+        known = {  # as `threading` knows them, without asking it
+            thread.ident: [thread.name, thread.native_id]
+            for thread in list(threading._active.values())}
         for ident in list(sys._current_frames()):
-            if ident not in (threading.main_thread().ident,
-                             _thread.get_ident()):
-                name = names.get(ident, "?")
-                threads.setdefault(self.look(ident), []).append(name)
-        return [[same, stack[-DEEP:]] for stack, same in threads.items()]
+            if ident != _thread.get_ident():
+                threads.append([*known.get(ident, ["?", 0]), self.look(ident)])
+        return threads
 
     def find_callee(self) -> str | None:
         """What the main thread's innermost frame is calling, or None."""

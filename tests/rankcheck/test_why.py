@@ -844,12 +844,12 @@ def test_a_deadlock_takes_two_looks():
     later = read_ranks("three_groups", stack=stack, callee="time.sleep")
     assert judge(ranks, lambda: later).kind == ""
     assert judge(later, lambda: later).kind == ""
-    saving = [[["Thread-1"], [[
+    saving = [["Thread-1", 7, [[
         f"{ranks[0].folders['torch']}/distributed/checkpoint/state_dict_"
         "saver.py", 9, "save"]]]]
     later = read_ranks("three_groups", threads=saving)
     assert judge(later, lambda: later).kind == ""
-    idle = [[["ThreadPoolExecutor-0_0"], [[
+    idle = [["ThreadPoolExecutor-0_0", 7, [[
         f"{ranks[0].folders['python']}/concurrent/futures/thread.py", 81,
         "_worker"]]]]
     later = read_ranks("three_groups", threads=idle)
