@@ -58,6 +58,8 @@ def judge(ranks: list[Rank],
             if look_again is None:
                 continue
             later = look_again()
+            if not later:
+                continue  # there is nothing to see any more
             if not is_same(answer, find(Job(later))):
                 return judge(later)
         if answer:
