@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 from rankcheck.errors import read_regular, require
-from rankcheck.why import proc, witness
+from rankcheck.why import proc, start, witness
 from rankcheck.why.ranks import Rank
-from rankcheck.why.start import STARTS
 
 ANSWER = 12  # seconds that the ranks have to answer
 HOW = "start it by `rankcheck why run -- COMMAND`"
@@ -31,7 +30,7 @@ def find(target, runs):
     the folder of the runs' folders.
     """
     if target is None:
-        starts = sorted(STARTS.glob("*/"))
+        starts = sorted(start.STARTS.glob("*/"))
         require(starts, f"nothing was watched yet: {HOW}")
         return starts[-1]
     number = target.partition(".")[0]  # PBS's jobs are 123.server
@@ -56,7 +55,7 @@ def find(target, runs):
 def find_starts_of(number: str) -> list[Path]:
     """The folders of `why run` of which a rank was in this job of SLURM's."""
     place, found = witness.STARTS.index("SLURM_JOB_ID"), []
-    for folder in sorted(STARTS.glob("*/")):
+    for folder in sorted(start.STARTS.glob("*/")):
         for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
             told = read_json(file).get("start") or []
             if told[place:place + 1] == [number]:

@@ -1056,7 +1056,7 @@ def test_a_job_by_its_number(tmp_path):
 
 def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
     """As `why run` in a batch script, without a folder of runs."""
-    monkeypatch.setattr(evidence, "STARTS", tmp_path)
+    monkeypatch.setattr(start, "STARTS", tmp_path)
     for name, job in (("20260101-1", "4710"), ("20260101-2", "4711"),
                       ("20260101-3", None)):
         (tmp_path / name).mkdir()
