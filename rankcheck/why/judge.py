@@ -265,7 +265,7 @@ def killed(job):
                       default=math.inf)
     # launchers send SIGKILL to those that do not end by themselves
     who = Who(rank for rank in who if rank.crash
-              or rank.ended["time"] < first_error + APART)
+              or rank.ended.get("time", 0) < first_error + APART)
     if {*who} <= {*job.aborted}:
         elsewhere = [rank for rank in job.ranks.without(job.left)
                      if rank.place.file != "?"]

@@ -118,11 +118,12 @@ class Rank:
             self.stack = self.ended["stack"]
         elif last and not self.runs:
             self.stack = self.find_last_stack() or self.stack
-        if self.find_place(stack) != self.find_place(self.stack):
+        if self.find_place(stack)[1:] != self.find_place(self.stack)[1:]:
             # these were of the stack when it last wrote; its collectives
             # may have ended since, unless it has written them at its end
             self.callee = self.handles = None
-            self.went_on = bool(stack) and not self.ended
+            self.went_on = bool(stack) and not (
+                self.ended and not self.ended.get("told"))
         self.place = self.find_place(self.stack)
         self.meets = self.inside("init_process_group|rendezvous|"
                                  "create_c10d_store")
@@ -242,6 +243,8 @@ class Rank:
         """The collective in which it is, or else the first that it has begun
         and that has not ended; or None.
         """
+        if self.awaited and self.sources.is_in_collective(self.stack):
+            return self.awaited[-1]
         return next(iter([*self.awaited, *self.begun]), None)
 
     @property

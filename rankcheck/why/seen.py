@@ -48,7 +48,7 @@ def name_wait(rank: Rank) -> str:
         return rank.message["call"] + (
             "" if peer is None else f" for rank {peer}")
     if rank.awaited:
-        call = rank.awaited[-1]
+        call = rank.pending
         name = f"{call['call']}, collective {call['number']} of group "
         return name + describe_group(call, rank.world_size)
     if not rank.joined and rank.inside("init_process_group"):

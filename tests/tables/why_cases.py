@@ -53,7 +53,8 @@ GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason; also of what is
 # seen, where it is not proven.
-MORE = "a rank was killed|a rank ended(?=.*[Tt]runcate)"
+MORE = ("a rank was killed|aborted in another line"
+        "|a rank ended(?=.*[Tt]runcate)")
 FAULTS = {
     # gloo aborts a rank that gets more than it expects, MPI raises an error
     "skipped collective": (f"different collectives|{MORE}", "rank 1"),
