@@ -352,7 +352,7 @@ class Witness:
     def find_callee(self) -> str | None:
         """What the main thread's innermost frame is calling, or None."""
         frame = next(self.frames(), None)
-        return frame and sources.find_callee(frame)
+        return None if frame is None else sources.find_callee(frame)
 
     def write(self, lines=False):
         """lines: also where the time goes, and the collectives' lines."""
@@ -442,7 +442,9 @@ def find_handled() -> list | None:
         threading.main_thread().ident)
     if isinstance(handled, tuple):  # before Python 3.12
         handled = handled[1]
-    return handled and [type(handled).__name__, stack_of(handled)[-20:]]
+    if handled is None:
+        return None
+    return [type(handled).__name__, stack_of(handled)[-20:]]
 
 
 def stack_of(error):
