@@ -344,6 +344,8 @@ class Witness:
         known = {  # as `threading` knows them, without asking it
             thread.ident: [thread.name, thread.native_id]
             for thread in list(threading._active.values())}
+        # after a fork it has the number of another process there
+        known[threading.main_thread().ident] = ["MainThread", self.owner]
         for ident in list(sys._current_frames()):
             if ident != _thread.get_ident():
                 threads.append([*known.get(ident, ["?", 0]), self.look(ident)])
