@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rankcheck.findings import Finding
 from rankcheck.why.evidence import UNWATCHED
 from rankcheck.why.judge import judge
-from rankcheck.why.ranks import Rank, is_waiting
+from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
 
 HOSTS = 4  # named in a line
@@ -54,8 +55,9 @@ class Answer:
         return sorted({*range(self.world_size or 0)} - found)
 
 
-def answer(ranks: list[Rank]) -> Answer:
-    return Answer(ranks, judge(ranks))
+def answer(ranks: list[Rank],
+           look_again: Callable[[], list[Rank]] | None = None) -> Answer:
+    return Answer(ranks, judge(ranks, look_again))
 
 
 def order(answers: list[Answer], last_start: str | None) -> list[Answer]:
@@ -163,7 +165,7 @@ def describe_stacks(ranks: list[Rank]) -> list[str]:
     groups: dict[tuple[str, tuple[Any, ...]], list[Rank]] = defaultdict(list)
     for rank in ranks:
         groups["main thread", freeze(rank.stack)].append(rank)
-        for name, number, stack in getattr(rank, "threads", ()):
+        for name, number, stack in rank.threads or ():
             if number != rank.pid:
                 groups[f"thread {name}", freeze(stack)].append(rank)
     lines = []
@@ -211,7 +213,7 @@ def rank_to_json(rank: Rank, stacks: bool) -> dict[str, Any]:
         document["stack"] = [[*frame] for frame in rank.stack]
         document["threads"] = [
             {"name": name, "id": number, "stack": stack}
-            for name, number, stack in getattr(rank, "threads", ())
+            for name, number, stack in rank.threads or ()
             if number != rank.pid]
     return document
 
@@ -226,10 +228,10 @@ def wait_to_json(rank: Rank) -> dict[str, Any] | None:
     """In what it waits, and for whom if it is a message to one rank."""
     if not rank.waits:
         return None
-    call = rank.message or rank.pending
+    call = rank.message or next(iter(rank.awaited), None)
     if call is None:
-        return {"call": is_waiting(rank.stack) or None, "number": None,
-                "group": None, "peer": None}
+        return {"call": rank.sources.find_wait(rank.stack) or None,
+                "number": None, "group": None, "peer": None}
     return {"call": call["call"], "number": call["number"],
             "group": call["name"], "peer": call.get("peer")}
 

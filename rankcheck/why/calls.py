@@ -11,30 +11,32 @@ import functools
 import heapq
 import os
 import pickle
-import re
 import sys
 import threading
 import time
+
+from . import sources
+from .sources import find_line  # noqa: F401 also for who has no folders
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing it takes longer than all else here
     from typing import Any
 
 KEPT = 2000  # collectives
-# Files whose lines are not the script's; RANKCHECK_LIBRARY names more
-LIBRARY = (r"site-packages|dist-packages|/lib/python3|^<(?!stdin>)|\.pyx$"
-           r"|/(rankcheck/(launch|why)|workshop/jobs)/\w+\.py"
-           r"|/c[a-z2-7]{51}\.py$")  # torch.compile's
-
 # What is recorded of MPI's communicators. In these, one rank has what all
 # others get, or the reverse: the place of `root` among the arguments
 ROOTS = {"Bcast": 1, "bcast": 1, "Gather": 2, "Gatherv": 2, "gather": 1,
          "Reduce": 3, "reduce": 2, "Scatter": 2, "Scatterv": 2, "scatter": 1}
 COLLECTIVES = (
     *ROOTS, "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv",
-    "Barrier", "Reduce_scatter", "Reduce_scatter_block", "Scan", "allgather",
-    "allreduce", "alltoall", "barrier", "scan")
-MAKERS = ("Create", "Dup", "Split", "Split_type")  # of further communicators
+    "Barrier", "Exscan", "Neighbor_allgather", "Neighbor_alltoall",
+    "Reduce_scatter", "Reduce_scatter_block", "Scan", "allgather",
+    "allreduce", "alltoall", "barrier", "exscan", "neighbor_allgather",
+    "neighbor_alltoall", "scan")
+MAKERS = (  # of further communicators
+    "Clone", "Create", "Create_cart", "Create_dist_graph",
+    "Create_dist_graph_adjacent", "Create_graph", "Create_intercomm", "Dup",
+    "Dup_with_info", "Split", "Split_type", "Sub")
 # Of these only the last is kept. The place of the other rank; None: of both
 MESSAGES = {"Create_group": None, "Probe": 0, "Recv": 1, "Send": 1,
             "Sendrecv": None, "Ssend": 1, "probe": 0, "recv": 1, "send": 1,
@@ -44,20 +46,10 @@ mpi_calls = collections.deque(maxlen=KEPT)  # as `read_record` returns them
 mpi_messages = collections.deque(maxlen=1)
 
 
-@functools.cache
-def library(more):
-    return re.compile(f"{LIBRARY}|{more}" if more else LIBRARY)
-
-
-def find_line(stack, more=None):
-    """[file, line, function] of the script's innermost line in a stack.
-
-    more: a pattern of further files that are not the script's.
-    """
-    foreign = library(os.environ.get("RANKCHECK_LIBRARY", "")
-                      if more is None else more)
-    mine = [frame for frame in stack if not foreign.search(frame[0])]
-    return (mine or stack or [["?", 0, "?"]])[-1]
+def find_sources() -> sources.Sources:
+    """Whose the files of this process are, as of now."""
+    return sources.Sources(sources.find_folders(),
+                           os.environ.get("RANKCHECK_LIBRARY", ""))
 
 
 def find_torch():
@@ -103,7 +95,7 @@ def read_dump(dump, lines):
 
 def read_record(lines):
     """The last collectives, oldest first, of PyTorch's record and of ours."""
-    dumps, torch = find_dumps(), find_torch()
+    dumps, torch, owners = find_dumps(), find_torch(), find_sources()
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     groups = {group.group_name: sorted(ranks) for group, ranks
               in c10d._world.pg_group_ranks.items()
@@ -120,10 +112,7 @@ def read_record(lines):
             "profiling_name"].endswith(":gather") else None,
         "waits": not entry["retired"], "p2p": entry["is_p2p"],
         "time": entry["time_created_ns"] / 1e9,
-        "line": find_line([
-            [frame["filename"], frame["line"], frame["name"]]
-            for frame in reversed(entry["frames"])
-        ]) if entry.get("frames") else None}
+        **describe_stack(owners, entry.get("frames"))}
         for entry in read_dump(dump, lines).get("entries", [])]
         for dump in dumps]
     # each is in order, also where the clock was set back meanwhile
@@ -165,6 +154,28 @@ def unpack_groups(record: dict[str, Any]) -> None:
             entry["group"] = table[entry["group"]]
 
 
+def describe_stack(owners: sources.Sources, frames: list | None) -> dict:
+    """Which line of the script has begun a collective, and whether that was
+    outside of the script's own run: in a handler at its end, or a thread.
+
+    Both are None if the record has no frames, as PyTorch has them.
+    """
+    stack = [[frame["filename"], frame["line"], frame["name"]]
+             for frame in reversed(frames or ())]
+    if not stack:
+        return {"line": None, "outside": None}
+    return {"line": owners.find_line(stack),
+            "outside": all(name != "<module>" for _, _, name in stack)}
+
+
+def find_switched_off() -> str:
+    """The variable that has switched PyTorch's flight record off, or ""."""
+    for name in "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE":
+        if value := os.environ.get(name, "").strip():
+            return name if value == "0" else ""  # the first that is set
+    return ""
+
+
 def progress():
     """How many collectives each group has begun and ended, as text."""
     return [str([*mpi_messages, *list(mpi_calls)[-1:]])] + [
@@ -176,44 +187,77 @@ def progress():
 
 def record_mpi(MPI, on_abort):
     """Let MPI.COMM_WORLD, and what is made of it, record its collectives."""
-    kind = type(MPI.COMM_WORLD)
-    if hasattr(kind, "recorded"):
+    if hasattr(type(MPI.COMM_WORLD), "recorded"):
         return
+    kinds, merges = {}, collections.Counter()
 
-    def call(name, calls, counts):
+    def record(kind, name, calls, counts):
         def called(self, *args, **options):
+            if self.label is None:  # made in a way that is not known here
+                return getattr(kind, name)(self, *args, **options)
             self.recorded += counts
             number = self.recorded
             entry = describe_call(self, name, args, options)
             calls.append(entry)
             result = getattr(kind, name)(self, *args, **options)
             entry["waits"] = False
-            # an empty communicator, which `Split` returns, is false
-            return adopt(result, f"{self.label}.{number}") if isinstance(
-                result, kind) and result else result
+            return adopt(result, f"{self.label}.{number}")
         return called
+
+    def merge(self, *args, **options):
+        result = MPI.Intercomm.Merge(self, *args, **options)
+        # the two sides have labels of their own: this one is the same on both
+        ranks = tuple(find_ranks(result))
+        merges[ranks] += 1
+        return adopt(result, f"merged.{merges[ranks]}")
 
     def abort(self, errorcode=0):
         on_abort(errorcode)
-        kind.Abort(self, errorcode)
+        MPI.Comm.Abort(self, errorcode)
 
-    def adopt(comm, label):
-        mine = Recorded(comm)
-        vars(mine).update(getattr(comm, "__dict__", {}), label=label)
+    def make_kind(kind):
+        members = {"recorded": 0, "ranks": None, "label": None}
+        if issubclass(kind, MPI.Intercomm):
+            return type(kind.__name__, (kind,), {**members, "Merge": merge})
+        members["Abort"] = abort
+        for names, calls, counts in ((COLLECTIVES + MAKERS, mpi_calls, 1),
+                                     (MESSAGES, mpi_messages, 0)):
+            for name in names:
+                if hasattr(kind, name):
+                    members[name] = record(kind, name, calls, counts)
+        return type(kind.__name__, (kind,), members)
+
+    def adopt(value, label):
+        # an empty communicator, which `Split` returns, is false
+        if not isinstance(value, (MPI.Intracomm, MPI.Intercomm)) or not value:
+            return value
+        kind, mine = type(value), value
+        if not hasattr(kind, "recorded"):  # what `Dup` makes has our kind
+            kinds[kind] = kinds.get(kind) or make_kind(kind)
+            mine = kinds[kind](value)
+            vars(mine).update(getattr(value, "__dict__", {}))
+        vars(mine).update(label=label, recorded=0, ranks=None)
         return mine
 
-    Recorded = type("Intracomm", (kind,), {
-        "recorded": 0, "ranks": None, "Abort": abort,
-        **{name: call(name, mpi_calls, 1) for name in COLLECTIVES + MAKERS},
-        **{name: call(name, mpi_messages, 0) for name in MESSAGES}})
     MPI.COMM_WORLD = adopt(MPI.COMM_WORLD, "MPI")
+
+
+@functools.cache
+def mpi_sources() -> sources.Sources:
+    """`find_sources`, once: at each call of MPI it has to be fast."""
+    return find_sources()
+
+
+def find_ranks(comm) -> list[int]:
+    """The ranks of a communicator, as COMM_WORLD counts them."""
+    world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
+    return comm.Get_group().Translate_ranks(None, world)
 
 
 def describe_call(comm, name, args, options):
     """What `read_record` says of a call; of an array its shape and type."""
     if comm.ranks is None:
-        world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
-        comm.ranks = comm.Get_group().Translate_ranks(None, world)
+        comm.ranks = find_ranks(comm)
 
     def find_rank(place, default, *names):
         number = None if place is None else next(
@@ -225,8 +269,10 @@ def describe_call(comm, name, args, options):
     # the methods in lower case take any objects, also arrays of other shapes
     sent = [array for array in args[:2] if hasattr(array, "dtype")
             and name[0].isupper()][:1]
-    frame = sys._getframe(2)
-    while frame.f_back and library("").search(frame.f_code.co_filename):
+    stack, frame = [], sys._getframe(2)
+    while frame:
+        stack.append({"filename": frame.f_code.co_filename,
+                      "line": frame.f_lineno, "name": frame.f_code.co_name})
         frame = frame.f_back
     return {"group": comm.ranks, "name": comm.label, "number": comm.recorded,
             "call": name, "sizes": [list(array.shape) for array in sent],
@@ -234,5 +280,4 @@ def describe_call(comm, name, args, options):
             "p2p": name in MESSAGES, "time": time.time(),
             "root": find_rank(ROOTS.get(name), 0, "root"),
             "peer": find_rank(MESSAGES.get(name), -1, "source", "dest"),
-            "line": [frame.f_code.co_filename, frame.f_lineno,
-                     frame.f_code.co_name]}
+            **describe_stack(mpi_sources(), stack)}

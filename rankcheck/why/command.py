@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,10 +27,11 @@ from rankcheck.why.answer import (
     order,
     to_json,
 )
-from rankcheck.why.ranks import Rank, is_waiting
+from rankcheck.why.ranks import Rank
 
 SCHEMA = 1  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
+BETWEEN = 5  # seconds between two looks
 
 
 def add_arguments(parser):
@@ -116,8 +118,9 @@ def why(target: str | None, **options: Any) -> int:
             rank.alive is not False and not rank.ended
             for ranks in found.jobs for rank in ranks):
         raise UserError(say_refused(folder, found))
-    answers = order([answer(ranks) for ranks in found.jobs],
-                    begun.token if begun else None)
+    answers = order([
+        answer(ranks, lambda ranks=ranks: look_again(folder, ranks))
+        for ranks in found.jobs], begun.token if begun else None)
     status = int(any(one.is_fault for one in answers))
     if request.as_json:
         first, *others = [to_json(one, request.stacks) for one in answers]
@@ -230,6 +233,16 @@ def print_answer(found: Answer, request: Request, folder: Path) -> None:
         print(*describe_stacks(found.ranks), sep="\n")
 
 
+def look_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
+    """The ranks of the same job, some seconds after the first look."""
+    time.sleep(BETWEEN)
+    first = {(rank.host, rank.pid) for rank in ranks}
+    for later in evidence.gather(folder).jobs:
+        if first & {(rank.host, rank.pid) for rank in later}:
+            return later
+    return []
+
+
 def print_times(rank, most=4):
     """The lines of the script that the rank spends its time in.
 
@@ -238,7 +251,7 @@ def print_times(rank, most=4):
     lines, whole = Counter(), sum(times for times, _ in rank.looks)
     for times, stack in rank.looks:
         lines[f"{rank.find_place(stack)}" + " (waits for other ranks)"
-              * bool(is_waiting(stack))] += times
+              * bool(rank.sources.find_wait(stack))] += times
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
               "two seconds:")

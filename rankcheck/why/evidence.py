@@ -101,8 +101,10 @@ def find(target, runs):
     require(is_job or Path(target).is_dir(), f"{target}: no such folder: name "
             "a run's folder, or a job's id")
     places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
-    require(places, f"{target}: no run in {runs} has this number: name the "
-            "folder that the job's output names")
+    require(places or find_starts_of(number), f"{target}: no run in {runs} "
+            "has this number, nor a start in the cache: name the folder that "
+            "the job's output names")
+    places = places or find_starts_of(number)
     files = [file for place in places for inside in ("", "why/", "why/*/")
              for name in ("*-[0-9]*.json", f"*{witness.BEGIN}")
              for file in place.glob(inside + name)]
@@ -110,6 +112,18 @@ def find(target, runs):
             "folder that the job's output names, or none for what was started "
             f"last; if nothing was watched, {HOW}; {PY_SPY}")
     return max(files, key=lambda file: file.stat().st_mtime).parent
+
+
+def find_starts_of(number: str) -> list[Path]:
+    """The folders of `why run` of which a rank was in this job of SLURM's."""
+    place, found = witness.STARTS.index("SLURM_JOB_ID"), []
+    for folder in sorted(start.STARTS.glob("*/")):
+        for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
+            told = read_json(file).get("start") or []
+            if told[place:place + 1] == [number]:
+                found.append(folder)
+                break
+    return found
 
 
 def ask_about(target):
@@ -258,6 +272,7 @@ def gather(folder: Path) -> Evidence:
             records = wait_for_answers(folder, records, question)
         except OSError as error:
             refused = error.strerror or str(error)
+    nested = find_nested(records)
     records = add_exits(folder, of_this_job(records))
     for record in records:
         record["alive"] = lives(record)
@@ -265,6 +280,7 @@ def gather(folder: Path) -> Evidence:
     last = starts[-1].token if starts else None
     found = [make_ranks(folder, job, question)
              for job in jobs.choose(jobs.split(records), last)]
+    add_nested([rank for ranks in found for rank in ranks], nested, question)
     return Evidence(found, refused)
 
 
@@ -318,6 +334,23 @@ def of_this_job(records):
               if record["joined"]}
     return [one for one in records if name(one, one.get("starter"))
             not in joined - {name(one, one["pid"])}]
+
+
+def find_nested(records: list[jobs.Record]) -> list[jobs.Record]:
+    """Those that `of_this_job` leaves out and that live, by their rank."""
+    kept = of_this_job(records)
+    return sorted((one for one in records if one not in kept and lives(one)
+                   and not one["ended"]), key=lambda one: one["rank"] or 0)
+
+
+def add_nested(ranks: list[Rank], nested: list[jobs.Record],
+               question: str) -> None:
+    """Let each rank know those of a job that it has started itself."""
+    for rank in ranks:
+        started = [one for one in nested if one["starter"] == str(rank.pid)
+                   and one["host"] == rank.host]
+        rank.nested = [Rank(one, True, question in one["asked"])
+                       for one in started]
 
 
 def read(folder: Path) -> list[jobs.Record]:

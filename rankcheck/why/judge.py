@@ -7,14 +7,18 @@ its docstring is the fault's line in rankcheck/docs/why.md. If no rule holds,
 `report` says where the ranks are.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from statistics import mode
 
 from rankcheck.findings import Finding
 from rankcheck.why import seen
-from rankcheck.why.ranks import PATIENCE, SOON, Job, Who, is_waiting
+from rankcheck.why.ranks import PATIENCE, SOON, Job, Rank, Who
+from rankcheck.why.sources import is_mpi_call
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -38,14 +42,36 @@ def rule(sign, fault, advice):
     return keep
 
 
-def judge(ranks):
-    """The `Finding` of the first rule that has one, or what is seen."""
+def judge(ranks: list[Rank],
+          look_again: Callable[[], list[Rank]] | None = None) -> Finding:
+    """The `Finding` of the first rule that has one, or what is seen.
+
+    Args:
+        ranks: as evidence.collect returns them.
+        look_again: returns them anew, some seconds later. Without it, nothing
+            is named that takes two looks.
+    """
     job = Job(ranks)
     for _, fault, advice, find in RULES:
-        if answer := find(job):
+        answer = find(job)
+        if answer and find in TWO_LOOKS:
+            if look_again is None:
+                continue
+            later = look_again()
+            if not later:
+                continue  # there is nothing to see any more
+            if not is_same(answer, find(Job(later))):
+                return judge(later)
+        if answer:
             return Finding("FAIL", [answer[1]], [advice], kind=fault,
                            ranks=[*answer[0]])
     return seen.report(job)
+
+
+def is_same(answer: tuple, later: tuple | None) -> bool:
+    """Whether a rule has said the same of the same ranks twice."""
+    return bool(later) and answer[1] == later[1] and (
+        [rank.rank for rank in answer[0]] == [rank.rank for rank in later[0]])
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -136,6 +162,8 @@ def size_of(call, calls):
 def other_calls(job):
     """the first that is another one, or has another size, type or root"""
     for calls in job.calls:
+        calls = {number: call for number, call in calls.items()
+                 if call not in job.later_calls}
         for property_of in (lambda call, _: call["call"], size_of,
                             lambda call, _: call.get("root")):
             values = {rank: value for rank, call in sorted(calls.items())
@@ -145,30 +173,83 @@ def other_calls(job):
                 usual = mode(values.values())
                 odd, even = (Who(rank for rank in values if (
                     values[rank] == usual) == same) for same in (False, True))
-                return [rank for rank in job.ranks if rank.rank in odd], (
+                who = job.those(lambda rank, odd=odd: rank.rank in odd)
+                handled = [
+                    f"; rank {rank.rank} {seen.describe_handled(rank)}"
+                    for rank in job.ranks if rank.handles]
+                return who, (
                     f"collective {calls[odd[0]]['number']} is "
                     f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
-                    f"{seen.describe_call(calls[even[0]])} on {even}")
+                    f"{seen.describe_call(calls[even[0]])} on {even}"
+                    + "".join(handled))
 
 
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
       "in the same order, and each recv needs a send")
 def deadlock(job):
     """in a collective, or a message, to which no thread of the other comes"""
-    wait = job.those(lambda rank: rank.runs and rank.waits
-                     and rank.still >= SOON and not rank.helpers)
-    for rank in wait:
-        for other in job.waits_for(rank):
-            if other in wait and rank in job.waits_for(other):
-                # the one in whose collective the most others wait is right
-                who = sorted((rank, other), key=lambda one: len(
-                    job.keeps_waiting(one)))[-1]
-                return [who], ", and ".join(
-                    f"rank {one.rank} {seen.describe_wait(one)}"
-                    for one in (rank, other))
+    blocked = job.those(lambda rank: rank.is_blocked)
+    waits = {rank: Who(other for other in job.waits_for(rank)
+                       if other in blocked) for rank in blocked}
+    cycle = find_cycle(waits)
+    if not cycle:
+        return None
+    # the one in whose collective the most others wait is right
+    who = sorted(sorted(cycle, key=lambda rank: rank.rank),
+                 key=lambda rank: len(job.keeps_waiting(rank)))[-1]
+    return [who], ", and ".join(
+        f"rank {rank.rank} {seen.describe_wait(rank)}" for rank in cycle)
+
+
+def find_cycle(waits: dict[Rank, list[Rank]]) -> list[Rank]:
+    """The shortest circle of ranks each of which waits for the next; [] if
+    there is none.
+
+    Args:
+        waits: {rank: those for whom it waits}.
+    """
+    shortest: list[Rank] = []
+    for first in waits:
+        cycle = find_way_back(first, waits)
+        if cycle and (not shortest or len(cycle) < len(shortest)):
+            shortest = cycle
+        if len(shortest) == 2:
+            break  # there is no shorter one
+    return shortest
+
+
+def find_way_back(first: Rank, waits: dict[Rank, list[Rank]]) -> list[Rank]:
+    """The shortest way from a rank to itself, itself first; [] without one."""
+    ways, reached = {first: [first]}, [first]
+    for rank in reached:  # which grows: the nearest ones first
+        for other in waits[rank]:
+            if other is first:
+                return ways[rank]
+            if other not in ways:
+                ways[other] = [*ways[rank], other]
+                reached.append(other)
+    return []
+
+
+# As they come and go: one look may see several ranks at different moments
+TWO_LOOKS = (deadlock,)
 
 
 # ------------------------------------------------------------ one has ended
+
+
+@rule(ENDS, "aborted in another line", "do these lines call the same "
+      "collectives, with the same sizes? gloo aborts the rank that gets a "
+      "message of another size than it expects; a watchdog aborts those that "
+      f"wait too long: {LOG}")
+def aborted(job):
+    """SIGABRT ended a rank in one line, where the others waited in another"""
+    who = job.those(lambda rank: rank.aborted or rank.aborted_in_backward)
+    others = job.ranks.without(who)
+    if not who or job.by["error"] or others.without(job.left):
+        return None
+    places = {rank.place for rank in job.ranks if rank.place.file != "?"}
+    return len(places) > 1 and (who, seen.describe_each(job.ranks))
 
 
 @rule(ENDS, "a rank was killed", "its last words are in the log, above the "
@@ -180,6 +261,18 @@ def killed(job):
     # an abort or a crash may follow from what another rank has done
     who = Who(rank for rank in job.by["killed"] if not (
         job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
+    first_error = min((rank.ended["time"] for rank in job.by["error"]),
+                      default=math.inf)
+    # launchers send SIGKILL to those that do not end by themselves
+    who = Who(rank for rank in who if rank.crash
+              or rank.ended.get("time", 0) < first_error + APART)
+    if {*who} <= {*job.aborted}:
+        elsewhere = [rank for rank in job.ranks.without(job.left)
+                     if rank.place.file != "?"]
+        if {*job.aborted} == {*job.ranks} or elsewhere:
+            return None  # it waited for one that did something else
+    else:
+        who = who.without(job.aborted)
     return who and (who, "; ".join(filter(None, [
         seen.describe_each(who) + seen.say_oom(
             rank for rank in who if rank.signal == "SIGKILL"),
@@ -231,7 +324,18 @@ def ended_early(job):
             for rank in job.by["done"]}
     who = Who(rank for rank in left if left[rank])
     return who and (who, f"{who} ended {seen.with_status(who)}, and left "
-                    f"{left[who[0]]} waiting in {left[who[0]][0].place}")
+                    f"{left[who[0]]} waiting {seen.say_places(left[who[0]])}")
+
+
+def may_follow(other: Rank, rank: Rank) -> bool:
+    """Whether a rank can have lost another, or was aborted as it waited for
+    it, because that one had gone: it wrote nothing later.
+    """
+    clocks = 0 if other.host == rank.host else APART
+    if other.ending == "lost":
+        return rank.written <= other.ended["time"] + clocks
+    return other.aborted and other.pending is not None and (
+        rank.written <= other.pending["time"] + SOON + clocks)
 
 
 @rule(ENDS, "no record of an end", f"{LOG}; `dmesg` on its node says whether "
@@ -239,7 +343,7 @@ def ended_early(job):
 def gone(job):
     """it is gone without a word, and others wait for it or have lost it"""
     who = Who(rank for rank in (*job.by["gone"], *job.by["silent"]) if any(
-        other.ending == "lost" or (other.runs and rank.ending == "gone")
+        (other.runs and rank.ending == "gone") or may_follow(other, rank)
         for other in job.keeps_waiting(rank)))
     others = {rank.host for rank in job.ranks.without(who)}
     return who and (who, (
@@ -282,8 +386,9 @@ def straggler(job):
     if mean > min(rank.longest_gap for rank in job.ranks.without(who)):
         return None  # nobody has waited so long: its clock is off
     looks = who[0].looks
-    waits = sum(times for times, stack in looks if is_waiting(stack) or (
-        stack and stack[-1][2] == "called"))  # in MPI, by our calls.py
+    waits = sum(times for times, stack in looks
+                if who[0].sources.find_wait(stack)
+                or (stack and is_mpi_call(stack[-1][0], stack[-1][2])))
     if waits > SHARE * sum(times for times, _ in looks):
         return None  # it waits itself, as a pipeline's first stage does
     return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "

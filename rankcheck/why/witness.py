@@ -19,6 +19,8 @@ thread it reads lines and instructions. Even reading a frame's locals would
 keep objects alive after `del`.
 """
 
+from __future__ import annotations
+
 import _thread
 import atexit
 import collections
@@ -36,7 +38,7 @@ import time
 import traceback
 from pathlib import Path
 
-from . import calls, launchers, proc
+from . import calls, launchers, proc, sources
 from .launchers import find_error, find_rank
 from .open_file import OpenFile, open_high
 
@@ -266,9 +268,14 @@ class Witness:
         self.thread = threading.get_native_id()
         self.asked, wait = proc.read_text(self.ask), STILL
         self.write()
-        now = time.monotonic()
+        now, first_at_end = time.monotonic(), False
         while self.ended is None:
             time.sleep(POLL)
+            if not first_at_end and (calls.find_torch() or calls.mpi_calls):
+                # before torch's own handlers, and those of the script that
+                # were there before: they may wait for other ranks
+                atexit.register(self.note_end)
+                first_at_end = True
             self.find_script()
             before, now = now, time.monotonic()
             if self.has_moved():
@@ -329,16 +336,34 @@ class Witness:
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
             looks[self.look()] += 1
-        threads = [  # as `threading` knows them, without asking it
-            [thread.name, thread.native_id, self.look(thread.ident)]
-            for thread in list(threading._active.values())]
-        lines = {number: [name, calls.find_line(stack)]
-                 for name, number, stack in threads}
+        owners, threads = calls.find_sources(), self.look_at_threads()
+        lines = {number: [name, owners.find_line(stack)]
+                 for name, number, stack in threads if number}
         after = proc.see_work(self.owner, but=self.thread)
         most = [(times, stack) for stack, times in looks.most_common(20)]
         return {"looks": most, "threads": threads,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
+
+    def look_at_threads(self) -> list:
+        """[name, native id, stack] of all threads that run Python, but ours;
+        `threading` may not know some: ["?", 0, stack].
+        """
+        threads = []
+        known = {  # as `threading` knows them, without asking it
+            thread.ident: [thread.name, thread.native_id]
+            for thread in list(threading._active.values())}
+        # after a fork it has the number of another process there
+        known[threading.main_thread().ident] = ["MainThread", self.owner]
+        for ident in list(sys._current_frames()):
+            if ident != _thread.get_ident():
+                threads.append([*known.get(ident, ["?", 0]), self.look(ident)])
+        return threads
+
+    def find_callee(self) -> str | None:
+        """What the main thread's innermost frame is calling, or None."""
+        frame = next(self.frames(), None)
+        return None if frame is None else sources.find_callee(frame)
 
     def write(self, lines=False):
         """lines: also where the time goes, and the collectives' lines."""
@@ -352,6 +377,10 @@ class Witness:
             "written": time.time(), "still": self.still, "over": self.over,
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
+            "callee": self.find_callee() if self.thread else None,
+            "handles": find_handled() if self.thread else None,
+            "folders": sources.find_folders(),
+            "switched_off": calls.find_switched_off(),
             "answers": self.thread is not None,
             "asked": self.asked[-1000:],  # the last questions
             "state": proc.read_state(self.owner),
@@ -394,9 +423,33 @@ def chain(error):
     """An error, and those before it that led to it: these first."""
     found = [error]
     while found[0] is not None and found[0] not in found[1:]:
-        found.insert(0, found[0].__cause__ or (
-            None if found[0].__suppress_context__ else found[0].__context__))
+        found.insert(0, find_earlier(found[0]))
     return found[1:]
+
+
+def find_earlier(error: BaseException) -> BaseException | None:
+    """The error that led to this one; of a group, the first one inside."""
+    inside = getattr(error, "exceptions", None)
+    # as a backport for older Pythons calls it, too
+    if inside and any(kind.__name__ == "BaseExceptionGroup"
+                      for kind in type(error).__mro__):
+        return inside[0]
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
+
+
+def find_handled() -> list | None:
+    """[the name, the stack] of the error that the main thread is handling,
+    as in `finally` or `except`; None without one, or before Python 3.10.
+    """
+    handled = getattr(sys, "_current_exceptions", dict)().get(
+        threading.main_thread().ident)
+    if isinstance(handled, tuple):  # before Python 3.12
+        handled = handled[1]
+    if handled is None:
+        return None
+    return [type(handled).__name__, stack_of(handled)[-20:]]
 
 
 def stack_of(error):

@@ -1,5 +1,6 @@
 """`why`: faults in scripts that are not ours, each named; no false alarm."""
 
+import builtins
 import functools
 import json
 import os
@@ -39,13 +40,14 @@ from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
+from rankcheck.why.sources import Sources, find_callee
 from rankcheck.why.start import HOOK
 from rankcheck.why.witness import MARK
 from workshop.results import speed
 
 
 def answer(folder):
-    return judge(collect(folder))
+    return judge(collect(folder), lambda: collect(folder))
 
 
 EVIDENCE = Path(__file__).with_name("why_evidence")
@@ -59,7 +61,8 @@ JOBS = [  # its name, the fault, who is to blame, words of the answer
 def test_what_is_said_of_a_job(job, fault, blamed, words):
     """Of what its ranks had written; see why_cases.py."""
     text = (EVIDENCE / f"{job}.jsonl").read_text()
-    found = judge([Rank(*json.loads(line)) for line in text.splitlines()])
+    ranks = [Rank(*json.loads(line)) for line in text.splitlines()]
+    found = judge(ranks, lambda: ranks)
     check(found, fault, blamed, words)
     assert found.verdict == ("FAIL" if fault else "ok")
 
@@ -803,6 +806,187 @@ def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
         {"RANK": "x", "WORLD_SIZE": ""}, ["python"]) == agent
 
 
+FOLDERS = {"torch": "/env/lib/python3.11/site-packages/torch",
+           "mpi4py": "/env/lib/python3.11/site-packages/mpi4py",
+           "python": "/usr/lib/python3.11", "launcher": "/env/bin"}
+COLLECTIVE = f"{FOLDERS['torch']}/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(("file", "owner"), [
+    ("/home/me/torch/train.py", "script"),
+    ("/home/me/pytorch/distributed/train.py", "script"),
+    ("/home/me/mpi4py/train.py", "script"),
+    ("/home/me/lib/python3.11/mine/train.py", "script"),
+    ("/home/me/site-packages-old/train.py", "script"), ("<stdin>", "script"),
+    (COLLECTIVE, "torch"), ("/usr/lib/python3.11/socket.py", "python"),
+    ("/env/lib/python3.11/site-packages/axolotl/train.py", "installed"),
+    ("/usr/lib/python3/dist-packages/yaml/main.py", "installed"),
+    ("/usr/lib/python3.11/site-packages/six.py", "installed"),
+    ("/env/bin/axolotl", "launcher"), ("<string>", "generated"),
+    ("/env/lib/python3.11/site-packages/accelerate/commands/launch.py",
+     "launcher"), ("src/mpi4py/MPI.src/Comm.pyx", "mpi4py")])
+def test_whose_a_file_is(file, owner):
+    """By the folders that a rank has recorded, and not by a name."""
+    assert Sources(FOLDERS).owner(file) == owner
+
+
+def test_a_line_of_an_installed_package_that_is_run():
+    """As `-m axolotl.cli` is; with a script of somebody's, it is that one's.
+    """
+    stack = [["/env/bin/axolotl", 8, "<module>"],
+             ["/env/lib/python3.11/site-packages/axolotl/cli.py", 3, "main"],
+             ["/usr/lib/python3.11/contextlib.py", 9, "inner"],
+             ["/env/lib/python3.11/site-packages/trainer/loop.py", 5, "fit"],
+             [COLLECTIVE, 3, "all_reduce"]]
+    assert Sources(FOLDERS).find_line(stack) == stack[3]
+    mine = ["/home/me/plugin.py", 2, "on_step"]
+    assert Sources(FOLDERS).find_line([*stack, mine, stack[-1]]) == mine
+    assert Sources(FOLDERS).find_line(stack[-1:]) == stack[-1]
+
+
+@pytest.mark.parametrize(("file", "function", "waits"), [
+    ("distributed/distributed_c10d.py", "barrier", True),
+    ("distributed/distributed_c10d.py", "_new_process_group_helper", True),
+    ("distributed/distributed_c10d.py", "_object_to_tensor", False),
+    ("distributed/checkpoint/filesystem.py", "_write_files_from_queue", False),
+    ("distributed/checkpoint/state_dict_loader.py", "_restore", False),
+    ("distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+     "wait_for_unshard", True),
+    ("distributed/utils.py", "_sync_params_and_buffers", True),
+    ("distributed/tensor/_api.py", "__new__", False),
+    ("utils/data/dataloader.py", "_try_get_data", False)])
+def test_which_functions_wait_for_other_ranks(file, function, waits):
+    """Writing a checkpoint's file is no wait for others."""
+    stack = [["/home/me/train.py", 3, "main"],
+             [f"{FOLDERS['torch']}/{file}", 5, function]]
+    assert bool(Sources(FOLDERS).find_wait(stack)) == waits
+    assert not Sources(FOLDERS).find_wait([
+        ["/home/me/torch/distributed/mine.py", 3, "barrier"]])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tells no positions")
+def test_what_a_frame_calls():
+    """The callee by its name, an operation by Python's."""
+    lock, event = threading.Lock(), threading.Event()
+
+    class Slow:
+        def __gt__(self, other):
+            return event.wait(60)
+
+    def acquire():
+        lock.acquire(
+            timeout=max(60, 8))
+
+    def sleep():
+        time.sleep(2) if lock else None
+
+    def compare():
+        return Slow() > 1
+
+    lock.acquire()
+    for function, callee in ((acquire, "lock.acquire"),
+                             (sleep, "time.sleep"), (compare, "COMPARE_OP")):
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        wait_for(lambda thread=thread, function=function, callee=callee: (
+            find_callee_in(thread, function) == callee), 20)
+    lock.release()
+    event.set()
+
+
+def find_callee_in(thread, function):
+    """What a function calls in another thread; None if it does not run."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame and find_callee(frame)
+
+
+def read_ranks(job, **changes):
+    """The ranks of a stored job; changes: of the record of the first."""
+    records = [json.loads(line) for line in (
+        EVIDENCE / f"{job}.jsonl").read_text().splitlines()]
+    records[0][0].update(changes)
+    return [Rank(*record) for record in records]
+
+
+def test_a_deadlock_takes_two_looks():
+    """That agree; and no other thread may come to what others wait for."""
+    ranks = read_ranks("three_groups")
+    assert judge(ranks, lambda: ranks).kind == "each waits for the other"
+    assert judge(ranks).kind == ""
+    stack = [["/home/me/train.py", 9, "main"]]
+    later = read_ranks("three_groups", stack=stack, callee="time.sleep")
+    assert judge(ranks, lambda: later).kind == ""
+    assert judge(later, lambda: later).kind == ""
+    saving = [["Thread-1", 7, [[
+        f"{ranks[0].folders['torch']}/distributed/checkpoint/state_dict_"
+        "saver.py", 9, "save"]]]]
+    later = read_ranks("three_groups", threads=saving)
+    assert judge(later, lambda: later).kind == ""
+    idle = [["ThreadPoolExecutor-0_0", 7, [[
+        f"{ranks[0].folders['python']}/concurrent/futures/thread.py", 81,
+        "_worker"]]]]
+    later = read_ranks("three_groups", threads=idle)
+    assert judge(later, lambda: later).kind == "each waits for the other"
+
+
+def test_an_error_that_a_rank_handles():
+    """In `finally` it calls a collective that the others do not call."""
+    ranks = read_ranks("finally_barrier")
+    ranks[1].handles = ["KeyError", [["/home/me/data.py", 6, "read"]]]
+    found = judge(ranks)
+    assert found.kind == "different collectives"
+    assert "; rank 1 handles KeyError, raised in line 6 of data" in found.text
+    assert "; handles KeyError, raised in line 6" in describe(ranks[1])
+
+
+@pytest.mark.parametrize(("written", "kind"), [
+    (9, "no record of an end"), (30, "")])
+def test_who_wrote_after_others_had_lost_it(written, kind):
+    """Was there still: they have lost another one."""
+    lost = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
+            "world_size": 2, "answers": True, "folders": FOLDERS, "ended": {
+                "status": 1, "error": "RuntimeError", "time": 10,
+                "message": "Connection closed by peer",
+                "stack": [["x.py", 3, "f"], [COLLECTIVE, 3, "all_reduce"]]}}
+    silent = {"rank": 1, "host": "node1", "pid": 8, "written": written,
+              "began": 1, "answers": True, "ended": None,
+              "stack": [["x.py", 4, "g"]]}
+    assert judge([Rank(lost, alive=False), Rank(silent, alive=False)]
+                 ).kind == kind
+
+
+@pytest.mark.parametrize(("killed", "blamed"), [(11, [1]), (40, [0])])
+def test_sigkill_may_follow_from_an_error(killed, blamed):
+    """A launcher sends it to those that do not end at SIGTERM."""
+    error = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
+             "answers": True, "ended": {
+                 "status": 1, "error": "ValueError", "time": 10,
+                 "message": "bad", "stack": [["x.py", 3, "f"]]}}
+    other = {"rank": 1, "host": "node1", "pid": 8, "written": 9, "began": 1,
+             "answers": True, "stack": [["x.py", 4, "g"]],
+             "ended": {"status": -9, "time": killed, "told": True}}
+    found = judge([Rank(error, alive=False), Rank(other, alive=False)])
+    assert [rank.rank for rank in found.ranks] == blamed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no groups")
+def test_errors_inside_of_a_group():
+    """The first one inside comes first, then what holds it."""
+    group = builtins.ExceptionGroup
+    try:
+        try:
+            raise KeyError("reward")
+        except KeyError as error:
+            inner = group("tasks", [error, ValueError("later")])
+            raise group("all", [inner]) from None
+    except group as error:
+        found = witness.chain(error)
+    assert [str(error) for error in found] == [
+        "'reward'", "tasks (2 sub-exceptions)", "all (1 sub-exception)"]
+
+
 def test_mpi_calls_are_recorded(tmp_path):
     """Of COMM_WORLD, and of what is made of it; objects have any shape."""
     needs("mpirun", "mpi4py")
@@ -814,6 +998,10 @@ comm.Allreduce(MPI.IN_PLACE, np.ones(3))
 comm.Split(0).Barrier()
 comm.allgather(np.ones(3))
 comm.reduce(1, MPI.SUM, 0)
+copy = comm.Clone()
+copy.Create_cart([1]).Sub([True]).Barrier()
+copy.Create_graph([1], [0]).Barrier()
+copy.Dup().Barrier()
 """, RANK="0", WORLD_SIZE="2")
     assert [(call["name"], call["number"], call["call"], call["sizes"],
              call["line"][1], call["waits"], call["root"])
@@ -822,8 +1010,18 @@ comm.reduce(1, MPI.SUM, 0)
         ("MPI", 2, "Split", [], 5, False, None),
         ("MPI.2", 1, "Barrier", [], 5, False, None),
         ("MPI", 3, "allgather", [], 6, False, None),
-        ("MPI", 4, "reduce", [], 7, False, 0)]
-    assert record["groups"] == {"MPI": [0], "MPI.2": [0]}
+        ("MPI", 4, "reduce", [], 7, False, 0),
+        ("MPI", 5, "Clone", [], 8, False, None),
+        ("MPI.5", 1, "Create_cart", [], 9, False, None),
+        ("MPI.5.1", 1, "Sub", [], 9, False, None),
+        ("MPI.5.1.1", 1, "Barrier", [], 9, False, None),
+        ("MPI.5", 2, "Create_graph", [], 10, False, None),
+        ("MPI.5.2", 1, "Barrier", [], 10, False, None),
+        ("MPI.5", 3, "Dup", [], 11, False, None),
+        ("MPI.5.3", 1, "Barrier", [], 11, False, None)]
+    names = ["MPI", "MPI.2", "MPI.5", "MPI.5.1", "MPI.5.1.1", "MPI.5.2",
+             "MPI.5.3"]
+    assert record["groups"] == {name: [0] for name in names}
     assert [call["group"] for call in record["calls"]] == [
         call["name"] for call in record["calls"]]
 
@@ -933,6 +1131,19 @@ def test_a_job_by_its_number(tmp_path):
     assert evidence.find("12.server", tmp_path) == folder
     with pytest.raises(UserError, match="no run in"):
         evidence.find("471100000", tmp_path)
+
+
+def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
+    """As `why run` in a batch script, without a folder of runs."""
+    monkeypatch.setattr(start, "STARTS", tmp_path)
+    for name, job in (("20260101-1", "4710"), ("20260101-2", "4711"),
+                      ("20260101-3", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "node1-7.json").write_text(json.dumps({
+            "format": witness.FORMAT, "start": [None, None, job, "0"]}))
+    assert evidence.find("4711", tmp_path / "runs").name == "20260101-2"
+    with pytest.raises(UserError, match="nor a start in the cache"):
+        evidence.find("4712", tmp_path / "runs")
 
 
 def test_the_page_has_a_row_for_each_fault():

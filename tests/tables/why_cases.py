@@ -53,7 +53,8 @@ GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason; also of what is
 # seen, where it is not proven.
-MORE = "a rank was killed|a rank ended(?=.*[Tt]runcate)"
+MORE = ("a rank was killed|aborted in another line"
+        "|a rank ended(?=.*[Tt]runcate)")
 FAULTS = {
     # gloo aborts a rank that gets more than it expects, MPI raises an error
     "skipped collective": (f"different collectives|{MORE}", "rank 1"),
@@ -395,8 +396,8 @@ def keep_evidence(folder, file, most=4):
     """
     lines = []
     for rank in collect(Path(folder)):
-        record = {name: value for name, value in vars(rank).items()
-                  if name not in ("alive", "fresh", "last", "looks")}
+        record = {name: value for name, value in rank.record.items()
+                  if name != "looks"}
         record["calls"] = [
             {name: value for name, value in call.items() if name != "of"}
             for call in rank.calls[-int(most):]]
@@ -406,7 +407,8 @@ def keep_evidence(folder, file, most=4):
     for mine, name in (
             *((folder, "/home/me") for folder in sorted({
                 str(Path(file).parent) for file in re.findall(
-                    r'"(/[^"]*\.py)", \d+, "<module>"', text)}, key=len)),
+                    r'"(/[^"]*\.py)", \d+, "<module>"', text)
+                if not file.startswith(sys.prefix)}, key=len)),
             (sys.prefix, "/venv"), (str(ROOT), "/clone"),
             (f'"{socket.gethostname()}"', '"node1"')):
         text = text.replace(mine, name)
